@@ -1,0 +1,129 @@
+"""What programs touch of PopTorch's native module: errors, option checks and a few queries."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Dict
+
+from ipurun.emulator import _logging
+from ipurun.emulator._errors import Error, RecoverableError, UnrecoverableError, native_error
+
+__all__ = [
+    "CompilerOptions",
+    "Error",
+    "RecoverableError",
+    "TestErrorType",
+    "TracingMode",
+    "UnrecoverableError",
+    "importPoptorchMetadataFromFile",
+    "ipuHardwareVersion",
+    "isCompilingWithDispatcher",
+    "poptorchAtExit",
+    "setCustomCodeletsPath",
+    "setLogLevel",
+    "setPopartLogLevel",
+]
+
+
+class TracingMode(enum.IntEnum):
+    """The ways a model is captured; only one is left."""
+
+    PopART = 0
+
+
+class TestErrorType(enum.IntEnum):
+    """The errors that ``_throwTestError`` can raise."""
+
+    __test__ = False  # pytest would collect a class of this name
+
+    Poptorch = 0
+    Popart = 1
+    PopartInternal = 2
+    Poplibs = 3
+    PoplarUnrecoverable = 4
+    PoplarUnknown = 5
+    PoplarRecoverableFullReset = 6
+    PoplarLinkError = 7
+
+
+class CompilerOptions:
+    """Options of the removed eager compiler; accepts any attribute."""
+
+
+_TEST_CONTEXT = "  [0] throwTestError::bottomLevel\n  [1] throwTestError::topLevel"
+_TEST_FAULTS: Dict[TestErrorType, Dict[str, Any]] = {
+    TestErrorType.Poptorch: {"type": "poptorch_cpp_error"},
+    TestErrorType.Popart: {"type": "popart_exception"},
+    TestErrorType.PopartInternal: {"type": "popart_internal_exception"},
+    TestErrorType.Poplibs: {"type": "poplibs_exception"},
+    TestErrorType.PoplarUnrecoverable: {
+        "type": "poplar_unrecoverable_runtime_error",
+        "unrecoverable": True,
+    },
+    TestErrorType.PoplarUnknown: {"type": "poplar_unknown_runtime_error"},
+    TestErrorType.PoplarRecoverableFullReset: {
+        "type": "poplar_recoverable_runtime_error",
+        "recovery_action": "FULL_RESET",
+    },
+    TestErrorType.PoplarLinkError: {"type": "poplar_link_error"},
+}
+
+
+def _throwTestError(error_type: TestErrorType) -> None:
+    """Raise the error of one native component, as a test of error handling."""
+    message = f"This is a test error of kind {error_type.name}"
+    if error_type is TestErrorType.PoplarLinkError:
+        message += ". Output: -lfoo not found"
+    raise native_error(message, context=_TEST_CONTEXT, **_TEST_FAULTS[error_type])
+
+
+def _validateOptions(options: Dict[str, Any]) -> None:
+    """Check the keys and value types of ``Options.toDict()`` as the backend does at compile time.
+
+    Raises:
+        Error: For a key that the backend does not know with a value of that type.
+    """
+    from ipurun.emulator import _option_checks
+
+    _option_checks.check_backend_options(options)
+
+
+def importPoptorchMetadataFromFile(filename: str) -> bytes:
+    """Return the metadata that ``PoplarExecutor.save`` wrote to a file."""
+    from ipurun.emulator import _persistence
+
+    return _persistence.read_metadata(filename)
+
+
+def ipuHardwareVersion(num_ipus: int = 1) -> int:
+    """Return the architecture version of the attached IPUs, 0 where there are none."""
+    from ipurun.emulator import _hardware
+
+    return _hardware.version(num_ipus)
+
+
+def isCompilingWithDispatcher() -> bool:
+    """Whether a model is being captured now."""
+    from ipurun.emulator import _tracing
+
+    return _tracing.current() is not None
+
+
+def setCustomCodeletsPath(path: str) -> None:
+    """Accept the folder of the device code; there is no device code to find here."""
+    if not isinstance(path, str):
+        raise TypeError(f"The codelets path must be a str, got {path!r}")
+
+
+def setLogLevel(level: int) -> None:
+    """Set the level of the native logger by number."""
+    _logging.setLogLevel(level)
+
+
+def setPopartLogLevel(level: str) -> None:
+    """Set the level of the backend's log by name."""
+    _logging.setPopartLogLevel(level)
+
+
+def poptorchAtExit() -> None:
+    """Release the devices at interpreter exit; nothing is held on a CPU."""
