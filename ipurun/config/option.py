@@ -1,0 +1,81 @@
+"""How a config key is declared: a typed dataclass field with a default and one line of help."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any, Iterator, Optional, Sequence, Tuple
+
+__all__ = ["Key", "node", "option", "walk_keys"]
+
+
+def option(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
+    """A config key with its default and the line that ``ipurun ls keys`` prints for it.
+
+    Args:
+        default: The value when nobody sets the key.
+        help: One line of meaning.
+        choices: The words a string key takes. A tuple rather than an enum, because users type words that
+            Python cannot name (``async``, ``32.32``).
+    """
+    metadata = {"help": help, "choices": tuple(choices)}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def node(schema: type, help: str) -> Any:
+    """A group of keys with a schema of its own."""
+    return dataclasses.field(default_factory=schema, metadata={"help": help, "choices": ()})
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema, as ``ls keys`` and the reference show it."""
+
+    path: str
+    type_name: str
+    default: Any
+    help: str
+    choices: Tuple[str, ...]
+    is_open: bool  # a mapping whose keys are not in the schema: arguments of a target, setters, names
+
+    @property
+    def default_text(self) -> str:
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return "null" if self.default is None else str(self.default)
+
+
+def walk_keys(schema: type, prefix: str = "") -> Iterator[Key]:
+    """Every key below a schema class, depth first, in the order of declaration."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        path = prefix + field.name
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from walk_keys(hint, path + ".")
+            continue
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]  # mypy: MISSING is not callable, excluded above
+        is_open = typing.get_origin(hint) is dict
+        choices = field.metadata["choices"]
+        nullable = type(None) in typing.get_args(hint)
+        type_name = " | ".join(choices + (("null",) if nullable else ())) if choices else _type_name(hint)
+        yield Key(path, type_name, default, field.metadata["help"], choices, is_open)
+
+
+def _type_name(hint: Any) -> str:
+    arguments: Tuple[Any, ...] = typing.get_args(hint)
+    origin: Optional[Any] = typing.get_origin(hint)
+    if origin is typing.Union:
+        parts = [_type_name(part) for part in arguments if part is not type(None)]
+        if type(None) in arguments:
+            parts.append("null")
+        return " | ".join(parts)
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    return "any" if hint is Any else getattr(hint, "__name__", str(hint))

@@ -1,0 +1,47 @@
+"""Whether an op is called inside a compile, and the checks that ops share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator, Optional
+
+import torch
+
+from ipurun.emulator import _tracing
+from ipurun.emulator._impl import createPoptorchError
+
+_native_depth = 0
+
+
+def active_recorder() -> Optional[_tracing.Recorder]:
+    """Returns the recorder of the running compile, None where ops must behave natively."""
+    return None if _native_depth else _tracing.current()
+
+
+@contextlib.contextmanager
+def natively() -> Iterator[None]:
+    """Makes the ops called inside behave as outside an executor (bodies of host functions)."""
+    global _native_depth
+    _native_depth += 1
+    try:
+        yield
+    finally:
+        _native_depth -= 1
+
+
+def require_tensor(value: Any, subject: str) -> None:
+    """Raises poptorch.Error unless `value` is a tensor; `subject` begins the message."""
+    if not isinstance(value, torch.Tensor):
+        raise createPoptorchError(f"{subject} must be a torch.tensor. {type(value)} is not supported.")
+
+
+def require_int(value: Any, subject: str) -> None:
+    """Raises poptorch.Error unless `value` is an int; `subject` begins the message."""
+    if not isinstance(value, int):
+        raise createPoptorchError(f"{subject} must be an integer. {type(value)} is not supported.")
+
+
+def refuse_training(recorder: _tracing.Recorder, op: str) -> None:
+    """Raises poptorch.Error when a training graph is being compiled."""
+    if recorder.training:
+        raise createPoptorchError(f"poptorch.{op} is only supported in inference models, not in training.")

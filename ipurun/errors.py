@@ -1,0 +1,83 @@
+"""What ipurun says when something is wrong: one readable block per problem, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Iterable, Sequence, Tuple, Union
+
+__all__ = [
+    "EXIT_CONFIG",
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "ConfigError",
+    "IpurunError",
+    "Problem",
+    "RunError",
+]
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in the order a reader needs it.
+
+    Args:
+        what: What is wrong, without a full stop, keys in backticks.
+        where: The source: ``command line: device=8`` or ``conf/recipe/mine.yaml:12``.
+        seen: The value or state that was met.
+        known: What exists instead (names, allowed values).
+        fix: What to do, preferably something to type.
+    """
+
+    what: str
+    where: str = ""
+    seen: str = ""
+    known: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        labelled = (("at", self.where), ("seen", self.seen), ("known", self.known), ("try", self.fix))
+        lines = [f"error: {self.what}"]
+        lines += [_field(label, text) for label, text in labelled if text]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict:
+        """The problem as JSON-ready data, empty parts left out."""
+        return {key: value for key, value in vars(self).items() if value}
+
+
+def _field(label: str, text: str) -> str:
+    indent = " " * 9
+    wrapped = []
+    for line in text.splitlines():
+        wrapped += textwrap.wrap(
+            line, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return f"  {label:<7}" + ("\n" + indent).join(wrapped)
+
+
+class IpurunError(Exception):
+    """Something the user has to hear about, as one or more problems."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, problems: Union[Problem, Iterable[Problem]]) -> None:
+        listed: Sequence[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
+        self.problems: Tuple[Problem, ...] = tuple(dict.fromkeys(listed))
+        super().__init__("\n\n".join(str(problem) for problem in self.problems))
+
+
+class ConfigError(IpurunError, ValueError):
+    """The config is wrong: nothing was run and nothing was written."""
+
+    exit_code = EXIT_CONFIG
+
+
+class RunError(IpurunError, RuntimeError):
+    """The config was fine, and the run failed all the same."""
