@@ -1,4 +1,4 @@
-"""What ipurun says when something is wrong: one readable block per problem, and the exit code that goes with it."""
+"""What ipurun says when something is wrong: one readable block per problem, and its exit code."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class LossConfig:
 
     name: Optional[str] = option(
         None,
-        "A PyTorch loss (CrossEntropyLoss or cross_entropy), or a dotted path to any loss; null: the model returns its own.",
+        "A PyTorch loss (CrossEntropyLoss, cross_entropy) or a dotted path; null: the model returns its own.",
     )
     args: Dict[str, Any] = option({}, "Arguments of the loss, such as ignore_index.")
     reduction: str = option(
@@ -150,7 +150,7 @@ class RunConfig:
     )
     precision_rules: Dict[str, str] = option(
         {},
-        "Module name or pattern -> 16 or 32: compute those modules in another precision, cast at their edges.",
+        "Module name or pattern -> 16 or 32: that module computes in it, with casts at its edges.",
     )
     partials: Optional[str] = option(
         None,
@@ -187,12 +187,12 @@ class RunConfig:
     loss: LossConfig = node(LossConfig, "The loss.")
     data: Dict[str, Any] = option(
         {},
-        "The data: `_target_` (data set, or function returning the splits), its arguments; `_eval_`: what differs for evaluation.",
+        "The data: `_target_` (data set, or function returning splits), arguments; `_eval_`: what differs in eval.",
     )
     loader: LoaderConfig = node(LoaderConfig, "The data loader.")
     optimizer: Dict[str, Any] = option(
         {},
-        "The optimizer: `_target_` (poptorch.optim or torch.optim) and what to pass; `variable`, `constant`, `groups`.",
+        "The optimizer: `_target_` (poptorch.optim, torch.optim), arguments; `variable`, `constant`, `groups`.",
     )
     schedule: Dict[str, Any] = option(
         {}, "The learning-rate schedule: `_target_` and its arguments; empty: constant."

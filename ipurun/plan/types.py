@@ -1,0 +1,156 @@
+"""The plan of a run: every number and every PopTorch call that follows from a config, fixed before anything is built.
+
+Plain frozen data. Nothing here needs torch or an engine, so a plan can be made, shown, compared and stored anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping, Optional, Tuple
+
+__all__ = ["Batch", "Call", "Devices", "Facts", "Placement", "Plan", "Steps", "Symbol"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan needs to know beyond the config: read off the engine, the data and the model.
+
+    Args:
+        engine: ``ipu``, ``ipu_model`` or ``cpu``.
+        engine_version: For display: ``PopTorch 3.4.0`` or ``emulator of PopTorch 3.4.0``.
+        available_ipus: IPUs that can be attached; None where any number is emulated.
+        train_samples: Length of the training set; None for a stream without a length.
+        split_samples: Split name -> length of every other split.
+        module_names: Dotted names of all modules of the model, in order of definition.
+        parameters: Number of trainable elements.
+        changing_buffers: Names of buffers that training changes (BatchNorm statistics and the like).
+        returns_loss: Whether the model computes its own loss.
+        notes: Remarks of the data set or the model for the user ("using the 5,000-digit subset").
+    """
+
+    engine: str
+    engine_version: str
+    available_ipus: Optional[int] = None
+    train_samples: Optional[int] = None
+    split_samples: Mapping[str, Optional[int]] = field(default_factory=dict)
+    module_names: Tuple[str, ...] = ()
+    parameters: int = 0
+    changing_buffers: Tuple[str, ...] = ()
+    returns_loss: bool = False
+    notes: Tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Devices:
+    """IPUs, and how they are shared out."""
+
+    total: int
+    per_replica: int
+    replicas: int
+    idle: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch arithmetic of one mode (training or inference)."""
+
+    micro_batch_size: int
+    device_iterations: int
+    gradient_accumulation: int
+    replicas: int
+    input_group_size: int = 1
+
+    @property
+    def distinct_replicas(self) -> int:
+        """Replicas that read data of their own."""
+        return self.replicas // self.input_group_size
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples that feed one weight update (the global batch)."""
+        return self.micro_batch_size * self.gradient_accumulation * self.distinct_replicas
+
+    @property
+    def samples_per_call(self) -> int:
+        """Samples that one host call consumes (PopTorch's combined batch)."""
+        return self.samples_per_update * self.device_iterations
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How long training lasts, in weight updates and in host calls; None where the data has no length."""
+
+    total_updates: Optional[int]
+    total_calls: Optional[int]
+    calls_per_epoch: Optional[int]
+    updates_per_epoch: Optional[int]
+    epochs: Optional[float]
+    dropped_samples: Optional[int]  # per epoch
+    save_every_calls: Optional[int]
+    eval_every_calls: Optional[int]
+    log_every_calls: int
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name that only the engine or torch can turn into a value, such as ``poptorch.OutputMode.Sum``."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on PopTorch's API, as data: `plan` prints it, the builder performs it.
+
+    Args:
+        path: Dotted path of what is called: ``Training.gradientAccumulation``.
+        args: Positional arguments: Python values, `Symbol`s, or nested `Call`s (a settings object and its setters).
+        kwargs: Named arguments.
+        origin: The config key, file or rule that asked for it.
+        chain: Further setters on what the call returns (settings objects).
+    """
+
+    path: str
+    args: Tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    chain: Tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a module begins a block."""
+
+    module: str
+    ipu: int
+    block_id: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that will happen, and nothing that has happened yet."""
+
+    name: str
+    engine: str
+    engine_version: str
+    devices: Devices
+    training: Batch
+    inference: Batch
+    steps: Steps
+    precision: str  # normalised: 32.32, 16.32 or 16.16
+    output_mode: str  # final, all, sum or every_n
+    training_options: Tuple[Call, ...]
+    inference_options: Tuple[Call, ...]
+    placements: Tuple[Placement, ...]
+    inference_placements: Tuple[Placement, ...]
+    optimizer: Call
+    environment: Mapping[str, str]  # variables to set before the engine is imported
+    cache_dir: Optional[str]
+    profile_dir: Optional[str]
+    parameters: int
+    notes: Tuple[
+        str, ...
+    ]  # decisions the user should know of: rounding, dropped samples, broadcastBuffers(False)
