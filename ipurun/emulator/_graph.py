@@ -1,0 +1,182 @@
+"""The captured program: a flat list of operations over numbered values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+
+__all__ = [
+    "Event",
+    "Graph",
+    "GraphInput",
+    "Node",
+    "Placement",
+    "TensorSpec",
+    "Value",
+    "map_values",
+    "values_in",
+]
+
+
+class Value(int):
+    """The number of a tensor of the captured program."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"v{int(self)}"
+
+
+class TensorSpec(NamedTuple):
+    """Shape and type of a value, all that is known of it without running."""
+
+    shape: Tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    """Values that share memory have the same number here."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of the value in memory."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * torch.empty((), dtype=self.dtype).element_size()
+
+
+class Placement(NamedTuple):
+    """Where an operation runs on the device."""
+
+    stage_id: int = 0
+    phase_id: int = 0
+    ipu_id: int = 0
+    block_id: str = ""
+
+
+class Event(NamedTuple):
+    """A fact noted between two operations: a mark on a value, a scope, an attribute."""
+
+    kind: str
+    position: int
+    """Number of nodes that were recorded before it."""
+    value: Optional[Value]
+    info: Dict[str, Any]
+
+
+class GraphInput(NamedTuple):
+    """One tensor that the program reads from outside."""
+
+    kind: str
+    """parameter, buffer, input, constant or seed."""
+    name: str
+    value: Value
+
+
+@dataclasses.dataclass
+class Node:
+    """One operation of the captured program.
+
+    Attributes:
+        op: What is called: an aten overload, or a Python function for an opaque operation.
+        args: Positional arguments; a `Value` stands for each tensor.
+        kwargs: Keyword arguments, likewise.
+        outputs: Result, a `Value` for each tensor, in the shape the op returns it.
+        placement: Stage, phase and IPU.
+        module_path: Dotted path of the module whose forward called it, "" for the model itself.
+        source: `file:line` of the model that called it, "" where unknown.
+        is_backward: Whether it computes gradients.
+        grad_enabled: Whether autograd was watching when it was called.
+        mutated: Values that it changes in place.
+        is_random: Whether it draws random numbers.
+        name: What to call it in messages.
+    """
+
+    op: Callable[..., Any]
+    args: Tuple[Any, ...]
+    kwargs: Dict[str, Any]
+    outputs: Any
+    placement: Placement
+    module_path: str = ""
+    source: str = ""
+    is_backward: bool = False
+    grad_enabled: bool = True
+    mutated: Tuple[Value, ...] = ()
+    is_random: bool = False
+    name: str = ""
+
+    def reads(self) -> Iterator[Value]:
+        """Yields every value among the arguments."""
+        yield from values_in(self.args)
+        yield from values_in(self.kwargs)
+
+    def writes(self) -> Iterator[Value]:
+        """Yields every value that the node produces or changes."""
+        yield from values_in(self.outputs)
+        yield from self.mutated
+
+
+@dataclasses.dataclass
+class Graph:
+    """A captured forward pass and, in training, the backward pass that belongs to it.
+
+    Attributes:
+        nodes: The operations in the order they ran.
+        inputs: The tensors read from outside.
+        constants: The tensors that were baked in, by value.
+        outputs: What forward returned, a `Value` for each tensor.
+        specs: Shape and type of every value.
+        loss: The value that training minimises, None in inference.
+        grads: The gradient of each trained parameter, by parameter name.
+        events: Marks and scopes.
+        varying: Values that depend on an input, a parameter, a buffer or a random draw.
+    """
+
+    nodes: List[Node] = dataclasses.field(default_factory=list)
+    inputs: List[GraphInput] = dataclasses.field(default_factory=list)
+    constants: Dict[Value, torch.Tensor] = dataclasses.field(default_factory=dict)
+    outputs: Any = None
+    specs: Dict[Value, TensorSpec] = dataclasses.field(default_factory=dict)
+    loss: Optional[Value] = None
+    grads: Dict[str, Value] = dataclasses.field(default_factory=dict)
+    events: List[Event] = dataclasses.field(default_factory=list)
+    varying: set = dataclasses.field(default_factory=set)
+
+    def inputs_of(self, *kinds: str) -> List[GraphInput]:
+        """Returns the graph inputs of the given kinds, in the order they were added."""
+        return [item for item in self.inputs if item.kind in kinds]
+
+    def storages_written(self) -> set:
+        """Returns the storages that some node changes in place."""
+        return {self.specs[value].storage for node in self.nodes for value in node.mutated}
+
+    def placements(self) -> List[Tuple[str, Placement, str]]:
+        """Returns (operation, placement, source line) of every forward operation."""
+        return [(n.name, n.placement, n.source) for n in self.nodes if not n.is_backward]
+
+
+def map_values(function: Callable[[Value], Any], structure: Any) -> Any:
+    """Returns the structure with every value replaced by what the function makes of it."""
+    if isinstance(structure, Value):
+        return function(structure)
+    if isinstance(structure, (list, tuple)):
+        mapped = [map_values(function, item) for item in structure]
+        if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+            return type(structure)(*mapped)
+        return mapped if isinstance(structure, list) else tuple(mapped)
+    if isinstance(structure, dict):
+        return {key: map_values(function, item) for key, item in structure.items()}
+    return structure
+
+
+def values_in(structure: Any) -> Iterator[Value]:
+    """Yields every value of a structure of lists, tuples and dicts."""
+    if isinstance(structure, Value):
+        yield structure
+    elif isinstance(structure, (list, tuple)):
+        for item in structure:
+            yield from values_in(item)
+    elif isinstance(structure, dict):
+        for item in structure.values():
+            yield from values_in(item)

@@ -1,0 +1,31 @@
+"""Kinds of aten operations that capture treats apart: random draws, and what depends on data."""
+
+from __future__ import annotations
+
+from ipurun.emulator._sources import calling_line
+
+__all__ = ["DATA_DEPENDENT_OPS", "RANDOM_OPS", "explain_data_dependence"]
+
+DATA_DEPENDENT_OPS = {
+    "_local_scalar_dense": "its value is read back to Python (.item(), float(), int(), bool(), `if tensor:`)",
+    "equal": "torch.equal compares values in Python",
+    "nonzero": "the shape of nonzero() depends on the values",
+    "masked_select": "the shape of masked_select() depends on the values",
+    "_unique2": "the shape of unique() depends on the values",
+    "unique_dim": "the shape of unique() depends on the values",
+    "unique_consecutive": "the shape of unique_consecutive() depends on the values",
+}
+RANDOM_OPS = frozenset(
+    ["bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "random_", "randperm", "rrelu_with_noise", "rrelu_with_noise_", "uniform", "uniform_"]
+)
+
+
+def explain_data_dependence(op: str) -> str:
+    """Returns the message for an operation whose result the graph cannot hold."""
+    line = calling_line()
+    return (
+        f"A tensor of the model is used in a way that depends on its data at {line or 'an unknown line'}: "
+        f"{DATA_DEPENDENT_OPS[op]}. The model is captured once, as a graph of fixed shapes without Python. "
+        "Use torch.where or a mask multiplied in instead of a branch or a selection, poptorch.cond or "
+        "poptorch.for_loop for control flow in inference, or return the tensor and decide on the host."
+    )
