@@ -153,5 +153,7 @@ def removeBlocks(module: torch.nn.Module) -> None:
     """Removes what BeginBlock installed, from the module and all modules in it."""
     assert isinstance(module, torch.nn.Module), "removeBlocks takes a torch.nn.Module"
     for part in module.modules():
-        kept = [(key, hook) for key, hook in part._forward_pre_hooks.items() if not isinstance(hook, BlockHook)]
+        kept = [
+            (key, hook) for key, hook in part._forward_pre_hooks.items() if not isinstance(hook, BlockHook)
+        ]
         part._forward_pre_hooks = OrderedDict(kept)

@@ -44,4 +44,4 @@ def require_int(value: Any, subject: str) -> None:
 def refuse_training(recorder: _tracing.Recorder, op: str) -> None:
     """Raises poptorch.Error when a training graph is being compiled."""
     if recorder.training:
-        raise createPoptorchError(f"poptorch.{op} is only supported in inference models, not in training.")
+        raise createPoptorchError(f"poptorch.{op}() is only supported in inference models, not in training.")

@@ -1,0 +1,150 @@
+"""Loops and branches on the device: for_loop and cond.
+
+A body's Python runs once, at compile. What it did is kept as a list of the ops it called, and the list is
+issued again for every further trip, so the compiled graph holds the loop unrolled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._op_context import active_recorder, refuse_training
+
+Body = Callable[..., Any]
+OpCall = Tuple[Any, Tuple[Any, ...], Dict[str, Any], Any]
+
+
+class _OpLog(TorchDispatchMode):
+    """Keeps the ops that run inside it, while the recorder below sees them as usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: List[OpCall] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+
+def _as_list(outputs: Any) -> List[torch.Tensor]:
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _check_inputs(op: str, name: str, inputs: Any) -> None:
+    expected = f"poptorch.{op} expects input tensors ({name}) to be a list of tensors."
+    if not isinstance(inputs, list):
+        raise ValueError(f"{expected} (Object is not list)")
+    for index, value in enumerate(inputs):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{expected} (Object contained in list at index {index} is not torch.tensor)")
+
+
+def _issue_again(
+    calls: Sequence[OpCall], inputs: Sequence[torch.Tensor], new_inputs: Sequence[torch.Tensor]
+) -> Dict[int, torch.Tensor]:
+    """Runs logged ops on other inputs; returns the new tensor for the id of each logged one."""
+    replaced = {id(old): new for old, new in zip(inputs, new_inputs)}
+
+    def substitute(value: Any) -> Any:
+        return replaced.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+    for func, args, kwargs, result in calls:
+        new_result = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+        for old, new in zip(tree_flatten(result)[0], tree_flatten(new_result)[0]):
+            if isinstance(old, torch.Tensor):
+                replaced[id(old)] = new
+    return replaced
+
+
+def for_loop(count: int, body: Body, inputs: List[torch.Tensor]) -> List[torch.Tensor]:
+    """Runs `body` `count` times on the device, each time on what the last run returned.
+
+    Args:
+        count: Number of trips.
+        body: Function of as many tensors as it returns. Outside an executor it runs once only.
+        inputs: Values of the first trip; passed by value, so never changed.
+
+    Raises:
+        ValueError: `inputs` is not a list of tensors.
+        poptorch.Error: In training, or when the body does not return what it takes.
+    """
+    _check_inputs("for_loop", "inputs", inputs)
+    recorder = active_recorder()
+    if recorder is None:
+        return _as_list(body(*[value.clone() for value in inputs]))
+    refuse_training(recorder, "for_loop")
+
+    first = [value.clone() for value in inputs]
+    with _OpLog() as log:
+        outputs = _as_list(body(*first))
+    _check_carried(first, outputs)
+    if count < 1:
+        return [value.clone() for value in inputs]
+    carried = outputs
+    for _ in range(count - 1):
+        replaced = _issue_again(log.calls, first, [value.clone() for value in carried])
+        carried = [replaced.get(id(value), value) for value in outputs]
+    return carried
+
+
+def _check_carried(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    before = [(tuple(value.shape), value.dtype) for value in inputs]
+    after = [(tuple(value.shape), value.dtype) for value in outputs]
+    if before != after:
+        raise createPoptorchError(
+            "poptorch.for_loop: the body must return as many tensors as it takes, of the same shapes and "
+            f"types. It takes {before} and returns {after}."
+        )
+
+
+def cond(
+    condition: torch.Tensor,
+    then_body: Body,
+    then_inps: List[torch.Tensor],
+    else_body: Body,
+    else_inps: List[torch.Tensor],
+) -> List[torch.Tensor]:
+    """Runs one of two bodies, chosen by a value known at run time only.
+
+    Args:
+        condition: One element; true chooses `then_body`.
+        then_body: Function of `then_inps`.
+        then_inps: Its inputs, passed by value.
+        else_body: Function of `else_inps`, returning tensors like those of `then_body`.
+        else_inps: Its inputs, passed by value.
+
+    Raises:
+        ValueError: The inputs are not lists of tensors.
+        poptorch.Error: In training, or when the two bodies return different shapes or counts.
+    """
+    _check_inputs("cond", "then_inps", then_inps)
+    _check_inputs("cond", "else_inps", else_inps)
+    recorder = active_recorder()
+    if recorder is None:
+        body, inputs = (then_body, then_inps) if bool(condition) else (else_body, else_inps)
+        return _as_list(body(*[value.clone() for value in inputs]))
+    refuse_training(recorder, "cond")
+
+    # Bodies get copies and are inference only, so running both and choosing between the results gives what
+    # running one does, and keeps the choice inside the graph.
+    chosen = _as_list(then_body(*[value.clone() for value in then_inps]))
+    other = _as_list(else_body(*[value.clone() for value in else_inps]))
+    _check_branches(chosen, other)
+    flag = condition.reshape(()).to(torch.bool)
+    return [torch.where(flag, left, right) for left, right in zip(chosen, other)]
+
+
+def _check_branches(then_outputs: Sequence[torch.Tensor], else_outputs: Sequence[torch.Tensor]) -> None:
+    shapes = [[tuple(value.shape) for value in outputs] for outputs in (then_outputs, else_outputs)]
+    if shapes[0] != shapes[1]:
+        raise createPoptorchError(
+            "poptorch.cond: both bodies must return the same number of tensors, of the same shapes. "
+            f"then_body returns {shapes[0]}, else_body {shapes[1]}."
+        )

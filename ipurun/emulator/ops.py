@@ -1,0 +1,52 @@
+"""PopTorch's operations and annotations, under the names of `poptorch.ops`."""
+
+from __future__ import annotations
+
+from ipurun.emulator._annotations import (
+    NameScope,
+    identity_loss,
+    nop,
+    recomputationCheckpoint,
+    serializedMatMul,
+    set_available_memory,
+)
+from ipurun.emulator._blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks
+from ipurun.emulator._blocks import BlockHook as _BlockHook
+from ipurun.emulator._cluster import fps, nearest
+from ipurun.emulator._control_flow import cond, for_loop
+from ipurun.emulator._cpu_ops import CPU
+from ipurun.emulator._ctc import ctc_beam_search_decoder
+from ipurun.emulator._custom_ops import custom_op, register_cpu_implementation
+from ipurun.emulator._multi_conv import MultiConv
+from ipurun.emulator._overlap import set_overlap_for_input, set_overlap_for_output
+from ipurun.emulator._print_tensor import ipu_print_tensor
+from ipurun.emulator._slices import dynamic_slice, dynamic_update
+
+__all__ = [
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "CPU",
+    "LegacyBeginBlockFn",
+    "MultiConv",
+    "NameScope",
+    "_BlockHook",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "for_loop",
+    "fps",
+    "identity_loss",
+    "ipu_print_tensor",
+    "nearest",
+    "nop",
+    "recomputationCheckpoint",
+    "register_cpu_implementation",
+    "removeBlocks",
+    "serializedMatMul",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]
