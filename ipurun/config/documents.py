@@ -1,0 +1,92 @@
+"""The YAML files a config is composed from, with the line of every key: for messages, and to say where a value came from."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Iterator, List, Optional, Tuple
+
+import yaml
+
+from ipurun.config.folders import builtin_folder
+from ipurun.errors import Problem
+
+__all__ = ["Document", "Entry", "read_document", "yaml_problem"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a document, with its full path in the config."""
+
+    key: str
+    node: yaml.Node
+    line: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """One YAML file and the place in the config that its keys land in."""
+
+    path: Path
+    package: str
+    entries: Tuple[Entry, ...]
+
+    def where(self, line: Optional[int] = None) -> str:
+        """The file as a user knows it, with a line."""
+        return _display(self.path) + (f":{line}" if line else "")
+
+    def line_of(self, key: str) -> Optional[int]:
+        """The line that sets a key, or the nearest node above it."""
+        lines = {entry.key: entry.line for entry in self.entries}
+        return lines.get(key)
+
+
+def read_document(path: Path, package: str) -> Document:
+    """Read a YAML file as a list of keys with their lines.
+
+    Raises:
+        yaml.YAMLError: If it is not YAML; see `yaml_problem`.
+    """
+    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    prefix = package if package not in ("", "_global_") else ""
+    entries = list(_entries(root, prefix)) if isinstance(root, yaml.MappingNode) else []
+    return Document(path, package, tuple(entry for entry in entries if entry.key.split(".")[0] != "defaults"))
+
+
+def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
+    for key_node, value_node in node.value:
+        key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
+        yield Entry(key, value_node, key_node.start_mark.line + 1)
+        if isinstance(value_node, yaml.MappingNode):
+            yield from _entries(value_node, key)
+
+
+def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
+    """A YAML syntax error as file, line and column."""
+    mark = getattr(error, "problem_mark", None)
+    where = _display(path)
+    seen = ""
+    if mark is not None:
+        where += f":{mark.line + 1}:{mark.column + 1}"
+        lines: List[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if mark.line < len(lines):
+            seen = lines[mark.line].strip()
+    reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return Problem(f"malformed YAML: {reason}", where, seen=seen, fix="mind indentation, colons and quotes at that place")
+
+
+def duplicate_keys(document: Document) -> Dict[str, List[int]]:
+    """Keys that one file sets twice, with their lines: YAML keeps the last one in silence."""
+    lines: Dict[str, List[int]] = {}
+    for entry in document.entries:
+        lines.setdefault(entry.key, []).append(entry.line)
+    return {key: places for key, places in lines.items() if len(places) > 1}
+
+
+def _display(path: Path) -> str:
+    try:
+        return "ipurun/conf/" + path.resolve().relative_to(builtin_folder().resolve()).as_posix()
+    except ValueError:
+        relative = os.path.relpath(path)
+        return relative if not relative.startswith("..") else str(path)

@@ -1,0 +1,80 @@
+"""Questions about single keys: does it exist, what was meant, does the value fit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Dict, List, Optional, Tuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ipurun.config.option import Key, walk_keys
+from ipurun.config.schema import RunConfig
+from ipurun.config.suggest import nearest
+
+__all__ = ["all_keys", "choice_problem", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
+
+
+@functools.lru_cache(maxsize=None)
+def all_keys() -> Dict[str, Key]:
+    """Every key of the schema by its full path."""
+    return {key.path: key for key in walk_keys(RunConfig)}
+
+
+def is_node(path: str) -> bool:
+    """Whether the path is a group of keys rather than a key."""
+    return any(key.startswith(path + ".") for key in all_keys())
+
+
+def open_node_above(path: str) -> Optional[str]:
+    """The open mapping that a path lies in (``model`` for ``model.width``), if any."""
+    parts = path.split(".")
+    for length in range(1, len(parts)):
+        key = all_keys().get(".".join(parts[:length]))
+        if key is not None and (key.is_open or key.type_name.startswith(("any", "list of any"))):
+            return key.path
+    return None
+
+
+def is_known(path: str) -> bool:
+    """Whether the schema has the path, as a key, a node, or something inside an open mapping."""
+    return path in all_keys() or is_node(path) or open_node_above(path) is not None
+
+
+def meant(path: str) -> List[str]:
+    """Keys that an unknown one may have meant."""
+    return nearest(path, all_keys())
+
+
+def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
+    """What a key takes and what it got, if OmegaConf cannot make the value fit.
+
+    Returns:
+        ``(takes, seen)``, or None when the value fits.
+    """
+    if open_node_above(path) is not None or path not in all_keys():
+        if is_node(path) and not isinstance(value, dict) and value is not None:
+            return "a mapping of keys", repr(value)
+        return None
+    if isinstance(value, str) and "${" in value:
+        return None  # an interpolation: its value is known only after composing
+    if isinstance(value, bool) and not _takes_bool(path):
+        return all_keys()[path].type_name, str(value).lower()  # OmegaConf would take it as 0 or 1, or as a word
+    scratch = OmegaConf.structured(RunConfig)
+    try:
+        OmegaConf.update(scratch, path, value, merge=False)
+    except OmegaConfBaseException:
+        return all_keys()[path].type_name, str(value)
+    return None
+
+
+def _takes_bool(path: str) -> bool:
+    return "bool" in all_keys()[path].type_name or all_keys()[path].type_name.startswith("any")
+
+
+def choice_problem(path: str, value: Any) -> Optional[Tuple[str, ...]]:
+    """The words a key takes, if the value is none of them."""
+    key = all_keys().get(path)
+    if key is None or not key.choices or value is None or str(value) in key.choices:
+        return None
+    return key.choices

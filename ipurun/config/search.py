@@ -1,0 +1,68 @@
+"""Where configs are found: the built-in folder, ``./conf`` of the working folder, and ``--config-dir``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import List, Optional
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from ipurun.config.folders import builtin_folder
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["check_user_folders", "register", "user_folders"]
+
+_extra_folder: Optional[str] = None
+
+
+class UserFolders(SearchPathPlugin):
+    """Appends the user's folders, so that built-in names stay what the documentation says they are."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in user_folders():
+            search_path.append("user", f"file://{folder}")
+
+
+def register(config_dir: Optional[str] = None) -> None:
+    """Make Hydra look into the user's folders, whichever of its doors is used."""
+    global _extra_folder
+    _extra_folder = config_dir
+    if UserFolders not in Plugins.instance().discover(SearchPathPlugin):
+        Plugins.instance().register(UserFolders)
+
+
+def user_folders() -> List[str]:
+    """Folders of configs outside the package, those that exist."""
+    candidates = [Path(os.getcwd()) / "conf"] + ([Path(_extra_folder)] if _extra_folder else [])
+    built_in = builtin_folder().resolve()
+    # In a clone of ipurun ./conf is the built-in folder itself.
+    return [str(folder.resolve()) for folder in candidates if folder.is_dir() and folder.resolve() != built_in]
+
+
+def check_user_folders() -> None:
+    """Refuse user configs that a built-in of the same name would hide in silence.
+
+    Raises:
+        ConfigError: With one problem for each such file, or for a missing ``--config-dir``.
+    """
+    problems: List[Problem] = []
+    if _extra_folder and not Path(_extra_folder).is_dir():
+        problems.append(Problem("`--config-dir` is not a folder", "command line", seen=_extra_folder))
+    for folder in user_folders():
+        for path in sorted(Path(folder).rglob("*.yaml")):
+            relative = path.relative_to(folder)
+            if (builtin_folder() / relative).is_file():
+                group, name = relative.parent.as_posix(), relative.stem
+                problems.append(
+                    Problem(
+                        f"{group if group != '.' else 'config'} `{name}` has the name of a built-in one",
+                        where=os.path.relpath(path),
+                        seen="Hydra would take the built-in file and ignore this one",
+                        fix=f"rename it, for example to {path.with_name('my_' + path.name).name}",
+                    )
+                )
+    if problems:
+        raise ConfigError(problems)
