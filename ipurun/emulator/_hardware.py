@@ -1,0 +1,32 @@
+"""What the emulator says of hardware: none, unless it is asked to stand in for some."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["available", "stands_in_for_hardware", "uses_ipu_model", "version"]
+
+_SIMULATED_VERSION = 2
+_MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
+
+
+def stands_in_for_hardware() -> bool:
+    """Whether ``POPTORCH_EMULATOR_HARDWARE=1`` asks the emulator to behave as if IPUs were attached."""
+    return os.environ.get("POPTORCH_EMULATOR_HARDWARE", "0") not in ("", "0")
+
+
+def uses_ipu_model() -> bool:
+    """Whether an environment variable selects PopTorch's simulator."""
+    return any(int(os.environ.get(name, "0") or "0") != 0 for name in _MODEL_VARIABLES)
+
+
+def version(num_ipus: int = 1) -> int:
+    """Return the architecture version of the IPUs there are, 0 without any."""
+    if num_ipus < 1 or uses_ipu_model() or not stands_in_for_hardware():
+        return 0
+    return _SIMULATED_VERSION
+
+
+def available(num_ipus: int = 1) -> bool:
+    """Whether that many IPUs can be attached to."""
+    return version(num_ipus) != 0

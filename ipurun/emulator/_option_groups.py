@@ -1,0 +1,271 @@
+"""The option groups that hang off ``Options``: Popart, Jit, Precision, Training, Distributed."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, Dict, List, Optional, Set, Union
+
+import torch
+
+from ipurun.emulator import enums
+from ipurun.emulator._logging import logger
+from ipurun.emulator._options_impl import OptionsDict
+
+__all__ = ["_DistributedOptions", "_JitOptions", "_PopartOptions", "_PrecisionOptions", "_TrainingOptions"]
+
+
+class _PopartOptions:
+    """Options that go to the PopART backend by its own names; checked when a model is compiled."""
+
+    def __init__(self) -> None:
+        self.options: Dict[str, Any] = {}
+        self._is_frozen = False
+        self.set("instrumentWithHardwareCycleCounter", False)
+        self.set("rearrangeAnchorsOnHost", False)
+
+    def _freeze(self) -> None:
+        self._is_frozen = True
+
+    def _unfreeze(self) -> None:
+        self._is_frozen = False
+
+    def __deepcopy__(self, memory: Dict[int, Any]) -> _PopartOptions:
+        copied = type(self).__new__(type(self))
+        memory[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memory))
+        copied._unfreeze()
+        return copied
+
+    def checkIsFrozen(self, option: Optional[str] = None) -> None:
+        """Raise AttributeError if the options were frozen by their first use."""
+        if self._is_frozen:
+            raise AttributeError(
+                "Can't modify frozen Options" + (f": tried to set {option}" if option else "")
+            )
+
+    def set(self, key: str, value: Union[int, float, str, List[str], Set[str]]) -> _PopartOptions:
+        """Set a backend option; key and type are checked when a model is compiled."""
+        self.checkIsFrozen(key)
+        self.options[key] = value
+        return self
+
+    def setEngineOptions(self, engine_options: Dict[str, str]) -> _PopartOptions:
+        """Set all options of the Poplar engine."""
+        return self.set("engineOptions", engine_options)  # type: ignore[arg-type]  # set() stores anything
+
+    def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
+        """Choose the backend's graph patterns: a base level from 0 to 2, and patterns switched on or off."""
+        self.checkIsFrozen("patterns")
+        assert isinstance(level, int), f"The pattern level is an int, got {level!r}"
+        assert isinstance(patterns, dict), f"The patterns are a dict, got {patterns!r}"
+        self.options["patterns_level"] = level
+        self.options["patterns"] = patterns
+        return self
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"{type(self).__name__}({inside})"
+
+
+class _JitOptions(OptionsDict):
+    """Options of the removed torch.jit tracer."""
+
+    def traceModel(self, trace_model: bool) -> _JitOptions:
+        """Accept False, with a warning: the tracer is gone.
+
+        Raises:
+            ValueError: For True.
+        """
+        if trace_model:
+            raise ValueError(
+                "Jit.traceModel(True): tracing with torch.jit is no longer supported, remove the call"
+            )
+        logger.warning("Jit.traceModel is deprecated and has no effect: remove the call")
+        return self
+
+
+class _PrecisionOptions(OptionsDict):
+    """How numbers are held and computed.
+
+    Args:
+        popart_options: Where the backend's options are kept.
+    """
+
+    def __init__(self, popart_options: _PopartOptions) -> None:
+        self._popart_options = popart_options
+        self._autocast_enabled = True
+        self._autocast_policy: Any = None
+        super().__init__()
+
+    def halfFloatCasting(self, half_float_casting: enums.HalfFloatCastingBehavior) -> _PrecisionOptions:
+        """Do nothing but warn: mixed inputs always follow torch's promotion."""
+        logger.warning("Precision.halfFloatCasting is deprecated and has no effect: remove the call")
+        return self
+
+    def runningStatisticsAlwaysFloat(self, value: bool) -> _PrecisionOptions:
+        """Do nothing but warn: running statistics have the type that the module gives them.
+
+        Raises:
+            ValueError: The value is not a bool.
+        """
+        if not isinstance(value, bool):
+            raise ValueError(f"Precision.runningStatisticsAlwaysFloat takes a bool, got {value!r}")
+        logger.warning(
+            "Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: remove the call"
+        )
+        return self
+
+    def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
+        """Make invalid operations and overflows an error at run time."""
+        assert isinstance(enabled, bool), (
+            f"Precision.enableFloatingPointExceptions takes a bool, got {enabled!r}"
+        )
+        self._popart_options.set("enableFloatingPointChecks", enabled)
+        return self
+
+    def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
+        """Round half precision results at random, in proportion to the distance."""
+        self._popart_options.set("enableStochasticRounding", enabled)
+        return self
+
+    def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
+        """Choose the type of partial sums in matrix products and convolutions.
+
+        Raises:
+            ValueError: The type is neither torch.float32 nor torch.float16.
+        """
+        names = {torch.float32: "float", torch.float16: "half"}
+        if not isinstance(dtype, torch.dtype) or dtype not in names:
+            raise ValueError(f"Precision.setPartialsType takes torch.float32 or torch.float16, got {dtype!r}")
+        name = names[dtype]
+        self._popart_options.set("partialsTypeMatMuls", name)
+        self._popart_options.set("convolutionOptions", {"partialsType": name})  # type: ignore[arg-type]  # stores anything
+        return self
+
+    def autocastEnabled(self, autocast_enabled: bool) -> _PrecisionOptions:
+        """Switch automatic casting on or off, as PopTorch did up to 3.0 (an extra, with a warning).
+
+        Raises:
+            ValueError: The value is not a bool.
+        """
+        from ipurun.emulator import autocasting
+
+        if not isinstance(autocast_enabled, bool):
+            raise ValueError(f"Precision.autocastEnabled takes a bool, got {autocast_enabled!r}")
+        autocasting.warn_removed("Precision.autocastEnabled")
+        self._autocast_enabled = autocast_enabled
+        return self
+
+    def autocastPolicy(self, autocast_policy: Any) -> _PrecisionOptions:
+        """Choose which operations are cast, as PopTorch did up to 3.0 (an extra, with a warning).
+
+        Raises:
+            ValueError: The value is not an ``autocasting.Policy``.
+        """
+        from ipurun.emulator import autocasting
+
+        if not isinstance(autocast_policy, autocasting.Policy):
+            raise ValueError(f"Precision.autocastPolicy takes an autocasting.Policy, got {autocast_policy!r}")
+        autocasting.warn_removed("Precision.autocastPolicy")
+        self._autocast_policy = autocast_policy
+        return self
+
+
+class _TrainingOptions(OptionsDict):
+    """Options that matter for training only.
+
+    Args:
+        popart_options: Where the backend's options are kept.
+    """
+
+    def __init__(self, popart_options: _PopartOptions) -> None:
+        self._popart_options = popart_options
+        super().__init__(
+            gradient_accumulation=1,
+            accumulation_and_replication_reduction_type=enums.ReductionType.Mean,
+            meanAccumulationAndReplicationReductionStrategy=enums.MeanReductionStrategy.Post,
+        )
+
+    def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
+        """Set the number of micro-batches whose gradients make up one weight update."""
+        self.set(gradient_accumulation=gradient_accumulation)
+        return self
+
+    def accumulationAndReplicationReductionType(
+        self, reduction_type: enums.ReductionType
+    ) -> _TrainingOptions:
+        """Choose whether gradients of micro-batches and replicas are summed or averaged.
+
+        Raises:
+            ValueError: The value is not ReductionType.Sum or ReductionType.Mean.
+        """
+        if (
+            not isinstance(reduction_type, enums.ReductionType)
+            or reduction_type == enums.ReductionType.NoReduction
+        ):
+            raise ValueError(
+                "Training.accumulationAndReplicationReductionType takes ReductionType.Sum or "
+                f"ReductionType.Mean, got {reduction_type!r}"
+            )
+        self.set(accumulation_and_replication_reduction_type=reduction_type)
+        return self
+
+    def setMeanAccumulationAndReplicationReductionStrategy(
+        self, mean_reduction_strategy: enums.MeanReductionStrategy
+    ) -> _TrainingOptions:
+        """Choose when a mean reduction divides."""
+        assert isinstance(mean_reduction_strategy, enums.MeanReductionStrategy), (
+            f"Expected a poptorch.MeanReductionStrategy, got {mean_reduction_strategy!r}"
+        )
+        self.set(meanAccumulationAndReplicationReductionStrategy=mean_reduction_strategy)
+        return self
+
+    def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
+        """Let the loss scale follow the range of the half precision gradients."""
+        self._popart_options.set("automaticLossScalingSettings.enabled", enabled)
+        return self
+
+    def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
+        """Spread convolutions over the tiles; replaces all other convolution options."""
+        dithering = {"enableConvDithering": "true" if enabled else "false"}
+        self._popart_options.set("convolutionOptions", dithering)  # type: ignore[arg-type]  # stores anything
+        return self
+
+
+class _DistributedOptions(OptionsDict):
+    """Which of several processes this one is; read from Open MPI's variables unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(num_distributed_processes=1, distributed_process_id=0, ipuof_configs={})
+        self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
+    def disable(self) -> _DistributedOptions:
+        """Ignore other processes: be the first of one."""
+        self.set(num_distributed_processes=1, distributed_process_id=0)
+        return self
+
+    def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> _DistributedOptions:
+        """Read the number of processes and this one's from environment variables.
+
+        Raises:
+            ValueError: A variable is not an integer.
+        """
+        return self.configureProcessId(
+            int(os.environ.get(var_process_id, "0")), int(os.environ.get(var_num_processes, "1"))
+        )
+
+    def configureProcessId(self, process_id: int, num_processes: int) -> _DistributedOptions:
+        """Say which process this is, and of how many."""
+        self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
+        return self
+
+    @property
+    def processId(self) -> int:
+        """The number of this process, from 0."""
+        return int(self._values["distributed_process_id"])
+
+    @property
+    def numProcesses(self) -> int:
+        """How many processes there are."""
+        return int(self._values["num_distributed_processes"])

@@ -1,0 +1,397 @@
+"""``Options``: what a user chooses about how a model is run."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, Dict, List, Optional, Type
+
+import torch
+
+from ipurun.emulator import enums
+from ipurun.emulator._attributes import Attribute
+from ipurun.emulator._logging import logger
+from ipurun.emulator._option_groups import (
+    _DistributedOptions,
+    _JitOptions,
+    _PopartOptions,
+    _PrecisionOptions,
+    _TrainingOptions,
+)
+from ipurun.emulator._options_impl import OptionsDict, merge
+from ipurun.emulator._options_text import ConfigFileError, apply_file, apply_json
+from ipurun.emulator._strategies import (
+    BlockId,
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+    _DefaultStageManager,
+    _IExecutionStrategy,
+    _IPhasedExecution,
+)
+from ipurun.emulator._tensor_locations import TensorLocationSettings, _TensorLocationOptions
+
+__all__ = [
+    "Attribute",
+    "BlockId",
+    "ConfigFileError",
+    "Options",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "Stage",
+    "TensorLocationSettings",
+    "_DefaultStageManager",
+    "_DistributedOptions",
+    "_IExecutionStrategy",
+    "_IPhasedExecution",
+    "_JitOptions",
+    "_OptionsDict",
+    "_PopartOptions",
+    "_PrecisionOptions",
+    "_TensorLocationOptions",
+    "_TrainingOptions",
+]
+
+# Older programs know the storage class by this name.
+_OptionsDict = OptionsDict
+
+_UNLIMITED_LOGS = 2**64 - 1
+_PROFILING_KEYS = ("debug.allowOutOfMemory", "autoReport.directory", "autoReport.all")
+
+
+def _checked(value: Any, kind: Type[Any], setter: str) -> Any:
+    assert isinstance(value, kind), f"{setter} takes a {kind.__name__}, got {value!r}"
+    return value
+
+
+class Options(OptionsDict):
+    """Set of all options of a model; every setter returns the options, so that calls can be chained."""
+
+    def __init__(self) -> None:
+        self._jit = _JitOptions()
+        self._popart = _PopartOptions()
+        self._precision = _PrecisionOptions(self._popart)
+        self._training = _TrainingOptions(self._popart)
+        self._distributed = _DistributedOptions()
+        self._tensor_locations = _TensorLocationOptions()
+        self._execution_strategy: _IExecutionStrategy = PipelinedExecution()
+        self._show_compilation_progress_bar = True
+        self._relax_optimizer_checks = False
+        self._module_namescope_enabled = True
+        self._source_location_excludes = ["install/poptorch", "site-packages/torch", "site-packages/poptorch"]
+        super().__init__(
+            replication_factor=1,
+            input_group_size=1,
+            input_cgt=enums.CommGroupType.Consecutive,
+            broadcast_buffers=True,
+            device_iterations=1,
+            log_dir=".",
+            max_repeat_logs=4,
+            auto_round_num_ipus=False,
+            anchored_tensors={},
+            output_mode=enums.OutputMode.Default.value,
+            output_return_period=1,
+            connection_type=enums.ConnectionType.Always.value,
+            sync_pattern=enums.SyncPattern.Full.value,
+            available_memory_proportion={},
+        )
+        cache_path = os.environ.get("POPTORCH_CACHE_DIR", "")
+        if cache_path:
+            self.enableExecutableCaching(cache_path)
+        self.from_json(os.environ.get("POPTORCH_DEFAULT_OPTIONS", "{}"))
+
+    @property
+    def TensorLocations(self) -> _TensorLocationOptions:
+        """Where tensors live on the device."""
+        return self._tensor_locations
+
+    @property
+    def Distributed(self) -> _DistributedOptions:
+        """Which of several processes this one is."""
+        return self._distributed
+
+    @property
+    def Jit(self) -> _JitOptions:
+        """Options of the removed torch.jit tracer."""
+        return self._jit
+
+    @property
+    def Precision(self) -> _PrecisionOptions:
+        """How numbers are held and computed."""
+        return self._precision
+
+    @property
+    def Training(self) -> _TrainingOptions:
+        """Options that matter for training only."""
+        return self._training
+
+    @property
+    def _Popart(self) -> _PopartOptions:
+        return self._popart
+
+    def _groups(self) -> List[Any]:
+        return [
+            self._training,
+            self._distributed,
+            self._tensor_locations,
+            self._precision,
+            self._jit,
+            self._popart,
+        ]
+
+    def _freeze(self) -> None:
+        super()._freeze()
+        for group in self._groups():
+            group._freeze()
+
+    def _unfreeze(self) -> None:
+        super()._unfreeze()
+        for group in self._groups():
+            group._unfreeze()
+
+    def from_json(self, string: str) -> Options:
+        """Call the setters named by a JSON object: ``{"Training.gradientAccumulation": 4}``."""
+        apply_json(self, string)
+        return self
+
+    def loadFromFile(self, filepath: str) -> Options:
+        """Run a file of statements such as ``deviceIterations(4)``, one a line, on the options.
+
+        Raises:
+            ConfigFileError: A line is not Python; no line was applied.
+        """
+        apply_file(self, filepath)
+        return self
+
+    def sourceLocationExcludes(self, excludes: List[str]) -> Options:
+        """Replace the path fragments that are left out when an op's source line is looked for."""
+        self._source_location_excludes = list(excludes)
+        return self
+
+    def appendToLocationExcludes(self, *excludes: str) -> Options:
+        """Add path fragments that are left out when an op's source line is looked for."""
+        self._source_location_excludes = [*self._source_location_excludes, *excludes]
+        return self
+
+    def showCompilationProgressBar(self, show: bool = True) -> Options:
+        """Show a progress bar during compilation; ``compilationTime`` needs it."""
+        self._show_compilation_progress_bar = show
+        return self
+
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Options:
+        """Log unknown optimizer attributes at debug level rather than as warnings."""
+        self._relax_optimizer_checks = relax
+        return self
+
+    def disableModuleNamescope(self) -> Options:
+        """Leave module names out of the names of ops."""
+        self._module_namescope_enabled = False
+        return self
+
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
+        """Reserve the next power of two of IPUs when a model uses another number."""
+        self.set(auto_round_num_ipus=auto_round_num_ipus)
+        return self
+
+    def deviceIterations(self, device_iterations: int) -> Options:
+        """Set how many batches the device works on per call."""
+        self.set(device_iterations=device_iterations)
+        return self
+
+    def setExecutionStrategy(self, strategy: Any) -> Options:
+        """Choose how stages share the device: pipelined, sharded or phased."""
+        self._execution_strategy = _checked(strategy, _IExecutionStrategy, "setExecutionStrategy")
+        return self
+
+    def setAvailableMemoryProportion(self, available_memory_proportion: Dict[str, float]) -> Options:
+        """Set the share of memory for temporary data: ``{"IPU0": 0.3}``.
+
+        Raises:
+            AssertionError: A key does not begin with "IPU".
+            ValueError: No number follows "IPU".
+        """
+        by_number = {}
+        for key, proportion in available_memory_proportion.items():
+            assert key.startswith("IPU"), f"Keys look like 'IPU0', got {key!r}"
+            by_number[int(key[len("IPU") :])] = proportion
+        self.createOrSet(available_memory_proportion=by_number)
+        return self
+
+    def replicationFactor(self, replication_factor: int) -> Options:
+        """Set how many copies of the model run in this process."""
+        self.set(replication_factor=replication_factor)
+        return self
+
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: enums.CommGroupType) -> Options:
+        """Let groups of replicas receive the same data.
+
+        Raises:
+            ValueError: The size does not divide the replication factor, or the type is All.
+        """
+        if input_group_type == enums.CommGroupType.All:
+            raise ValueError("inputReplicaGrouping does not support CommGroupType.All")
+        if input_group_type == enums.CommGroupType.NoGrouping:
+            input_group_size, input_group_type = 1, enums.CommGroupType.Consecutive
+        replicas = self.replication_factor
+        if input_group_size > replicas or replicas % input_group_size != 0:
+            raise ValueError(
+                f"The input group size ({input_group_size}) must divide the replication factor ({replicas})"
+            )
+        self.set(input_group_size=input_group_size, input_cgt=input_group_type)
+        return self
+
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
+        """Share one copy of the buffers between replicas, or let each keep its own."""
+        self.set(broadcast_buffers=broadcast_buffers)
+        return self
+
+    def logDir(self, log_dir: str) -> Options:
+        """Set the folder of log files."""
+        self.set(log_dir=log_dir)
+        return self
+
+    def maxRepeatLogs(self, max_lines: Optional[int]) -> Options:
+        """Limit how often a line is logged; None lifts the limit."""
+        self.set(max_repeat_logs=_UNLIMITED_LOGS if max_lines is None else max_lines)
+        return self
+
+    def modelName(self, name: str) -> Options:
+        """Name the model in reports."""
+        self.createOrSet(model_name=name)
+        return self
+
+    def enableExecutableCaching(self, path: Optional[str]) -> Options:
+        """Keep compiled models in a folder; None stops it."""
+        if path is None:
+            self._popart.set("enableEngineCaching", False)
+        else:
+            self._popart.set("cachePath", path)
+            self._popart.set("enableEngineCaching", True)
+        return self
+
+    def useIpuModel(self, use_model: bool) -> Options:
+        """Use the simulator rather than hardware."""
+        self.createOrSet(use_model=use_model)
+        return self
+
+    def connectionType(self, connection_type: enums.ConnectionType) -> Options:
+        """Choose when a device is attached."""
+        checked = _checked(connection_type, enums.ConnectionType, "connectionType")
+        self.set(connection_type=checked.value)
+        return self
+
+    def syncPattern(self, sync_pattern: enums.SyncPattern) -> Options:
+        """Choose which IPUs synchronise with each other."""
+        self.set(sync_pattern=_checked(sync_pattern, enums.SyncPattern, "syncPattern").value)
+        return self
+
+    def useIpuId(self, ipu_id: int) -> Options:
+        """Use one particular device."""
+        self.createOrSet(ipu_id=_checked(ipu_id, int, "useIpuId"))
+        return self
+
+    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Options:
+        """Compile for a kind of IPU without attaching to one."""
+        self.connectionType(enums.ConnectionType.Never)
+        self.createOrSet(ipu_version=ipu_version)
+        return self
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: Optional[enums.OutputMode] = None,
+        output_return_period: Optional[int] = 1,
+    ) -> None:
+        """Make a tensor of the graph readable by a short name after each call."""
+        follows_model = output_mode is None
+        mode = self.output_mode if follows_model else output_mode
+        period = output_return_period if mode == enums.OutputMode.EveryN else 1
+        self._values["anchored_tensors"][short_name] = [long_name, follows_model, mode, period]
+
+    def outputMode(
+        self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None
+    ) -> Options:
+        """Choose which micro-batches of a call give the outputs.
+
+        Args:
+            output_mode: All, Final, Sum or EveryN; Default means Final in training, All in inference.
+            output_return_period: For EveryN, how many batches there are to each that is returned.
+        """
+        _checked(output_mode, enums.OutputMode, "outputMode")
+        if output_mode == enums.OutputMode.EveryN:
+            assert output_return_period and output_return_period > 0, (
+                f"EveryN needs an output_return_period greater than 0, got {output_return_period!r}"
+            )
+        elif output_return_period is not None:
+            logger.info("output_return_period=%s is ignored by %s", output_return_period, output_mode)
+        self.set(output_mode=output_mode.value, output_return_period=output_return_period or 1)
+        return self
+
+    def defaultOutputMode(self) -> bool:
+        """Whether no output mode was chosen."""
+        return bool(self.output_mode == enums.OutputMode.Default)
+
+    def randomSeed(self, random_seed: int) -> Options:
+        """Seed the random numbers of the device, and torch's on the host at once."""
+        self.createOrSet(random_seed=_checked(random_seed, int, "randomSeed"))
+        torch.manual_seed(random_seed)
+        return self
+
+    def enableStableNorm(self, enabled: bool) -> Options:
+        """Compute norms in a slower, more stable way on the device."""
+        self._popart.set("enableStableNorm", enabled)
+        return self
+
+    def enableSyntheticData(self, enabled: bool) -> Options:
+        """Feed the device random data that it makes itself, instead of the host's."""
+        self._popart.set("syntheticDataMode", 2 if enabled else 0)
+        return self
+
+    def logCycleCount(self, log_cycle_count: bool) -> Options:
+        """Count the device's cycles; hardware only."""
+        self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
+        return self
+
+    def enableProfiling(self, profile_dir: Optional[str] = None) -> Options:
+        """Write a profile of each compiled model into a folder."""
+        from_environment = os.environ.get("POPLAR_ENGINE_OPTIONS", "")
+        for key in _PROFILING_KEYS:
+            if key in from_environment:
+                logger.warning("POPLAR_ENGINE_OPTIONS sets %s, which enableProfiling() sets too", key)
+        values = ("true", "." if profile_dir is None else profile_dir, "true")
+        engine_options = dict(self._popart.options.get("engineOptions", {}))
+        engine_options.update(zip(_PROFILING_KEYS, values))
+        self._popart.setEngineOptions(engine_options)
+        return self
+
+    def updatableNamedBuffers(self, buffers: List[str]) -> Options:
+        """Name the buffers that ``copyNamedBuffersToDevice`` sends to the device."""
+        self._popart.set("updatableNamedBuffers", buffers)
+        return self
+
+    def toDict(self) -> Dict[str, Any]:
+        """Return everything that the backend is told; the output mode must be chosen by then."""
+        assert not self.defaultOutputMode(), "The output mode must be chosen before the options are used"
+        merged = merge(dict(self._execution_strategy.backendOptions()), self._popart.options)
+        merged = self.update(merged)
+        for group in (self._training, self._distributed, self._tensor_locations):
+            merged = group.update(merged)
+        return merged
+
+    def clone(self) -> Options:
+        """Return a copy that can be changed."""
+        return copy.deepcopy(self)
+
+    def __repr__(self) -> str:
+        stored = [f"{name}={value!r}" for name, value in self._values.items()]
+        stored += [f"_execution_strategy={self._execution_strategy!r}"]
+        groups = ("Training", "Distributed", "TensorLocations", "Precision", "Jit", "_Popart")
+        stored += [f"{name}={getattr(self, name)!r}" for name in groups]
+        return f"Options({', '.join(stored)})"
