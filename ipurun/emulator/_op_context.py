@@ -20,11 +20,15 @@ def active_recorder() -> Optional[_tracing.Recorder]:
 
 @contextlib.contextmanager
 def natively() -> Iterator[None]:
-    """Makes the ops called inside behave as outside an executor (bodies of host functions)."""
+    """Makes the ops called inside behave as outside an executor (bodies of host functions).
+
+    The function modes of a running compile are off too: a host function may read values back.
+    """
     global _native_depth
     _native_depth += 1
     try:
-        yield
+        with torch._C.DisableTorchFunction():
+            yield
     finally:
         _native_depth -= 1
 
