@@ -52,7 +52,7 @@ class PipelineConfig:
 class ReplicationConfig:
     """Data-parallel replicas."""
 
-    factor: Optional[int] = option(None, "Number of replicas; null: devices / IPUs per replica.")
+    factor: Optional[int] = option(None, "Number of replicas; null: devices / IPUs per replica.", minimum=1)
     reduction: str = option(
         "mean", "How gradients of micro-batches and replicas are combined.", choices=("mean", "sum")
     )
@@ -63,7 +63,7 @@ class ReplicationConfig:
     broadcast_buffers: Optional[bool] = option(
         None, "Keep buffers equal over the replicas; null: false where the model changes buffers in training."
     )
-    input_group_size: int = option(1, "Replicas that share the same input.")
+    input_group_size: int = option(1, "Replicas that share the same input.", minimum=1)
     input_group_type: str = option(
         "Consecutive", "How replicas form input groups.", choices=("Consecutive", "Orthogonal")
     )
@@ -91,8 +91,8 @@ class TensorLocationConfig:
     sharded: Optional[bool] = option(None, "Replicated tensor sharding: each replica holds a part.")
     io_tiles_to_load: Optional[bool] = option(None, "Load through the I/O tiles.")
     io_tiles_to_store: Optional[bool] = option(None, "Store through the I/O tiles.")
-    min_elements_off_chip: Optional[int] = option(None, "Smaller tensors stay on chip.")
-    min_elements_sharded: Optional[int] = option(None, "Smaller tensors are not sharded.")
+    min_elements_off_chip: Optional[int] = option(None, "Smaller tensors stay on chip.", minimum=0)
+    min_elements_sharded: Optional[int] = option(None, "Smaller tensors are not sharded.", minimum=0)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class MemoryConfig:
     )
     io_tiles: Optional[int] = option(None, "Tiles set aside for I/O: even, 32 to 192.")
     prefetch_depth: Optional[int] = option(
-        None, "Batches the device fetches ahead (defaultPrefetchBufferingDepth)."
+        None, "Batches the device fetches ahead (defaultPrefetchBufferingDepth).", minimum=1
     )
 
 
@@ -121,16 +121,18 @@ class OutputConfig:
         "auto: sum where only the loss comes back, all where training metrics need outputs.",
         choices=("auto", "final", "all", "sum", "every_n"),
     )
-    every: int = option(1, "Period of every_n, in device iterations.")
+    every: int = option(1, "Period of every_n, in device iterations.", minimum=1)
 
 
 @dataclass
 class InferenceConfig:
     """Evaluation and prediction, where they differ from training."""
 
-    device_iterations: Optional[int] = option(None, "Batches per host call; null: as in training.")
-    micro_batch_size: Optional[int] = option(None, "Samples per forward pass; null: as in training.")
-    replicas: Optional[int] = option(None, "Replicas; null: as in training.")
+    device_iterations: Optional[int] = option(None, "Batches per host call; null: as in training.", minimum=1)
+    micro_batch_size: Optional[int] = option(
+        None, "Samples per forward pass; null: as in training.", minimum=1
+    )
+    replicas: Optional[int] = option(None, "Replicas; null: as in training.", minimum=1)
     split: Optional[List[str]] = option(None, "Split over IPUs; null: as in training.")
     options: Dict[str, Any] = option(
         {}, "poptorch.Options setters for inference only; they win over `options`."

@@ -1,4 +1,4 @@
-"""The YAML files a config is composed from, with the line of every key: for messages, and to say where a value came from."""
+"""The YAML files a config is composed from, with the line of every key: who set what, and where."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from ipurun.config.folders import builtin_folder
 from ipurun.errors import Problem
 
-__all__ = ["Document", "Entry", "read_document", "yaml_problem"]
+__all__ = ["Document", "Entry", "duplicate_keys", "read_document", "yaml_problem"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
         if mark.line < len(lines):
             seen = lines[mark.line].strip()
     reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return Problem(f"malformed YAML: {reason}", where, seen=seen, fix="mind indentation, colons and quotes at that place")
+    return Problem(
+        f"malformed YAML: {reason}", where, seen=seen, fix="mind indentation, colons and quotes at that place"
+    )
 
 
 def duplicate_keys(document: Document) -> Dict[str, List[int]]:

@@ -59,7 +59,9 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
     if isinstance(value, str) and "${" in value:
         return None  # an interpolation: its value is known only after composing
     if isinstance(value, bool) and not _takes_bool(path):
-        return all_keys()[path].type_name, str(value).lower()  # OmegaConf would take it as 0 or 1, or as a word
+        return all_keys()[path].type_name, str(
+            value
+        ).lower()  # OmegaConf would take it as 0 or 1, or as a word
     scratch = OmegaConf.structured(RunConfig)
     try:
         OmegaConf.update(scratch, path, value, merge=False)

@@ -11,7 +11,7 @@ from typing import Any, Iterator, Optional, Sequence, Tuple
 __all__ = ["Key", "node", "option", "walk_keys"]
 
 
-def option(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
+def option(default: Any, help: str, choices: Sequence[str] = (), minimum: Optional[int] = None) -> Any:
     """A config key with its default and the line that ``ipurun ls keys`` prints for it.
 
     Args:
@@ -19,8 +19,9 @@ def option(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
         help: One line of meaning.
         choices: The words a string key takes. A tuple rather than an enum, because users type words that
             Python cannot name (``async``, ``32.32``).
+        minimum: The smallest number that makes sense.
     """
-    metadata = {"help": help, "choices": tuple(choices)}
+    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -28,7 +29,7 @@ def option(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
 
 def node(schema: type, help: str) -> Any:
     """A group of keys with a schema of its own."""
-    return dataclasses.field(default_factory=schema, metadata={"help": help, "choices": ()})
+    return dataclasses.field(default_factory=schema, metadata={"help": help, "choices": (), "minimum": None})
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Key:
     default: Any
     help: str
     choices: Tuple[str, ...]
+    minimum: Optional[int]
     is_open: bool  # a mapping whose keys are not in the schema: arguments of a target, setters, names
 
     @property
@@ -63,7 +65,9 @@ def walk_keys(schema: type, prefix: str = "") -> Iterator[Key]:
         choices = field.metadata["choices"]
         nullable = type(None) in typing.get_args(hint)
         type_name = " | ".join(choices + (("null",) if nullable else ())) if choices else _type_name(hint)
-        yield Key(path, type_name, default, field.metadata["help"], choices, is_open)
+        yield Key(
+            path, type_name, default, field.metadata["help"], choices, field.metadata["minimum"], is_open
+        )
 
 
 def _type_name(hint: Any) -> str:

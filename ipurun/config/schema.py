@@ -60,13 +60,13 @@ class LoaderConfig:
     """How batches are drawn from the data set (poptorch.DataLoader)."""
 
     shuffle: bool = option(True, "Shuffle the training set anew each epoch (ignored for iterable data sets).")
-    workers: int = option(0, "Worker processes that load samples.")
+    workers: int = option(0, "Worker processes that load samples.", minimum=0)
     mode: str = option(
         "sync",
         "Load in the main process, in another one, or in another one that re-cuts batches.",
         choices=("sync", "async", "async_rebatched"),
     )
-    buffer_size: int = option(3, "Batches kept ready in the asynchronous modes.")
+    buffer_size: int = option(3, "Batches kept ready in the asynchronous modes.", minimum=1)
     drop_last: bool = option(True, "Drop the samples that do not fill a last whole host call.")
     sampler: Dict[str, Any] = option({}, "A sampler: `_target_` and its arguments; the data set comes first.")
     batch_sampler: Dict[str, Any] = option(
@@ -74,7 +74,7 @@ class LoaderConfig:
     )
     collate: Optional[str] = option(None, "Dotted path of a collate function; null: torch's own.")
     rebatched_worker_size: Optional[int] = option(
-        None, "Samples a worker loads at a time in async_rebatched mode."
+        None, "Samples a worker loads at a time in async_rebatched mode.", minimum=1
     )
 
 
@@ -82,21 +82,23 @@ class LoaderConfig:
 class EvalConfig:
     """When and on what the model is evaluated."""
 
-    every_epochs: Optional[int] = option(1, "Evaluate after every so many epochs; null: only at the end.")
-    every_steps: Optional[int] = option(None, "Evaluate after every so many weight updates, too.")
+    every_epochs: Optional[int] = option(
+        1, "Evaluate after every so many epochs; null: only at the end.", minimum=1
+    )
+    every_steps: Optional[int] = option(None, "Evaluate after every so many weight updates, too.", minimum=1)
     at_end: bool = option(True, "Evaluate when training ends.")
     split: Optional[str] = option(None, "Split to evaluate on (eval, test, train); null: eval, else test.")
-    max_samples: Optional[int] = option(None, "Use at most so many samples of the split.")
+    max_samples: Optional[int] = option(None, "Use at most so many samples of the split.", minimum=1)
 
 
 @dataclass
 class CheckpointConfig:
     """When weights and everything needed to go on are saved."""
 
-    every_epochs: Optional[int] = option(1, "Save after every so many epochs; null: not by epoch.")
-    every_steps: Optional[int] = option(None, "Save after every so many weight updates, too.")
+    every_epochs: Optional[int] = option(1, "Save after every so many epochs; null: not by epoch.", minimum=1)
+    every_steps: Optional[int] = option(None, "Save after every so many weight updates, too.", minimum=1)
     at_end: bool = option(True, "Save when training ends.")
-    keep: int = option(2, "How many of the newest checkpoints stay; 0 keeps all.")
+    keep: int = option(2, "How many of the newest checkpoints stay; 0 keeps all.", minimum=0)
     best: Optional[str] = option(
         None, "Metric whose best checkpoint is kept as well; null: the run's `monitor`."
     )
@@ -135,13 +137,19 @@ class RunConfig:
     devices: Union[int, str] = option(
         "auto", "Total number of IPUs, a power of two; auto: all there are, 1 on the CPU."
     )
-    device_iterations: int = option(1, "Weight updates (training) or batches (inference) per host call.")
-    micro_batch_size: int = option(1, "Samples that one replica sees in one forward pass.")
+    device_iterations: int = option(
+        1, "Weight updates (training) or batches (inference) per host call.", minimum=1
+    )
+    micro_batch_size: int = option(1, "Samples that one replica sees in one forward pass.", minimum=1)
     gradient_accumulation: Optional[int] = option(
-        None, "Micro-batches summed into one weight update; null: 1, or solved for from global_batch_size."
+        None,
+        "Micro-batches summed into one weight update; null: 1, or solved for from global_batch_size.",
+        minimum=1,
     )
     global_batch_size: Optional[int] = option(
-        None, "Samples per weight update over all replicas; given, gradient_accumulation is solved for."
+        None,
+        "Samples per weight update over all replicas; given, gradient_accumulation is solved for.",
+        minimum=1,
     )
     precision: str = option(
         "32.32",
@@ -166,15 +174,17 @@ class RunConfig:
     engine: str = option(
         "auto", "ipu: hardware; ipu_model: PopTorch's simulator.", choices=("auto", "ipu", "ipu_model", "cpu")
     )
-    seed: int = option(0, "Seed of weights, shuffling and on-device random numbers.")
-    epochs: Optional[int] = option(None, "Passes over the training set; null: 1 unless max_steps is set.")
+    seed: int = option(0, "Seed of weights, shuffling and on-device random numbers.", minimum=0)
+    epochs: Optional[int] = option(
+        None, "Passes over the training set; null: 1 unless max_steps is set.", minimum=1
+    )
     max_steps: Optional[int] = option(
-        None, "Stop after so many weight updates, rounded up to whole host calls."
+        None, "Stop after so many weight updates, rounded up to whole host calls.", minimum=1
     )
     monitor: Optional[str] = option(
         None, "Metric that tells the best checkpoint and ranks a sweep; null: the first metric."
     )
-    log_every_steps: int = option(1, "Write training metrics every so many weight updates.")
+    log_every_steps: int = option(1, "Write training metrics every so many weight updates.", minimum=1)
     resume: Optional[str] = option(
         None, "auto (newest unfinished run of this name), or a run folder to go on with."
     )
@@ -187,7 +197,7 @@ class RunConfig:
     loss: LossConfig = node(LossConfig, "The loss.")
     data: Dict[str, Any] = option(
         {},
-        "The data: `_target_` (data set, or function returning splits), arguments; `_eval_`: what differs in eval.",
+        "The data: `_target_` (data set, or function giving splits), arguments; `_eval_`: changes for eval.",
     )
     loader: LoaderConfig = node(LoaderConfig, "The data loader.")
     optimizer: Dict[str, Any] = option(

@@ -39,7 +39,9 @@ def user_folders() -> List[str]:
     candidates = [Path(os.getcwd()) / "conf"] + ([Path(_extra_folder)] if _extra_folder else [])
     built_in = builtin_folder().resolve()
     # In a clone of ipurun ./conf is the built-in folder itself.
-    return [str(folder.resolve()) for folder in candidates if folder.is_dir() and folder.resolve() != built_in]
+    return [
+        str(folder.resolve()) for folder in candidates if folder.is_dir() and folder.resolve() != built_in
+    ]
 
 
 def check_user_folders() -> None:

@@ -1,0 +1,5 @@
+"""``python -m ipurun`` is the ``ipurun`` command."""
+
+from ipurun.cli.main import console
+
+console()

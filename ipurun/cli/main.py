@@ -1,0 +1,109 @@
+"""The command line: maps a word to a module and imports that module when the word is used.
+
+Only the standard library is imported here, so that help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import List, Optional, Sequence
+
+__all__ = ["COMMANDS", "console", "main"]
+
+COMMANDS = {
+    "train": "Train a model from a recipe; any key can be overridden (-m sweeps).",
+    "eval": "Evaluate the weights of a run.",
+    "predict": "Write a run's predictions for a split of its data.",
+    "plan": "Compose, check and show everything that would happen; touch nothing.",
+    "validate": "Check configs and say whether they are fine.",
+    "ls": "List recipes; `ls keys` lists every config key.",
+    "cat": "Print a recipe.",
+    "cp": "Copy a recipe, YAML and code, into the working folder to edit.",
+    "import": "Turn an ipu_config.json (optimum) into a recipe.",
+    "env": "Show engine, SDK and library versions, for a bug report.",
+    "exec": "Run a PopTorch program on the CPU engine.",
+}
+_MODULES = {"import": "ipurun.cli.import_"}
+_INTERRUPTED = 130
+
+_USAGE = """\
+ipurun trains PyTorch models on Graphcore IPUs, or on a CPU, from declarative config.
+
+usage: ipurun COMMAND [key=value ...] [flags]
+
+commands
+{commands}
+
+flags of every command
+  --quiet     only errors and the last line
+  --json      one JSON document on standard output
+  --debug     show tracebacks
+  --help      help for the command
+
+Hydra's flags work after a command: -m (sweep), --cfg job --resolve, --info, --config-dir DIR.
+Tab completion: eval "$(ipurun -sc install=bash)"  (zsh and fish too)
+
+examples
+  ipurun train +recipe=mnist
+  ipurun train +recipe=mnist devices=8
+  ipurun train -m +recipe=mnist device_iterations=1,8,32
+  ipurun plan +recipe=mnist devices=8
+"""
+
+
+def console() -> None:
+    """Entry point of the installed command."""
+    sys.exit(main())
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one command line.
+
+    Returns:
+        The exit code: 0 done, 1 the run failed, 2 the config is wrong, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except BrokenPipeError:
+        # The reader (`| head`) went away. Python would complain once more when it closes standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _dispatch(words: List[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_USAGE.format(commands="\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())), end="")
+        return 0
+    if words[0] in ("-V", "--version"):
+        print("ipurun", import_module("ipurun").__version__)
+        return 0
+    if words[0] in ("-sc", "--shell-completion"):
+        return int(import_module("ipurun.config.native").complete(words[1:]))
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        return _unknown_command(name)
+    report = import_module("ipurun.cli.report")
+    return int(report.guarded(lambda: _command(name, rest), rest))
+
+
+def _command(name: str, rest: List[str]) -> int:
+    # Console scripts do not put the working folder on the path; a user's model.py is there.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return int(import_module(_MODULES.get(name, f"ipurun.cli.{name}")).run(rest))
+
+
+def _unknown_command(name: str) -> int:
+    from ipurun.config.suggest import nearest
+    from ipurun.errors import EXIT_CONFIG, Problem
+
+    close = nearest(name, COMMANDS, most=1)
+    fix = f"ipurun {close[0]}" if close else "ipurun --help"
+    print(Problem(f"unknown command `{name}`", "command line", known=", ".join(COMMANDS), fix=fix), file=sys.stderr)
+    return EXIT_CONFIG

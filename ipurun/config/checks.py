@@ -1,0 +1,44 @@
+"""Checks of single values that a type cannot express: words, ranges. Rules across keys are the plan's."""
+
+from __future__ import annotations
+
+from typing import Any, List, Mapping
+
+from ipurun.config.keys import all_keys
+from ipurun.config.schema import RunConfig
+from ipurun.config.suggest import listing, nearest
+from ipurun.errors import Problem
+
+__all__ = ["check_values"]
+
+
+def check_values(config: RunConfig, origins: Mapping[str, str]) -> List[Problem]:
+    """Problems of single keys.
+
+    Args:
+        config: The typed config.
+        origins: Key -> where it was set, for the message.
+    """
+    problems: List[Problem] = []
+    for path, key in all_keys().items():
+        value = _read(config, path)
+        where = origins.get(path, "")
+        if key.choices and value is not None and str(value) not in key.choices:
+            close = nearest(str(value), key.choices, most=1)
+            fix = f"{path}={close[0] if close else key.choices[0]}"
+            problems.append(
+                Problem(f"`{path}` does not know `{value}`", where, known=listing(key.choices), fix=fix)
+            )
+        elif key.minimum is not None and isinstance(value, (int, float)) and value < key.minimum:
+            fix = f"{path}={max(key.minimum, 1)}"
+            problems.append(
+                Problem(f"`{path}` must be {key.minimum} or more", where, seen=str(value), fix=fix)
+            )
+    return problems
+
+
+def _read(config: RunConfig, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

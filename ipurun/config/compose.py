@@ -1,0 +1,212 @@
+"""From a command line to checked points: the one door to Hydra.
+
+`points` composes and checks every point of a command line before anything runs, so that a typo in the last point of a
+sweep stops it before the first. All problems of one config are collected; what can be composed without the faulty
+parts is, so that later rooms can add theirs to the same report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ipurun.config import checks, hydra_session, overrides
+from ipurun.config.documents import Document, yaml_problem
+from ipurun.config.keys import all_keys
+from ipurun.config.schema import RunConfig
+from ipurun.config.words import Words, split_words
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["Changed", "Point", "Points", "from_yaml", "one", "points", "to_yaml"]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A key that differs from its default, and who set it."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """One config to run.
+
+    Args:
+        config: The typed config, resolved.
+        overrides: What the command line said, for this point.
+        recipes: Names of the recipes it is composed from.
+        changed: Keys that differ from their defaults, with their origin.
+        swept: Sweep key -> this point's value.
+        problems: What is wrong with it so far; a point with problems must not run.
+        run_dir: The run folder, where the user gave one (``hydra.run.dir=``).
+    """
+
+    config: RunConfig
+    overrides: Tuple[str, ...] = ()
+    recipes: Tuple[str, ...] = ()
+    changed: Tuple[Changed, ...] = ()
+    swept: Mapping[str, str] = field(default_factory=dict)
+    problems: Tuple[Problem, ...] = ()
+    run_dir: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class Points:
+    """All points of a command line."""
+
+    points: Tuple[Point, ...]
+    multirun: bool
+    sweep_dir: Optional[str] = None
+
+
+def points(argv: Sequence[str]) -> Points:
+    """Compose every point of a command line.
+
+    Raises:
+        ConfigError: If a point cannot be composed at all; other problems are in `Point.problems`.
+    """
+    words = split_words(argv)
+    with hydra_session.opened(words) as session:
+        parsed, problems = overrides.parse(words.overrides, session.groups, words.multirun, session.loader)
+        if words.multirun:
+            parsed += session.sweep_parameters(parsed)
+        composed = [_compose_point(session, words, point, problems) for point in overrides.spread(parsed)]
+    return Points(tuple(composed), words.multirun, _given(parsed, "hydra.sweep.dir"))
+
+
+def one(argv: Sequence[str]) -> Point:
+    """Compose the one point of a command line without a sweep.
+
+    Raises:
+        ConfigError: If it has problems, or if the line is a sweep.
+    """
+    found = points(argv)
+    if found.multirun:
+        raise ConfigError(
+            Problem("this command takes one config, not a sweep", "command line: -m", fix="leave out -m")
+        )
+    point = found.points[0]
+    if point.problems:
+        raise ConfigError(point.problems)
+    return point
+
+
+def to_yaml(config: RunConfig) -> str:
+    """A resolved config as YAML that `from_yaml` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(path: Path) -> RunConfig:
+    """Read a stored config.
+
+    Raises:
+        ConfigError: If it is missing, not YAML, or not a config of this version.
+    """
+    try:
+        stored = OmegaConf.load(path)
+        return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
+    except FileNotFoundError:
+        raise ConfigError(
+            Problem("no stored config there", str(path), fix="give the folder of a run")
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(yaml_problem(path, error)) from error
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            Problem(f"the stored config does not fit this version: {reason}", str(path))
+        ) from error
+
+
+def _compose_point(
+    session: hydra_session.Session,
+    words: Words,
+    chosen: Sequence[Tuple[overrides.Parsed, str]],
+    problems: Sequence[Problem],
+) -> Point:
+    composed = session.compose(
+        [text for _, text in chosen], [override for override, _ in chosen if override.is_group]
+    )
+    found = list(problems) + list(composed.problems)
+    if composed.config is None:
+        raise ConfigError(found)
+    config, more = _typed(composed.config, composed.recipes)
+    found += more
+    if config is None:
+        raise ConfigError(found)
+    changed = tuple(_changed(config, chosen, composed.documents))
+    origins = {change.key: change.origin for change in changed}
+    found += checks.check_values(config, origins)
+    return Point(
+        config,
+        overrides=tuple(override.typed if not override.is_swept else text for override, text in chosen),
+        recipes=composed.recipes,
+        changed=changed,
+        swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
+        problems=tuple(dict.fromkeys(found)),
+        run_dir=_given([override for override, _ in chosen], "hydra.run.dir"),
+    )
+
+
+def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:
+    try:
+        OmegaConf.resolve(config)
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            fixes = " ".join(f"{key}=VALUE" for key in missing)
+            return None, [
+                Problem(f"`{key}` has no value", "the config says ???", fix=fixes) for key in missing
+            ]
+        typed = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        return None, [Problem(f"`{key}` cannot be resolved: {str(error).splitlines()[0]}", "the config")]
+    if typed.name is None:
+        typed.name = "+".join(recipes) or "run"
+    return typed, []
+
+
+def _changed(
+    config: RunConfig, chosen: Sequence[Tuple[overrides.Parsed, str]], documents: Sequence[Document]
+) -> Iterator[Changed]:
+    typed_keys = {override.key for override, _ in chosen if not override.is_group}
+    groups = {override.key for override, _ in chosen if override.is_group}
+    defaults = {key: entry.default for key, entry in all_keys().items()}
+    for key, value in _leaves(config):
+        if key in defaults and value == defaults[key]:
+            continue
+        yield Changed(key, value, _origin(key, typed_keys, groups, documents))
+
+
+def _origin(key: str, typed: Any, groups: Any, documents: Sequence[Document]) -> str:
+    if any(key == other or key.startswith(other + ".") for other in typed):
+        return "command line"
+    for document in reversed(documents):
+        line = document.line_of(key)
+        if line is not None:
+            return document.where(line)
+    return "command line" if key.split(".")[0] in groups else "derived"
+
+
+def _leaves(config: RunConfig) -> Iterator[Tuple[str, Any]]:
+    def walk(value: Any, path: str) -> Iterator[Tuple[str, Any]]:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                yield from walk(inner, f"{path}.{key}" if path else str(key))
+        else:
+            yield path, value
+
+    tree = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
+    yield from walk(tree, "")
+
+
+def _given(parsed: Sequence[overrides.Parsed], key: str) -> Optional[str]:
+    values = [override.values[0] for override in parsed if override.key == key]
+    return values[-1].strip("'\"") if values else None

@@ -1,0 +1,58 @@
+"""Checks of the YAML files themselves, so that a message can name file and line."""
+
+from __future__ import annotations
+
+from typing import Any, List, Mapping, Sequence
+
+import yaml
+
+from ipurun.config import keys
+from ipurun.config.documents import Document, Entry, duplicate_keys
+from ipurun.errors import Problem
+
+__all__ = ["check_document"]
+
+
+def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
+    """Unknown keys, keys set twice and values of a wrong type in one file."""
+    if document.package == "recipe":
+        return [
+            Problem(
+                "a recipe sets keys of the whole config, which its first line has to say",
+                document.where(1),
+                fix="make `# @package _global_` the first line of the file",
+            )
+        ]
+    problems = [
+        Problem(f"`{key}` is set twice", document.where(lines[-1]), seen=f"also in line {lines[0]}")
+        for key, lines in duplicate_keys(document).items()
+    ]
+    unknown: List[str] = []
+    for entry in document.entries:
+        if entry.key.split(".")[0] == "hydra" or any(entry.key.startswith(above + ".") for above in unknown):
+            continue
+        if not keys.is_known(entry.key):
+            unknown.append(entry.key)
+            close = keys.meant(entry.key)
+            known = ", ".join(close) if close else "run `ipurun ls keys` to see every key"
+            fix = f"write {close[0]}" if close else ""
+            if entry.key in groups:
+                known, fix = "", f"choose it in the defaults list: - override /{entry.key}: NAME"
+            problems.append(
+                Problem(f"unknown key `{entry.key}`", document.where(entry.line), known=known, fix=fix)
+            )
+            continue
+        wrong = keys.type_problem(entry.key, _value(entry))
+        if wrong is not None:
+            problems.append(
+                Problem(f"`{entry.key}` takes {wrong[0]}", document.where(entry.line), seen=wrong[1])
+            )
+    return problems
+
+
+def _value(entry: Entry) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(entry.node)
+    finally:
+        loader.dispose()

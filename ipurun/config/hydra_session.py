@@ -1,0 +1,201 @@
+"""Hydra, opened for one command line: composes overrides, and tells what its exceptions mean."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+import yaml
+from hydra import version
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ipurun.config import overrides, search
+from ipurun.config.document_checks import check_document
+from ipurun.config.documents import Document, read_document, yaml_problem
+from ipurun.config.folders import builtin_folder
+from ipurun.config.schema import RunConfig
+from ipurun.config.suggest import listing
+from ipurun.config.words import Words
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["CONFIG_PATH", "Composed", "Session", "opened", "prepare_hydra"]
+
+CONFIG_PATH = "pkg://ipurun.conf"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra made of one list of overrides; no config where it could not be composed."""
+
+    config: Optional[DictConfig]
+    recipes: Tuple[str, ...] = ()
+    documents: Tuple[Document, ...] = ()
+    problems: Tuple[Problem, ...] = ()
+
+
+class Session:
+    """An open Hydra with its groups."""
+
+    def __init__(self, loader: ConfigLoader, config_name: str) -> None:
+        self.loader = loader
+        self.config_name = config_name
+        self.groups: overrides.Groups = {
+            group: loader.get_group_options(group, ObjectType.CONFIG)
+            for group in loader.get_group_options("", ObjectType.GROUP)
+            if group != "hydra"
+        }
+
+    def sweep_parameters(self, parsed: Sequence[overrides.Parsed]) -> List[overrides.Parsed]:
+        """Sweeps that a config declares itself (``hydra.sweeper.params``); the command line wins over them."""
+        plain = [text for override in parsed if not override.is_swept for text in override.texts()]
+        composed = self._load(plain)
+        declared = OmegaConf.select(composed, "hydra.sweeper.params") if composed is not None else None
+        typed = {override.key for override in parsed}
+        words = [f"{key}={value}" for key, value in (declared or {}).items() if key.lstrip("+") not in typed]
+        found, problems = overrides.parse(words, self.groups, True, self.loader)
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+    def compose(self, texts: Sequence[str], explicit: Sequence[overrides.Parsed]) -> Composed:
+        """Compose a config.
+
+        Args:
+            texts: Overrides as Hydra takes them.
+            explicit: Groups that the command line chose; they win over what a recipe says inside them.
+        """
+        documents: List[Document] = []
+        try:
+            documents = self._documents(texts)
+            problems = [
+                problem for document in documents for problem in check_document(document, self.groups)
+            ]
+            recipes = tuple(_recipe_name(document) for document in documents if _is_recipe(document))
+            if problems:
+                return Composed(None, recipes, tuple(documents), tuple(problems))
+            config = self.loader.load_configuration(self.config_name, list(texts), RunMode.RUN)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            return Composed(None, documents=tuple(documents), problems=tuple(self._explain(error)))
+        with open_dict(config):
+            config.pop("hydra")
+        for choice in explicit:
+            self._let_choice_win(config, choice, texts, documents)
+        return Composed(config, recipes, tuple(documents))
+
+    def _load(self, texts: Sequence[str]) -> Optional[DictConfig]:
+        try:
+            return self.loader.load_configuration(self.config_name, list(texts), RunMode.MULTIRUN)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+            return None  # `compose` meets the same fault and explains it
+
+    def _documents(self, texts: Sequence[str]) -> List[Document]:
+        defaults = self.loader.compute_defaults_list(self.config_name, list(texts), RunMode.RUN)
+        documents = []
+        for default in defaults.defaults:
+            path = _file_of(default.config_path)
+            if path is not None:
+                documents.append(read_document(path, default.package or ""))
+        return documents
+
+    def _let_choice_win(
+        self,
+        config: DictConfig,
+        choice: overrides.Parsed,
+        texts: Sequence[str],
+        documents: Sequence[Document],
+    ) -> None:
+        # Hydra merges a recipe after the groups, so keys of a recipe would survive `data=synthetic`.
+        group = choice.key
+        set_by_recipe = any(
+            entry.key.startswith(group + ".")
+            for document in documents
+            if document.package == "_global_"
+            for entry in document.entries
+        )
+        if group not in config or not set_by_recipe:
+            return
+        own = [text for text in texts if text.lstrip("+").startswith(f"{group}=")]
+        inside = [text for text in texts if text.lstrip("+").startswith(f"{group}.")]
+        fresh = self.loader.load_configuration(self.config_name, own + inside, RunMode.RUN)
+        with open_dict(config):
+            config[group] = fresh[group]
+
+    def _explain(self, error: Exception) -> List[Problem]:
+        if isinstance(error, yaml.YAMLError):
+            return _find_broken_yaml(error)
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__  # type: ignore[assignment]  # any exception will do for a message
+        if isinstance(cause, yaml.YAMLError):
+            return _find_broken_yaml(cause)
+        message = str(error)
+        if type(error).__name__ == "MissingConfigException":
+            name = getattr(error, "missing_cfg_file", None) or message.splitlines()[0]
+            group, _, option = str(name).rpartition("/")
+            known = listing(self.groups.get(group, sorted(self.groups)), most=40)
+            return [Problem(f"no config `{option}` in group `{group}`", "a defaults list", known=known)]
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        detail = str(cause).splitlines()[0] if cause is not error and str(cause) else ""
+        return [Problem(lines[0] if lines else type(error).__name__, "composing the config", seen=detail)]
+
+
+def prepare_hydra(words: Words) -> None:
+    """Set Hydra up for ipurun: its schema, and the user's folders."""
+    version.setbase("1.3")
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    search.register(words.config_dir)
+    search.check_user_folders()
+
+
+@contextmanager
+def opened(words: Words) -> Iterator[Session]:
+    """Hydra for the time of a `with`, closed again afterwards."""
+    prepare_hydra(words)
+    GlobalHydra.instance().clear()
+    path: ConfigSearchPathImpl = create_config_search_path(CONFIG_PATH)  # type: ignore[assignment]  # Hydra's annotation is the interface
+    hydra: Any = Hydra.create_main_hydra2(task_name="ipurun", config_search_path=path)
+    try:
+        yield Session(hydra.config_loader, words.config_name)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _file_of(config_path: Optional[str]) -> Optional[Path]:
+    if config_path is None or config_path.startswith("hydra/"):
+        return None
+    for folder in [str(builtin_folder())] + search.user_folders():
+        path = Path(folder) / f"{config_path}.yaml"
+        if path.is_file():
+            return path
+    return None
+
+
+def _is_recipe(document: Document) -> bool:
+    return "recipe" in document.path.parts and document.path.parent.name == "recipe"
+
+
+def _recipe_name(document: Document) -> str:
+    return document.path.stem
+
+
+def _find_broken_yaml(error: yaml.YAMLError) -> List[Problem]:
+    # Hydra's loader does not say which file it was reading: parse the candidates until one fails.
+    for folder in search.user_folders() + [str(builtin_folder())]:
+        for path in sorted(Path(folder).rglob("*.yaml")):
+            try:
+                read_document(path, "")
+            except yaml.YAMLError as own:
+                return [yaml_problem(path, own)]
+    return [Problem(f"malformed YAML: {error}", "a config file")]

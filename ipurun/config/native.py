@@ -1,0 +1,58 @@
+"""What Hydra's own main answers: ``--cfg``, ``--info``, ``--hydra-help`` and shell completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import List, Sequence
+
+import hydra
+from omegaconf import DictConfig
+
+from ipurun.cli.main import COMMANDS
+from ipurun.config.hydra_session import CONFIG_PATH, prepare_hydra
+from ipurun.config.words import Words
+
+__all__ = ["complete", "inquire"]
+
+_COMPOSING = ("train", "plan", "validate", "eval", "predict")
+
+
+def inquire(command: str, words: Words) -> int:
+    """Let Hydra answer a question about the composed config; `words.inquiry` says which."""
+    prepare_hydra(words)
+    return _enter_hydra(command, words.for_hydra())
+
+
+def complete(argv: Sequence[str]) -> int:
+    """Install a completion script, or answer one (``-sc install=bash``, ``-sc query=bash``)."""
+    prepare_hydra(Words())
+    if any(word.startswith("query=") for word in argv):
+        line = os.environ.get("COMP_LINE", "")
+        parts = re.match(r"\s*(\S+)\s+(\S*)(.*)", line, flags=re.DOTALL)
+        if parts is None or not parts.group(3):
+            typed = parts.group(2) if parts else ""
+            print(" ".join(name for name in COMMANDS if name.startswith(typed)))
+            return 0
+        if parts.group(2) not in _COMPOSING:
+            return 0
+        # Hydra knows no subcommands: it must see `ipurun +recipe=m`, not `ipurun train +recipe=m`.
+        os.environ["COMP_LINE"] = f"{parts.group(1)}{parts.group(3)}"
+    return _enter_hydra("", ["--shell-completion", *argv])
+
+
+def _enter_hydra(command: str, argv: List[str]) -> int:
+    @hydra.main(config_path=CONFIG_PATH, config_name="train", version_base="1.3")
+    def never_run(config: DictConfig) -> None:
+        raise AssertionError("Hydra's main is entered for questions only")
+
+    program, before = f"ipurun {command}".strip(), sys.argv
+    sys.argv = [program, *argv]
+    try:
+        never_run()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0

@@ -1,0 +1,184 @@
+"""Overrides of a command line: read one by one, checked against the schema, spread over the points of a sweep."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from ipurun.config import keys
+from ipurun.config.suggest import listing, nearest
+from ipurun.errors import Problem
+
+__all__ = ["Groups", "Parsed", "parse", "spread"]
+
+Groups = Dict[str, List[str]]
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """One override that can be handed to Hydra.
+
+    Args:
+        typed: As the user wrote it.
+        key: The key or group, without ``+`` and package.
+        values: Its value as text for Hydra; several in a sweep.
+        prefix: What Hydra needs in front of it.
+        is_group: Whether it chooses a file of a group.
+    """
+
+    typed: str
+    key: str
+    prefix: str
+    values: Tuple[str, ...]
+    is_group: bool
+
+    @property
+    def is_swept(self) -> bool:
+        return len(self.values) > 1
+
+    def texts(self) -> List[str]:
+        """The override as Hydra takes it, once for each value."""
+        if self.prefix == "~":
+            return ["~" + self.key + (f"={self.values[0]}" if self.values[0] else "")]
+        return [f"{self.prefix}{self.key}={value}" for value in self.values]
+
+
+def parse(
+    words: Sequence[str], groups: Groups, multirun: bool, config_loader: Any
+) -> Tuple[List[Parsed], List[Problem]]:
+    """Read overrides; those that cannot stand are left out and told as problems.
+
+    Args:
+        words: The overrides as typed.
+        groups: Group name -> names of its files.
+        multirun: Whether sweeps are allowed.
+        config_loader: Hydra's, for ``glob``.
+    """
+    parser = OverridesParser.create(config_loader=config_loader)
+    accepted: List[Parsed] = []
+    problems: List[Problem] = []
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+            values = _values(override)
+        except HydraException as error:
+            problems.append(_unreadable(word, error))
+            continue
+        key = str(override.key_or_group)
+        problem = _check(override, key, values, groups, multirun, word, words)
+        if problem is not None:
+            problems.append(problem)
+        else:
+            accepted.append(
+                Parsed(word, _with_package(override), _prefix(override, key, groups), values, key in groups)
+            )
+    return accepted, problems
+
+
+def spread(overrides: Sequence[Parsed]) -> List[List[Tuple[Parsed, str]]]:
+    """The points of a sweep: every combination of swept values, the last key moving fastest."""
+    choices = [[(override, text) for text in override.texts()] for override in overrides]
+    return [list(point) for point in itertools.product(*choices)]
+
+
+def _values(override: Override) -> Tuple[str, ...]:
+    if override.is_sweep_override():
+        return tuple(override.sweep_string_iterator())
+    if override.is_delete() and override.value() is None:
+        return ("",)
+    return (override.get_value_element_as_str(),)
+
+
+def _with_package(override: Override) -> str:
+    return f"{override.key_or_group}@{override.package}" if override.package else str(override.key_or_group)
+
+
+def _prefix(override: Override, key: str, groups: Groups) -> str:
+    if override.is_delete():
+        return "~"
+    if key in groups or key.startswith("hydra"):
+        return "+" if override.is_add() else ("++" if override.is_force_add() else "")
+    # Hydra closes every mapping, the open ones too, and refuses `+` on what is there already. Which of
+    # the two a key needs is nothing a user should have to know.
+    return "++"
+
+
+def _check(
+    override: Override,
+    key: str,
+    values: Tuple[str, ...],
+    groups: Groups,
+    multirun: bool,
+    word: str,
+    words: Sequence[str],
+) -> Optional[Problem]:
+    where = f"command line: {word}"
+    if override.is_sweep_override() and not multirun:
+        return Problem(
+            f"`{key}` has several values, which is a sweep",
+            where,
+            fix=f"-m {word}  (or quote a list: '{key}=[{word.partition('=')[2]}]')",
+        )
+    if key.startswith("hydra"):
+        return None
+    if key in groups:
+        return None if override.is_delete() else _check_choice(key, values, groups, where)
+    if not keys.is_known(key):
+        return _unknown(key, word, where, words)
+    if override.is_delete():
+        return None
+    parts = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    for value in parts:
+        wrong = keys.type_problem(key, value)
+        if wrong is not None:
+            return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1])
+    return None
+
+
+def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: str) -> Optional[Problem]:
+    chosen = [name for value in values for name in value.strip("[]").split(",")]
+    for name in (name.strip() for name in chosen):
+        if name in groups[group] or name == "null":
+            continue
+        close = nearest(name, groups[group], most=1)
+        return Problem(
+            f"unknown {group} `{name}`",
+            where,
+            known=listing(groups[group], most=40),
+            fix=f"{'+' if group == 'recipe' else ''}{group}={close[0]}" if close else "ipurun ls",
+        )
+    return None
+
+
+def _unknown(key: str, word: str, where: str, words: Sequence[str]) -> Problem:
+    close = keys.meant(key)
+    value = word.partition("=")[2]
+    fix = ""
+    if close:
+        better = [f"{close[0]}={value}" if other == word else other for other in words]
+        fix = " ".join(better)
+    known = ", ".join(close) if close else "run `ipurun ls keys` to see every key"
+    return Problem(f"unknown key `{key}`", where, known=known, fix=fix)
+
+
+def _unreadable(word: str, error: HydraException) -> Problem:
+    where = f"command line: {word}"
+    if "=" not in word and not word.startswith("~"):
+        close = keys.meant(word)
+        return Problem(
+            f"`{word}` is not an override",
+            where,
+            fix=f"{close[0]}=VALUE" if close else "write key=value, for example devices=8",
+        )
+    reason = str(error).splitlines()[0]
+    key, _, value = word.partition("=")
+    return Problem(
+        f"cannot read the override: {reason}",
+        where,
+        fix=f"quote the value for Hydra and for the shell: '{key}=\"{value}\"'",
+    )
