@@ -1,0 +1,58 @@
+"""LAMB's arithmetic, shared by the optimizer that a user steps on the host and by the compiled one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterable, MutableMapping, Tuple
+
+import torch
+
+__all__ = ["bias_corrections", "lamb_step", "trust_ratio"]
+
+
+def bias_corrections(beta1: float, beta2: float, step: float) -> Tuple[float, float]:
+    """`1 - beta ** step` for both moments; NaN where a real power does not exist."""
+    return 1.0 - _power(beta1, step), 1.0 - _power(beta2, step)
+
+
+def trust_ratio(weight: torch.Tensor, direction: torch.Tensor, max_weight_norm: float) -> torch.Tensor:
+    """How far LAMB steps along `direction`: the weight's norm (capped) over the direction's."""
+    weight_norm = torch.clamp(weight.float().norm(), max=max_weight_norm)
+    direction_norm = direction.float().norm()
+    usable = (weight_norm > 0) & (direction_norm > 0)
+    return torch.where(usable, weight_norm / direction_norm, torch.ones_like(weight_norm))
+
+
+@torch.no_grad()
+def lamb_step(
+    param_groups: Iterable[MutableMapping[str, Any]],
+    state: MutableMapping[Any, Any],
+    *,
+    bias_correction: bool,
+) -> None:
+    """Update every parameter that has a gradient."""
+    for group in param_groups:
+        beta1, beta2 = group["betas"]
+        for weight in group["params"]:
+            if weight.grad is None:
+                continue
+            own = state[weight]
+            if not own:
+                own.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+            own["step"] += 1
+            first = own["exp_avg"].mul_(beta1).add_(weight.grad, alpha=1 - beta1)
+            second = own["exp_avg_sq"].mul_(beta2).addcmul_(weight.grad, weight.grad, value=1 - beta2)
+            correction1, correction2 = (
+                bias_corrections(beta1, beta2, own["step"]) if bias_correction else (1.0, 1.0)
+            )
+            direction = (first / correction1) / ((second / correction2).sqrt() + group["eps"])
+            direction.add_(weight, alpha=group["weight_decay"])
+            ratio = trust_ratio(weight, direction, group["max_weight_norm"])
+            weight.sub_(group["lr"] * ratio * direction)
+
+
+def _power(base: float, exponent: float) -> float:
+    try:
+        return math.pow(base, exponent)
+    except (ValueError, OverflowError):
+        return math.nan

@@ -1,0 +1,170 @@
+"""What every poptorch optimizer has over torch's: variable attributes and state that lives on the device."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional
+
+import torch
+
+from ipurun.emulator._logging import logger
+
+__all__ = ["Optimizer", "VariableAttributes"]
+
+DeviceState = Dict[str, Optional[Dict[str, torch.Tensor]]]
+
+_ACCUMULATION_TYPES = (torch.float16, torch.float32)
+
+
+class VariableAttributes:
+    """Which attributes of an optimizer may still change after the model was compiled.
+
+    Args:
+        variable_attributes: Names that may change.
+        allowed_attributes: Every name that can be marked.
+    """
+
+    def __init__(self, variable_attributes: List[str], allowed_attributes: List[str]) -> None:
+        self._variable_attributes = variable_attributes
+        self._allowed_attributes = allowed_attributes
+
+    def isConstant(self, attr: str) -> bool:
+        """Whether the attribute is baked into the compiled program."""
+        return attr not in self._variable_attributes
+
+    def markAsConstant(self, attr: str) -> None:
+        """Bake the attribute in when the model is compiled."""
+        self._check(attr)
+        self._variable_attributes = [name for name in self._variable_attributes if name != attr]
+
+    def markAsVariable(self, attr: str) -> None:
+        """Keep the attribute changeable through `setOptimizer`."""
+        self._check(attr)
+        if self.isConstant(attr):
+            self._variable_attributes = [*self._variable_attributes, attr]
+
+    def _check(self, attr: str) -> None:
+        assert attr in self._allowed_attributes, (
+            f"Unknown attribute {attr!r}: only {', '.join(sorted(self._allowed_attributes))} can be marked"
+        )
+
+
+class Optimizer:
+    """Keeps the state of the compiled optimizer beside torch's own.
+
+    The state is either newer on the device (after a run), newer here (after loading) or the same in both.
+    The executor connects a reader while a device holds the state; copies and pickles are never connected.
+    """
+
+    _read_device: Optional[Callable[[], DeviceState]] = None
+    _device_is_newer: bool = False
+    _host_is_newer: bool = False
+
+    def __init__(self) -> None:
+        self._ipu_state: DeviceState = {"ipu_state": None, "ipu_param": None}
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Torch's state dictionary with the device's `ipu_state` and `ipu_param` (None until compiled)."""
+        state = super().state_dict()  # type: ignore[misc]  # the second base is a torch optimizer
+        if self._needs_reading():
+            self._pull()
+        else:
+            logger.debug("Using cached optimiser state dict")
+        state.update(self.get_state_dict())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load torch's values now, the device's at the next run or attach.
+
+        Raises:
+            RuntimeError: If the dictionary does not come from a poptorch optimizer.
+        """
+        super().load_state_dict(state)  # type: ignore[misc]  # the second base is a torch optimizer
+        if "ipu_state" not in state or "ipu_param" not in state:
+            raise RuntimeError("Only IPU optimizer states can be loaded onto the IPU.")
+        self._keep(state)
+        self._host_is_newer = self.has_state()
+
+    def get_state_dict(self) -> DeviceState:
+        """The device state as last seen by the host, without asking the device."""
+        return {key: None if tensors is None else dict(tensors) for key, tensors in self._ipu_state.items()}
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the device state held by the host; it reaches the device at the next run or attach.
+
+        Raises:
+            RuntimeError: If `state` is empty.
+        """
+        if not state:
+            raise RuntimeError("Cannot set an empty optimizer state.")
+        self._keep(state)
+        self._host_is_newer = self.has_state()
+
+    def has_state(self) -> bool:
+        """Whether the host holds any device state."""
+        return any(tensors is not None for tensors in self._ipu_state.values())
+
+    def _keep(self, state: Mapping[str, Any]) -> None:
+        self._ipu_state = {
+            key: None if state.get(key) is None else dict(state[key]) for key in ("ipu_state", "ipu_param")
+        }
+
+    def _needs_reading(self) -> bool:
+        return self._device_is_newer and not self._host_is_newer and self._read_device is not None
+
+    def _pull(self) -> None:
+        assert self._read_device is not None, "no device holds the state of this optimizer"
+        self._keep(self._read_device())
+        self._device_is_newer = False
+
+    def _connect(self, read: Callable[[], DeviceState]) -> None:
+        """The executor tells where the state can be read from now on."""
+        self._read_device = read
+        self._device_is_newer = True
+
+    def _disconnect(self) -> None:
+        """The device goes away or takes another optimizer: fetch what is newer there first."""
+        if self._needs_reading():
+            self._pull()
+        self._read_device = None
+
+    def _mark_device_newer(self) -> None:
+        """The executor ran: what the host holds is old."""
+        self._device_is_newer = True
+
+    def _take_state_to_upload(self) -> Optional[DeviceState]:
+        """State loaded by the user that the device has not seen yet, None when there is none."""
+        if not self._host_is_newer:
+            return None
+        self._host_is_newer = False
+        self._device_is_newer = True
+        return self.get_state_dict()
+
+    def _pickled(self, torch_state: Dict[str, Any], names: Iterable[str]) -> Dict[str, Any]:
+        """Add the poptorch attributes to what torch pickles; the reader of the device is left out."""
+        if self._needs_reading():
+            self._pull()
+        own = {name: getattr(self, name) for name in names}
+        own["variable_attrs"] = VariableAttributes(
+            list(self.variable_attrs._variable_attributes), list(self.variable_attrs._allowed_attributes)
+        )
+        own["_ipu_state"] = self.get_state_dict()
+        own["_host_is_newer"] = self.has_state()
+        return {**torch_state, **own}
+
+    variable_attrs: VariableAttributes
+
+    def _set_variable_attributes(self, explicit: Iterable[str], defaults: Iterable[str]) -> None:
+        allowed = [*defaults, "loss_scaling"]
+        self.variable_attrs = VariableAttributes([name for name in explicit if name in allowed], allowed)
+
+
+def explicit_only(**arguments: Any) -> Dict[str, Any]:
+    """The arguments that the user gave: None stands for "use the default"."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def accumulation_type(name: str, given: Optional[torch.dtype]) -> torch.dtype:
+    """Check the dtype of an accumulator, float32 when not given."""
+    dtype = torch.float32 if given is None else given
+    assert dtype in _ACCUMULATION_TYPES, f"{name} must be torch.float32 or torch.float16, not {dtype}"
+    return dtype
