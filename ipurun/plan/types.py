@@ -1,6 +1,6 @@
-"""The plan of a run: every number and every PopTorch call that follows from a config, fixed before anything is built.
+"""The plan of a run: every number and every PopTorch call that follows from a config.
 
-Plain frozen data. Nothing here needs torch or an engine, so a plan can be made, shown, compared and stored anywhere.
+Plain frozen data. Nothing here needs torch or an engine, so a plan can be made, shown and stored anywhere.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Tuple
 
-__all__ = ["Batch", "Call", "Devices", "Facts", "Placement", "Plan", "Steps", "Symbol"]
+__all__ = ["Batch", "Call", "Devices", "Facts", "ParameterGroup", "Placement", "Plan", "Steps", "Symbol"]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Steps:
     updates_per_epoch: Optional[int]
     epochs: Optional[float]
     dropped_samples: Optional[int]  # per epoch
-    save_every_calls: Optional[int]
-    eval_every_calls: Optional[int]
+    save_every_calls: Optional[int]  # from checkpoint.every_steps; saving by epoch is the loop's
+    eval_every_calls: Optional[int]  # from eval.every_steps, likewise
     log_every_calls: int
 
 
@@ -107,7 +107,7 @@ class Call:
 
     Args:
         path: Dotted path of what is called: ``Training.gradientAccumulation``.
-        args: Positional arguments: Python values, `Symbol`s, or nested `Call`s (a settings object and its setters).
+        args: Positional arguments: Python values, `Symbol`s, or nested `Call`s (settings objects).
         kwargs: Named arguments.
         origin: The config key, file or rule that asked for it.
         chain: Further setters on what the call returns (settings objects).
@@ -122,11 +122,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a module begins a block."""
+    """Where a module begins a block; an empty module name is the model itself."""
 
     module: str
     ipu: int
     block_id: str
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with optimizer values of their own: those whose name fits one of the patterns."""
+
+    match: Tuple[str, ...]
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,7 @@ class Plan:
     cache_dir: Optional[str]
     profile_dir: Optional[str]
     parameters: int
-    notes: Tuple[
-        str, ...
-    ]  # decisions the user should know of: rounding, dropped samples, broadcastBuffers(False)
+    notes: Tuple[str, ...]  # decisions to know of: rounding, dropped samples, broadcastBuffers(False)
+    parameter_groups: Tuple[ParameterGroup, ...] = ()
+    recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
+    module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved
