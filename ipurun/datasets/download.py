@@ -1,0 +1,155 @@
+"""Data files from the network: checked by their SHA-256, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Mapping, Tuple
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+from ipurun.errors import ConfigError, Problem, RunError
+
+__all__ = ["FASHION_MNIST", "MNIST", "Source", "cached_folder", "fetch"]
+
+_CHUNK_BYTES = 1 << 16
+_TIMEOUT_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set can be fetched.
+
+    Args:
+        name: Name of the data set and of its folder in the cache.
+        mirrors: Addresses of the folder that holds the files, tried in this order.
+        files: File name -> SHA-256 of its content.
+    """
+
+    name: str
+    mirrors: Tuple[str, ...]
+    files: Mapping[str, str]
+
+    @property
+    def advice(self) -> str:
+        """What to tell a user who does not have the files."""
+        return (
+            f"data.download=true fetches the files; or get {', '.join(self.files)} from {self.mirrors[0]} "
+            "and pass data.root=FOLDER; or run without them: data=synthetic"
+        )
+
+
+MNIST = Source(
+    name="mnist",
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    files={
+        "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    },
+)
+
+FASHION_MNIST = Source(
+    name="fashion_mnist",
+    mirrors=(
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    ),
+    files={
+        "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    },
+)
+
+
+def cached_folder(source: Source) -> Path:
+    """Where a data set goes when the user names no folder: below IPURUN_DATA_DIR, else the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    base = os.environ.get("IPURUN_DATA_DIR") or os.path.join(cache, "ipurun", "data")
+    return Path(base).expanduser() / source.name
+
+
+def fetch(source: Source, folder: Path) -> Path:
+    """Download the files that a folder lacks, with a progress bar on standard error.
+
+    A file that is there under its own name, or unpacked, is taken as it is.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: The folder cannot be written.
+        RunError: No mirror gave a file with the right checksum.
+    """
+    wanted = [
+        name for name in source.files if not (folder / name).exists() and not (folder / name[: -len(".gz")]).exists()
+    ]
+    if not wanted:
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            Problem("the data folder cannot be made", where=f"data.root={folder}", seen=str(error))
+        ) from error
+    with _progress_bar() as progress:
+        for name in wanted:
+            _fetch_file(source, name, folder, progress)
+    return folder
+
+
+def _progress_bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=Console(file=sys.stderr))
+
+
+def _fetch_file(source: Source, name: str, folder: Path, progress: Progress) -> None:
+    failures = []
+    for mirror in source.mirrors:
+        task = progress.add_task(name, total=None)
+        # The process number keeps two downloads at once (points of a sweep) out of each other's file.
+        partial = folder / f".{name}.{os.getpid()}.part"
+        try:
+            digest = _stream(mirror + name, partial, progress, task)
+            if digest == source.files[name]:
+                os.replace(partial, folder / name)
+                return
+            failures.append(f"{mirror}{name}: wrong checksum {digest[:12]}...")
+        except (OSError, urllib.error.URLError) as error:
+            failures.append(f"{mirror}{name}: {getattr(error, 'reason', error)}")
+        finally:
+            if partial.exists():
+                partial.unlink()
+        progress.remove_task(task)
+    raise RunError(
+        Problem(
+            f"{source.name} cannot be downloaded",
+            where="data.download=true",
+            seen="\n".join(failures),
+            fix=f"get {name} by other means and pass data.root=FOLDER",
+        )
+    )
+
+
+def _stream(url: str, target: Path, progress: Progress, task: TaskID) -> str:
+    digest = hashlib.sha256()
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response, open(target, "wb") as out:
+        length = response.headers.get("Content-Length")
+        progress.update(task, total=int(length) if length else None)
+        for chunk in iter(lambda: response.read(_CHUNK_BYTES), b""):
+            digest.update(chunk)
+            out.write(chunk)
+            progress.update(task, advance=len(chunk))
+    return digest.hexdigest()

@@ -1,0 +1,138 @@
+"""Labelled images in the IDX format of MNIST and its relatives."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import Dict, List, Optional, Tuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["FILES", "LabelledImages", "find_file", "load_splits", "read_idx"]
+
+FILES: Dict[str, Tuple[str, str]] = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+_UNSIGNED_BYTE = 8
+# torchvision keeps the files below the root it was given.
+_SUBFOLDERS = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
+
+
+class LabelledImages(Dataset):
+    """Grey images and their labels, held in memory and normalised.
+
+    Args:
+        images: Pixels 0..255, shape N x H x W.
+        labels: One class number per image.
+        mean: Mean of the pixels, on a scale of 0 to 1.
+        std: Standard deviation of the pixels, on the same scale.
+        notes: What the user should know about these data.
+    """
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, mean: float, std: float, notes: Tuple[str, ...] = ()
+    ) -> None:
+        pixels = torch.from_numpy(images.astype(np.float32))
+        self.images = pixels.div_(255).sub_(mean).div_(std).unsqueeze(1)
+        self.labels = torch.from_numpy(labels.astype(np.int64))
+        self.notes = notes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        return self.images[index], self.labels[index]
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The array in an IDX file of unsigned bytes, gzipped or not.
+
+    Raises:
+        ConfigError: The file is not what its name says, or is cut short.
+    """
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rb") as stream:
+            content = stream.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(_broken(path, str(error) or type(error).__name__)) from error
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _UNSIGNED_BYTE:
+        raise ConfigError(_broken(path, "it does not begin like an IDX file of unsigned bytes"))
+    header = 4 + 4 * content[3]
+    shape = tuple(int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4))
+    expected = int(np.prod(shape, dtype=np.int64))
+    if len(content) - header != expected:
+        raise ConfigError(_broken(path, f"{len(content) - header} bytes of data where {expected} belong"))
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def _broken(path: Path, reason: str) -> Problem:
+    return Problem(
+        "a data file cannot be read",
+        where=str(path),
+        seen=reason,
+        fix="delete the file and get it again, for example with data.download=true",
+    )
+
+
+def find_file(root: Path, name: str) -> Optional[Path]:
+    """The file below a root, gzipped or not, where MNIST's own or torchvision's layout puts it."""
+    for subfolder in _SUBFOLDERS:
+        for candidate in (root / subfolder / name, root / subfolder / (name + ".gz")):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def load_splits(
+    root: Path, *, mean: float, std: float, notes: Tuple[str, ...] = (), advice: str = ""
+) -> Dict[str, LabelledImages]:
+    """The training and the test split of a folder.
+
+    Args:
+        root: Folder with the four files of `FILES`.
+        mean: Mean of the pixels, on a scale of 0 to 1.
+        std: Standard deviation of the pixels.
+        notes: Remarks for the user, carried by the training split.
+        advice: What to do when files are missing.
+
+    Raises:
+        ConfigError: The folder is missing, incomplete, or its files do not belong together.
+    """
+    if not root.is_dir():
+        raise ConfigError(Problem("`data.root` is not a folder", where=f"data.root={root}", seen=str(root), fix=advice))
+    names = [name for pair in FILES.values() for name in pair]
+    missing = [name for name in names if find_file(root, name) is None]
+    if missing:
+        raise ConfigError(
+            Problem(
+                f"`data.root` lacks {len(missing)} of the {len(names)} data files",
+                where=f"data.root={root}",
+                seen="missing " + ", ".join(missing),
+                known=", ".join(names) + " (each may end in .gz)",
+                fix=advice,
+            )
+        )
+    return {split: _load_pair(root, pair, mean, std, notes) for split, pair in FILES.items()}
+
+
+def _load_pair(root: Path, pair: Tuple[str, str], mean: float, std: float, notes: Tuple[str, ...]) -> LabelledImages:
+    paths: List[Path] = [path for path in (find_file(root, name) for name in pair) if path is not None]
+    images, labels = (read_idx(path) for path in paths)
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise ConfigError(
+            Problem(
+                "images and labels do not belong together",
+                where=str(root),
+                seen=f"images of shape {images.shape}, labels of shape {labels.shape}",
+                fix="put the four files of one data set into the folder",
+            )
+        )
+    return LabelledImages(images, labels, mean, std, notes)

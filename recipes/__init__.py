@@ -1,0 +1,1 @@
+"""Python code that the built-in recipes name: models and data sets. Their YAML is in `conf/`."""

@@ -1,0 +1,1 @@
+"""The clothes classifier of Graphcore's PopTorch porting tutorials."""

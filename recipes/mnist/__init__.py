@@ -1,0 +1,1 @@
+"""Handwritten digits: a small CNN that learns in seconds, on data that ships with ipurun."""
