@@ -1,0 +1,130 @@
+"""The torch ops that PopTorch supports, each in a model of its own, against plain torch."""
+
+import pytest
+import torch
+from op_cases import ACTIVATIONS, CUBE, LAYERS, LOSSES, MATRIX, POINTWISE, PRODUCTS, REDUCTIONS, SHAPES
+from torch import nn
+from torch.nn import functional
+
+import ipurun.emulator as poptorch
+
+FUNCTIONS = [
+    pytest.param(function, shape, id=f"{group}-{name}")
+    for group, shape, functions in [
+        ("pointwise", MATRIX, POINTWISE),
+        ("activation", MATRIX, ACTIVATIONS),
+        ("reduction", CUBE, REDUCTIONS),
+        ("shape", CUBE, SHAPES),
+        ("product", MATRIX, PRODUCTS),
+        ("loss", MATRIX, LOSSES),
+    ]
+    for name, function in functions.items()
+]
+
+
+class _Weighted(nn.Module):
+    """Multiplies the input by a trained weight, so that the gradient through the op can be seen."""
+
+    def __init__(self, function, shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, torch.Size(shape).numel()).reshape(shape))
+        self.function = function
+
+    def forward(self, x):
+        outputs = _flat(self.function(x * self.weight))
+        squares = [(out * out).sum() for out in outputs if out.is_floating_point()]
+        total = torch.stack(squares).sum() if squares else x.sum()
+        return tuple(outputs), poptorch.identity_loss(total, "sum")
+
+
+def _flat(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for item in result for tensor in _flat(item)]
+
+
+def _sample(shape):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(shape, generator=generator)
+
+
+def _assert_equal_values(actual, expected):
+    assert len(actual) == len(expected)
+    for got, wanted in zip(actual, expected):
+        if wanted.dtype in (torch.int64, torch.float64):
+            wanted = wanted.to({torch.int64: torch.int32, torch.float64: torch.float32}[wanted.dtype])
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("function", "shape"), FUNCTIONS)
+def test_function_gives_the_results_and_gradients_of_torch(function, shape):
+    x = _sample(shape)
+    model = _Weighted(function, shape)
+    expected, loss = model(x)
+    if not loss.requires_grad:
+        executor = poptorch.inferenceModel(model)
+        for _ in range(2):
+            _assert_equal_values(executor(x)[0], expected)
+        return
+    (gradient,) = torch.autograd.grad(loss, [model.weight])
+    before = model.weight.detach().clone()
+    executor = poptorch.trainingModel(model, None, poptorch.optim.SGD(model.parameters(), lr=0.01))
+    outputs, _ = executor(x)
+    _assert_equal_values(outputs, expected)
+    torch.testing.assert_close(model.weight.detach(), before - 0.01 * gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_gives_the_results_and_gradients_of_torch(name):
+    shape, build = LAYERS[name]
+    torch.manual_seed(5)
+    x = _sample(shape)
+    reference = _Weighted(build(), shape)
+    model = _Weighted(build(), shape)
+    model.load_state_dict(reference.state_dict())
+
+    inference = poptorch.inferenceModel(reference.eval())
+    _assert_equal_values(inference(x)[0], reference(x)[0])
+
+    reference.train()
+    expected, loss = reference(x)
+    loss.backward()
+    executor = poptorch.trainingModel(model, None, poptorch.optim.SGD(model.parameters(), lr=0.01))
+    outputs, _ = executor(x)
+    _assert_equal_values(outputs, expected)
+    after = dict(model.named_parameters())
+    for parameter_name, parameter in reference.named_parameters():
+        wanted = parameter.detach() - 0.01 * parameter.grad
+        torch.testing.assert_close(after[parameter_name].detach(), wanted, rtol=1e-3, atol=1e-5)
+    buffers = dict(model.named_buffers())
+    for buffer_name, buffer in reference.named_buffers():
+        torch.testing.assert_close(buffers[buffer_name].to(buffer.dtype), buffer)
+
+
+@pytest.mark.parametrize(
+    ("draw", "low", "high"),
+    [
+        (lambda x: torch.rand(x.shape), 0.0, 1.0),
+        (lambda x: torch.empty(x.shape).uniform_(2.0, 3.0), 2.0, 3.0),
+        (lambda x: torch.randint(0, 5, x.shape), 0, 4),
+        (lambda x: torch.bernoulli(torch.full(x.shape, 0.5)), 0.0, 1.0),
+        (lambda x: torch.randn(x.shape), -9.0, 9.0),
+        (lambda x: torch.normal(torch.full(x.shape, 50.0), 1.0), 40.0, 60.0),
+        (lambda x: torch.empty(x.shape).exponential_(), 0.0, 100.0),
+        (lambda x: torch.randperm(x.numel()), 0, 199),
+        (lambda x: functional.dropout(torch.ones_like(x), 0.5), 0.0, 2.0),
+        (lambda x: functional.rrelu(-torch.ones_like(x), 0.1, 0.9, training=True), -0.9, -0.1),
+        (lambda x: torch.distributions.Uniform(2.0, 3.0).sample(x.shape), 2.0, 3.0),
+        (lambda x: torch.distributions.Normal(x * 0, 1.0).rsample(), -9.0, 9.0),
+    ],
+)
+def test_random_ops_draw_anew_at_each_run(draw, low, high):
+    model = nn.Module()
+    model.forward = lambda x: draw(x) + 0 * x.flatten()[0].to(torch.int32)
+    executor = poptorch.inferenceModel(model)
+    first, second = executor(torch.zeros(200)), executor(torch.zeros(200))
+    for values in (first, second):
+        assert values.min() >= low
+        assert values.max() <= high
+    assert len(first.unique()) > 1
+    assert not torch.equal(first, second)
