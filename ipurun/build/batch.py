@@ -1,0 +1,124 @@
+"""What a batch looks like: which item is the target, which part of an output is meant."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+
+__all__ = ["as_call", "leading_rows", "map_tensors", "pick", "split_target", "target_of"]
+
+_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+_LOSS_KEYS = ("loss",)
+_OUTPUT_KEYS = ("logits", "output", "outputs", "prediction", "predictions")
+
+
+def as_call(batch: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """A batch as positional and named arguments of a call."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (list, tuple)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def split_target(
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Optional[str]
+) -> Tuple[Tuple[Any, ...], Dict[str, Any], Any]:
+    """Take the target out of a batch: what is left by position, by name, and the target.
+
+    Args:
+        args: Items by position.
+        kwargs: Items by name.
+        target: An index or a key; None takes a key such as ``labels``, else the last item.
+
+    Raises:
+        KeyError: There is no such item; the message lists those that exist.
+    """
+    named = dict(kwargs)
+    key = target if target is not None else next((name for name in _TARGET_KEYS if name in named), None)
+    if key is not None and key in named:
+        value = named.pop(key)
+        return tuple(args), named, value
+    items = list(args)
+    index = _index(key, len(items))
+    if index is None:
+        asked = "a target" if target is None else f"`{target}`"
+        raise KeyError(f"a batch has no item {asked}; it has {_shown(items, named)}")
+    value = items.pop(index)
+    return tuple(items), named, value
+
+
+def target_of(batch: Any, target: Optional[str]) -> Any:
+    """The target of a batch, None where it has none (a model that computes its own loss may need none)."""
+    args, kwargs = as_call(batch)
+    try:
+        return split_target(args, kwargs, target)[2]
+    except KeyError:
+        return None
+
+
+def pick(output: Any, which: Optional[str], *, loss: bool = False) -> Any:
+    """One part of a model's output.
+
+    Args:
+        output: A tensor, or tensors in a tuple, list or mapping.
+        which: An index or a key; None picks by convention: for the loss the key ``loss``, else the last
+            item; otherwise the key ``logits`` or the like, else the first item.
+        loss: Whether the loss is wanted.
+
+    Raises:
+        KeyError: There is no such part; the message lists those that exist.
+    """
+    if isinstance(output, torch.Tensor):
+        if which not in (None, "0"):
+            raise KeyError(f"the model returns one tensor, so there is no output `{which}`")
+        return output
+    if isinstance(output, Mapping):
+        names = (which,) if which is not None else _LOSS_KEYS if loss else _OUTPUT_KEYS
+        found = next((name for name in names if name in output), None)
+        if found is None and which is None and not loss and output:
+            found = next((name for name in output if name not in _LOSS_KEYS), None)
+        if found is None:
+            raise KeyError(f"the model's output has no `{names[0]}`; it has {', '.join(map(str, output))}")
+        return output[found]
+    index = _index(which, len(output)) if which is not None else (len(output) - 1 if loss else 0)
+    if index is None:
+        raise KeyError(f"the model's output has no item `{which}`; it has {len(output)} items")
+    return output[index]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor in nested tuples, lists and mappings, keeping the containers."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def leading_rows(batch: Any) -> Optional[int]:
+    """Rows of the first tensor that has any: the number of samples in a batch."""
+    sizes: List[int] = []
+    map_tensors(lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None, batch)
+    return sizes[0] if sizes else None
+
+
+def _index(key: Optional[str], size: int) -> Optional[int]:
+    if key is None:
+        return size - 1 if size else None
+    try:
+        index = int(key)
+    except ValueError:
+        return None
+    return index if -size <= index < size else None
+
+
+def _shown(items: Sequence[Any], named: Mapping[str, Any]) -> str:
+    parts = [f"{len(items)} items by position"] if items else []
+    parts += [f"the keys {', '.join(named)}"] if named else []
+    return " and ".join(parts) or "no items"

@@ -1,0 +1,296 @@
+"""From `_target_` and arguments in a config to Python objects, checked before anything is called."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "locate", "make"]
+
+_OWN_WORDS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+
+
+def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> Any:
+    """Import what a dotted path names.
+
+    Args:
+        path: Such as ``mymodel.Net`` or ``poptorch.optim.SGD``.
+        key: The config key it was found under, for messages.
+        engine_module: Answers for paths that begin with ``poptorch.``: one config serves both engines.
+
+    Raises:
+        ConfigError: It cannot be imported; the message names the real cause, also from deep inside a module.
+    """
+    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(
+            Problem(f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name")
+        )
+    parts = path.split(".")
+    if parts[0] == "poptorch" and engine_module is not None:
+        return _walk(engine_module, parts, 1, path, key)
+    if len(parts) == 1:
+        raise ConfigError(
+            Problem(f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name")
+        )
+    _make_working_folder_importable()
+    module, used = _import_longest(parts, path, key)
+    return _walk(module, parts, used, path, key)
+
+
+def check_arguments(
+    target: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    key: str,
+    given: Sequence[str] = (),
+    positional: int = 0,
+) -> List[Problem]:
+    """What is wrong with calling a target with these arguments, found without calling it.
+
+    Args:
+        target: A class or function.
+        kwargs: Its arguments as the config has them; words such as ``_target_`` are left out of account.
+        key: The config key of the arguments, for messages.
+        given: Names of arguments that ipurun itself will add.
+        positional: How many leading arguments ipurun itself will pass by position.
+    """
+    parameters = _parameters(target)
+    if parameters is None:
+        return []
+    by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    leading = [name for name, parameter in parameters.items() if parameter.kind in by_position]
+    filled = set(leading[: positional + len(kwargs.get("_args_", ()))]) | set(given)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    problems = []
+    shown = _name_of(target)
+    wanted = arguments_of(kwargs)
+    for name in wanted:
+        if name not in named and not takes_any:
+            problems.append(_unknown_argument(shown, str(name), [n for n in named if n not in filled], key))
+        elif name in filled and name not in given:
+            problems.append(Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}"))
+    if not kwargs.get("_partial_"):
+        missing = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is inspect.Parameter.empty
+            and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            and name not in wanted
+            and name not in filled
+        ]
+        problems += [
+            Problem(
+                f"`{key}`: {shown} needs the argument `{name}`",
+                seen=", ".join(str(n) for n in wanted) or "no arguments",
+                fix=f"+{key}.{name}=VALUE",
+            )
+            for name in missing
+        ]
+    return problems
+
+
+def check_node(
+    node: Mapping[str, Any],
+    key: str,
+    engine_module: Optional[ModuleType] = None,
+    given: Sequence[str] = (),
+    positional: int = 0,
+) -> List[Problem]:
+    """All problems of a node with `_target_`, its nested targets included, without building anything."""
+    problems: List[Problem] = []
+    for name, value in arguments_of(node).items():
+        problems += _check_nested(value, f"{key}.{name}", engine_module)
+    try:
+        target = locate(node["_target_"], f"{key}._target_", engine_module)
+    except ConfigError as error:
+        return list(error.problems) + problems
+    if not callable(target):
+        problems.append(Problem(f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}"))
+        return problems
+    return check_arguments(target, node, key, given, positional) + problems
+
+
+def make(
+    node: Mapping[str, Any],
+    key: str,
+    *positional: Any,
+    engine_module: Optional[ModuleType] = None,
+    **extra: Any,
+) -> Any:
+    """Call a node's target with its arguments, nested targets first.
+
+    Args:
+        node: A mapping with ``_target_``.
+        key: Its config key, for messages.
+        *positional: Leading arguments that ipurun adds.
+        engine_module: See `locate`.
+        **extra: Named arguments that ipurun adds; they win.
+
+    Raises:
+        ConfigError: The target cannot be imported, the arguments do not fit, or the call fails.
+    """
+    problems = check_node(node, key, engine_module, tuple(extra), len(positional))
+    if problems:
+        raise ConfigError(problems)
+    target = locate(node["_target_"], f"{key}._target_", engine_module)
+    arguments = {name: _build(value, f"{key}.{name}", engine_module) for name, value in arguments_of(node).items()}
+    arguments.update(extra)
+    leading = (
+        *positional,
+        *(_build(value, f"{key}._args_", engine_module) for value in node.get("_args_", ())),
+    )
+    if node.get("_partial_"):
+        return functools.partial(target, *leading, **arguments)
+    try:
+        return target(*leading, **arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            Problem(
+                f"`{key}`: {_name_of(target)} failed when it was made",
+                where=_innermost_line(error),
+                seen=f"{type(error).__name__}: {error}",
+            )
+        ) from error
+
+
+def arguments_of(node: Mapping[str, Any]) -> Dict[str, Any]:
+    """A node's arguments without the words that steer its making."""
+    return {name: value for name, value in node.items() if name not in _OWN_WORDS}
+
+
+def first_parameter(target: Callable[..., Any]) -> Optional[str]:
+    """Name of a target's first parameter, None where it has none or does not tell."""
+    parameters = _parameters(target)
+    return next(iter(parameters), None) if parameters else None
+
+
+def _is_target(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def _build(value: Any, key: str, engine_module: Optional[ModuleType]) -> Any:
+    if _is_target(value):
+        return make(value, key, engine_module=engine_module)
+    if isinstance(value, Mapping):
+        return {name: _build(item, f"{key}.{name}", engine_module) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_build(item, f"{key}.{index}", engine_module) for index, item in enumerate(value)]
+    return value
+
+
+def _check_nested(value: Any, key: str, engine_module: Optional[ModuleType]) -> List[Problem]:
+    if _is_target(value):
+        return check_node(value, key, engine_module)
+    if isinstance(value, Mapping):
+        items = [(str(name), item) for name, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return []
+    return [problem for name, item in items for problem in _check_nested(item, f"{key}.{name}", engine_module)]
+
+
+def _parameters(target: Callable[..., Any]) -> Optional[Mapping[str, inspect.Parameter]]:
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):  # some builtins have no signature: the call itself will tell
+        return None
+
+
+def _unknown_argument(shown: str, name: str, known: List[str], key: str) -> Problem:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return Problem(
+        f"`{key}.{name}`: {shown} has no argument `{name}`",
+        known=", ".join(known) or "it takes none",
+        fix=f"{key}.{nearest[0]}" if nearest else "",
+    )
+
+
+def _name_of(target: Any) -> str:
+    name = getattr(target, "__qualname__", None) or repr(target)
+    module = getattr(target, "__module__", None)
+    return f"{module}.{name}" if module and module != "builtins" else str(name)
+
+
+def _make_working_folder_importable() -> None:
+    """Console scripts leave the working folder out of sys.path; code beside a user's recipe lives there."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, int]:
+    for used in range(len(parts), 0, -1):
+        name = ".".join(parts[:used])
+        try:
+            return importlib.import_module(name), used
+        except ModuleNotFoundError as error:
+            # Only the absence of this very path (or a parent that is no package) means: try a shorter one.
+            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+                raise _import_problem(path, key, name, error) from error
+        except Exception as error:
+            raise _import_problem(path, key, name, error) from error
+    raise ConfigError(
+        Problem(
+            f"`{key}`: no module named `{parts[0]}`",
+            seen=path,
+            fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that has it",
+        )
+    )
+
+
+def _import_problem(path: str, key: str, module: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        Problem(
+            f"`{key}`: {path} cannot be imported, because importing {module} fails",
+            where=_innermost_line(error),
+            seen=f"{type(error).__name__}: {error}",
+            fix=f"python -c 'import {module}' shows the whole traceback",
+        )
+    )
+
+
+def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
+    found = start
+    for index in range(used, len(parts)):
+        if not hasattr(found, parts[index]):
+            owner = ".".join(parts[:index])
+            names = [name for name in dir(found) if not name.startswith("_")]
+            nearest = difflib.get_close_matches(parts[index], names, n=3)
+            raise ConfigError(
+                Problem(
+                    f"`{key}`: {owner} has no `{parts[index]}`",
+                    seen=path,
+                    known=", ".join(nearest or names[:12]),
+                    fix=f"{key}={owner}.{nearest[0]}" if nearest else "",
+                )
+            )
+        found = getattr(found, parts[index])
+    return found
+
+
+def _innermost_line(error: BaseException) -> str:
+    """File and line of the user's code where an error was raised, import machinery left out."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,162 @@
+"""Which module answers to PopTorch's API: the real one, or the emulator. Nothing else imports poptorch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Dict, Optional
+
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["Engine", "load", "probe"]
+
+_EMULATOR = "ipurun.emulator"
+_LARGEST_ATTACHABLE = 64
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that was found and imported.
+
+    Args:
+        module: Answers to PopTorch's names.
+        kind: ``ipu``, ``ipu_model`` or ``cpu``.
+        version: For display: ``PopTorch 3.4.0`` or ``emulator of PopTorch 3.4.0``.
+        available_ipus: IPUs that can be attached; None where any number is emulated.
+    """
+
+    module: ModuleType
+    kind: str
+    version: str
+    available_ipus: Optional[int] = None
+
+
+def load(choice: str) -> Engine:
+    """Find and import the engine of a run.
+
+    Args:
+        choice: ``ipu``, ``ipu_model``, ``cpu``, or ``auto``: hardware where there is some, else the CPU.
+
+    Raises:
+        ConfigError: The engine that was asked for is not there.
+    """
+    if choice == "cpu":
+        return _emulator()
+    if choice == "auto" and not _poptorch_is_installed():
+        return _emulator()
+    poptorch = _import_poptorch(choice)
+    if choice == "ipu_model":
+        return Engine(poptorch, "ipu_model", f"PopTorch {_version(poptorch)}")
+    ipus = _count_ipus(poptorch)
+    if ipus:
+        return Engine(poptorch, "ipu", f"PopTorch {_version(poptorch)}", ipus)
+    if choice == "auto":
+        return _emulator()
+    raise ConfigError(
+        Problem(
+            "`engine=ipu` finds no IPU",
+            seen=f"PopTorch {_version(poptorch)} is installed, but no IPU can be attached",
+            fix="check the partition with `gc-info -l`, or run with engine=ipu_model or engine=cpu",
+        )
+    )
+
+
+def probe() -> Dict[str, Any]:
+    """What a bug report needs to know about this machine; never fails."""
+    found: Dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "ipurun": importlib.import_module("ipurun").__version__,
+    }
+    for package in ("torch", "hydra", "omegaconf", "numpy", "rich"):
+        found[package] = _package_version(package)
+    found.update(_probe_poptorch())
+    found["engine"] = "ipu" if found["ipus"] else "cpu"
+    found["sdk"] = os.environ.get("POPLAR_SDK_ENABLED") or None
+    watched = ("POPTORCH_", "POPLAR_", "PVTI_", "IPUOF_", "IPURUN_")
+    found["environment"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(watched)}
+    return found
+
+
+def _probe_poptorch() -> Dict[str, Any]:
+    absent = {"poptorch": None, "poptorch_problem": None, "ipus": 0}
+    if not _poptorch_is_installed():
+        return absent
+    try:
+        poptorch = importlib.import_module("poptorch")
+        return {
+            "poptorch": _version(poptorch),
+            "poptorch_problem": None,
+            "ipus": _count_ipus(poptorch),
+        }
+    except Exception as error:  # a broken SDK fails in many ways, and `env` is there to tell which
+        return {**absent, "poptorch_problem": f"{type(error).__name__}: {error}"}
+
+
+def _emulator() -> Engine:
+    module = importlib.import_module(_EMULATOR)
+    if not _poptorch_is_installed():
+        # Models written for IPUs import poptorch for their annotations; on the CPU the emulator answers.
+        module.install()
+    return Engine(module, "cpu", f"emulator of PopTorch {_version(module)}")
+
+
+def _poptorch_is_installed() -> bool:
+    """Whether `import poptorch` would give Graphcore's package rather than the emulator in its place."""
+    already = sys.modules.get("poptorch")
+    if already is not None:
+        return not _is_emulator(already)
+    try:
+        spec = importlib.util.find_spec("poptorch")
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and "emulator" not in str(spec.origin)
+
+
+def _is_emulator(module: ModuleType) -> bool:
+    emulator = sys.modules.get(_EMULATOR)
+    return module is emulator or "emulator" in str(getattr(module, "__file__", ""))
+
+
+def _import_poptorch(choice: str) -> ModuleType:
+    if not _poptorch_is_installed():
+        raise ConfigError(
+            Problem(
+                f"`engine={choice}` needs PopTorch, which is not installed here",
+                seen=f"Python {platform.python_version()} at {sys.executable}",
+                fix="enable Graphcore's SDK and install its poptorch wheel, or run with engine=cpu",
+            )
+        )
+    try:
+        return importlib.import_module("poptorch")
+    except Exception as error:
+        raise ConfigError(
+            Problem(
+                f"`engine={choice}`: PopTorch is installed but cannot be imported",
+                seen=f"{type(error).__name__}: {error}",
+                fix="source the SDK's enable scripts (`source <sdk>/enable`), or run with engine=cpu",
+            )
+        ) from error
+
+
+def _count_ipus(poptorch: ModuleType) -> int:
+    count = _LARGEST_ATTACHABLE
+    while count and not poptorch.ipuHardwareIsAvailable(count):
+        count //= 2
+    return count
+
+
+def _version(module: ModuleType) -> str:
+    return str(getattr(module, "__version__", "of unknown version"))
+
+
+def _package_version(package: str) -> Optional[str]:
+    try:
+        return str(importlib.import_module(package).__version__)
+    except Exception:  # absent or broken: either way there is no version to show
+        return None
