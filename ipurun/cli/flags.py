@@ -31,9 +31,7 @@ class Flags:
     values: Dict[str, object] = field(default_factory=dict)
 
 
-def split(
-    argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequence[str] = ()
-) -> Tuple[Flags, List[str]]:
+def split(argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequence[str] = ()) -> Tuple[Flags, List[str]]:
     """Take ipurun's own flags off a command line.
 
     Args:
@@ -44,7 +42,7 @@ def split(
     Raises:
         ConfigError: If a flag misses its value.
     """
-    common = {name: False for name in _COMMON.values()}
+    common = dict.fromkeys(_COMMON.values(), False)
     values: Dict[str, object] = {}
     rest: List[str] = []
     waiting = list(argv)

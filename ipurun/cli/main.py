@@ -84,7 +84,7 @@ def _dispatch(words: List[str]) -> int:
         print("ipurun", import_module("ipurun").__version__)
         return 0
     if words[0] in ("-sc", "--shell-completion"):
-        return int(import_module("ipurun.config.native").complete(words[1:]))
+        return int(import_module("ipurun.config.native").complete(words[1:], COMMANDS))
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         return _unknown_command(name)

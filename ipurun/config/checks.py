@@ -26,14 +26,10 @@ def check_values(config: RunConfig, origins: Mapping[str, str]) -> List[Problem]
         if key.choices and value is not None and str(value) not in key.choices:
             close = nearest(str(value), key.choices, most=1)
             fix = f"{path}={close[0] if close else key.choices[0]}"
-            problems.append(
-                Problem(f"`{path}` does not know `{value}`", where, known=listing(key.choices), fix=fix)
-            )
+            problems.append(Problem(f"`{path}` does not know `{value}`", where, known=listing(key.choices), fix=fix))
         elif key.minimum is not None and isinstance(value, (int, float)) and value < key.minimum:
             fix = f"{path}={max(key.minimum, 1)}"
-            problems.append(
-                Problem(f"`{path}` must be {key.minimum} or more", where, seen=str(value), fix=fix)
-            )
+            problems.append(Problem(f"`{path}` must be {key.minimum} or more", where, seen=str(value), fix=fix))
     return problems
 
 

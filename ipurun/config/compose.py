@@ -19,7 +19,7 @@ from ipurun.config import checks, hydra_session, overrides
 from ipurun.config.documents import Document, yaml_problem
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
-from ipurun.config.words import Words, split_words
+from ipurun.config.words import split_words
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["Changed", "Point", "Points", "from_yaml", "one", "points", "to_yaml"]
@@ -66,32 +66,34 @@ class Points:
     sweep_dir: Optional[str] = None
 
 
-def points(argv: Sequence[str]) -> Points:
+def points(argv: Sequence[str], command: str = "train") -> Points:
     """Compose every point of a command line.
+
+    Args:
+        argv: Overrides and Hydra's flags.
+        command: The ipurun command they were typed after, for advice.
 
     Raises:
         ConfigError: If a point cannot be composed at all; other problems are in `Point.problems`.
     """
     words = split_words(argv)
     with hydra_session.opened(words) as session:
-        parsed, problems = overrides.parse(words.overrides, session.groups, words.multirun, session.loader)
+        parsed, problems = overrides.parse(words.overrides, session.groups, words.multirun, session.loader, command)
         if words.multirun:
             parsed += session.sweep_parameters(parsed)
-        composed = [_compose_point(session, words, point, problems) for point in overrides.spread(parsed)]
+        composed = [_compose_point(session, point, problems) for point in overrides.spread(parsed)]
     return Points(tuple(composed), words.multirun, _given(parsed, "hydra.sweep.dir"))
 
 
-def one(argv: Sequence[str]) -> Point:
+def one(argv: Sequence[str], command: str = "train") -> Point:
     """Compose the one point of a command line without a sweep.
 
     Raises:
         ConfigError: If it has problems, or if the line is a sweep.
     """
-    found = points(argv)
+    found = points(argv, command)
     if found.multirun:
-        raise ConfigError(
-            Problem("this command takes one config, not a sweep", "command line: -m", fix="leave out -m")
-        )
+        raise ConfigError(Problem("this command takes one config, not a sweep", "command line: -m", fix="leave out -m"))
     point = found.points[0]
     if point.problems:
         raise ConfigError(point.problems)
@@ -113,40 +115,39 @@ def from_yaml(path: Path) -> RunConfig:
         stored = OmegaConf.load(path)
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
     except FileNotFoundError:
-        raise ConfigError(
-            Problem("no stored config there", str(path), fix="give the folder of a run")
-        ) from None
+        raise ConfigError(Problem("no stored config there", str(path), fix="give the folder of a run")) from None
     except yaml.YAMLError as error:
         raise ConfigError(yaml_problem(path, error)) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            Problem(f"the stored config does not fit this version: {reason}", str(path))
-        ) from error
+        raise ConfigError(Problem(f"the stored config does not fit this version: {reason}", str(path))) from error
 
 
 def _compose_point(
     session: hydra_session.Session,
-    words: Words,
     chosen: Sequence[Tuple[overrides.Parsed, str]],
     problems: Sequence[Problem],
 ) -> Point:
     composed = session.compose(
-        [text for _, text in chosen], [override for override, _ in chosen if override.is_group]
+        [text for _, text in chosen if text], [override for override, _ in chosen if override.is_group]
     )
     found = list(problems) + list(composed.problems)
     if composed.config is None:
         raise ConfigError(found)
+    for override, _ in chosen:
+        if override.late is not None:
+            OmegaConf.update(composed.config, override.key, override.late, force_add=True)
     config, more = _typed(composed.config, composed.recipes)
     found += more
     if config is None:
         raise ConfigError(found)
     changed = tuple(_changed(config, chosen, composed.documents))
-    origins = {change.key: change.origin for change in changed}
+    typed = {override.key: f"command line: {override.shown(text.partition('=')[2])}" for override, text in chosen}
+    origins = {change.key: typed.get(change.key, change.origin) for change in changed}
     found += checks.check_values(config, origins)
     return Point(
         config,
-        overrides=tuple(override.typed if not override.is_swept else text for override, text in chosen),
+        overrides=tuple(override.shown(text.partition("=")[2]) for override, text in chosen),
         recipes=composed.recipes,
         changed=changed,
         swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
@@ -161,9 +162,7 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             fixes = " ".join(f"{key}=VALUE" for key in missing)
-            return None, [
-                Problem(f"`{key}` has no value", "the config says ???", fix=fixes) for key in missing
-            ]
+            return None, [Problem(f"`{key}` has no value", "the config says ???", fix=fixes) for key in missing]
         typed = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
@@ -180,7 +179,7 @@ def _changed(
     groups = {override.key for override, _ in chosen if override.is_group}
     defaults = {key: entry.default for key, entry in all_keys().items()}
     for key, value in _leaves(config):
-        if key in defaults and value == defaults[key]:
+        if value == defaults.get(key):
             continue
         yield Changed(key, value, _origin(key, typed_keys, groups, documents))
 
@@ -188,11 +187,14 @@ def _changed(
 def _origin(key: str, typed: Any, groups: Any, documents: Sequence[Document]) -> str:
     if any(key == other or key.startswith(other + ".") for other in typed):
         return "command line"
+    chosen_group = key.split(".")[0] in groups
     for document in reversed(documents):
+        if chosen_group and document.package != key.split(".")[0]:
+            continue  # a group that the command line chose wins over what the recipe says inside it
         line = document.line_of(key)
         if line is not None:
             return document.where(line)
-    return "command line" if key.split(".")[0] in groups else "derived"
+    return "command line" if chosen_group else "derived"
 
 
 def _leaves(config: RunConfig) -> Iterator[Tuple[str, Any]]:

@@ -24,9 +24,7 @@ __all__ = [
 class PipelineConfig:
     """How the model is split over the IPUs of one replica."""
 
-    split: List[str] = option(
-        [], "Module names; each next IPU begins at one of them. Empty: the model is not split."
-    )
+    split: List[str] = option([], "Module names; each next IPU begins at one of them. Empty: the model is not split.")
     strategy: str = option(
         "pipelined",
         "How the IPUs of a replica work together.",
@@ -57,9 +55,7 @@ class ReplicationConfig:
         "mean", "How gradients of micro-batches and replicas are combined.", choices=("mean", "sum")
     )
     mean_strategy: str = option("post", "When the mean is taken.", choices=("post", "running"))
-    tensor_sharding: bool = option(
-        False, "Shard optimizer state over the replicas (replicated tensor sharding)."
-    )
+    tensor_sharding: bool = option(False, "Shard optimizer state over the replicas (replicated tensor sharding).")
     broadcast_buffers: Optional[bool] = option(
         None, "Keep buffers equal over the replicas; null: false where the model changes buffers in training."
     )
@@ -129,14 +125,10 @@ class InferenceConfig:
     """Evaluation and prediction, where they differ from training."""
 
     device_iterations: Optional[int] = option(None, "Batches per host call; null: as in training.", minimum=1)
-    micro_batch_size: Optional[int] = option(
-        None, "Samples per forward pass; null: as in training.", minimum=1
-    )
+    micro_batch_size: Optional[int] = option(None, "Samples per forward pass; null: as in training.", minimum=1)
     replicas: Optional[int] = option(None, "Replicas; null: as in training.", minimum=1)
     split: Optional[List[str]] = option(None, "Split over IPUs; null: as in training.")
-    options: Dict[str, Any] = option(
-        {}, "poptorch.Options setters for inference only; they win over `options`."
-    )
+    options: Dict[str, Any] = option({}, "poptorch.Options setters for inference only; they win over `options`.")
 
 
 @dataclass
@@ -144,9 +136,7 @@ class CacheConfig:
     """Executables that were compiled before are used again."""
 
     enabled: bool = option(True, "Keep compiled executables (PopTorch compiles for minutes).")
-    dir: Optional[str] = option(
-        None, "Folder; null: IPURUN_CACHE_DIR, else ~/.cache/ipurun/executables, by run name."
-    )
+    dir: Optional[str] = option(None, "Folder; null: IPURUN_CACHE_DIR, else ~/.cache/ipurun/executables, by run name.")
 
 
 @dataclass
@@ -161,6 +151,4 @@ class ProfileConfig:
     dir: Optional[str] = option(
         None, "Folder of the report; null: a stable folder of the cache, moved into the run at its end."
     )
-    engine_options: Dict[str, str] = option(
-        {}, "Further Poplar engine options, merged with POPLAR_ENGINE_OPTIONS."
-    )
+    engine_options: Dict[str, str] = option({}, "Further Poplar engine options, merged with POPLAR_ENGINE_OPTIONS.")

@@ -15,7 +15,6 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -51,15 +50,11 @@ class Session:
     def __init__(self, loader: ConfigLoader, config_name: str) -> None:
         self.loader = loader
         self.config_name = config_name
-        self.groups: overrides.Groups = {
-            group: loader.get_group_options(group, ObjectType.CONFIG)
-            for group in loader.get_group_options("", ObjectType.GROUP)
-            if group != "hydra"
-        }
+        self.groups = search.groups()
 
     def sweep_parameters(self, parsed: Sequence[overrides.Parsed]) -> List[overrides.Parsed]:
         """Sweeps that a config declares itself (``hydra.sweeper.params``); the command line wins over them."""
-        plain = [text for override in parsed if not override.is_swept for text in override.texts()]
+        plain = [text for override in parsed if not override.is_swept for text in override.texts() if text]
         composed = self._load(plain)
         declared = OmegaConf.select(composed, "hydra.sweeper.params") if composed is not None else None
         typed = {override.key for override in parsed}
@@ -79,9 +74,7 @@ class Session:
         documents: List[Document] = []
         try:
             documents = self._documents(texts)
-            problems = [
-                problem for document in documents for problem in check_document(document, self.groups)
-            ]
+            problems = [problem for document in documents for problem in check_document(document, self.groups)]
             recipes = tuple(_recipe_name(document) for document in documents if _is_recipe(document))
             if problems:
                 return Composed(None, recipes, tuple(documents), tuple(problems))
@@ -121,7 +114,7 @@ class Session:
         set_by_recipe = any(
             entry.key.startswith(group + ".")
             for document in documents
-            if document.package == "_global_"
+            if document.package in ("", "_global_")
             for entry in document.entries
         )
         if group not in config or not set_by_recipe:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any, Dict, List, Optional, Tuple
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config.option import Key, walk_keys
 from ipurun.config.schema import RunConfig
 from ipurun.config.suggest import nearest
 
-__all__ = ["all_keys", "choice_problem", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
+__all__ = ["all_keys", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
 
 
 @functools.lru_cache(maxsize=None)
@@ -59,24 +59,19 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
     if isinstance(value, str) and "${" in value:
         return None  # an interpolation: its value is known only after composing
     if isinstance(value, bool) and not _takes_bool(path):
-        return all_keys()[path].type_name, str(
-            value
-        ).lower()  # OmegaConf would take it as 0 or 1, or as a word
-    scratch = OmegaConf.structured(RunConfig)
+        return all_keys()[path].type_name, str(value).lower()  # OmegaConf would take it as 0 or 1, or as a word
     try:
-        OmegaConf.update(scratch, path, value, merge=False)
+        OmegaConf.update(_scratch(), path, value, merge=False)
     except OmegaConfBaseException:
         return all_keys()[path].type_name, str(value)
     return None
 
 
+@functools.lru_cache(maxsize=None)
+def _scratch() -> DictConfig:
+    # Types do not depend on values, so one config can be written to again and again.
+    return OmegaConf.structured(RunConfig)
+
+
 def _takes_bool(path: str) -> bool:
     return "bool" in all_keys()[path].type_name or all_keys()[path].type_name.startswith("any")
-
-
-def choice_problem(path: str, value: Any) -> Optional[Tuple[str, ...]]:
-    """The words a key takes, if the value is none of them."""
-    key = all_keys().get(path)
-    if key is None or not key.choices or value is None or str(value) in key.choices:
-        return None
-    return key.choices

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import List, Sequence
+from typing import Iterable, List, Sequence
 
 import hydra
 from omegaconf import DictConfig
 
-from ipurun.cli.main import COMMANDS
 from ipurun.config.hydra_session import CONFIG_PATH, prepare_hydra
 from ipurun.config.words import Words
 
@@ -25,15 +24,20 @@ def inquire(command: str, words: Words) -> int:
     return _enter_hydra(command, words.for_hydra())
 
 
-def complete(argv: Sequence[str]) -> int:
-    """Install a completion script, or answer one (``-sc install=bash``, ``-sc query=bash``)."""
+def complete(argv: Sequence[str], commands: Iterable[str]) -> int:
+    """Install a completion script, or answer one (``-sc install=bash``, ``-sc query=bash``).
+
+    Args:
+        argv: The words after ``-sc``.
+        commands: Words that may come first.
+    """
     prepare_hydra(Words())
     if any(word.startswith("query=") for word in argv):
         line = os.environ.get("COMP_LINE", "")
         parts = re.match(r"\s*(\S+)\s+(\S*)(.*)", line, flags=re.DOTALL)
         if parts is None or not parts.group(3):
             typed = parts.group(2) if parts else ""
-            print(" ".join(name for name in COMMANDS if name.startswith(typed)))
+            print(" ".join(name for name in commands if name.startswith(typed)))
             return 0
         if parts.group(2) not in _COMPOSING:
             return 0

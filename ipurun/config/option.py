@@ -65,9 +65,7 @@ def walk_keys(schema: type, prefix: str = "") -> Iterator[Key]:
         choices = field.metadata["choices"]
         nullable = type(None) in typing.get_args(hint)
         type_name = " | ".join(choices + (("null",) if nullable else ())) if choices else _type_name(hint)
-        yield Key(
-            path, type_name, default, field.metadata["help"], choices, field.metadata["minimum"], is_open
-        )
+        yield Key(path, type_name, default, field.metadata["help"], choices, field.metadata["minimum"], is_open)
 
 
 def _type_name(hint: Any) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from ipurun.config import keys
 from ipurun.config.suggest import listing, nearest
-from ipurun.errors import Problem
+from ipurun.errors import ConfigError, Problem
 
 __all__ = ["Groups", "Parsed", "parse", "spread"]
 
@@ -29,6 +31,7 @@ class Parsed:
         values: Its value as text for Hydra; several in a sweep.
         prefix: What Hydra needs in front of it.
         is_group: Whether it chooses a file of a group.
+        late: A value that Hydra's grammar cannot express; it is set after composing.
     """
 
     typed: str
@@ -36,20 +39,27 @@ class Parsed:
     prefix: str
     values: Tuple[str, ...]
     is_group: bool
+    late: Any = None
 
     @property
     def is_swept(self) -> bool:
         return len(self.values) > 1
 
+    def shown(self, value: str) -> str:
+        """The override with one of its values, as a user would type it."""
+        return f"{'+' if self.key == 'recipe' else ''}{self.key}={value}" if self.is_swept else self.typed
+
     def texts(self) -> List[str]:
         """The override as Hydra takes it, once for each value."""
+        if self.late is not None:
+            return [""]
         if self.prefix == "~":
             return ["~" + self.key + (f"={self.values[0]}" if self.values[0] else "")]
         return [f"{self.prefix}{self.key}={value}" for value in self.values]
 
 
 def parse(
-    words: Sequence[str], groups: Groups, multirun: bool, config_loader: Any
+    words: Sequence[str], groups: Groups, multirun: bool, config_loader: Any, command: str = "train"
 ) -> Tuple[List[Parsed], List[Problem]]:
     """Read overrides; those that cannot stand are left out and told as problems.
 
@@ -58,25 +68,41 @@ def parse(
         groups: Group name -> names of its files.
         multirun: Whether sweeps are allowed.
         config_loader: Hydra's, for ``glob``.
+        command: The command they were typed after, for advice.
+
+    Raises:
+        ConfigError: If a recipe or another file that was chosen does not exist, since nothing sensible
+            can be said about the rest.
     """
     parser = OverridesParser.create(config_loader=config_loader)
     accepted: List[Parsed] = []
     problems: List[Problem] = []
+    missing_files = False
     for word in words:
         try:
             override = parser.parse_override(word)
+            override.config_loader = config_loader
             values = _values(override)
         except HydraException as error:
-            problems.append(_unreadable(word, error))
+            late = _late(word)
+            if late is not None:
+                accepted.append(late)
+            else:
+                problems.append(_unreadable(word, error))
             continue
         key = str(override.key_or_group)
-        problem = _check(override, key, values, groups, multirun, word, words)
+        problem = _check(override, key, values, groups, multirun, word)
+        if problem is None and not (key.startswith("hydra") or key in groups or keys.is_known(key)):
+            problem = _unknown(key, word, words, command)
         if problem is not None:
             problems.append(problem)
+            missing_files = missing_files or key in groups
         else:
             accepted.append(
                 Parsed(word, _with_package(override), _prefix(override, key, groups), values, key in groups)
             )
+    if missing_files:
+        raise ConfigError(problems)
     return accepted, problems
 
 
@@ -115,7 +141,6 @@ def _check(
     groups: Groups,
     multirun: bool,
     word: str,
-    words: Sequence[str],
 ) -> Optional[Problem]:
     where = f"command line: {word}"
     if override.is_sweep_override() and not multirun:
@@ -124,13 +149,18 @@ def _check(
             where,
             fix=f"-m {word}  (or quote a list: '{key}=[{word.partition('=')[2]}]')",
         )
+    if key in ("hydra/launcher", "hydra/sweeper") and values != ("basic",):
+        return Problem(
+            f"`{key}` cannot be chosen",
+            where,
+            seen="ipurun runs the points of a sweep itself, each in a process of its own",
+            fix="leave it out; see docs/how-to/sweeps.md",
+        )
     if key.startswith("hydra"):
         return None
     if key in groups:
         return None if override.is_delete() else _check_choice(key, values, groups, where)
-    if not keys.is_known(key):
-        return _unknown(key, word, where, words)
-    if override.is_delete():
+    if override.is_delete() or not keys.is_known(key):
         return None
     parts = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
     for value in parts:
@@ -155,15 +185,27 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
     return None
 
 
-def _unknown(key: str, word: str, where: str, words: Sequence[str]) -> Problem:
+def _unknown(key: str, word: str, words: Sequence[str], command: str) -> Problem:
     close = keys.meant(key)
     value = word.partition("=")[2]
     fix = ""
     if close:
         better = [f"{close[0]}={value}" if other == word else other for other in words]
-        fix = " ".join(better)
+        fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
     known = ", ".join(close) if close else "run `ipurun ls keys` to see every key"
-    return Problem(f"unknown key `{key}`", where, known=known, fix=fix)
+    return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix)
+
+
+def _late(word: str) -> Optional[Parsed]:
+    # Hydra's grammar has no quoted keys, so patterns such as {"*.norm": 32} reach the config as plain YAML.
+    key, _, text = word.lstrip("+").partition("=")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    if not isinstance(value, (dict, list)) or not keys.is_known(key) or keys.type_problem(key, value) is not None:
+        return None
+    return Parsed(word, key, "", (text,), False, late=value)
 
 
 def _unreadable(word: str, error: HydraException) -> Problem:

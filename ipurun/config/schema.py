@@ -69,9 +69,7 @@ class LoaderConfig:
     buffer_size: int = option(3, "Batches kept ready in the asynchronous modes.", minimum=1)
     drop_last: bool = option(True, "Drop the samples that do not fill a last whole host call.")
     sampler: Dict[str, Any] = option({}, "A sampler: `_target_` and its arguments; the data set comes first.")
-    batch_sampler: Dict[str, Any] = option(
-        {}, "A batch sampler: `_target_` and arguments; it yields micro-batches."
-    )
+    batch_sampler: Dict[str, Any] = option({}, "A batch sampler: `_target_` and arguments; it yields micro-batches.")
     collate: Optional[str] = option(None, "Dotted path of a collate function; null: torch's own.")
     rebatched_worker_size: Optional[int] = option(
         None, "Samples a worker loads at a time in async_rebatched mode.", minimum=1
@@ -82,9 +80,7 @@ class LoaderConfig:
 class EvalConfig:
     """When and on what the model is evaluated."""
 
-    every_epochs: Optional[int] = option(
-        1, "Evaluate after every so many epochs; null: only at the end.", minimum=1
-    )
+    every_epochs: Optional[int] = option(1, "Evaluate after every so many epochs; null: only at the end.", minimum=1)
     every_steps: Optional[int] = option(None, "Evaluate after every so many weight updates, too.", minimum=1)
     at_end: bool = option(True, "Evaluate when training ends.")
     split: Optional[str] = option(None, "Split to evaluate on (eval, test, train); null: eval, else test.")
@@ -99,9 +95,7 @@ class CheckpointConfig:
     every_steps: Optional[int] = option(None, "Save after every so many weight updates, too.", minimum=1)
     at_end: bool = option(True, "Save when training ends.")
     keep: int = option(2, "How many of the newest checkpoints stay; 0 keeps all.", minimum=0)
-    best: Optional[str] = option(
-        None, "Metric whose best checkpoint is kept as well; null: the run's `monitor`."
-    )
+    best: Optional[str] = option(None, "Metric whose best checkpoint is kept as well; null: the run's `monitor`.")
 
 
 @dataclass
@@ -113,9 +107,7 @@ class DebugConfig:
     log_level: Optional[str] = option(
         None, "PopTorch's log level.", choices=("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
     )
-    print_options: bool = option(
-        False, "Write poptorch.Options, as the engine sees them, into the run's log."
-    )
+    print_options: bool = option(False, "Write poptorch.Options, as the engine sees them, into the run's log.")
 
 
 @dataclass
@@ -123,9 +115,7 @@ class SweepConfig:
     """How the points of `-m` are run."""
 
     on_error: str = option("continue", "What follows a failed point.", choices=("continue", "stop"))
-    rank_by: Optional[str] = option(
-        None, "Column that ranks the table; null: `monitor`, else samples_per_second."
-    )
+    rank_by: Optional[str] = option(None, "Column that ranks the table; null: `monitor`, else samples_per_second.")
     timeout_seconds: Optional[float] = option(None, "End a point that takes longer; null: wait.")
 
 
@@ -137,9 +127,7 @@ class RunConfig:
     devices: Union[int, str] = option(
         "auto", "Total number of IPUs, a power of two; auto: all there are, 1 on the CPU."
     )
-    device_iterations: int = option(
-        1, "Weight updates (training) or batches (inference) per host call.", minimum=1
-    )
+    device_iterations: int = option(1, "Weight updates (training) or batches (inference) per host call.", minimum=1)
     micro_batch_size: int = option(1, "Samples that one replica sees in one forward pass.", minimum=1)
     gradient_accumulation: Optional[int] = option(
         None,
@@ -175,9 +163,7 @@ class RunConfig:
         "auto", "ipu: hardware; ipu_model: PopTorch's simulator.", choices=("auto", "ipu", "ipu_model", "cpu")
     )
     seed: int = option(0, "Seed of weights, shuffling and on-device random numbers.", minimum=0)
-    epochs: Optional[int] = option(
-        None, "Passes over the training set; null: 1 unless max_steps is set.", minimum=1
-    )
+    epochs: Optional[int] = option(None, "Passes over the training set; null: 1 unless max_steps is set.", minimum=1)
     max_steps: Optional[int] = option(
         None, "Stop after so many weight updates, rounded up to whole host calls.", minimum=1
     )
@@ -185,13 +171,9 @@ class RunConfig:
         None, "Metric that tells the best checkpoint and ranks a sweep; null: the first metric."
     )
     log_every_steps: int = option(1, "Write training metrics every so many weight updates.", minimum=1)
-    resume: Optional[str] = option(
-        None, "auto (newest unfinished run of this name), or a run folder to go on with."
-    )
+    resume: Optional[str] = option(None, "auto (newest unfinished run of this name), or a run folder to go on with.")
     runs_dir: str = option("runs", "Folder of all runs.")
-    sample: List[Any] = option(
-        [], "Shape, dtype and range of each item of a sample, for data=synthetic and planning."
-    )
+    sample: List[Any] = option([], "Shape, dtype and range of each item of a sample, for data=synthetic and planning.")
 
     model: Dict[str, Any] = option({}, "The model: `_target_` (any importable nn.Module) and its arguments.")
     loss: LossConfig = node(LossConfig, "The loss.")
@@ -204,12 +186,8 @@ class RunConfig:
         {},
         "The optimizer: `_target_` (poptorch.optim, torch.optim), arguments; `variable`, `constant`, `groups`.",
     )
-    schedule: Dict[str, Any] = option(
-        {}, "The learning-rate schedule: `_target_` and its arguments; empty: constant."
-    )
-    metrics: Dict[str, Any] = option(
-        {}, "Metric name -> `_target_` and arguments, with `on: [eval]` or [train, eval]."
-    )
+    schedule: Dict[str, Any] = option({}, "The learning-rate schedule: `_target_` and its arguments; empty: constant.")
+    metrics: Dict[str, Any] = option({}, "Metric name -> `_target_` and arguments, with `on: [eval]` or [train, eval].")
     eval: EvalConfig = node(EvalConfig, "Evaluation.")
     checkpoint: CheckpointConfig = node(CheckpointConfig, "Checkpoints.")
 
@@ -228,8 +206,6 @@ class RunConfig:
         None, "A poptorch.conf file (Options.loadFromFile) to include; own keys win over it."
     )
 
-    logger: Dict[str, Any] = option(
-        {}, "Logger name -> `_target_` and arguments; metrics.jsonl is always written."
-    )
+    logger: Dict[str, Any] = option({}, "Logger name -> `_target_` and arguments; metrics.jsonl is always written.")
     debug: DebugConfig = node(DebugConfig, "Debugging aids.")
     sweep: SweepConfig = node(SweepConfig, "Sweeps.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import List, Optional
+from typing import Dict, List, Optional
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -13,7 +13,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from ipurun.config.folders import builtin_folder
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["check_user_folders", "register", "user_folders"]
+__all__ = ["check_user_folders", "groups", "register", "user_folders"]
 
 _extra_folder: Optional[str] = None
 
@@ -39,9 +39,22 @@ def user_folders() -> List[str]:
     candidates = [Path(os.getcwd()) / "conf"] + ([Path(_extra_folder)] if _extra_folder else [])
     built_in = builtin_folder().resolve()
     # In a clone of ipurun ./conf is the built-in folder itself.
-    return [
-        str(folder.resolve()) for folder in candidates if folder.is_dir() and folder.resolve() != built_in
-    ]
+    return [str(folder.resolve()) for folder in candidates if folder.is_dir() and folder.resolve() != built_in]
+
+
+def groups() -> Dict[str, List[str]]:
+    """Group name -> names of its files, over all folders.
+
+    Read off the folders, because Hydra's own listing takes ten times as long as composing.
+    """
+    found: Dict[str, List[str]] = {}
+    for folder in [str(builtin_folder()), *user_folders()]:
+        for path in sorted(Path(folder).rglob("*.yaml")):
+            relative = path.relative_to(folder)
+            group = relative.parent.as_posix()
+            if group != "." and not group.startswith("hydra"):
+                found.setdefault(group, []).append(relative.stem)
+    return found
 
 
 def check_user_folders() -> None:

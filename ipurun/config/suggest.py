@@ -18,15 +18,11 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> List[str]:
     """
     names = list(known)
     by_lower = {name.lower(): name for name in reversed(names)}
-    found = [
-        by_lower[match] for match in difflib.get_close_matches(word.lower(), by_lower, n=most, cutoff=0.72)
-    ]
+    found = [by_lower[match] for match in difflib.get_close_matches(word.lower(), by_lower, n=most, cutoff=0.72)]
     last_part = word.lower().rpartition(".")[2]
     same_end = [name for name in names if name.lower().rpartition(".")[2] == last_part]
     by_end = {name.lower().rpartition(".")[2]: name for name in reversed(names)}
-    similar_end = [
-        by_end[match] for match in difflib.get_close_matches(last_part, by_end, n=most, cutoff=0.75)
-    ]
+    similar_end = [by_end[match] for match in difflib.get_close_matches(last_part, by_end, n=most, cutoff=0.75)]
     inside = [name for name in names if len(last_part) > 3 and last_part in name.lower()]
     return list(dict.fromkeys(found + same_end + similar_end + inside))[:most]
 

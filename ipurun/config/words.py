@@ -85,16 +85,12 @@ def split_words(argv: Sequence[str]) -> Words:
             else:
                 values[name] = value
         elif flag in _INFO:
-            kind = (
-                value if has_value else (waiting.pop(0) if waiting and waiting[0] in _INFO_KINDS else "all")
-            )
+            kind = value if has_value else (waiting.pop(0) if waiting and waiting[0] in _INFO_KINDS else "all")
             inquiry += ["--info", kind]
         elif flag in _SHELL_COMPLETION or flag in _PASSED_ON:
             inquiry.append(flag)
         elif word.startswith("-") and not re.match(r"-?\d", word):
-            known = (
-                "--multirun (-m), --cfg, --resolve, --info, --config-dir, --quiet, --json, --debug, --help"
-            )
+            known = "--multirun (-m), --cfg, --resolve, --info, --config-dir, --quiet, --json, --debug, --help"
             problems.append(Problem(f"unknown flag `{word}`", "command line", known=known))
         else:
             overrides.append(_as_addition(word))
