@@ -10,22 +10,21 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder
+from ipurun.emulator._options_impl import IStageManager
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _stage_manager() -> Optional[Any]:
+def _stage_manager() -> Optional[IStageManager]:
     """Returns what hands out stages for the running compile, None outside one."""
     recorder = active_recorder()
     return None if recorder is None else recorder.options._execution_strategy.stage_manager()
 
 
 def _begin(user_id: Optional[str], ipu_id: Optional[int]) -> None:
-    recorder = active_recorder()
-    if recorder is None:
-        return
-    placement = _stage_manager().beginStage(user_id, ipu_id)
-    recorder.begin_block(*placement)
+    recorder, manager = active_recorder(), _stage_manager()
+    if recorder is not None and manager is not None:
+        recorder.begin_block(*manager.beginStage(user_id, ipu_id))
 
 
 class Block(torch.nn.Module):
@@ -153,7 +152,5 @@ def removeBlocks(module: torch.nn.Module) -> None:
     """Removes what BeginBlock installed, from the module and all modules in it."""
     assert isinstance(module, torch.nn.Module), "removeBlocks takes a torch.nn.Module"
     for part in module.modules():
-        kept = [
-            (key, hook) for key, hook in part._forward_pre_hooks.items() if not isinstance(hook, BlockHook)
-        ]
+        kept = [(key, hook) for key, hook in part._forward_pre_hooks.items() if not isinstance(hook, BlockHook)]
         part._forward_pre_hooks = OrderedDict(kept)

@@ -8,7 +8,7 @@ from typing import Any, List, Optional, Sequence, Union
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._op_context import active_recorder, require_tensor
+from ipurun.emulator._op_context import active_recorder, one_tensor, require_tensor
 
 Batch = Optional[Union[List[int], torch.Tensor]]
 
@@ -43,7 +43,7 @@ def fps(src: torch.Tensor, ptr: List[int], ratio: float = 0.5, random_start: boo
         return torch.cat(picked)
 
     recorder = active_recorder()
-    return sample(src) if recorder is None else recorder.call(sample, [src], name="fps")
+    return sample(src) if recorder is None else one_tensor(recorder.call(sample, [src], name="fps"))
 
 
 def _farthest(points: torch.Tensor, ratio: float, random_start: bool) -> torch.Tensor:
@@ -77,15 +77,13 @@ def nearest(x: torch.Tensor, y: torch.Tensor, batch_x: Batch = None, batch_y: Ba
     require_tensor(y, "nearest: y")
     for name, batch in (("batch_x", batch_x), ("batch_y", batch_y)):
         if batch is not None and not _is_batch(batch):
-            raise createPoptorchError(
-                f"nearest: {name} must be a list of ints or a torch.tensor, got {type(batch)}."
-            )
+            raise createPoptorchError(f"nearest: {name} must be a list of ints or a torch.tensor, got {type(batch)}.")
     if batch_x is not None and batch_y is not None and isinstance(batch_x, list) != isinstance(batch_y, list):
         raise createPoptorchError("nearest: batch_x and batch_y must be of the same type.")
 
     arguments = [x, y, _as_tensor(batch_x, x.shape[0]), _as_tensor(batch_y, y.shape[0])]
     recorder = active_recorder()
-    return _nearest(*arguments) if recorder is None else recorder.call(_nearest, arguments, name="nearest")
+    return _nearest(*arguments) if recorder is None else one_tensor(recorder.call(_nearest, arguments, name="nearest"))
 
 
 def _is_batch(batch: Any) -> bool:

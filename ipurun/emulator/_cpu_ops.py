@@ -12,9 +12,7 @@ from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder, natively, refuse_training
 
 # One name is one function within a compile: the first that was registered under it.
-_functions: weakref.WeakKeyDictionary[_tracing.Recorder, Dict[str, Callable[..., Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+_functions: weakref.WeakKeyDictionary[_tracing.Recorder, Dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 class CPU:

@@ -35,8 +35,7 @@ def ctc_beam_search_decoder(
     require_tensor(lengths, "ctc_beam_search_decoder: lengths")
     if probs.dim() != 3:
         raise createPoptorchError(
-            "ctc_beam_search_decoder: probs must have 3 dimensions [input length, batch, classes], "
-            f"got {probs.dim()}."
+            f"ctc_beam_search_decoder: probs must have 3 dimensions [input length, batch, classes], got {probs.dim()}."
         )
     recorder = active_recorder()
     if recorder is None:

@@ -118,9 +118,7 @@ def _vector_jacobian_product(
         sources = [tensor for tensor in watched if tensor.requires_grad]
         if not pairs or not sources:
             return [None] * len(tensors)
-        found = torch.autograd.grad(
-            [out for out, _ in pairs], sources, [grad for _, grad in pairs], allow_unused=True
-        )
+        found = torch.autograd.grad([out for out, _ in pairs], sources, [grad for _, grad in pairs], allow_unused=True)
     remaining = iter(found)
     return [next(remaining) if tensor.requires_grad else None for tensor in watched]
 
@@ -136,9 +134,7 @@ def _check_attributes(attributes: Dict[str, AttributeValue]) -> None:
             )
         elements = value if isinstance(value, (list, tuple)) else [value]
         if any(not isinstance(element, type(elements[0])) for element in elements):
-            raise ValueError(
-                f"The types in a list/tuple attribute must all be the same, got {value!r} for {key}."
-            )
+            raise ValueError(f"The types in a list/tuple attribute must all be the same, got {value!r} for {key}.")
         for text in [key, *elements]:
             if isinstance(text, str) and not text.isascii():
                 raise ValueError(f"{text} contains non-ASCII characters.")

@@ -76,9 +76,7 @@ class MultiConv:
 
     def planType(self, value: enums.MultiConvPlanType) -> MultiConv:
         """Sets whether the convolutions run beside or after each other."""
-        assert value is None or isinstance(value, enums.MultiConvPlanType), (
-            f"Invalid plan type! Got {value!r}"
-        )
+        assert value is None or isinstance(value, enums.MultiConvPlanType), f"Invalid plan type! Got {value!r}"
         self._plan_type = value
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, Optional, Tuple, Union
 
 import torch
 
@@ -43,6 +43,12 @@ def require_int(value: Any, subject: str) -> None:
     """Raises poptorch.Error unless `value` is an int; `subject` begins the message."""
     if not isinstance(value, int):
         raise createPoptorchError(f"{subject} must be an integer. {type(value)} is not supported.")
+
+
+def one_tensor(result: Union[torch.Tensor, Tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Returns the result of a recorded call whose function returns one tensor."""
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def refuse_training(recorder: _tracing.Recorder, op: str) -> None:

@@ -65,9 +65,7 @@ class PrintFormat:
             return list(range(size))
         return list(range(self.edge_items)) + [-1] + list(range(size - self.edge_items, size))
 
-    def _lines(
-        self, tensor: torch.Tensor, number: Callable[[object], str], depth: int, summarised: bool
-    ) -> List[str]:
+    def _lines(self, tensor: torch.Tensor, number: Callable[[object], str], depth: int, summarised: bool) -> List[str]:
         if tensor.dim() == 0:
             return [number(tensor.item())]
         positions = self._edges(tensor.shape[0], summarised)

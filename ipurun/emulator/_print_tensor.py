@@ -8,7 +8,7 @@ from typing import Tuple
 import torch
 
 from ipurun.emulator import _tracing
-from ipurun.emulator._op_context import active_recorder, require_tensor
+from ipurun.emulator._op_context import active_recorder, one_tensor, require_tensor
 from ipurun.emulator._print_format import PrintFormat
 
 _FLOAT_FORMATS = {"auto": 0, "fixed": 1, "scientific": 2, "none": 3}
@@ -94,4 +94,4 @@ def ipu_print_tensor(
     if recorder is None:
         return tensor
     printer = _Printer(title or _UNTITLED, layout, print_gradient)
-    return recorder.call(printer.value, [tensor], backward=printer.gradient, name="ipu_print_tensor")
+    return one_tensor(recorder.call(printer.value, [tensor], printer.gradient, "ipu_print_tensor"))

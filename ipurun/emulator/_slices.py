@@ -71,9 +71,7 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
     return torch.index_select(tensor, dim, _positions(start, size, step, length))
 
 
-def dynamic_update(
-    input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int
-) -> torch.Tensor:
+def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
     """Returns a copy of `input` with `src` written at `[start, start + size)` along `dim`.
 
     Args:

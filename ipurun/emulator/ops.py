@@ -10,8 +10,14 @@ from ipurun.emulator._annotations import (
     serializedMatMul,
     set_available_memory,
 )
-from ipurun.emulator._blocks import BeginBlock, Block, BlockFunction, LegacyBeginBlockFn, removeBlocks
-from ipurun.emulator._blocks import BlockHook as _BlockHook
+from ipurun.emulator._blocks import (
+    BeginBlock,
+    Block,
+    BlockFunction,
+    BlockHook,
+    LegacyBeginBlockFn,
+    removeBlocks,
+)
 from ipurun.emulator._cluster import fps, nearest
 from ipurun.emulator._control_flow import cond, for_loop
 from ipurun.emulator._cpu_ops import CPU
@@ -30,7 +36,6 @@ __all__ = [
     "LegacyBeginBlockFn",
     "MultiConv",
     "NameScope",
-    "_BlockHook",
     "cond",
     "ctc_beam_search_decoder",
     "custom_op",
@@ -50,3 +55,5 @@ __all__ = [
     "set_overlap_for_input",
     "set_overlap_for_output",
 ]
+
+_BlockHook = BlockHook
