@@ -1,0 +1,52 @@
+"""`ipurun cp`: copy a recipe into the working folder, to edit it."""
+
+from __future__ import annotations
+
+import json
+from typing import List
+
+from ipurun.cli.flags import split
+from ipurun.config.copy import copy_recipe
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["HELP", "run"]
+
+HELP = "Copy a recipe, YAML and code, into the working folder to edit."
+
+_USAGE = """\
+usage: ipurun cp RECIPE [NEW_NAME]
+
+Copies a recipe into the working folder: its YAML to conf/recipe/NEW_NAME.yaml, the options that name
+its model and data beside it, its Python code to NEW_NAME/. Nothing is overwritten.
+NEW_NAME is my_RECIPE unless given.
+
+example
+  ipurun cp mnist my_mnist
+  ipurun train +recipe=my_mnist
+"""
+
+
+def run(argv: List[str]) -> int:
+    """Copy one recipe and say what was made."""
+    flags, words = split(argv)
+    if flags.help:
+        print(_USAGE, end="")
+        return 0
+    if len(words) not in (1, 2):
+        raise ConfigError(
+            Problem(
+                "`cp` takes a recipe and the name of the copy",
+                "command line",
+                seen=" ".join(words),
+                fix="ipurun cp mnist my_mnist",
+            )
+        )
+    made = copy_recipe(*words)
+    name = made[0].stem
+    if flags.json:
+        print(json.dumps({"recipe": name, "made": [str(path) for path in made]}, indent=2))
+    elif not flags.quiet:
+        for path in made:
+            print(f"made  {path}{'/' if path.is_dir() else ''}")
+        print(f"run   ipurun train +recipe={name}")
+    return 0

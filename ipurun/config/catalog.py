@@ -1,0 +1,133 @@
+"""The recipes and group options that exist, and the files that belong to each.
+
+Reads file names and first comments only, so that listing needs neither Hydra nor a YAML parser.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, List, Optional, Tuple
+
+from ipurun.config.folders import builtin_folder, recipes_folder
+from ipurun.config.suggest import nearest
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["RECIPE_GROUP", "Entry", "code_folder", "find", "groups", "own_options", "recipes"]
+
+RECIPE_GROUP = "recipe"
+
+_OVERRIDE = re.compile(r"^\s*-\s*(?:override\s+)?/?(?P<group>\w+)\s*:\s*(?P<option>[\w-]+)\s*(?:#.*)?$")
+_TARGET = re.compile(r"_target_\s*:\s*[\"']?(?P<module>[\w.]+)")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One config file: an option of a group, such as the recipe ``mnist``."""
+
+    group: str
+    name: str
+    path: Path
+    built_in: bool
+
+    @property
+    def summary(self) -> str:
+        """The one-line comment that its file begins with."""
+        with open(self.path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                text = line.strip()
+                if text.startswith("#") and not text.startswith("# @package"):
+                    return text.lstrip("# ")
+                if text and not text.startswith("#"):
+                    break
+        return ""
+
+    def text(self) -> str:
+        """The file's content."""
+        return self.path.read_text(encoding="utf-8")
+
+
+def recipes() -> List[Entry]:
+    """All recipes: the built-in ones, then those below ``./conf``."""
+    return _entries(RECIPE_GROUP)
+
+
+def groups() -> Dict[str, List[Entry]]:
+    """Group name -> its options, recipes first."""
+    names = {path.name for folder, _ in _folders() for path in folder.iterdir() if _is_group(path)}
+    ordered = sorted(names, key=lambda name: (name != RECIPE_GROUP, name))
+    return {name: _entries(name) for name in ordered}
+
+
+def find(name: str) -> Entry:
+    """A recipe by its name, or an option as ``group/name``.
+
+    Raises:
+        ConfigError: There is none; the message lists those that exist.
+    """
+    group, _, option = name.rpartition("/")
+    group = group or RECIPE_GROUP
+    entries = {entry.name: entry for entry in _entries(group)}
+    if option in entries:
+        return entries[option]
+    what = f"unknown recipe `{name}`" if group == RECIPE_GROUP else f"unknown option `{option}` of group `{group}`"
+    if not entries:
+        raise ConfigError(Problem(f"unknown group `{group}`", known=", ".join(groups()), fix="ipurun ls groups"))
+    close = nearest(option, entries, most=1)
+    command = "ipurun ls" if group == RECIPE_GROUP else "ipurun ls groups"
+    raise ConfigError(Problem(what, known=", ".join(entries), fix=close[0] if close else command))
+
+
+def own_options(recipe: Entry) -> List[Entry]:
+    """The group options that a recipe picks and that name its own code, such as its model and its data."""
+    picked: List[Entry] = []
+    for line in recipe.text().splitlines():
+        match = _OVERRIDE.match(line)
+        if match is None:
+            continue
+        options = {entry.name: entry for entry in _entries(match["group"])}
+        option = options.get(match["option"])
+        if option is not None and code_package(option) is not None:
+            picked.append(option)
+    return picked
+
+
+def code_package(entry: Entry) -> Optional[str]:
+    """The package of a recipe's own that a config names: ``ipurun.recipes.mnist``, or the user's ``my_mnist``."""
+    for match in _TARGET.finditer(entry.text()):
+        parts = match["module"].split(".")
+        if parts[:2] == ["ipurun", "recipes"] and len(parts) > 3:
+            return ".".join(parts[:3])
+        if not entry.built_in and len(parts) > 1 and Path(parts[0]).is_dir():
+            return parts[0]
+    return None
+
+
+def code_folder(package: str) -> Path:
+    """The folder of a package that `code_package` gave."""
+    prefix = "ipurun.recipes."
+    return recipes_folder() / package[len(prefix) :] if package.startswith(prefix) else Path(package)
+
+
+def _folders() -> List[Tuple[Path, bool]]:
+    built_in = builtin_folder().resolve()
+    found = [(built_in, True)]
+    user = Path(os.getcwd()) / "conf"
+    # In a clone of ipurun ./conf is the built-in folder itself.
+    if user.is_dir() and user.resolve() != built_in:
+        found.append((user, False))
+    return found
+
+
+def _entries(group: str) -> List[Entry]:
+    return [
+        Entry(group, path.stem, path, built_in)
+        for folder, built_in in _folders()
+        for path in sorted((folder / group).glob("*.yaml"))
+    ]
+
+
+def _is_group(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.yaml"))
