@@ -7,9 +7,10 @@ parts is, so that later rooms can add theirs to the same report.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
+from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -163,7 +164,7 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
         if missing:
             fixes = " ".join(f"{key}=VALUE" for key in missing)
             return None, [Problem(f"`{key}` has no value", "the config says ???", fix=fixes) for key in missing]
-        typed = cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), config)))
+        typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "?"
         return None, [Problem(f"`{key}` cannot be resolved: {str(error).splitlines()[0]}", "the config")]
@@ -205,8 +206,7 @@ def _leaves(config: RunConfig) -> Iterator[Tuple[str, Any]]:
         else:
             yield path, value
 
-    tree = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
-    yield from walk(tree, "")
+    yield from walk(dataclasses.asdict(config), "")
 
 
 def _given(parsed: Sequence[overrides.Parsed], key: str) -> Optional[str]:
