@@ -1,0 +1,165 @@
+"""One training run from a prepared point to its summary: folder, observers, loop, and what is left behind.
+
+`ipurun train` runs it in its own process, a sweep in one process a point; both see the same.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import traceback
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Callable, List, Optional, Sequence
+
+from ipurun.build import Run, build_run
+from ipurun.build.targets import check_node, make
+from ipurun.checkpoint import latest
+from ipurun.config.compose import Point
+from ipurun.errors import ConfigError, IpurunError, Problem, RunError
+from ipurun.log.console import Console
+from ipurun.log.jsonl import JsonlLogger
+from ipurun.log.screen import PlainScreen, Screen
+from ipurun.prepare import Prepared
+from ipurun.rundir import RunFolder, check_writable, find_latest
+from ipurun.train.events import Observer, Summary
+from ipurun.train.loop import train
+
+__all__ = ["Finished", "reproduce_command", "resumed_folder", "run_job"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended by itself, or that was interrupted and has saved."""
+
+    folder: RunFolder
+    summary: Summary
+
+
+def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolder] = None) -> Finished:
+    """Trains what was prepared.
+
+    Args:
+        prepared: The point with its engine, model, data and plan.
+        screen: Where the panel, the bars and the summary are shown.
+        resume_folder: An earlier run to go on with, in its own folder.
+
+    Raises:
+        ConfigError: Something about the config that only building shows; no folder is left behind.
+        RunError: The run failed; the traceback is in the log of its folder.
+    """
+    point, plan, engine = prepared.point, prepared.plan, prepared.engine
+    problems = _logger_problems(point) + check_writable(point.config.runs_dir)
+    if problems:
+        raise ConfigError(problems)
+    run = build_run(point.config, plan, prepared.subject, engine)
+    folder = resume_folder or RunFolder.create(point.config, point, plan, engine)
+    checkpoint = latest(folder) if resume_folder is not None else None
+    try:
+        summary = _train_in(folder, prepared, run, screen, checkpoint)
+    except ConfigError:
+        if resume_folder is None:
+            folder.discard()
+        raise
+    _bring_profile_home(prepared, folder)
+    folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
+    return Finished(folder, summary)
+
+
+def _train_in(folder: RunFolder, prepared: Prepared, run: Run, screen: Screen, checkpoint: Optional[Path]) -> Summary:
+    point, plan = prepared.point, prepared.plan
+    with closing(folder.log_file.open("a", encoding="utf-8")) as log:
+        consoles = [Console(screen), Console(PlainScreen(log))]
+        for console in consoles:
+            console.show_panel(point, plan, str(folder))
+        observers = [*consoles, *_loggers(point, folder)]
+        summary = _guarded(lambda: train(run, folder, observers, resume_from=checkpoint), folder, screen, log)
+        for console in consoles:
+            console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
+    return summary
+
+
+def resumed_folder(point: Point) -> Optional[RunFolder]:
+    """The run that `resume` names, None where there is nothing to go on with.
+
+    Raises:
+        ConfigError: The folder is no run, or has no checkpoint.
+    """
+    resume = point.config.resume
+    if resume is None:
+        return None
+    if resume == "auto":
+        folder = find_latest(point.config.runs_dir, point.config.name or "run")
+        return folder if folder is not None and latest(folder) is not None else None
+    folder = RunFolder.open(resume)
+    if latest(folder) is None:
+        raise ConfigError(
+            Problem(
+                f"the run `{resume}` has no checkpoint to go on from",
+                where="resume",
+                seen=f"{folder.checkpoints} has none that is whole",
+                fix="leave resume out to start anew",
+            )
+        )
+    return folder
+
+
+def reproduce_command(point: Point) -> str:
+    """What to type to run the same thing again from its beginning."""
+    words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
+    return shlex.join(["ipurun", "train", *words])
+
+
+def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, log: IO[str]) -> Summary:
+    """Runs the loop; whatever it raises is in the log, with its traceback, before anyone shows it."""
+    try:
+        return action()
+    except BaseException as error:
+        screen.close()
+        log.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        folder.write_summary({"status": status, "reason": _reason(error)})
+        if isinstance(error, (IpurunError, KeyboardInterrupt, SystemExit)):
+            raise
+        raise RunError(
+            Problem(
+                f"the run failed: {_reason(error)}",
+                where=_last_line(error),
+                fix=f"the whole traceback is in {folder.log_file}",
+            )
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, IpurunError) and error.problems:
+        return error.problems[0].what
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _logger_problems(point: Point) -> List[Problem]:
+    problems: List[Problem] = []
+    for name, node in point.config.logger.items():
+        problems += check_node(node, f"logger.{name}", given=("folder",))
+    return problems
+
+
+def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
+    loggers: List[Observer] = [JsonlLogger(folder.metrics_file)]
+    for name, node in point.config.logger.items():
+        loggers.append(make(node, f"logger.{name}", folder=folder.path))
+    return loggers
+
+
+def _bring_profile_home(prepared: Prepared, folder: RunFolder) -> None:
+    """Moves the report of a profile out of its stable folder, unless the user chose that folder."""
+    source = prepared.plan.profile_dir
+    if source is None or prepared.point.config.profile.dir is not None or not Path(source).is_dir():
+        return
+    shutil.move(source, str(folder.path / "profile"))

@@ -1,0 +1,191 @@
+"""What a person sees of a run: the panel before, the compile bar, the live line, the summary after."""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, List, Optional, Sequence, Tuple
+
+from ipurun.config.compose import Changed, Point
+from ipurun.log.format import batch_equation, count, devices_text, duration, learning_rate, metric, value_text
+from ipurun.log.plan_text import num_stages
+from ipurun.log.screen import Screen
+from ipurun.plan.types import Plan
+from ipurun.train.events import (
+    CheckpointSaved,
+    CompileEnd,
+    CompileStart,
+    EvalEnd,
+    Note,
+    Observer,
+    RunStart,
+    StepEnd,
+    Summary,
+)
+
+__all__ = ["Console", "final_line", "panel_rows", "summary_rows"]
+
+_MOST_CHANGES = 6  # of one file: the panel shows what was chosen, config.yaml has all
+
+
+class Console(Observer):
+    """Tells a screen what happens in a run.
+
+    Args:
+        screen: Where it is shown.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._saved_step: Optional[int] = None
+        self._last_eval = ""
+
+    def show_panel(self, point: Point, plan: Plan, folder: str) -> None:
+        """The panel before anything is compiled, and the remarks of the plan."""
+        self._screen.panel(f"ipurun train: {plan.name}", panel_rows(point, plan, folder))
+        for note in plan.notes:
+            self._screen.line(f"note: {note}")
+
+    def on_start(self, event: RunStart) -> None:
+        if event.resumed_from:
+            self._screen.line(f"going on after step {count(event.start_step)}, from {event.resumed_from}")
+
+    def on_note(self, event: Note) -> None:
+        prefix = "warning" if event.level == "warning" else "note"
+        self._screen.line(f"{prefix}: {event.text}")
+
+    def on_compile_start(self, event: CompileStart) -> None:
+        self._screen.begin(f"compiling for {event.mode}")
+
+    def on_compile_end(self, event: CompileEnd) -> None:
+        source = {True: ", executable from the cache", False: ", not in the cache", None: ""}[event.from_cache]
+        self._screen.end(f"compiled for {event.mode} in {duration(event.seconds)}{source}")
+
+    def on_step(self, event: StepEnd) -> None:
+        fraction = event.step / event.total_steps if event.total_steps else None
+        self._screen.live(live_parts(event, self._saved_step, self._last_eval), fraction)
+
+    def on_eval(self, event: EvalEnd) -> None:
+        values = "  ".join(f"{name} {metric(value)}" for name, value in event.metrics.items())
+        best = "  (best so far)" if event.is_best else ""
+        self._last_eval = f"{event.split} {values}"
+        self._screen.line(
+            f"step {count(event.step)}  epoch {event.epoch:.2f}  {event.split}: {values}{best}  "
+            f"[{plural_samples(event.samples)}, {duration(event.seconds)}]"
+        )
+
+    def on_checkpoint(self, event: CheckpointSaved) -> None:
+        self._saved_step = event.step
+
+    def on_end(self, event: Summary) -> None:
+        self._screen.close()
+
+    def show_summary(self, summary: Summary, name: str, folder: str, reproduce: str) -> None:
+        """The block after a run."""
+        title = {"done": "finished", "interrupted": "interrupted"}.get(summary.status, summary.status)
+        self._screen.panel(f"{name}: {title}", summary_rows(summary, folder, reproduce))
+
+
+def live_parts(event: StepEnd, saved_step: Optional[int], last_eval: str = "") -> List[str]:
+    """The parts of the live line, most important first."""
+    total = f"/{count(event.total_steps)}" if event.total_steps else ""
+    parts = [
+        f"step {count(event.step)}{total}",
+        f"loss {metric(event.loss)}",
+        f"lr {learning_rate(event.lr)}",
+        f"{count(event.samples_per_second)} samples/s",
+        f"{_milliseconds(event.call_seconds)} ms/call",
+        f"data wait {event.data_wait:.0%}",
+        f"ETA {duration(event.eta_seconds)}",
+        "not saved yet" if saved_step is None else f"saved at {count(saved_step)}",
+    ]
+    parts += [f"{name} {metric(value)}" for name, value in event.metrics.items()]
+    return parts
+
+
+def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
+    """What is going to run: the rows of the panel."""
+    rows = [("recipe", ", ".join(point.recipes) or "none (all keys given by hand)")]
+    rows += _changed_rows(point.changed)
+    rows += [
+        ("engine", f"{plan.engine}: {plan.engine_version}"),
+        ("devices", devices_text(plan.devices, num_stages(plan))),
+        ("batch", batch_equation(plan.training)),
+        ("precision", plan.precision),
+    ]
+    if plan.steps.total_updates is not None:
+        epochs = "" if plan.steps.epochs is None else f" ({plan.steps.epochs:g} epochs)"
+        calls = count(plan.steps.total_calls)
+        rows.append(("steps", f"{count(plan.steps.total_updates)} weight updates in {calls} host calls{epochs}"))
+    rows.append(("run folder", folder))
+    return rows
+
+
+def summary_rows(summary: Summary, folder: str, reproduce: str) -> List[Tuple[str, str]]:
+    """How a run ended: the rows of the block after it."""
+    seconds = summary.seconds
+    rows = [("steps", f"{count(summary.step)} weight updates, {summary.epoch:.2f} epochs")]
+    final = dict(summary.metrics)
+    if summary.loss is not None:
+        final = {"train loss": summary.loss, **{_eval_name(key): value for key, value in final.items()}}
+    if final:
+        rows.append(("final", "  ".join(f"{name} {metric(value)}" for name, value in final.items())))
+    if summary.best is not None:
+        at = "" if summary.best_step is None else f" at step {count(summary.best_step)}"
+        rows.append(("best", f"{summary.monitor} {metric(summary.best)}{at}"))
+    rows.append(("speed", f"{count(summary.samples_per_second)} samples/s, compilation not counted"))
+    rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
+    if summary.checkpoint:
+        rows.append(("checkpoint", summary.checkpoint))
+    if summary.best_checkpoint and summary.best_checkpoint != summary.checkpoint:
+        rows.append(("", f"best: {summary.best_checkpoint}"))
+    rows.append(("run folder", folder))
+    if summary.resume_command:
+        rows.append(("resume", summary.resume_command))
+    rows.append(("reproduce", reproduce))
+    return rows
+
+
+def final_line(summary: Summary, name: str, folder: str) -> str:
+    """The one line of a quiet run."""
+    word = {"done": "finished"}.get(summary.status, summary.status)
+    parts = [f"{name}: {word} after {count(summary.step)} steps"]
+    parts += [f"{key} {metric(value)}" for key, value in summary.metrics.items()]
+    if summary.best is not None:
+        parts.append(f"best {summary.monitor} {metric(summary.best)}")
+    parts += [f"{count(summary.samples_per_second)} samples/s", duration(summary.seconds.get("total")), folder]
+    return ", ".join(parts)
+
+
+def plural_samples(number: int) -> str:
+    """``1 sample``, ``1,000 samples``."""
+    return f"{number:,} sample" + ("" if number == 1 else "s")
+
+
+def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
+    """Changed keys by where they come from: the command line first, then the nearest file."""
+    by_origin: Dict[str, List[str]] = {}
+    for change in changed:
+        source = change.origin.rpartition(":")
+        origin = source[0] if source[2].isdigit() else change.origin
+        by_origin.setdefault(origin, []).append(f"{change.key}={value_text(change.value)}")
+    rows: List[Tuple[str, str]] = []
+    for origin in sorted(by_origin, key=lambda text: (text != "command line", text)):
+        shown = by_origin[origin]
+        if origin != "command line" and len(shown) > _MOST_CHANGES:
+            shown = shown[:_MOST_CHANGES] + [f"and {len(shown) - _MOST_CHANGES} more"]
+        rows.append(("" if rows else "changed", f"{', '.join(shown)}  ({origin})"))
+    return rows or [("changed", "nothing")]
+
+
+def _eval_name(key: str) -> str:
+    return "eval loss" if key == "loss" else key
+
+
+def _time_split(seconds: Dict[str, float]) -> str:
+    kinds = [kind for kind in ("compile", "train", "eval", "checkpoint", "data_wait") if kind in seconds]
+    return ", ".join(f"{kind.replace('_', ' ')} {duration(seconds[kind])}" for kind in kinds)
+
+
+def _milliseconds(seconds: float) -> str:
+    value = seconds * 1000
+    return "-" if not math.isfinite(value) else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

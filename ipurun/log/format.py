@@ -1,0 +1,96 @@
+"""Numbers, times and batch equations as people read them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+from ipurun.plan.types import Batch, Devices
+
+__all__ = [
+    "batch_equation",
+    "count",
+    "devices_text",
+    "duration",
+    "learning_rate",
+    "metric",
+    "plural",
+    "value_text",
+]
+
+
+def duration(seconds: Optional[float]) -> str:
+    """A time span: ``0.8 s``, ``42 s``, ``3:05``, ``1:02:03``; ``-`` where it is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: Optional[float]) -> str:
+    """A whole number with thousands apart, or ``-``."""
+    if number is None or not math.isfinite(number):
+        return "-"
+    return f"{number:,.0f}"
+
+
+def plural(number: int, word: str) -> str:
+    """``1 replica``, ``8 replicas``."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def metric(value: Any) -> str:
+    """A metric with four significant digits; what is not a number as it is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 4
+        return f"{value:.{min(digits, 6)}f}"
+    return f"{value:.3e}"
+
+
+def learning_rate(value: Optional[float]) -> str:
+    """A learning rate, short: ``0.001``, ``2.5e-05``."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def batch_equation(batch: Batch) -> str:
+    """The factors of a host call: ``micro-batch 16 x ... = 1,024 samples per host call``."""
+    replicas = f"replicas {batch.distinct_replicas}"
+    if batch.input_group_size > 1:
+        replicas += f" (groups of {batch.input_group_size} share their input)"
+    return (
+        f"micro-batch {batch.micro_batch_size} x device_iterations {batch.device_iterations} "
+        f"x accumulation {batch.gradient_accumulation} x {replicas} "
+        f"= {plural(batch.samples_per_call, 'sample')} per host call"
+    )
+
+
+def devices_text(devices: Devices, num_stages: int) -> str:
+    """``8 IPUs = 4 replicas x 2 IPUs, 2 stages``."""
+    text = (
+        f"{plural(devices.total, 'IPU')} = {plural(devices.replicas, 'replica')} "
+        f"x {plural(devices.per_replica, 'IPU')}, {plural(max(num_stages, 1), 'stage')}"
+    )
+    return text + (f" ({devices.idle} idle)" if devices.idle else "")
+
+
+def value_text(value: Any) -> str:
+    """A config value as it would be typed on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(value_text(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{value_text(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,98 @@
+"""metrics.jsonl: one JSON object a line, written by every run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import IO, Any, Dict, Mapping, Union
+
+from ipurun.train.events import EvalEnd, Observer, RunStart, StepEnd, Summary
+
+__all__ = ["JsonlLogger", "eval_record", "step_record"]
+
+
+class JsonlLogger(Observer):
+    """Appends training and evaluation metrics to a file.
+
+    Args:
+        path: The file; a resumed run goes on in it.
+    """
+
+    def __init__(self, path: Union[str, Path]) -> None:
+        self._path = Path(path)
+        self._stream = self._open()
+
+    def on_start(self, event: RunStart) -> None:
+        if event.resumed_from:
+            # What came after the checkpoint is about to happen again, and is not to stand there twice.
+            self._stream.close()
+            _drop_after(self._path, event.start_step)
+            self._stream = self._open()
+
+    def on_step(self, event: StepEnd) -> None:
+        if event.logged:
+            self._write(step_record(event))
+
+    def on_eval(self, event: EvalEnd) -> None:
+        self._write(eval_record(event))
+
+    def on_end(self, event: Summary) -> None:
+        self._stream.close()
+
+    def _open(self) -> IO[str]:
+        # Line buffered: what was logged is on disk when the process is killed.
+        return self._path.open("a", encoding="utf-8", buffering=1)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
+
+
+def step_record(event: StepEnd) -> Dict[str, Any]:
+    """A host call as flat data."""
+    return {
+        "split": "train",
+        "step": event.step,
+        "call": event.call,
+        "epoch": round(event.epoch, 6),
+        "samples": event.samples,
+        "loss": _finite(event.loss),
+        "lr": event.lr,
+        **{name: _finite(value) for name, value in event.metrics.items()},
+        "samples_per_second": round(event.samples_per_second, 3),
+        "call_seconds": round(event.call_seconds, 6),
+        "data_wait": round(event.data_wait, 4),
+    }
+
+
+def eval_record(event: EvalEnd) -> Dict[str, Any]:
+    """An evaluation as flat data."""
+    return {
+        "split": event.split,
+        "step": event.step,
+        "epoch": round(event.epoch, 6),
+        "samples": event.samples,
+        **{name: _finite(value) for name, value in event.metrics.items()},
+        "seconds": round(event.seconds, 6),
+        "is_best": event.is_best,
+    }
+
+
+def _drop_after(path: Path, step: int) -> None:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # the line that a kill cut short
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _finite(value: float) -> Any:
+    # NaN and infinity are no JSON: many readers refuse the whole file for one of them.
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,97 @@
+"""The screen of a terminal: a framed panel, one bar while compiling, one line that is drawn over while training."""
+
+from __future__ import annotations
+
+from typing import IO, List, Optional, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ipurun.log.screen import Rows, Screen
+
+__all__ = ["TerminalScreen", "fit"]
+
+_SEPARATOR = "  "
+
+
+class TerminalScreen(Screen):
+    """Draws on a terminal with rich, which heeds NO_COLOR by itself.
+
+    Args:
+        stream: The terminal.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._console = Console(file=stream, highlight=False, soft_wrap=False)
+        self._live: Optional[Live] = None
+        self._progress: Optional[Progress] = None
+
+    def panel(self, title: str, rows: Rows) -> None:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold cyan", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, text in rows:
+            table.add_row(Text(label), Text(text))
+        self.close()
+        self._console.print(Panel(table, title=f"[bold]{escape(title)}[/bold]", title_align="left", border_style="dim"))
+
+    def line(self, text: str) -> None:
+        # Live keeps its own line at the bottom and lets this one scroll above it.
+        (self._live.console if self._live else self._console).print(Text(text))
+
+    def begin(self, title: str) -> None:
+        self.close()
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[phase]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._progress.start()
+        self._progress.add_task(escape(title), total=None, phase="")
+
+    def phase(self, text: str, fraction: Optional[float] = None) -> None:
+        if self._progress is None:
+            return
+        task = self._progress.tasks[0].id
+        if fraction is None:
+            self._progress.update(task, phase=escape(text))
+        else:
+            self._progress.update(task, phase=escape(text), total=1.0, completed=fraction)
+
+    def end(self, text: str) -> None:
+        self.close()
+        self.line(text)
+
+    def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
+        text = Text(fit(parts, self._console.width), no_wrap=True, overflow="ellipsis")
+        if self._live is None:
+            self.close()
+            self._live = Live(text, console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        else:
+            self._live.update(text)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def fit(parts: Sequence[str], width: int) -> str:
+    """As many parts, most important first, as one line holds."""
+    chosen: List[str] = []
+    for part in parts:
+        if len(_SEPARATOR.join(chosen + [part])) <= width:
+            chosen.append(part)
+    return _SEPARATOR.join(chosen)

@@ -1,0 +1,247 @@
+"""The folder of one run: where its files are, how it is made, and how the newest one is found."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import shutil
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Union
+
+from ipurun.errors import ConfigError, Problem
+from ipurun.log.plan_text import plan_lines
+from ipurun.provenance import git_diff, git_state, versions
+
+if TYPE_CHECKING:
+    from ipurun.config.compose import Point
+    from ipurun.config.schema import RunConfig
+    from ipurun.engine import Engine
+    from ipurun.plan.types import Plan
+
+__all__ = ["RunFolder", "check_writable", "find_latest", "new_folder", "timestamp"]
+
+
+class RunFolder:
+    """The files of one run. `create` makes a new folder, `open` takes one that exists.
+
+    Args:
+        path: The folder, relative or absolute, as the user would type it.
+    """
+
+    def __init__(self, path: Union[str, Path]) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def overrides_file(self) -> Path:
+        """What was typed, one override a line of a YAML list."""
+        return self.path / "overrides.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan as `ipurun plan` prints it."""
+        return self.path / "plan.txt"
+
+    @property
+    def env_file(self) -> Path:
+        """Versions, machine and git state."""
+        return self.path / "env.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object a line: training and evaluation metrics."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_file(self) -> Path:
+        """Everything that was said, and the tracebacks that the terminal did not show."""
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def summary_file(self) -> Path:
+        """How the run ended."""
+        return self.path / "summary.json"
+
+    @classmethod
+    def create(cls, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> RunFolder:
+        """Makes a new folder and writes down what is going to run.
+
+        Args:
+            config: The resolved config.
+            point: Where the config came from; its `run_dir` overrides runs/<name>/<timestamp>.
+            plan: The plan, stored as text.
+            engine: The engine, for its version.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
+        from ipurun.config.compose import to_yaml
+
+        wanted = Path(point.run_dir) if point.run_dir else Path(config.runs_dir) / slug(plan.name) / timestamp()
+        folder = cls(new_folder(wanted))
+        folder.checkpoints.mkdir()
+        folder.config_file.write_text(to_yaml(config), encoding="utf-8")
+        folder.overrides_file.write_text(_yaml_list(point.overrides), encoding="utf-8")
+        folder.plan_file.write_text("\n".join(plan_lines(plan)) + "\n", encoding="utf-8")
+        folder.env_file.write_text(json.dumps(_environment(engine), indent=2) + "\n", encoding="utf-8")
+        difference = git_diff()
+        if difference:
+            (folder.path / "git.diff").write_text(difference, encoding="utf-8")
+        return folder
+
+    @classmethod
+    def open(cls, path: Union[str, Path]) -> RunFolder:
+        """Takes an existing run folder.
+
+        Raises:
+            ConfigError: There is no run in it.
+        """
+        folder = cls(path)
+        if folder.config_file.is_file():
+            return folder
+        what = f"`{path}` is not a run folder"
+        seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
+        parent = folder.path.parent
+        runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
+        raise ConfigError(
+            Problem(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
+        )
+
+    def overrides(self) -> List[str]:
+        """What was typed to start this run."""
+        from omegaconf import OmegaConf
+
+        if not self.overrides_file.is_file():
+            return []
+        return [str(item) for item in OmegaConf.load(self.overrides_file)]
+
+    def summary(self) -> Dict[str, Any]:
+        """How the run ended; empty while it runs or when it was killed."""
+        try:
+            return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {}
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Stores how the run ended, whole or not at all."""
+        partial = self.summary_file.with_suffix(".json.partial")
+        partial.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(partial, self.summary_file)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its planned end."""
+        return self.summary().get("status") == "done"
+
+    def discard(self) -> None:
+        """Removes the folder, and the folders above it that it alone was in."""
+        shutil.rmtree(self.path)
+        for parent in list(self.path.parents)[:2]:
+            if parent == Path() or any(parent.iterdir()):
+                return
+            parent.rmdir()
+
+    def log(self, text: str) -> None:
+        """Appends lines to the log."""
+        with self.log_file.open("a", encoding="utf-8") as stream:
+            stream.write(text.rstrip("\n") + "\n")
+
+    def log_exception(self, error: BaseException) -> None:
+        """Appends the whole traceback to the log."""
+        self.log("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+
+
+def find_latest(runs_dir: Union[str, Path], name: str, unfinished_only: bool = True) -> Optional[RunFolder]:
+    """The newest run of a name, for ``resume=auto``.
+
+    Args:
+        runs_dir: The folder of all runs.
+        name: The name of the run.
+        unfinished_only: Pass over runs that came to their planned end.
+    """
+    candidates = [RunFolder(file.parent) for file in (Path(runs_dir) / slug(name)).glob("*/config.yaml")]
+    candidates.sort(key=lambda folder: (folder.config_file.stat().st_mtime_ns, folder.path.name))
+    for folder in reversed(candidates):
+        if not (unfinished_only and folder.finished):
+            return folder
+    return None
+
+
+def timestamp() -> str:
+    """The local time as a folder name that sorts."""
+    return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def slug(name: str) -> str:
+    """A run's name as one folder name."""
+    return re.sub(r"[^\w.+=,@-]+", "_", name).strip(".") or "run"
+
+
+def new_folder(wanted: Path) -> Path:
+    """Makes a folder that did not exist: the wanted name, or the name with -2, -3, ... behind it.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    number = 1
+    while True:
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not path.is_dir():
+                raise ConfigError(_unwritable(wanted, f"{path} is a file")) from None
+            number += 1
+        except OSError as err:
+            raise ConfigError(_unwritable(wanted, str(err))) from err
+
+
+def check_writable(runs_dir: Union[str, Path]) -> List[Problem]:
+    """What would keep a run folder from being made, found without making anything."""
+    wanted = Path(runs_dir)
+    existing = wanted.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return [_unwritable(wanted, f"{existing} is not a folder")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [_unwritable(wanted, f"no permission to write in {existing}")]
+    return []
+
+
+def _unwritable(wanted: Path, seen: str) -> Problem:
+    return Problem(
+        f"the run folder `{wanted}` cannot be made",
+        seen=seen,
+        fix="runs_dir=<a folder you can write to>",
+    )
+
+
+def _environment(engine: Engine) -> Dict[str, Any]:
+    return {
+        "engine": {"kind": engine.kind, "version": engine.version, "available_ipus": engine.available_ipus},
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def _yaml_list(items: Any) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(list(items)))

@@ -1,0 +1,71 @@
+"""A run's stored config as a point again, with new overrides on top: what `eval`, `predict` and a bare resume start from."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Dict, List, Sequence, cast
+
+from omegaconf import OmegaConf
+
+from ipurun.config import compose
+from ipurun.config.compose import Point
+from ipurun.config.folders import builtin_folder
+from ipurun.config.words import split_words
+from ipurun.errors import ConfigError, Problem
+from ipurun.rundir import RunFolder
+
+__all__ = ["stored_point"]
+
+_CONFIG_NAME = "stored_run"
+
+
+def stored_point(folder: RunFolder, argv: Sequence[str]) -> Point:
+    """Compose the config of a run folder with the words of a command line.
+
+    The stored file stands in for ipurun's primary config, so overrides are read, checked and explained as anywhere else.
+
+    Args:
+        folder: The run.
+        argv: Overrides; a group choice (``data=synthetic``) replaces what the run had there.
+
+    Raises:
+        ConfigError: The stored config or an override is wrong.
+    """
+    compose.from_yaml(folder.config_file)  # a config of another version gets its own message
+    words = split_words(argv)
+    if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
+        raise ConfigError(
+            Problem(
+                "a stored run takes overrides of keys, no recipe and no sweep",
+                where=f"command line: {' '.join(argv)}",
+                fix="leave the recipe and -m out: the run folder has its config",
+            )
+        )
+    stored = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config_file)))
+    groups = _groups()
+    for group in groups:
+        if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides):
+            stored.pop(group, None)
+    document: Dict[str, Any] = {"defaults": ["schema", "_self_", *({group: None} for group in groups)], **stored}
+    with tempfile.TemporaryDirectory() as place:
+        OmegaConf.save(OmegaConf.create(document), Path(place) / f"{_CONFIG_NAME}.yaml")
+        flags = ["--config-dir", place, "--config-name", _CONFIG_NAME]
+        point = compose.one([*flags, *words.overrides])
+    recipes = [word.partition("=")[2] for word in folder.overrides() if word.lstrip("+").startswith("recipe=")]
+    changed = tuple(change for change in point.changed if change.origin == "command line")
+    return replace(
+        point,
+        overrides=(*folder.overrides(), *words.overrides),
+        recipes=tuple(recipes),
+        changed=changed,
+    )
+
+
+def _groups() -> List[str]:
+    return sorted(
+        path.name
+        for path in builtin_folder().iterdir()
+        if path.is_dir() and any(path.glob("*.yaml")) and path.name != "recipe"
+    )

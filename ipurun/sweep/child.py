@@ -1,0 +1,183 @@
+"""One point in a process of its own: its environment is set before anything is imported, its crash is its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Callable, Dict, Mapping, Optional
+
+from ipurun.errors import EXIT_INTERRUPTED
+
+__all__ = ["Outcome", "run_child"]
+
+_GRACE_SECONDS = 10.0  # between asking a process to end and ending it
+_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a point's process ended.
+
+    Args:
+        status: finished, failed or interrupted.
+        reason: One line, for the table.
+        detail: All that is worth reading at once: the error blocks, or the last lines of output.
+        folder: The run folder, where one was made.
+        results: Numbers of the summary.
+    """
+
+    status: str
+    reason: str = ""
+    detail: str = ""
+    folder: Optional[str] = None
+    results: Dict[str, Any] = field(default_factory=dict)
+
+
+class _Stop(Exception):
+    """The user wants the sweep to end."""
+
+
+def run_child(
+    job_file: Path,
+    output_file: Path,
+    environment: Mapping[str, str],
+    on_message: Callable[[str], None],
+    timeout_seconds: Optional[float] = None,
+) -> Outcome:
+    """Runs the point that a job file describes and waits for its end.
+
+    Ctrl-C is passed on once, so that the point can save, and again as a kill.
+
+    Args:
+        job_file: The point, as `ipurun.sweep.point` reads it.
+        output_file: Takes whatever the process prints.
+        environment: Variables to set before the process starts.
+        on_message: Called with each line that the point sends for the screen.
+        timeout_seconds: When to end it.
+    """
+    reader, writer = os.pipe()
+    result_file = job_file.with_suffix(".result.json")
+    result_file.unlink() if result_file.exists() else None
+    with output_file.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ipurun.sweep.point", str(job_file), str(result_file), str(writer)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            pass_fds=(writer,),
+            # Its own session: a Ctrl-C reaches the sweep alone, which passes it on exactly once.
+            start_new_session=True,
+        )
+    os.close(writer)
+    with os.fdopen(reader, "r", encoding="utf-8", errors="replace") as messages:
+        ended_by = _watch(process, messages, on_message, timeout_seconds)
+    return _outcome(process, result_file, output_file, ended_by, timeout_seconds)
+
+
+def _watch(
+    process: subprocess.Popen,
+    messages: IO[str],
+    on_message: Callable[[str], None],
+    timeout_seconds: Optional[float],
+) -> str:
+    """Waits for the end and tells what brought it about: nothing, `timeout` or `interrupt`."""
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    ended_by = ""
+    while True:
+        try:
+            if _relay(messages, on_message, deadline):
+                process.wait()
+                return ended_by
+            ended_by = "timeout"
+            deadline = None
+            _end(process, signal.SIGTERM)
+            return ended_by
+        except KeyboardInterrupt:
+            if ended_by == "interrupt":
+                _end(process, signal.SIGKILL)
+                return ended_by
+            ended_by = "interrupt"
+            _signal(process, signal.SIGINT)
+
+
+def _relay(messages: IO[str], on_message: Callable[[str], None], deadline: Optional[float]) -> bool:
+    """Passes messages on until the pipe closes (True) or the time is up (False)."""
+    descriptor = messages.fileno()
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            if not selector.select(left):
+                continue
+            chunk = os.read(descriptor, 65536)
+            if not chunk:
+                return True
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                on_message(line.decode("utf-8", "replace"))
+
+
+def _end(process: subprocess.Popen, number: int) -> None:
+    _signal(process, number)
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    if process.poll() is None:
+        # The session holds the loader's worker processes as well.
+        os.killpg(process.pid, number)
+
+
+def _outcome(
+    process: subprocess.Popen,
+    result_file: Path,
+    output_file: Path,
+    ended_by: str,
+    timeout_seconds: Optional[float],
+) -> Outcome:
+    result = _read(result_file)
+    folder = result.get("folder")
+    code = process.returncode
+    if ended_by == "timeout":
+        reason = f"took longer than sweep.timeout_seconds={timeout_seconds:g}"
+        return Outcome("failed", reason, reason, folder)
+    if ended_by == "interrupt" and code != 0 or code == EXIT_INTERRUPTED:
+        return Outcome("interrupted", "interrupted", "", folder)
+    if code == 0 and result.get("status") == "finished":
+        return Outcome("finished", folder=folder, results=result["results"])
+    if code < 0:
+        reason = f"its process was killed by {signal.Signals(-code).name}"
+        return Outcome("failed", reason, f"error: {reason}\n{_tail(output_file)}", folder)
+    reason = result.get("reason") or f"its process ended with code {code} and no result"
+    detail = result.get("detail") or f"error: {reason}\n{_tail(output_file)}"
+    return Outcome("failed", reason, detail, folder)
+
+
+def _read(path: Path) -> Dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _tail(path: Path, num_lines: int = 12) -> str:
+    with path.open("rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - _TAIL_BYTES))
+        lines = stream.read().decode("utf-8", "replace").splitlines()
+    return "\n".join(f"  | {line}" for line in lines[-num_lines:])

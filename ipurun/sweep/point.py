@@ -1,0 +1,102 @@
+"""The process of one point: ``python -m ipurun.sweep.point JOB RESULT DESCRIPTOR``."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+from ipurun.config.compose import Changed, Point, from_yaml, to_yaml
+from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED, IpurunError
+
+__all__ = ["main", "read_job", "write_job"]
+
+
+def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[str]) -> None:
+    """Writes down a point for its process; `read_job` reads it back."""
+    document = {
+        "config": to_yaml(point.config),
+        "overrides": list(point.overrides),
+        "recipes": list(point.recipes),
+        "changed": [[change.key, change.value, change.origin] for change in point.changed],
+        "swept": dict(point.swept),
+        "run_dir": run_dir,
+        "resume_folder": resume_folder,
+    }
+    path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def read_job(path: Path) -> Tuple[Point, Optional[str]]:
+    """The point of a job file, and the folder to go on in or None."""
+    document: Dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config_file = path.with_suffix(".yaml")
+    config_file.write_text(document["config"], encoding="utf-8")
+    point = Point(
+        from_yaml(config_file),
+        overrides=tuple(document["overrides"]),
+        recipes=tuple(document["recipes"]),
+        changed=tuple(Changed(*change) for change in document["changed"]),
+        swept=document["swept"],
+        run_dir=document["run_dir"],
+    )
+    return point, document["resume_folder"]
+
+
+def main(argv: List[str]) -> int:
+    """Runs the point of a job file and writes its result."""
+    job_file, result_file, descriptor = Path(argv[0]), Path(argv[1]), int(argv[2])
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.path.insert(0, os.getcwd())
+    try:
+        result = _run(job_file, descriptor)
+    except KeyboardInterrupt:
+        result = {"status": "interrupted", "code": EXIT_INTERRUPTED}
+    except IpurunError as error:
+        traceback.print_exc()
+        result = {
+            "status": "failed",
+            "reason": error.problems[0].what if error.problems else str(error),
+            "detail": str(error),
+            "code": EXIT_FAILED,
+        }
+    except Exception as error:  # whatever it is, it is this point's and has to be in the table
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"
+        result = {"status": "failed", "reason": reason, "detail": f"error: {reason}", "code": EXIT_FAILED}
+    code = result.pop("code")
+    partial = result_file.with_suffix(".partial")
+    partial.write_text(json.dumps(result, default=str), encoding="utf-8")
+    os.replace(partial, result_file)
+    return int(code)
+
+
+def _run(job_file: Path, descriptor: int) -> Dict[str, Any]:
+    from ipurun.job import run_job
+    from ipurun.prepare import prepare
+    from ipurun.rundir import RunFolder
+    from ipurun.sweep.remote import RemoteScreen
+
+    point, resume_folder = read_job(job_file)
+    finished = run_job(
+        prepare(point),
+        RemoteScreen(descriptor),
+        RunFolder.open(resume_folder) if resume_folder else None,
+    )
+    if finished.summary.status == "interrupted":
+        return {"status": "interrupted", "folder": str(finished.folder), "code": EXIT_INTERRUPTED}
+    results = finished.summary.to_dict()
+    return {"status": "finished", "folder": str(finished.folder), "results": results, "code": 0}
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

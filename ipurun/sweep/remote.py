@@ -1,0 +1,61 @@
+"""A screen at the far end of a pipe: a point's process writes what it would show, the sweep shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Dict, Optional, Sequence
+
+from ipurun.log.screen import Rows, Screen
+
+__all__ = ["RemoteScreen", "replay"]
+
+
+class RemoteScreen(Screen):
+    """Writes each call as one JSON line.
+
+    Args:
+        descriptor: The writing end of the pipe. A sweep that is gone closes the other end: writing then raises
+            BrokenPipeError, which ends the point, so no orphan keeps a device.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def _send(self, method: str, **arguments: Any) -> None:
+        os.write(self._descriptor, (json.dumps({"do": method, **arguments}) + "\n").encode())
+
+    def line(self, text: str) -> None:
+        self._send("line", text=text)
+
+    def begin(self, title: str) -> None:
+        self._send("begin", title=title)
+
+    def phase(self, text: str, fraction: Optional[float] = None) -> None:
+        self._send("phase", text=text, fraction=fraction)
+
+    def end(self, text: str) -> None:
+        self._send("end", text=text)
+
+    def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
+        self._send("live", parts=list(parts), fraction=fraction)
+
+    def panel(self, title: str, rows: Rows) -> None:
+        """Left out: the sweep has a line for each point, and the run folder has the rest."""
+
+
+def replay(message: str, screen: Screen, prefix: str) -> None:
+    """Performs one line of a `RemoteScreen` on another screen; a line that is none is passed over."""
+    try:
+        call: Dict[str, Any] = json.loads(message)
+        method = call.pop("do")
+    except (ValueError, KeyError, AttributeError):
+        return
+    if method == "live":
+        screen.live([prefix, *call["parts"]], call["fraction"])
+    elif method == "begin":
+        screen.begin(f"{prefix} {call['title']}")
+    elif method == "phase":
+        screen.phase(call["text"], call["fraction"])
+    elif method in ("line", "end"):
+        getattr(screen, method)(f"{prefix} {call['text']}")

@@ -1,0 +1,185 @@
+"""Runs the points of a sweep one after the other and keeps its books."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import List, Optional, Sequence
+
+from ipurun.checkpoint import latest
+from ipurun.config.compose import Points
+from ipurun.errors import ConfigError
+from ipurun.log.screen import Screen
+from ipurun.rundir import RunFolder, check_writable, new_folder, slug, timestamp
+from ipurun.sweep.check import Checked, check_points
+from ipurun.sweep.child import Outcome, run_child
+from ipurun.sweep.manifest import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    PENDING,
+    RUNNING,
+    Manifest,
+    Record,
+    find_unfinished,
+)
+from ipurun.sweep.point import write_job
+from ipurun.sweep.remote import replay
+from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data
+
+__all__ = ["SweepResult", "run_sweep"]
+
+_AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """A sweep that is over, or was stopped."""
+
+    folder: Path
+    ranking: Ranking
+    interrupted: bool
+
+    @property
+    def num_failed(self) -> int:
+        return sum(record.status == FAILED for record in self.ranking.records)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(record.status in (PENDING, INTERRUPTED) for record in self.ranking.records)
+
+
+def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Screen) -> SweepResult:
+    """Checks every point, then runs each in a process of its own.
+
+    Args:
+        points: The points of the command line.
+        argv: The command line, for the manifest.
+        screen: Where progress is shown.
+        errors: Where a failed point is told at once.
+
+    Raises:
+        ConfigError: A point's config is wrong; nothing was started and nothing was written.
+    """
+    checked = check_points(points.points)
+    config = points.points[0].config
+    problems = check_writable(config.runs_dir)
+    if problems:
+        raise ConfigError(problems)
+    records = [_record(item, index) for index, item in enumerate(checked)]
+    manifest = _open(points, argv, records, screen)
+    interrupted = _run_all(manifest, checked, screen, errors)
+    ranking = _write_table(manifest, config.sweep.rank_by)
+    return SweepResult(manifest.folder, ranking, interrupted)
+
+
+def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Screen) -> Manifest:
+    """The manifest to work through: a new one, or an earlier sweep's with what it has done."""
+    config = points.points[0].config
+    names = sorted({record.name for record in records})
+    sweeps = Path(config.runs_dir) / slug(names[0] if len(names) == 1 else "sweep") / "sweeps"
+    earlier: Optional[Manifest] = None
+    if config.resume == _AUTO:
+        earlier = find_unfinished(sweeps, [record.id for record in records])
+        if earlier is None:
+            screen.line(f"note: resume=auto finds no unfinished sweep of these points in {sweeps}: all are run")
+    elif config.resume is not None:
+        earlier = Manifest.load(config.resume)
+    if earlier is None:
+        folder = new_folder(Path(points.sweep_dir) if points.sweep_dir else sweeps / timestamp())
+        manifest = Manifest(folder, argv, records)
+    else:
+        manifest = Manifest(earlier.folder, argv, records)
+        manifest.adopt(earlier)
+        done = len(records) - len(manifest.unfinished)
+        screen.line(f"going on with {earlier.folder}: {done} of {len(records)} points are finished")
+    manifest.save()
+    return manifest
+
+
+def _run_all(manifest: Manifest, checked: Sequence[Checked], screen: Screen, errors: Screen) -> bool:
+    """Runs what is unfinished; True when the user stopped it."""
+    num_points = len(manifest.records)
+    for record, item in zip(manifest.records, checked):
+        if record.status == FINISHED:
+            continue
+        label = f"[{record.index + 1}/{num_points}] {_swept_text(record)}".rstrip()
+        screen.line(f"{label} ...")
+        try:
+            outcome = _run_one(manifest, record, item, label, screen)
+        except KeyboardInterrupt:
+            outcome = Outcome(INTERRUPTED, "interrupted")
+        screen.close()
+        record.status, record.reason = outcome.status, outcome.reason
+        record.folder = outcome.folder or record.folder
+        record.results = outcome.results
+        manifest.save()
+        _write_table(manifest, item.point.config.sweep.rank_by)
+        if outcome.status == INTERRUPTED:
+            return True
+        if outcome.status == FAILED:
+            errors.line(f"{label} failed\n{outcome.detail}")
+            if item.point.config.sweep.on_error == "stop":
+                return False
+    return False
+
+
+def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, screen: Screen) -> Outcome:
+    if item.obstacle is not None or item.plan is None:
+        reason = item.obstacle.problems[0].what if item.obstacle else "it has no plan"
+        return Outcome(FAILED, reason, str(item.obstacle))
+    folder = manifest.folder / f"{record.index:03d}"
+    resume_folder = _resumable(record, folder)
+    jobs = manifest.folder / "jobs"
+    jobs.mkdir(exist_ok=True)
+    job_file = jobs / f"{record.index:03d}.json"
+    write_job(job_file, item.point, str(folder), resume_folder)
+    record.status, record.folder = RUNNING, str(resume_folder or folder)
+    manifest.save()
+    return run_child(
+        job_file,
+        jobs / f"{record.index:03d}.output.txt",
+        item.plan.environment,
+        lambda message: replay(message, screen, label),
+        item.point.config.sweep.timeout_seconds,
+    )
+
+
+def _resumable(record: Record, folder: Path) -> Optional[str]:
+    """The folder of an earlier attempt that has saved something."""
+    for candidate in (record.folder, str(folder)):
+        if candidate and (Path(candidate) / "config.yaml").is_file() and latest(RunFolder(candidate)):
+            return candidate
+    return None
+
+
+def _record(item: Checked, index: int) -> Record:
+    words = [word for word in item.point.overrides if not word.lstrip("+").startswith("resume=")]
+    return Record(
+        id=item.id,
+        index=index,
+        name=item.point.config.name or "run",
+        swept=dict(item.point.swept),
+        overrides=words,
+    )
+
+
+def _swept_text(record: Record) -> str:
+    return " ".join(f"{key}={value}" for key, value in record.swept.items())
+
+
+def _write_table(manifest: Manifest, rank_by: Optional[str]) -> Ranking:
+    ranking = rank(manifest.records, rank_by)
+    rows = rows_as_data(ranking)
+    _replace(manifest.folder / "sweep.csv", csv_text(rows))
+    document = {"ranked_by": ranking.column, "argv": manifest.argv, "points": rows}
+    _replace(manifest.folder / "sweep.json", json.dumps(document, indent=2, default=str) + "\n")
+    return ranking
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

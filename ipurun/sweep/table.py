@@ -1,0 +1,158 @@
+"""The result of a sweep: ranked rows, as a table for people and as CSV and JSON for scripts."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from ipurun.log.format import count, duration, metric
+from ipurun.sweep.manifest import FINISHED, Record
+
+__all__ = ["Ranking", "csv_text", "rank", "rows_as_data", "table_lines", "throughput_lines"]
+
+_SPEED = "samples_per_second"
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer", "seconds", "distance")
+_BAR_WIDTH = 30
+_LONGEST_REASON = 70
+
+
+class Ranking:
+    """Records in order, best first, and the column that ordered them."""
+
+    def __init__(self, column: str, records: Sequence[Record]) -> None:
+        self.column = column
+        self.records = list(records)
+
+    @property
+    def best(self) -> Optional[Record]:
+        first = self.records[0] if self.records else None
+        return first if first is not None and first.status == FINISHED else None
+
+
+def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
+    """Orders the records of a sweep.
+
+    Args:
+        records: All points.
+        rank_by: The column; None: the monitored metric of the runs, else samples per second.
+    """
+    finished = [record for record in records if record.status == FINISHED]
+    column = rank_by or _monitor(finished) or _SPEED
+    ranked = [record for record in finished if _value(record, column) is not None]
+    unranked = [record for record in finished if _value(record, column) is None]
+    ranked.sort(key=lambda record: _sort_key(_value(record, column), column))
+    rest = [record for record in records if record.status != FINISHED]
+    return Ranking(column, ranked + unranked + rest)
+
+
+def rows_as_data(ranking: Ranking) -> List[Dict[str, Any]]:
+    """One flat row a point, for CSV and JSON."""
+    rows = []
+    for place, record in enumerate(ranking.records, 1):
+        results = record.results
+        row: Dict[str, Any] = {"rank": place if record.status == FINISHED else None, "point": record.index}
+        row.update(record.swept)
+        row.update({"status": record.status, "name": record.name})
+        if results.get("monitor"):
+            row[f"best_{results['monitor']}"] = results.get("best")
+        row.update(results.get("metrics", {}))
+        row["train_loss"] = results.get("loss")
+        row[_SPEED] = results.get(_SPEED)
+        row["seconds"] = results.get("seconds", {}).get("total")
+        row.update({"reason": record.reason, "folder": record.folder, "overrides": " ".join(record.overrides)})
+        rows.append(row)
+    return rows
+
+
+def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
+    """Rows as CSV; a column that a row lacks stays empty."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def table_lines(ranking: Ranking) -> List[str]:
+    """The table that ends a sweep, failed rows at its foot with their reasons."""
+    swept = list(dict.fromkeys(key for record in ranking.records for key in record.swept))
+    metrics = list(dict.fromkeys(name for record in ranking.records for name in record.results.get("metrics", {})))
+    header = ["rank", *swept, "status", *_heads(ranking, metrics), "samples/s", "time", "folder or reason"]
+    body = []
+    for place, record in enumerate(ranking.records, 1):
+        done = record.status == FINISHED
+        results = record.results
+        cells = [str(place) if done else "-", *(record.swept.get(key, "") for key in swept), record.status]
+        cells += [_cell(_value(record, name)) for name in _columns(ranking, metrics)]
+        cells += [count(results.get(_SPEED)), duration(results.get("seconds", {}).get("total"))]
+        cells.append((record.folder or "") if done else _shortened(record.reason))
+        body.append(cells)
+    return _aligned(header, body)
+
+
+def throughput_lines(records: Sequence[Record]) -> List[str]:
+    """Throughput against the swept key, as bars; nothing where several keys or none were swept."""
+    keys = {key for record in records for key in record.swept}
+    speeds = [
+        (record.swept, record.results[_SPEED])
+        for record in sorted(records, key=lambda record: record.index)
+        if record.status == FINISHED and record.results.get(_SPEED)
+    ]
+    if len(keys) != 1 or len(speeds) < 2:
+        return []
+    key = keys.pop()
+    longest = max(len(swept[key]) for swept, _ in speeds)
+    fastest = max(speed for _, speed in speeds)
+    lines = [f"samples/s by {key}"]
+    for swept, speed in speeds:
+        bar = "#" * max(1, round(_BAR_WIDTH * speed / fastest))
+        lines.append(f"  {swept[key]:>{longest}}  {bar:<{_BAR_WIDTH}}  {count(speed)}")
+    return lines
+
+
+def _monitor(records: Sequence[Record]) -> Optional[str]:
+    return next((record.results["monitor"] for record in records if record.results.get("monitor")), None)
+
+
+def _value(record: Record, column: str) -> Optional[float]:
+    results = record.results
+    if column == results.get("monitor") and results.get("best") is not None:
+        return float(results["best"])
+    places = (results.get("metrics", {}), results, results.get("seconds", {}))
+    found = next((place[column] for place in places if isinstance(place.get(column), (int, float))), None)
+    return None if found is None else float(found)
+
+
+def _sort_key(value: Optional[float], column: str) -> Tuple[bool, float]:
+    assert value is not None
+    if value != value:  # NaN compares with nothing and belongs last
+        return True, 0.0
+    return False, value if any(word in column.lower() for word in _SMALLER_IS_BETTER) else -value
+
+
+def _columns(ranking: Ranking, metrics: Sequence[str]) -> List[str]:
+    first = [] if ranking.column == _SPEED else [ranking.column]
+    return first + [name for name in metrics if name not in first]
+
+
+def _heads(ranking: Ranking, metrics: Sequence[str]) -> List[str]:
+    names = _columns(ranking, metrics)
+    monitor = _monitor(ranking.records)
+    return [f"best {name}" if name == monitor else name for name in names]
+
+
+def _cell(value: Optional[float]) -> str:
+    return "-" if value is None else metric(value)
+
+
+def _shortened(text: str) -> str:
+    line = text.splitlines()[0] if text else ""
+    return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
+
+
+def _aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> List[str]:
+    widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
+    rows = [header, ["-" * width for width in widths], *body]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
