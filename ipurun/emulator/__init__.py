@@ -1,0 +1,173 @@
+"""PopTorch 3.4's Python API on plain CPU torch.
+
+``install()`` makes ``import poptorch`` mean this package. What is executed, what is only recorded and where
+it differs from a device is told in docs/explanation/emulator.md and docs/reference/emulator-coverage.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from ipurun.emulator import enums, ops, optim, options, poptorch_core, profiling
+from ipurun.emulator._args_parsers import (
+    ICustomArgParser,
+    registerCustomArgParser,
+    registerGeometricCustomArgParsers,
+)
+from ipurun.emulator._hardware import ipuHardwareIsAvailable, ipuHardwareVersion
+from ipurun.emulator._impl import createPoptorchError, isRunningOnIpu
+from ipurun.emulator._logging import setLogLevel
+from ipurun.emulator._printing import module_repr, print
+from ipurun.emulator._utils import accessAttributes, getIpuTensorId
+from ipurun.emulator._version import __version__
+from ipurun.emulator.autocasting import autocast
+from ipurun.emulator.enums import (
+    AutoStage,
+    CommGroupType,
+    ConnectionType,
+    DataLoaderMode,
+    HalfFloatCastingBehavior,
+    Liveness,
+    MatMulSerializationMode,
+    MeanReductionStrategy,
+    MultiConvPlanType,
+    OutputMode,
+    OverlapMode,
+    ReductionType,
+    SharingStrategy,
+    SyncPattern,
+    VariableRetrievalMode,
+)
+from ipurun.emulator.install import install
+from ipurun.emulator.ops import (
+    CPU,
+    BeginBlock,
+    Block,
+    BlockFunction,
+    LegacyBeginBlockFn,
+    MultiConv,
+    NameScope,
+    cond,
+    ctc_beam_search_decoder,
+    custom_op,
+    dynamic_slice,
+    dynamic_update,
+    for_loop,
+    fps,
+    identity_loss,
+    ipu_print_tensor,
+    nearest,
+    nop,
+    recomputationCheckpoint,
+    register_cpu_implementation,
+    removeBlocks,
+    serializedMatMul,
+    set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
+)
+from ipurun.emulator.options import (
+    Attribute,
+    BlockId,
+    ConfigFileError,
+    Options,
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+    TensorLocationSettings,
+)
+from ipurun.emulator.poptorch_core import (
+    Error,
+    RecoverableError,
+    UnrecoverableError,
+    importPoptorchMetadataFromFile,
+    poptorchAtExit,
+)
+
+__all__ = [
+    "Attribute",
+    "AutoStage",
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "BlockId",
+    "CPU",
+    "CommGroupType",
+    "ConfigFileError",
+    "ConnectionType",
+    "DataLoaderMode",
+    "Error",
+    "HalfFloatCastingBehavior",
+    "ICustomArgParser",
+    "LegacyBeginBlockFn",
+    "Liveness",
+    "MatMulSerializationMode",
+    "MeanReductionStrategy",
+    "MultiConv",
+    "MultiConvPlanType",
+    "NameScope",
+    "Options",
+    "OutputMode",
+    "OverlapMode",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "RecoverableError",
+    "ReductionType",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "SharingStrategy",
+    "Stage",
+    "SyncPattern",
+    "TensorLocationSettings",
+    "UnrecoverableError",
+    "VariableRetrievalMode",
+    "__version__",
+    "accessAttributes",
+    "autocast",
+    "cond",
+    "createPoptorchError",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "enums",
+    "for_loop",
+    "fps",
+    "getIpuTensorId",
+    "identity_loss",
+    "importPoptorchMetadataFromFile",
+    "install",
+    "ipuHardwareIsAvailable",
+    "ipuHardwareVersion",
+    "ipu_print_tensor",
+    "isRunningOnIpu",
+    "module_repr",
+    "nearest",
+    "nop",
+    "ops",
+    "optim",
+    "options",
+    "poptorchAtExit",
+    "poptorch_core",
+    "print",
+    "profiling",
+    "recomputationCheckpoint",
+    "registerCustomArgParser",
+    "registerGeometricCustomArgParsers",
+    "register_cpu_implementation",
+    "removeBlocks",
+    "serializedMatMul",
+    "setLogLevel",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]
+
+# PopTorch does so at import, for programs that fork after the device libraries were loaded.
+os.environ.setdefault("RDMAV_FORK_SAFE", "1")
+atexit.register(poptorchAtExit)

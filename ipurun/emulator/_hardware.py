@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["available", "stands_in_for_hardware", "uses_ipu_model", "version"]
+__all__ = [
+    "ipuHardwareIsAvailable",
+    "ipuHardwareVersion",
+    "stands_in_for_hardware",
+    "uses_ipu_model",
+    "version",
+]
 
 _SIMULATED_VERSION = 2
 _MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
@@ -27,6 +33,19 @@ def version(num_ipus: int = 1) -> int:
     return _SIMULATED_VERSION
 
 
-def available(num_ipus: int = 1) -> bool:
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     """Whether that many IPUs can be attached to."""
     return version(num_ipus) != 0
+
+
+def ipuHardwareVersion() -> int:
+    """Return the architecture version of the IPUs; 0 while the simulator is selected.
+
+    Raises:
+        AssertionError: There are none.
+    """
+    if uses_ipu_model():
+        return 0
+    found = version()
+    assert found != 0, "No IPU hardware available on this system"
+    return found

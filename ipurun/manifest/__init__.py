@@ -1,18 +1,19 @@
-"""PopTorch's public names, as data: what exists, which arguments it takes, which option it writes."""
+"""The manifest of PopTorch 3.4's public API, readable without torch or PopTorch."""
 
 from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
+import os
 from typing import Any, Dict
 
 __all__ = ["load"]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=None)
 def load() -> Dict[str, Any]:
-    """The manifest of PopTorch 3.4's Python API; shared, so readers leave it as it is."""
-    text = (Path(__file__).parent / "api.json").read_text(encoding="utf-8")
-    manifest: Dict[str, Any] = json.loads(text)
+    """Return the manifest: modules, option groups, exceptions, environment variables, backend keys."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "api.json")
+    with open(path, encoding="utf-8") as file:
+        manifest: Dict[str, Any] = json.load(file)
     return manifest

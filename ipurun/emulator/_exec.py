@@ -1,0 +1,106 @@
+"""Runs a PopTorch program as ``python`` would, with ``import poptorch`` answered by the emulator."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import types
+from typing import Any, Callable, Dict, Optional, Sequence
+
+from ipurun.emulator.install import install
+
+__all__ = ["run_module", "run_script"]
+
+_INTERRUPTED = 130
+
+
+def run_script(path: str, args: Sequence[str]) -> int:
+    """Behave like ``python path args``.
+
+    Args:
+        path: The Python file.
+        args: What the program finds after its own name in sys.argv.
+
+    Returns:
+        The exit code that Python would have ended with.
+    """
+    if not os.path.isfile(path):
+        print(f"{sys.executable}: can't open file {path!r}: No such file", file=sys.stderr)
+        return 2
+    install()
+    sys.argv = [path, *args]
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    return _guarded(lambda: _execute_file(path), __file__)
+
+
+def run_module(name: str, args: Sequence[str]) -> int:
+    """Behave like ``python -m name args``.
+
+    Args:
+        name: The dotted name of a module, or of a package with a ``__main__``.
+        args: What the program finds after its own name in sys.argv.
+
+    Returns:
+        The exit code that Python would have ended with.
+    """
+    install()
+    sys.argv = ["-m", *args]
+    sys.path[0] = os.getcwd()
+    if not _module_exists(name):
+        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
+        return 1
+    return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), __file__)
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _execute_file(path: str) -> None:
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    main = types.ModuleType("__main__")
+    names: Dict[str, Any] = main.__dict__
+    names.update(__file__=path, __builtins__=__builtins__, __cached__=None, __spec__=None)
+    # Classes of the program are pickled by the name __main__, and worker processes re-read its __file__.
+    sys.modules["__main__"] = main
+    exec(code, names)
+
+
+def _guarded(program: Callable[[], Any], own_file: str) -> int:
+    try:
+        program()
+    except SystemExit as end:
+        return _exit_code(end.code)
+    except KeyboardInterrupt as interrupt:
+        _report(interrupt, own_file)
+        return _INTERRUPTED
+    except BaseException as error:  # whatever the program raised is reported as Python reports it
+        _report(error, own_file)
+        return 1
+    finally:
+        sys.stdout.flush()
+    return 0
+
+
+def _exit_code(code: Any) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _report(error: BaseException, own_file: str) -> None:
+    """Print the traceback from the program's first line on, through the program's own hook if it set one."""
+    traceback: Optional[types.TracebackType] = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == own_file:
+        traceback = traceback.tb_next
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)

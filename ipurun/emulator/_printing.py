@@ -1,0 +1,37 @@
+"""Text of a module that shows where its blocks begin."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any, List
+
+import torch
+
+from ipurun.emulator._blocks import BlockHook
+
+__all__ = ["module_repr", "print"]
+
+
+def _indented(text: str) -> str:
+    first, *rest = text.split("\n")
+    return "\n".join([first] + [f"  {line}" for line in rest])
+
+
+def module_repr(m: torch.nn.Module) -> str:
+    """Return torch's text of a module, with a line for each block that begins there."""
+    lines: List[str] = [repr(hook) for hook in m._forward_pre_hooks.values() if isinstance(hook, BlockHook)]
+    extra = m.extra_repr()
+    extra_lines = extra.split("\n") if extra else []
+    children = [f"({name}): {_indented(module_repr(child))}" for name, child in m.named_children()]
+    name = m._get_name()
+    if not lines and not children and len(extra_lines) <= 1:
+        return f"{name}({extra})"
+    inside = "\n".join(f"  {line}" for line in lines + extra_lines + children)
+    return f"{name}(\n{inside}\n)"
+
+
+def print(m: Any) -> None:
+    """Print the text of a module, and then the object as Python's print does, as PopTorch 3.4 does."""
+    if isinstance(m, torch.nn.Module):
+        builtins.print(module_repr(m))
+    builtins.print(m)

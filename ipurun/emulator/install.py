@@ -1,0 +1,102 @@
+"""Makes ``import poptorch`` mean the emulator, in this process and in those it starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any, Optional, Sequence
+
+import torch
+
+from ipurun.emulator.autocasting import autocast_module
+
+__all__ = ["find_real_poptorch", "install", "shim_folder"]
+
+_ALIAS = "poptorch"
+_TARGET = __package__ or "ipurun.emulator"
+
+
+class _AliasLoader(importlib.abc.Loader):
+    """Gives out a module of the emulator under PopTorch's name, without loading it twice."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._own_spec: Any = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._target)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has just put the alias's spec on the module; it keeps the one it was loaded by.
+        module.__spec__ = self._own_spec
+
+
+class _AliasFinder(importlib.abc.MetaPathFinder):
+    """Finds ``poptorch.x`` as ``ipurun.emulator.x``."""
+
+    def find_spec(
+        self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[importlib.machinery.ModuleSpec]:
+        if not fullname.startswith(_ALIAS + "."):
+            return None
+        real_name = _TARGET + fullname[len(_ALIAS) :]
+        found = importlib.util.find_spec(real_name)
+        if found is None:
+            return None
+        return importlib.machinery.ModuleSpec(
+            fullname, _AliasLoader(real_name), is_package=found.submodule_search_locations is not None
+        )
+
+
+def shim_folder() -> str:
+    """Return the folder that makes ``import poptorch`` mean the emulator when it is on PYTHONPATH."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
+
+
+def find_real_poptorch() -> Optional[str]:
+    """Return where Graphcore's own poptorch is installed, None without it."""
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != shim_folder()]
+    spec = importlib.machinery.PathFinder.find_spec(_ALIAS, elsewhere)
+    # A folder without __init__.py is a namespace package: something else of that name.
+    return None if spec is None else spec.origin
+
+
+def install() -> None:
+    """Make ``import poptorch`` and its submodules mean the emulator from now on.
+
+    Child processes inherit it through PYTHONPATH, also those started by spawn or forkserver. Calling it
+    again changes nothing.
+
+    Raises:
+        RuntimeError: The real poptorch was imported before.
+    """
+    emulator = importlib.import_module(_TARGET)
+    present = sys.modules.get(_ALIAS)
+    shim_loads = present is not None and _is_shim(present)
+    if present is not None and present is not emulator and not shim_loads:
+        raise RuntimeError(
+            f"poptorch was imported before install(): {getattr(present, '__file__', present)}. "
+            "Call ipurun.emulator.install() before the first `import poptorch`."
+        )
+    sys.modules[_ALIAS] = emulator
+    if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AliasFinder())
+    torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
+    folder = shim_folder()
+    if folder not in sys.path:
+        sys.path.insert(1, folder)
+    inherited = os.environ.get("PYTHONPATH", "")
+    if folder not in inherited.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, inherited]))
+
+
+def _is_shim(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and os.path.abspath(file).startswith(shim_folder() + os.sep)

@@ -1,0 +1,52 @@
+"""Tracepoints for Graphcore's PVTI profiler: no-ops unless PVTI is asked for and installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from types import ModuleType
+from typing import Any, ContextManager, Optional
+
+__all__ = ["Channel"]
+
+
+def _load_pvti() -> Optional[ModuleType]:
+    if "PVTI_OPTIONS" not in os.environ:
+        return None
+    try:
+        return importlib.import_module("libpvti")
+    except ImportError:
+        return None
+
+
+_pvti = _load_pvti()
+
+
+class Channel:
+    """A named series of tracepoints.
+
+    Args:
+        name: The name that the profiler shows.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._channel = None if _pvti is None else _pvti.createTraceChannel(name)
+
+    def instrument(self, obj: Any, *methods: str) -> Any:
+        """Trace every call of the object's methods of these names.
+
+        Returns:
+            The object.
+        """
+        if _pvti is not None:
+            _pvti.instrument(obj, methods, self._channel)
+        return obj
+
+    def tracepoint(self, name: str) -> ContextManager[Any]:
+        """Return a context manager that traces what runs inside it."""
+        if _pvti is None:
+            return contextlib.nullcontext()
+        tracepoint: ContextManager[Any] = _pvti.Tracepoint(self._channel, f"{self._name}.{name}")
+        return tracepoint
