@@ -9,6 +9,7 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder, one_tensor, require_tensor
+from ipurun.emulator._op_log import call_recorded
 
 Batch = Optional[Union[List[int], torch.Tensor]]
 
@@ -43,7 +44,7 @@ def fps(src: torch.Tensor, ptr: List[int], ratio: float = 0.5, random_start: boo
         return torch.cat(picked)
 
     recorder = active_recorder()
-    return sample(src) if recorder is None else one_tensor(recorder.call(sample, [src], name="fps"))
+    return sample(src) if recorder is None else one_tensor(call_recorded(recorder, sample, [src], name="fps"))
 
 
 def _farthest(points: torch.Tensor, ratio: float, random_start: bool) -> torch.Tensor:
@@ -83,7 +84,11 @@ def nearest(x: torch.Tensor, y: torch.Tensor, batch_x: Batch = None, batch_y: Ba
 
     arguments = [x, y, _as_tensor(batch_x, x.shape[0]), _as_tensor(batch_y, y.shape[0])]
     recorder = active_recorder()
-    return _nearest(*arguments) if recorder is None else one_tensor(recorder.call(_nearest, arguments, name="nearest"))
+    return (
+        _nearest(*arguments)
+        if recorder is None
+        else one_tensor(call_recorded(recorder, _nearest, arguments, name="nearest"))
+    )
 
 
 def _is_batch(batch: Any) -> bool:

@@ -6,31 +6,15 @@ issued again for every further trip, so the compiled graph holds the loop unroll
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder, refuse_training
+from ipurun.emulator._op_log import OpLog
 
 Body = Callable[..., Any]
-OpCall = Tuple[Any, Tuple[Any, ...], Dict[str, Any], Any]
-
-
-class _OpLog(TorchDispatchMode):
-    """Keeps the ops that run inside it, while the recorder below sees them as usual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: List[OpCall] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, result))
-        return result
 
 
 def _as_list(outputs: Any) -> List[torch.Tensor]:
@@ -44,23 +28,6 @@ def _check_inputs(op: str, name: str, inputs: Any) -> None:
     for index, value in enumerate(inputs):
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{expected} (Object contained in list at index {index} is not torch.tensor)")
-
-
-def _issue_again(
-    calls: Sequence[OpCall], inputs: Sequence[torch.Tensor], new_inputs: Sequence[torch.Tensor]
-) -> Dict[int, torch.Tensor]:
-    """Runs logged ops on other inputs; returns the new tensor for the id of each logged one."""
-    replaced = {id(old): new for old, new in zip(inputs, new_inputs)}
-
-    def substitute(value: Any) -> Any:
-        return replaced.get(id(value), value) if isinstance(value, torch.Tensor) else value
-
-    for func, args, kwargs, result in calls:
-        new_result = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
-        for old, new in zip(tree_flatten(result)[0], tree_flatten(new_result)[0]):
-            if isinstance(old, torch.Tensor):
-                replaced[id(old)] = new
-    return replaced
 
 
 def for_loop(count: int, body: Body, inputs: List[torch.Tensor]) -> List[torch.Tensor]:
@@ -82,15 +49,15 @@ def for_loop(count: int, body: Body, inputs: List[torch.Tensor]) -> List[torch.T
     refuse_training(recorder, "for_loop")
 
     first = [value.clone() for value in inputs]
-    with _OpLog() as log:
+    with OpLog() as log:
         outputs = _as_list(body(*first))
     _check_carried(first, outputs)
     if count < 1:
         return [value.clone() for value in inputs]
     carried = outputs
     for _ in range(count - 1):
-        replaced = _issue_again(log.calls, first, [value.clone() for value in carried])
-        carried = [replaced.get(id(value), value) for value in outputs]
+        new_tensor = log.issue_again(first, [value.clone() for value in carried])
+        carried = [new_tensor(value) for value in outputs]
     return carried
 
 

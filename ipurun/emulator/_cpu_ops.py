@@ -10,6 +10,7 @@ import torch
 from ipurun.emulator import _tracing
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder, natively, refuse_training
+from ipurun.emulator._op_log import call_recorded
 
 # One name is one function within a compile: the first that was registered under it.
 _functions: weakref.WeakKeyDictionary[_tracing.Recorder, Dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
@@ -50,7 +51,7 @@ class CPU:
         else:
             refuse_training(recorder, "CPU")
             function = _functions.setdefault(recorder, {}).setdefault(self._ID, self._layer_to_call)
-            result = recorder.call(_on_host(function), input, backward=_no_gradient, name=self._ID)
+            result = call_recorded(recorder, _on_host(function), input, backward=_no_gradient, name=self._ID)
         self.in_shapes = [tensor.shape for tensor in input]
         self.out_shapes = [tensor.shape for tensor in _as_tuple(result)]
         return result

@@ -8,6 +8,7 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder, require_tensor
+from ipurun.emulator._op_log import call_recorded
 
 Prefix = Tuple[int, ...]
 
@@ -49,7 +50,7 @@ def ctc_beam_search_decoder(
     def decode(values: torch.Tensor, valid_steps: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         return _decode_batch(values, valid_steps, blank, beam_width, top_paths)
 
-    return list(recorder.call(decode, [probs, lengths], name="ctc_beam_search_decoder"))
+    return list(call_recorded(recorder, decode, [probs, lengths], name="ctc_beam_search_decoder"))
 
 
 def _decode_batch(

@@ -8,6 +8,7 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder, natively
+from ipurun.emulator._op_log import call_recorded
 
 AttributeValue = Union[float, int, str, list, tuple]
 _FLOAT_LIMIT = torch.finfo(torch.float32).max
@@ -92,7 +93,7 @@ def custom_op(
                 return backward(tensors, outputs, grads, **settings)
             return _vector_jacobian_product(run, tensors, grads)
 
-    results = list(recorder.call(run, list(inputs), backward=gradients, name=name))
+    results = list(call_recorded(recorder, run, list(inputs), backward=gradients, name=name))
     if len(results) != len(example_outputs):
         raise createPoptorchError(
             f"The CPU implementation of the custom op {name} returned {len(results)} tensors, but "

@@ -9,6 +9,7 @@ import torch
 
 from ipurun.emulator import _tracing
 from ipurun.emulator._op_context import active_recorder, one_tensor, require_tensor
+from ipurun.emulator._op_log import call_recorded
 from ipurun.emulator._print_format import PrintFormat
 
 _FLOAT_FORMATS = {"auto": 0, "fixed": 1, "scientific": 2, "none": 3}
@@ -94,4 +95,4 @@ def ipu_print_tensor(
     if recorder is None:
         return tensor
     printer = _Printer(title or _UNTITLED, layout, print_gradient)
-    return one_tensor(recorder.call(printer.value, [tensor], printer.gradient, "ipu_print_tensor"))
+    return one_tensor(call_recorded(recorder, printer.value, [tensor], printer.gradient, "ipu_print_tensor"))

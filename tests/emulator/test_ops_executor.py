@@ -353,3 +353,13 @@ def test_identity_loss_gradient(reduction):
     assert loss.item() == {"sum": 12.0, "mean": 6.0}[reduction]
     step = {"sum": 4.0, "mean": 2.0}[reduction]
     torch.testing.assert_close(model.w.detach(), torch.tensor([1.0, 2.0]) - step)
+
+
+def test_for_loop_calls_host_functions_at_every_trip():
+    seen = []
+    host = poptorch.CPU(lambda v: (seen.append(v.item()), v * 2)[1], "Doubled")
+    executor = infer(lambda x: poptorch.for_loop(3, lambda v: host(v) + 1, [x])[0])
+    executor(torch.tensor([0.0]))
+    seen.clear()
+    assert executor(torch.tensor([5.0])).item() == 47.0
+    assert seen == [5.0, 11.0, 23.0]
