@@ -34,6 +34,8 @@ def read_setters(options: Mapping[str, Any], key: str = "options") -> Tuple[List
             problems.append(_unknown(path, key, value))
             continue
         for args, kwargs in _arguments(option_setters()[path], value):
+            if path == "_Popart.set" and len(args) == 2:
+                origin, value = f"{key}.{path}.{args[0]}", args[1]
             try:
                 calls.append(bind(path, args, kwargs, origin))
             except BadValueError as error:

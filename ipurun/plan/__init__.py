@@ -1,0 +1,27 @@
+"""From a config to a plan: pure arithmetic, and PopTorch calls as data."""
+
+from __future__ import annotations
+
+from typing import Mapping, Optional
+
+from ipurun.config.schema import RunConfig
+from ipurun.plan.types import Facts, Plan
+
+__all__ = ["make_plan"]
+
+
+def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, str]] = None) -> Plan:
+    """Everything that a run will do, before anything is done.
+
+    Args:
+        config: The typed config.
+        facts: What is known of the engine, the data and the model.
+        environ: Environment variables; None: those of this process.
+
+    Raises:
+        ConfigError: With all problems at once.
+    """
+    # Deferred, because the config room writes setters as the `Call`s of `ipurun.plan.types`.
+    from ipurun.plan import make
+
+    return make.make_plan(config, facts, environ)
