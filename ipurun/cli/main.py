@@ -26,6 +26,7 @@ COMMANDS = {
     "exec": "Run a PopTorch program on the CPU engine.",
 }
 _MODULES = {"import": "ipurun.cli.import_"}
+_COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
 _INTERRUPTED = 130
 
 _USAGE = """\
@@ -96,6 +97,10 @@ def _command(name: str, rest: List[str]) -> int:
     # Console scripts do not put the working folder on the path; a user's model.py is there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if name in _COMPOSING and "--help" not in rest and "-h" not in rest:
+        answer = import_module("ipurun.cli.inquiry").answer(name, rest)
+        if answer is not None:
+            return int(answer)
     return int(import_module(_MODULES.get(name, f"ipurun.cli.{name}")).run(rest))
 
 

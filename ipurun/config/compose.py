@@ -166,11 +166,22 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
             return None, [Problem(f"`{key}` has no value", "the config says ???", fix=fixes) for key in missing]
         typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        return None, [Problem(f"`{key}` cannot be resolved: {str(error).splitlines()[0]}", "the config")]
+        reason = str(error).splitlines()[0]
+        return None, [
+            Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value))
+            for key, value in _unresolvable(config)
+        ]
     if typed.name is None:
         typed.name = "+".join(recipes) or "run"
     return typed, []
+
+
+def _unresolvable(config: DictConfig) -> Iterator[Tuple[str, Any]]:
+    for key, value in _leaves(OmegaConf.to_container(config, resolve=False)):
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException:
+            yield key, value
 
 
 def _changed(
@@ -179,7 +190,7 @@ def _changed(
     typed_keys = {override.key for override, _ in chosen if not override.is_group}
     groups = {override.key for override, _ in chosen if override.is_group}
     defaults = {key: entry.default for key, entry in all_keys().items()}
-    for key, value in _leaves(config):
+    for key, value in _leaves(dataclasses.asdict(config)):
         if value == defaults.get(key):
             continue
         yield Changed(key, value, _origin(key, typed_keys, groups, documents))
@@ -198,15 +209,12 @@ def _origin(key: str, typed: Any, groups: Any, documents: Sequence[Document]) ->
     return "command line" if chosen_group else "derived"
 
 
-def _leaves(config: RunConfig) -> Iterator[Tuple[str, Any]]:
-    def walk(value: Any, path: str) -> Iterator[Tuple[str, Any]]:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                yield from walk(inner, f"{path}.{key}" if path else str(key))
-        else:
-            yield path, value
-
-    yield from walk(dataclasses.asdict(config), "")
+def _leaves(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 def _given(parsed: Sequence[overrides.Parsed], key: str) -> Optional[str]:

@@ -7,14 +7,14 @@ from typing import Any, List, Mapping, Sequence
 import yaml
 
 from ipurun.config import keys
-from ipurun.config.documents import Document, Entry, duplicate_keys
+from ipurun.config.documents import Document, Entry
 from ipurun.errors import Problem
 
 __all__ = ["check_document"]
 
 
 def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
-    """Unknown keys, keys set twice and values of a wrong type in one file."""
+    """Unknown keys and values of a wrong type in one file."""
     if document.package == "recipe":
         return [
             Problem(
@@ -23,10 +23,7 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
                 fix="make `# @package _global_` the first line of the file",
             )
         ]
-    problems = [
-        Problem(f"`{key}` is set twice", document.where(lines[-1]), seen=f"also in line {lines[0]}")
-        for key, lines in duplicate_keys(document).items()
-    ]
+    problems: List[Problem] = []
     unknown: List[str] = []
     for entry in document.entries:
         if entry.key.split(".")[0] == "hydra" or any(entry.key.startswith(above + ".") for above in unknown):

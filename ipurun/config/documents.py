@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import yaml
 
 from ipurun.config.folders import builtin_folder
 from ipurun.errors import Problem
 
-__all__ = ["Document", "Entry", "duplicate_keys", "read_document", "yaml_problem"]
+__all__ = ["Document", "Entry", "read_document", "yaml_problem"]
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,6 @@ def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
     return Problem(
         f"malformed YAML: {reason}", where, seen=seen, fix="mind indentation, colons and quotes at that place"
     )
-
-
-def duplicate_keys(document: Document) -> Dict[str, List[int]]:
-    """Keys that one file sets twice, with their lines: YAML keeps the last one in silence."""
-    lines: Dict[str, List[int]] = {}
-    for entry in document.entries:
-        lines.setdefault(entry.key, []).append(entry.line)
-    return {key: places for key, places in lines.items() if len(places) > 1}
 
 
 def _display(path: Path) -> str:

@@ -184,8 +184,11 @@ def _recipe_name(document: Document) -> str:
 
 
 def _find_broken_yaml(error: yaml.YAMLError) -> List[Problem]:
-    # Hydra's loader does not say which file it was reading: parse the candidates until one fails.
-    for folder in search.user_folders() + [str(builtin_folder())]:
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None and Path(mark.name).is_file():
+        return [yaml_problem(Path(mark.name), error)]
+    # Packaged files are read from a stream without a name: parse the candidates until one fails.
+    for folder in [*search.user_folders(), str(builtin_folder())]:
         for path in sorted(Path(folder).rglob("*.yaml")):
             try:
                 read_document(path, "")

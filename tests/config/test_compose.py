@@ -1,0 +1,206 @@
+"""From a command line to points: what composes, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import List
+
+import pytest
+
+from ipurun.config.compose import from_yaml, one, points, to_yaml
+from ipurun.errors import ConfigError, Problem
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_recipe(name: str, text: str) -> Path:
+    path = Path("conf/recipe") / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def problems_of(*argv: str) -> List[Problem]:
+    try:
+        found = points(argv)
+    except ConfigError as error:
+        return list(error.problems)
+    return [problem for point in found.points for problem in point.problems]
+
+
+class TestComposing:
+    def test_a_recipe_and_an_override_make_a_typed_config(self) -> None:
+        config = one(["+recipe=mnist", "devices=8"]).config
+        assert config.devices == 8
+        assert config.name == "mnist"
+        assert config.loss.name == "CrossEntropyLoss"
+
+    def test_recipe_works_without_the_plus(self) -> None:
+        assert one(["recipe=mnist"]).recipes == ("mnist",)
+
+    @pytest.mark.parametrize(("typed", "kept"), [("16.16", "16.16"), ("16.32", "16.32"), ("16", "16"), ("32", "32")])
+    def test_precision_is_a_word_even_where_yaml_sees_a_number(self, typed: str, kept: str) -> None:
+        assert one(["+recipe=mnist", f"precision={typed}"]).config.precision == kept
+
+    @pytest.mark.parametrize("prefix", ["", "+", "++"])
+    def test_open_and_closed_keys_take_any_of_hydras_prefixes(self, prefix: str) -> None:
+        config = one(["+recipe=mnist", f"{prefix}devices=2", f"{prefix}model.anything=3"]).config
+        assert config.devices == 2
+        assert config.model["anything"] == 3
+
+    def test_a_pattern_as_key_of_a_mapping_can_be_typed(self) -> None:
+        config = one(["+recipe=mnist", 'precision_rules={"*.norm": 32}']).config
+        assert config.precision_rules == {"*.norm": "32"}
+
+    def test_a_group_chosen_on_the_command_line_wins_over_the_recipe(self) -> None:
+        write_recipe(
+            "mine",
+            "# @package _global_\nsample: [{shape: [2]}]\ndata: {_target_: my.Data, folder: here}\n",
+        )
+        data = one(["+recipe=mine", "data=synthetic", "data.train_samples=7"]).config.data
+        assert data["_target_"] == "ipurun.datasets.synthetic.splits"
+        assert data["train_samples"] == 7
+        assert "folder" not in data
+
+    def test_changed_keys_name_their_origin(self) -> None:
+        write_recipe("mine", "# @package _global_\n\nepochs: 3\nmodel:\n  _target_: a.B\n")
+        changed = {change.key: change.origin for change in one(["+recipe=mine", "seed=5"]).changed}
+        assert changed["epochs"] == "conf/recipe/mine.yaml:3"
+        assert changed["model._target_"] == "conf/recipe/mine.yaml:5"
+        assert changed["seed"] == "command line"
+        assert "micro_batch_size" not in changed
+
+    def test_a_stored_config_reads_back_equal(self, tmp_path: Path) -> None:
+        config = one(["+recipe=mnist", "devices=4", "precision=16.32"]).config
+        stored = tmp_path / "config.yaml"
+        stored.write_text(to_yaml(config))
+        assert from_yaml(stored) == config
+
+
+class TestSweeps:
+    def test_every_combination_is_a_point(self) -> None:
+        found = points(["-m", "+recipe=mnist", "device_iterations=1,8", "seed=1,2,3"])
+        assert [(p.config.device_iterations, p.config.seed) for p in found.points] == [
+            (1, 1), (1, 2), (1, 3), (8, 1), (8, 2), (8, 3),
+        ]  # fmt: skip
+        assert found.points[3].swept == {"device_iterations": "8", "seed": "1"}
+        assert found.points[3].overrides == ("+recipe=mnist", "device_iterations=8", "seed=1")
+
+    def test_the_flag_may_stand_anywhere(self) -> None:
+        assert len(points(["+recipe=mnist", "-m", "seed=1,2"]).points) == 2
+
+    def test_glob_over_recipes(self) -> None:
+        names = {point.recipes[0] for point in points(["-m", "+recipe=glob(*)"]).points}
+        assert {"mnist", "fashion_mnist"} <= names
+
+    def test_a_sweep_declared_in_a_recipe(self) -> None:
+        write_recipe("mine", "# @package _global_\nmodel: {_target_: a.B}\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
+        assert [p.config.seed for p in points(["-m", "+recipe=mine"]).points] == [1, 2]
+        assert [p.config.seed for p in points(["-m", "+recipe=mine", "seed=9"]).points] == [9]
+
+    def test_several_values_without_the_flag_are_refused(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "seed=1,2")
+        assert "sweep" in problem.what
+        assert problem.fix.startswith("-m seed=1,2")
+
+    def test_a_bad_value_in_any_point_is_found(self) -> None:
+        assert [p.what for p in problems_of("-m", "+recipe=mnist", "engine=cpu,gpu")] == [
+            "`engine` does not know `gpu`"
+        ]
+
+
+class TestBadInput:
+    def test_unknown_key_gets_the_nearest_and_the_corrected_command(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "device=8")
+        assert problem.what == "unknown key `device`"
+        assert problem.where == "command line: device=8"
+        assert problem.known.startswith("devices")
+        assert problem.fix == "ipurun train +recipe=mnist devices=8"
+
+    def test_all_problems_come_together(self) -> None:
+        found = problems_of("+recipe=mnist", "device=8", "epochs=many", "engine=gpu", "micro_batch_size=0", "loose")
+        assert [problem.what for problem in found] == [
+            "unknown key `device`",
+            "`epochs` takes int | null",
+            "`loose` is not an override",
+            "`micro_batch_size` must be 1 or more",
+            "`engine` does not know `gpu`",
+        ]
+
+    def test_unknown_recipe_lists_those_that_exist(self) -> None:
+        (problem,) = problems_of("+recipe=mnits")
+        assert problem.what == "unknown recipe `mnits`"
+        assert "fashion_mnist, mnist" in problem.known
+        assert problem.fix == "+recipe=mnist"
+
+    @pytest.mark.parametrize("value", ["true", "abc", "1.5", "[1]"])
+    def test_a_number_must_be_a_number(self, value: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", f"device_iterations={value}")
+        assert problem.what == "`device_iterations` takes int"
+
+    def test_malformed_yaml_names_file_line_and_column(self) -> None:
+        write_recipe("mine", "# @package _global_\nepochs: 1\nmodel: [unclosed\nseed: 3\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert problem.what.startswith("malformed YAML")
+        assert problem.where == "conf/recipe/mine.yaml:4:5"
+        assert problem.seen == "seed: 3"
+
+    def test_unknown_keys_and_wrong_types_in_yaml_name_file_and_line(self) -> None:
+        write_recipe("mine", "# @package _global_\nepoch: 1\nseed: soon\nloader:\n  shufle: true\n")
+        found = problems_of("+recipe=mine")
+        assert [(p.what, p.where) for p in found] == [
+            ("unknown key `epoch`", "conf/recipe/mine.yaml:2"),
+            ("`seed` takes int", "conf/recipe/mine.yaml:3"),
+            ("unknown key `loader.shufle`", "conf/recipe/mine.yaml:5"),
+        ]
+        assert "epochs" in found[0].known
+        assert "loader.shuffle" in found[2].known
+
+    def test_a_key_set_twice_in_one_file(self) -> None:
+        write_recipe("mine", "# @package _global_\nseed: 1\nepochs: 2\nseed: 3\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert problem.what == "malformed YAML: found duplicate key seed"
+        assert problem.where == "conf/recipe/mine.yaml:4:1"
+
+    def test_a_recipe_without_its_package_line(self) -> None:
+        write_recipe("mine", "epochs: 1\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert "@package _global_" in problem.fix
+
+    def test_a_user_recipe_named_like_a_built_in_is_refused(self) -> None:
+        write_recipe("mnist", "# @package _global_\nepochs: 1\n")
+        (problem,) = problems_of("+recipe=mnist")
+        assert "has the name of a built-in" in problem.what
+        assert "my_mnist.yaml" in problem.fix
+
+    def test_a_missing_file_in_a_defaults_list(self) -> None:
+        write_recipe("mine", "# @package _global_\ndefaults:\n  - override /optimizer: nope\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert "`nope`" in problem.what
+        assert "adamw" in problem.known
+
+    def test_an_interpolation_that_leads_nowhere(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "name=${nowhere}")
+        assert "`name`" in problem.what
+        assert "nowhere" in problem.what
+
+    def test_a_mandatory_value_left_open(self) -> None:
+        write_recipe("mine", "# @package _global_\nmodel:\n  _target_: a.B\n  width: ???\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert problem.what == "`model.width` has no value"
+        assert problem.fix == "model.width=VALUE"
+
+    def test_foreign_launchers_are_refused_rather_than_ignored(self) -> None:
+        (problem,) = problems_of("-m", "+recipe=mnist", "hydra/launcher=joblib")
+        assert "hydra/launcher" in problem.what
+
+    def test_an_unknown_flag(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "--resum")
+        assert problem.what == "unknown flag `--resum`"
+
+    def test_a_config_dir_that_is_not_there(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "--config-dir", "nowhere")
+        assert "--config-dir" in problem.what
