@@ -21,12 +21,12 @@ from ipurun.errors import ConfigError, IpurunError, Problem, RunError
 from ipurun.log.console import Console
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
-from ipurun.prepare import Prepared
+from ipurun.prepare import Prepared, prepare
 from ipurun.rundir import RunFolder, check_writable, find_latest
 from ipurun.train.events import Observer, Summary
 from ipurun.train.loop import train
 
-__all__ = ["Finished", "reproduce_command", "resumed_folder", "run_job"]
+__all__ = ["Finished", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,26 @@ class Finished:
 
     folder: RunFolder
     summary: Summary
+
+
+def prepare_job(point: Point) -> Prepared:
+    """Prepares a point, and checks what only a run needs: its loggers, its folder, what it goes on from.
+
+    Raises:
+        ConfigError: With all problems.
+    """
+    problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
+    try:
+        resumed_folder(point)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        prepared = prepare(point)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from error
+    if problems:
+        raise ConfigError(problems)
+    return prepared
 
 
 def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolder] = None) -> Finished:
@@ -50,12 +70,9 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
         RunError: The run failed; the traceback is in the log of its folder.
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
-    problems = _logger_problems(point) + check_writable(point.config.runs_dir)
-    if problems:
-        raise ConfigError(problems)
     run = build_run(point.config, plan, prepared.subject, engine)
     folder = resume_folder or RunFolder.create(point.config, point, plan, engine)
-    checkpoint = latest(folder) if resume_folder is not None else None
+    checkpoint = latest(folder.checkpoints) if resume_folder is not None else None
     try:
         summary = _train_in(folder, prepared, run, screen, checkpoint)
     except ConfigError:
@@ -91,9 +108,9 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
         return None
     if resume == "auto":
         folder = find_latest(point.config.runs_dir, point.config.name or "run")
-        return folder if folder is not None and latest(folder) is not None else None
+        return folder if folder is not None and latest(folder.checkpoints) is not None else None
     folder = RunFolder.open(resume)
-    if latest(folder) is None:
+    if latest(folder.checkpoints) is None:
         raise ConfigError(
             Problem(
                 f"the run `{resume}` has no checkpoint to go on from",

@@ -1,4 +1,4 @@
-"""A run's stored config as a point again, with new overrides on top: what `eval`, `predict` and a bare resume start from."""
+"""A run's stored config as a point again, with new overrides on top: for `eval`, `predict` and a bare resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONFIG_NAME = "stored_run"
 def stored_point(folder: RunFolder, argv: Sequence[str]) -> Point:
     """Compose the config of a run folder with the words of a command line.
 
-    The stored file stands in for ipurun's primary config, so overrides are read, checked and explained as anywhere else.
+    The stored file stands in for ipurun's primary config, so overrides are read and checked as anywhere else.
 
     Args:
         folder: The run.

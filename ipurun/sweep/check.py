@@ -14,7 +14,7 @@ from ipurun.plan.types import Plan
 from ipurun.prepare import prepare
 from ipurun.sweep.manifest import point_id
 
-__all__ = ["Checked", "check_points"]
+__all__ = ["Checked", "check_points", "planned"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,24 @@ def check_points(points: Sequence[Point]) -> List[Checked]:
     if problems:
         raise ConfigError(problems)
     return checked
+
+
+def planned(points: Sequence[Point]) -> List[Plan]:
+    """The plan of every point, for showing.
+
+    Raises:
+        ConfigError: With the problems of all points.
+    """
+    plans: List[Plan] = []
+    problems: List[Problem] = []
+    for point in points:
+        try:
+            plans.append(prepare(point).plan)
+        except ConfigError as error:
+            problems += _of_point(point, error)
+    if problems:
+        raise ConfigError(problems)
+    return plans
 
 
 def _check(point: Point, identity: str) -> Checked:

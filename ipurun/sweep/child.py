@@ -18,6 +18,7 @@ from ipurun.errors import EXIT_INTERRUPTED
 __all__ = ["Outcome", "run_child"]
 
 _GRACE_SECONDS = 10.0  # between asking a process to end and ending it
+_POLL_SECONDS = 0.5
 _TAIL_BYTES = 4000
 
 
@@ -40,10 +41,6 @@ class Outcome:
     results: Dict[str, Any] = field(default_factory=dict)
 
 
-class _Stop(Exception):
-    """The user wants the sweep to end."""
-
-
 def run_child(
     job_file: Path,
     output_file: Path,
@@ -64,7 +61,8 @@ def run_child(
     """
     reader, writer = os.pipe()
     result_file = job_file.with_suffix(".result.json")
-    result_file.unlink() if result_file.exists() else None
+    if result_file.exists():
+        result_file.unlink()
     with output_file.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "ipurun.sweep.point", str(job_file), str(result_file), str(writer)],
@@ -79,6 +77,7 @@ def run_child(
     os.close(writer)
     with os.fdopen(reader, "r", encoding="utf-8", errors="replace") as messages:
         ended_by = _watch(process, messages, on_message, timeout_seconds)
+    _kill_orphans(process)
     return _outcome(process, result_file, output_file, ended_by, timeout_seconds)
 
 
@@ -93,7 +92,7 @@ def _watch(
     ended_by = ""
     while True:
         try:
-            if _relay(messages, on_message, deadline):
+            if _relay(process, messages, on_message, deadline):
                 process.wait()
                 return ended_by
             ended_by = "timeout"
@@ -108,17 +107,24 @@ def _watch(
             _signal(process, signal.SIGINT)
 
 
-def _relay(messages: IO[str], on_message: Callable[[str], None], deadline: Optional[float]) -> bool:
-    """Passes messages on until the pipe closes (True) or the time is up (False)."""
+def _relay(
+    process: subprocess.Popen,
+    messages: IO[str],
+    on_message: Callable[[str], None],
+    deadline: Optional[float],
+) -> bool:
+    """Passes messages on until the process is gone (True) or the time is up (False)."""
     descriptor = messages.fileno()
     pending = b""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while True:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if deadline is not None and time.monotonic() >= deadline:
                 return False
-            if not selector.select(left):
+            # Not for ever: loader workers hold the pipe open when the process itself has crashed.
+            if not selector.select(_POLL_SECONDS):
+                if process.poll() is not None:
+                    return True
                 continue
             chunk = os.read(descriptor, 65536)
             if not chunk:
@@ -143,6 +149,14 @@ def _signal(process: subprocess.Popen, number: int) -> None:
         os.killpg(process.pid, number)
 
 
+def _kill_orphans(process: subprocess.Popen) -> None:
+    """Ends what a crashed process has left behind in its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
 def _outcome(
     process: subprocess.Popen,
     result_file: Path,
@@ -156,7 +170,7 @@ def _outcome(
     if ended_by == "timeout":
         reason = f"took longer than sweep.timeout_seconds={timeout_seconds:g}"
         return Outcome("failed", reason, reason, folder)
-    if ended_by == "interrupt" and code != 0 or code == EXIT_INTERRUPTED:
+    if (ended_by == "interrupt" and code != 0) or code == EXIT_INTERRUPTED:
         return Outcome("interrupted", "interrupted", "", folder)
     if code == 0 and result.get("status") == "finished":
         return Outcome("finished", folder=folder, results=result["results"])

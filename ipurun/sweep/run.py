@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from ipurun.checkpoint import latest
 from ipurun.config.compose import Points
@@ -27,7 +27,7 @@ from ipurun.sweep.manifest import (
 )
 from ipurun.sweep.point import write_job
 from ipurun.sweep.remote import replay
-from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data
+from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, value_of
 
 __all__ = ["SweepResult", "run_sweep"]
 
@@ -39,8 +39,18 @@ class SweepResult:
     """A sweep that is over, or was stopped."""
 
     folder: Path
+    argv: Sequence[str]
     ranking: Ranking
     interrupted: bool
+
+    def to_dict(self) -> Dict[str, Any]:
+        """The sweep as JSON-ready data."""
+        return _document(self.ranking, self.argv, self.folder)
+
+    @property
+    def best_value(self) -> Optional[float]:
+        """What the best point has in the ranking's column."""
+        return None if self.ranking.best is None else value_of(self.ranking.best, self.ranking.column)
 
     @property
     def num_failed(self) -> int:
@@ -72,7 +82,7 @@ def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Scree
     manifest = _open(points, argv, records, screen)
     interrupted = _run_all(manifest, checked, screen, errors)
     ranking = _write_table(manifest, config.sweep.rank_by)
-    return SweepResult(manifest.folder, ranking, interrupted)
+    return SweepResult(manifest.folder, list(argv), ranking, interrupted)
 
 
 def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Screen) -> Manifest:
@@ -150,7 +160,7 @@ def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, scre
 def _resumable(record: Record, folder: Path) -> Optional[str]:
     """The folder of an earlier attempt that has saved something."""
     for candidate in (record.folder, str(folder)):
-        if candidate and (Path(candidate) / "config.yaml").is_file() and latest(RunFolder(candidate)):
+        if candidate and (Path(candidate) / "config.yaml").is_file() and latest(RunFolder(candidate).checkpoints):
             return candidate
     return None
 
@@ -172,11 +182,19 @@ def _swept_text(record: Record) -> str:
 
 def _write_table(manifest: Manifest, rank_by: Optional[str]) -> Ranking:
     ranking = rank(manifest.records, rank_by)
-    rows = rows_as_data(ranking)
-    _replace(manifest.folder / "sweep.csv", csv_text(rows))
-    document = {"ranked_by": ranking.column, "argv": manifest.argv, "points": rows}
+    _replace(manifest.folder / "sweep.csv", csv_text(rows_as_data(ranking)))
+    document = _document(ranking, manifest.argv, manifest.folder)
     _replace(manifest.folder / "sweep.json", json.dumps(document, indent=2, default=str) + "\n")
     return ranking
+
+
+def _document(ranking: Ranking, argv: Sequence[str], folder: Path) -> Dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "argv": list(argv),
+        "ranked_by": ranking.column,
+        "points": rows_as_data(ranking),
+    }
 
 
 def _replace(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from ipurun.log.format import count, duration, metric
 from ipurun.sweep.manifest import FINISHED, Record
 
-__all__ = ["Ranking", "csv_text", "rank", "rows_as_data", "table_lines", "throughput_lines"]
+__all__ = ["Ranking", "csv_text", "rank", "rows_as_data", "table_lines", "throughput_lines", "value_of"]
 
 _SPEED = "samples_per_second"
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer", "seconds", "distance")
@@ -39,9 +39,9 @@ def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
     """
     finished = [record for record in records if record.status == FINISHED]
     column = rank_by or _monitor(finished) or _SPEED
-    ranked = [record for record in finished if _value(record, column) is not None]
-    unranked = [record for record in finished if _value(record, column) is None]
-    ranked.sort(key=lambda record: _sort_key(_value(record, column), column))
+    ranked = [record for record in finished if value_of(record, column) is not None]
+    unranked = [record for record in finished if value_of(record, column) is None]
+    ranked.sort(key=lambda record: _sort_key(value_of(record, column), column))
     rest = [record for record in records if record.status != FINISHED]
     return Ranking(column, ranked + unranked + rest)
 
@@ -85,7 +85,7 @@ def table_lines(ranking: Ranking) -> List[str]:
         done = record.status == FINISHED
         results = record.results
         cells = [str(place) if done else "-", *(record.swept.get(key, "") for key in swept), record.status]
-        cells += [_cell(_value(record, name)) for name in _columns(ranking, metrics)]
+        cells += [_cell(value_of(record, name)) for name in _columns(ranking, metrics)]
         cells += [count(results.get(_SPEED)), duration(results.get("seconds", {}).get("total"))]
         cells.append((record.folder or "") if done else _shortened(record.reason))
         body.append(cells)
@@ -116,7 +116,8 @@ def _monitor(records: Sequence[Record]) -> Optional[str]:
     return next((record.results["monitor"] for record in records if record.results.get("monitor")), None)
 
 
-def _value(record: Record, column: str) -> Optional[float]:
+def value_of(record: Record, column: str) -> Optional[float]:
+    """What a record has in a column; of the monitored metric, its best value."""
     results = record.results
     if column == results.get("monitor") and results.get("best") is not None:
         return float(results["best"])

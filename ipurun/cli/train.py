@@ -1,0 +1,139 @@
+"""`ipurun train`: one run, or with -m a sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, List, Optional
+
+from ipurun.cli.flags import Flags, split
+from ipurun.cli.output import only_json, print_json
+from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from ipurun.config.compose import Point, Points
+    from ipurun.plan.types import Plan
+
+__all__ = ["HELP", "run"]
+
+HELP = "Train a model from a recipe; any key can be overridden (-m sweeps)."
+
+_USAGE = """\
+usage: ipurun train +recipe=NAME [key=value ...] [flags]
+       ipurun train -m +recipe=NAME key=value,value,... [flags]
+       ipurun train resume=RUN_FOLDER
+
+Trains a model that a recipe describes. Each run has a folder below runs/<name>/ with its config, metrics, log and
+checkpoints. Ctrl-C saves and stops; a second Ctrl-C stops at once.
+
+flags
+  -m          sweep: run every combination of the comma-separated values, each in a process of its own
+  --quiet     only errors and the last line
+  --json      one JSON document on standard output
+  --debug     show tracebacks
+Hydra's --cfg job --resolve and --info show the composed config instead of running it.
+
+examples
+  ipurun train +recipe=mnist
+  ipurun train +recipe=mnist devices=8 device_iterations=32
+  ipurun train +recipe=mnist resume=auto
+  ipurun train -m +recipe=mnist optimizer.lr=0.01,0.1
+"""
+
+
+def run(argv: List[str]) -> int:
+    """Train what the command line describes."""
+    flags, rest = split(argv)
+    if flags.help:
+        print(_USAGE, end="")
+        return 0
+    from ipurun.config.words import split_words
+
+    words = split_words(rest)
+    if words.inquiry:
+        from ipurun.config import native
+
+        return native.inquire("train", words)
+    point = _bare_resume(list(words.overrides), words.multirun)
+    if point is not None:
+        return _train(point, flags, argv)
+    from ipurun.config.compose import points
+
+    found = points(rest)
+    if found.multirun:
+        return _sweep(found, flags, rest)
+    return _train(found.points[0], flags, argv)
+
+
+def _bare_resume(overrides: List[str], multirun: bool) -> Optional[Point]:
+    """The stored point of ``resume=FOLDER`` when the line names no recipe and no model of its own."""
+    named = [word.lstrip("+").partition("=") for word in overrides]
+    folders = [value for key, _, value in named if key == "resume" and value not in ("", "auto", "null")]
+    if not folders or multirun or any(key.split(".")[0] in ("recipe", "model") for key, _, _ in named):
+        return None
+    from ipurun.rundir import RunFolder
+    from ipurun.stored import stored_point
+
+    return stored_point(RunFolder.open(folders[-1].strip("'\"")), overrides)
+
+
+def _train(point: Point, flags: Flags, argv: List[str]) -> int:
+    with only_json(flags.json):
+        from ipurun.job import prepare_job, resumed_folder, run_job
+        from ipurun.log.console import final_line
+        from ipurun.log.screen import make_screen
+
+        prepared = prepare_job(point)
+        _set_environment(prepared.plan, argv)
+        screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
+        folder = resumed_folder(point)
+        if folder is None and point.config.resume:
+            screen.line("note: resume=auto finds no unfinished run with a checkpoint: starting anew")
+        try:
+            finished = run_job(prepared, screen, folder)
+        finally:
+            screen.close()
+    summary = finished.summary
+    if flags.json:
+        print_json({"name": prepared.plan.name, "folder": str(finished.folder), **summary.to_dict()})
+    elif flags.quiet:
+        print(final_line(summary, prepared.plan.name, str(finished.folder)))
+    return EXIT_INTERRUPTED if summary.status == "interrupted" else 0
+
+
+def _set_environment(plan: Plan, argv: List[str]) -> None:
+    """Sets what the plan wants set before the engine is imported.
+
+    A plan needs the engine, so the engine is imported already. The emulator reads its variables when they are used;
+    Graphcore's libraries read some when they are loaded, so there the command starts over with them set.
+    """
+    missing = {name: value for name, value in plan.environment.items() if os.environ.get(name) != value}
+    if not missing:
+        return
+    os.environ.update(missing)
+    if plan.engine != "cpu":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "ipurun", "train", *argv])
+
+
+def _sweep(points: Points, flags: Flags, argv: List[str]) -> int:
+    with only_json(flags.json):
+        from ipurun.log.screen import PlainScreen, make_screen
+        from ipurun.sweep.run import run_sweep
+        from ipurun.sweep.show import final_line, show_result
+
+        screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
+        errors = PlainScreen(sys.stderr)
+        try:
+            result = run_sweep(points, argv, screen, errors)
+        finally:
+            screen.close()
+        show_result(result, screen)
+    if flags.json:
+        print_json(result.to_dict())
+    elif flags.quiet:
+        print(final_line(result))
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if result.num_failed else 0

@@ -1,0 +1,85 @@
+"""`ipurun validate`: checks configs, as far as that is possible without running them."""
+
+from __future__ import annotations
+
+from typing import List, Tuple
+
+from ipurun.cli.flags import split
+from ipurun.cli.output import only_json, print_json
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["HELP", "run"]
+
+HELP = "Check configs and say whether they are fine."
+
+_USAGE = """\
+usage: ipurun validate +recipe=NAME [key=value ...] [flags]
+       ipurun validate NAME [NAME ...] [key=value ...] [flags]
+
+Checks keys, types and values, imports the model and the data, and does the arithmetic of a run. Several recipes, or
+-m with several values, are checked one by one. The exit code is 0 when all are fine and 2 when one is not.
+
+flags
+  --quiet     only errors and the last line
+  --json      one JSON document on standard output
+  --debug     show tracebacks
+
+examples
+  ipurun validate +recipe=mnist devices=8
+  ipurun validate mnist fashion_mnist
+  ipurun validate -m '+recipe=glob(*)'
+"""
+
+
+def run(argv: List[str]) -> int:
+    """Check every config of the command line."""
+    flags, rest = split(argv)
+    if flags.help:
+        print(_USAGE, end="")
+        return 0
+    with only_json(flags.json):
+        checked = [result for line in _lines(rest) for result in _check(line)]
+    problems = [problem for _, found in checked for problem in found]
+    if flags.json:
+        configs = [
+            {"config": label, "ok": not found, "problems": [problem.to_dict() for problem in found]}
+            for label, found in checked
+        ]
+        print_json({"ok": not problems, "configs": configs})
+        return ConfigError.exit_code if problems else 0
+    for label, found in checked:
+        if not flags.quiet:
+            print(f"{label}: {'not ok' if found else 'ok'}", flush=True)
+    if problems:
+        raise ConfigError(problems)
+    if flags.quiet:
+        print("ok")
+    return 0
+
+
+def _lines(argv: List[str]) -> List[List[str]]:
+    """One command line for each recipe that is given by its bare name, else the line as it is."""
+    names = [word for word in argv if "=" not in word and not word.startswith(("-", "~"))]
+    others = [word for word in argv if word not in names]
+    return [[f"+recipe={name}", *others] for name in names] or [argv]
+
+
+def _check(argv: List[str]) -> List[Tuple[str, List[Problem]]]:
+    from ipurun.config.compose import points
+    from ipurun.job import prepare_job
+
+    label = " ".join(argv) or "the default config"
+    try:
+        found = points(argv)
+    except ConfigError as error:
+        return [(label, list(error.problems))]
+    results: List[Tuple[str, List[Problem]]] = []
+    for point in found.points:
+        text = " ".join(point.overrides) or label
+        try:
+            prepare_job(point)
+        except ConfigError as error:
+            results.append((text, list(error.problems)))
+        else:
+            results.append((text, []))
+    return results
