@@ -1,0 +1,249 @@
+"""Checkpoints on disk: whole or not there, and checked before they are used.
+
+A checkpoint is two files: ``step-00000100.pt`` with the tensors and ``step-00000100.json`` that says what is in it.
+The second is written last and holds the first one's checksum, so a process killed at any moment leaves either a
+complete checkpoint or one that nobody takes for complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Dict, Iterator, List, Mapping, Optional, Protocol, Union
+
+import torch
+
+from ipurun.errors import Problem, RunError
+
+__all__ = ["Checkpoint", "Folder", "best", "latest", "listed", "load", "save"]
+
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d+)\.json")
+_PARTIAL = ".partial"
+_CHUNK = 1 << 20
+
+
+class Folder(Protocol):
+    """Anything that knows where its checkpoints are, such as a run folder."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, not yet read."""
+
+    path: Path
+    step: int
+    info: Mapping[str, Any]
+
+    @property
+    def is_best(self) -> bool:
+        """Whether it had the best value of the monitored metric when it was written."""
+        return bool(self.info.get("is_best"))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def save(
+    folder: Union[Folder, Path],
+    step: int,
+    state: Mapping[str, Any],
+    keep: int = 0,
+    info: Optional[Mapping[str, Any]] = None,
+    is_best: bool = False,
+) -> Checkpoint:
+    """Write a checkpoint, then remove the ones that are no longer wanted.
+
+    Args:
+        folder: The run folder, or the folder of checkpoints itself.
+        step: Weight updates done.
+        state: Tensors and plain values.
+        keep: How many of the newest stay, 0 for all; the best one stays as well.
+        info: Plain values to read without loading the tensors.
+        is_best: Whether this is the best one so far.
+
+    Raises:
+        RunError: It could not be written; every earlier checkpoint is as it was.
+    """
+    place = _place(folder)
+    tensors, description = place / f"step-{step:08d}.pt", place / f"step-{step:08d}.json"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _remove_partial(place)
+        with _replacing(tensors) as stream:
+            writer = _HashingWriter(stream)
+            torch.save(dict(state), writer)
+        about = {**(info or {}), "format": _FORMAT, "step": step, "is_best": is_best}
+        about.update(sha256=writer.digest(), bytes=writer.written)
+        with _replacing(description) as stream:
+            stream.write((json.dumps(about, indent=2) + "\n").encode())
+        _sync_folder(place)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            _remove_partial(place)
+        raise RunError(_save_problem(place, step, error)) from error
+    if keep:
+        _prune(place, keep)
+    return Checkpoint(tensors, step, about)
+
+
+def listed(folder: Union[Folder, Path]) -> List[Checkpoint]:
+    """All complete checkpoints, oldest first (by number, so that step 99 comes before step 7037)."""
+    found = []
+    for file in _place(folder).glob("step-*.json"):
+        match = _NAME.fullmatch(file.name)
+        about = _read_description(file)
+        tensors = file.with_suffix(".pt")
+        if match and about is not None and tensors.is_file() and tensors.stat().st_size == about.get("bytes"):
+            found.append(Checkpoint(tensors, int(match.group(1)), about))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest(folder: Union[Folder, Path]) -> Optional[Checkpoint]:
+    """The newest complete checkpoint, None where there is none."""
+    checkpoints = listed(folder)
+    return checkpoints[-1] if checkpoints else None
+
+
+def best(folder: Union[Folder, Path]) -> Optional[Checkpoint]:
+    """The newest checkpoint that was the best one when it was written."""
+    return next((checkpoint for checkpoint in reversed(listed(folder)) if checkpoint.is_best), None)
+
+
+def load(checkpoint: Union[Checkpoint, Path, str]) -> Dict[str, Any]:
+    """Read a checkpoint after comparing it with its checksum.
+
+    Raises:
+        RunError: The file is damaged, incomplete or of another kind.
+    """
+    path = checkpoint.path if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
+    about = _read_description(path.with_suffix(".json"))
+    if about is None or not path.is_file():
+        raise RunError(_damaged(path, "no complete checkpoint of this name", path.parent))
+    if about.get("format") != _FORMAT:
+        raise RunError(_damaged(path, f"format {about.get('format')}; this ipurun reads {_FORMAT}", path.parent))
+    if _digest_of(path) != about.get("sha256"):
+        raise RunError(_damaged(path, "its contents do not match their checksum", path.parent))
+    try:
+        # Plain values and tensors only: a checkpoint from elsewhere cannot run code when it is read.
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise RunError(_damaged(path, f"{type(error).__name__}: {error}", path.parent)) from error
+
+
+class _HashingWriter:
+    """A file whose checksum is known when it has been written."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._hash = hashlib.sha256()
+        self.written = 0
+
+    def write(self, data: Any) -> int:
+        block = bytes(data)
+        self._hash.update(block)
+        self._stream.write(block)
+        self.written += len(block)
+        return len(block)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of another only when all of it is on the disk."""
+    partial = path.with_name(path.name + _PARTIAL)
+    with partial.open("wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
+
+
+def _sync_folder(place: Path) -> None:
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_partial(place: Path) -> None:
+    """Clear away what a killed process left: half-written files, and tensors that were never described."""
+    for file in place.glob("step-*" + _PARTIAL):
+        file.unlink()
+    for file in place.glob("step-*.pt"):
+        if not file.with_suffix(".json").exists():
+            file.unlink()
+
+
+def _prune(place: Path, keep: int) -> None:
+    checkpoints = listed(place)
+    favourite = best(place)
+    for checkpoint in checkpoints[:-keep]:
+        if favourite is not None and checkpoint.step == favourite.step:
+            continue
+        # The description goes first: from then on nobody takes the rest for a checkpoint.
+        checkpoint.path.with_suffix(".json").unlink()
+        checkpoint.path.unlink()
+
+
+def _place(folder: Union[Folder, Path]) -> Path:
+    return folder if isinstance(folder, Path) else folder.checkpoints
+
+
+def _read_description(file: Path) -> Optional[Dict[str, Any]]:
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) else None
+
+
+def _digest_of(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as stream:
+        for block in iter(lambda: stream.read(_CHUNK), b""):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _save_problem(place: Path, step: int, error: BaseException) -> Problem:
+    seen = f"{type(error).__name__}: {error}"
+    fix = "check that the folder can be written"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with contextlib.suppress(OSError):
+            seen += f"; {shutil.disk_usage(place).free / 2**20:.0f} MiB are free"
+        fix = "free some space or set runs_dir elsewhere; checkpoint.keep=1 keeps fewer"
+    return Problem(
+        f"the checkpoint of step {step} could not be saved; earlier ones are intact",
+        where=str(place),
+        seen=seen,
+        fix=fix,
+    )
+
+
+def _damaged(path: Path, seen: str, place: Path) -> Problem:
+    others = [checkpoint.path.name for checkpoint in listed(place) if checkpoint.path != path]
+    return Problem(
+        f"the checkpoint {path.name} cannot be used",
+        where=str(path.parent),
+        seen=seen,
+        known=f"other checkpoints: {', '.join(others)}" if others else "",
+        fix=f"delete {path.name} and its .json to go on from {others[-1]}" if others else "start anew without resume",
+    )
