@@ -79,7 +79,8 @@ def points(argv: Sequence[str], command: str = "train") -> Points:
     """
     words = split_words(argv)
     with hydra_session.opened(words) as session:
-        parsed, problems = overrides.parse(words.overrides, session.groups, words.multirun, session.loader, command)
+        typed_after = f"{command} -m" if words.multirun else command
+        parsed, problems = overrides.parse(words.overrides, session.groups, words.multirun, session.loader, typed_after)
         if words.multirun:
             parsed += session.sweep_parameters(parsed)
         composed = [_compose_point(session, point, problems) for point in overrides.spread(parsed)]

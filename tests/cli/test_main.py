@@ -1,0 +1,104 @@
+"""The command line itself: help, unknown words, Hydra's own flags and tab completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipurun import __version__
+from ipurun.cli.main import COMMANDS, main
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str, **environment: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-m", "ipurun", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ipurun {__version__}\n"
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture) -> None:
+    assert main(["trian"]) == 2
+    text = capsys.readouterr().err
+    assert "unknown command `trian`" in text
+    assert "ipurun train" in text
+
+
+def test_a_config_error_is_json_where_json_was_asked_for(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "+recipe=mnist", "device=8", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert '"what": "unknown key `device`"' in captured.out
+    assert captured.err == ""
+
+
+def test_hydra_shows_the_resolved_config() -> None:
+    shown = run("train", "+recipe=mnist", "devices=4", "--cfg", "job", "--resolve")
+    assert shown.returncode == 0, shown.stderr
+    assert "devices: 4" in shown.stdout
+    assert "_target_: ipurun.recipes.mnist.model" in shown.stdout
+
+
+def test_hydra_shows_the_defaults_tree() -> None:
+    shown = run("plan", "--info", "defaults-tree", "+recipe=mnist")
+    assert shown.returncode == 0, shown.stderr
+    assert "recipe: mnist" in shown.stdout
+
+
+def test_hydra_is_not_asked_about_a_config_with_problems() -> None:
+    shown = run("train", "+recipe=mnist", "device=4", "--cfg", "job")
+    assert shown.returncode == 2
+    assert "unknown key `device`" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    script = run("-sc", f"install={shell}")
+    assert script.returncode == 0, script.stderr
+    assert "complete" in script.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ipurun tr", "train"),
+        ("ipurun train +recipe=mn", "+recipe=mnist"),
+        ("ipurun train device_it", "device_iterations="),
+        ("ipurun plan optimizer=adamw loader.shu", "loader.shuffle="),
+    ],
+)
+def test_completion_answers_below_the_commands(line: str, expected: str) -> None:
+    answer = run("-sc", "query=bash", COMP_LINE=line)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == [expected]
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m ipurun ls keys | head -n 1"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipe" not in ended.stderr
