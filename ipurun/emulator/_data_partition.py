@@ -1,0 +1,103 @@
+"""Which part of a dataset each of several processes reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+__all__ = ["GlobalShuffleSampler", "Partition", "PartitionedDataset", "partition_for"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A contiguous range of positions.
+
+    Attributes:
+        offset: First position.
+        length: Number of positions.
+        left_over: By how much the range is moved every other epoch so that items at the end get used.
+    """
+
+    offset: int
+    length: int
+    left_over: int
+
+
+def partition_for(
+    length: int, combined_batch_size: int, process_id: int, num_processes: int, *, drop_last: bool
+) -> Partition:
+    """Divide a dataset between processes.
+
+    Args:
+        length: Number of items in the whole dataset.
+        combined_batch_size: Items that one call of the model takes.
+        process_id: The process that asks.
+        num_processes: Number of processes.
+        drop_last: Give every process the same number of full batches, leaving out what remains.
+
+    Raises:
+        ZeroDivisionError: With `drop_last`, if there is not one full batch for every process.
+    """
+    if drop_last:
+        share = combined_batch_size * (length // (combined_batch_size * num_processes))
+        return Partition(process_id * share, share, length % share)
+    share, longer = divmod(length, num_processes)
+    offset = process_id * share + min(process_id, longer)
+    return Partition(offset, share + (process_id < longer), 0)
+
+
+class PartitionedDataset(Dataset):
+    """The items of one process.
+
+    Args:
+        dataset: The whole dataset, map-style.
+        partition: The range that belongs to this process.
+    """
+
+    def __init__(self, dataset: Any, partition: Partition) -> None:
+        self._dataset = dataset
+        self._partition = partition
+
+    def __len__(self) -> int:
+        return self._partition.length
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._partition.length:
+            raise IndexError(f"index {index} is outside the {self._partition.length} items of this process")
+        return self._dataset[self._partition.offset + index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also asked for while unpickling, before the dataset is there
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class GlobalShuffleSampler(Sampler):
+    """Positions in a permutation that all processes draw alike, of which each takes its range.
+
+    A new permutation is drawn for every epoch.
+
+    Args:
+        length: Number of items in the whole dataset.
+        partition: The range of this process.
+        seed: The same in all processes.
+    """
+
+    def __init__(self, length: int, partition: Partition, seed: int) -> None:
+        # Neither calls the base's constructor: recent torch deprecates its only argument.
+        self._length = length
+        self._partition = partition
+        self._generator = torch.Generator().manual_seed(seed)
+        self._epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self._epochs += 1
+        permutation = torch.randperm(self._length, generator=self._generator)
+        offset = self._partition.offset + (self._partition.left_over if self._epochs % 2 else 0)
+        return iter(permutation[offset : offset + self._partition.length].tolist())
+
+    def __len__(self) -> int:
+        return self._partition.length
