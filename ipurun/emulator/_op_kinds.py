@@ -16,7 +16,32 @@ DATA_DEPENDENT_OPS = {
     "unique_consecutive": "the shape of unique_consecutive() depends on the values",
 }
 RANDOM_OPS = frozenset(
-    ["bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "random_", "randperm", "rrelu_with_noise", "rrelu_with_noise_", "uniform", "uniform_"]
+    [
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "native_dropout",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "random",
+        "random_",
+        "randperm",
+        "rrelu_with_noise",
+        "rrelu_with_noise_",
+        "uniform",
+        "uniform_",
+    ]
 )
 
 

@@ -32,9 +32,7 @@ class Recorder(TorchDispatchMode):
         check_op: Called with each new forward node; raises for an operation that cannot be lowered.
     """
 
-    def __init__(
-        self, training: bool, options: Any, check_op: Optional[Callable[[Node], None]] = None
-    ) -> None:
+    def __init__(self, training: bool, options: Any, check_op: Optional[Callable[[Node], None]] = None) -> None:
         super().__init__()
         self.training = training
         self.options = options

@@ -1,0 +1,108 @@
+"""Which rows of the host's tensors each replica gets at each step, and which results are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, List, Tuple
+
+import torch
+
+from ipurun.emulator.enums import CommGroupType, OutputMode
+
+__all__ = ["BatchLayout"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchLayout:
+    """How one call of the host is cut into micro-batches.
+
+    Attributes:
+        device_iterations: Weight updates (or inference steps) of one call.
+        accumulation: Micro-batches of one replica for one weight update.
+        replicas: Copies of the model in this process.
+        group_size: Replicas that read the same data.
+        grouping: How those replicas are chosen.
+        output_mode: Which results come back.
+        output_period: Iterations between results, for `OutputMode.EveryN`.
+    """
+
+    device_iterations: int
+    accumulation: int
+    replicas: int
+    group_size: int
+    grouping: CommGroupType
+    output_mode: OutputMode
+    output_period: int
+
+    @classmethod
+    def of(cls, options: Any) -> BatchLayout:
+        """Returns the layout that the options of an executor ask for."""
+        return cls(
+            device_iterations=options.device_iterations,
+            accumulation=options.Training.gradient_accumulation,
+            replicas=options.replication_factor,
+            group_size=options.input_group_size,
+            grouping=CommGroupType(options.input_cgt),
+            output_mode=OutputMode(options.output_mode),
+            output_period=options.output_return_period,
+        )
+
+    @property
+    def input_groups(self) -> int:
+        """Returns the number of groups of replicas that get data of their own."""
+        return self.replicas // self.group_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Returns the number of pieces that the tensors of a call are cut into."""
+        return self.device_iterations * self.accumulation * self.input_groups
+
+    def micro_batch_size(self, tensor: torch.Tensor) -> int:
+        """Returns the rows of one piece of an input.
+
+        Raises:
+            AssertionError: If the tensor cannot be cut evenly.
+        """
+        rows = tensor.shape[0] if tensor.dim() else 1
+        pieces = self.micro_batches
+        assert rows % pieces == 0, (
+            f"Invalid batch dimension: in the input {tuple(tensor.shape)}, the batch dimension ({rows}) must be a "
+            f"multiple of Options.deviceIterations({self.device_iterations}) * "
+            f"Options.replicationFactor({self.replicas}) * Options.Training.gradientAccumulation"
+            f"({self.accumulation}) / input group size ({self.group_size}) = {pieces}, because it is used to "
+            "calculate the batch size which will be executed on the device in any given iteration."
+        )
+        return rows // pieces
+
+    def piece_of(self, iteration: int, step: int, replica: int) -> int:
+        """Returns the number of the piece that a replica reads."""
+        groups = self.input_groups
+        if self.grouping == CommGroupType.Orthogonal:
+            group = replica % groups
+        else:
+            group = replica // self.group_size
+        return (iteration * self.accumulation + step) * groups + group
+
+    def cut(self, tensor: torch.Tensor) -> List[torch.Tensor]:
+        """Returns the pieces of an input, in order; a tensor without dimensions is passed as it is."""
+        size = self.micro_batch_size(tensor)
+        if tensor.dim() == 0:
+            return [tensor]
+        return [tensor.narrow(0, index * size, size) for index in range(self.micro_batches)]
+
+    def keeps(self, iteration: int, step: int) -> bool:
+        """Whether results of this step come back to the host as they are."""
+        if self.output_mode == OutputMode.Final:
+            return iteration == self.device_iterations - 1 and step == self.accumulation - 1
+        if self.output_mode == OutputMode.EveryN:
+            return (iteration + 1) % self.output_period == 0
+        return True
+
+    def runs(self) -> List[Tuple[int, int, int]]:
+        """Returns (iteration, step, replica) of every forward run of a call, in order."""
+        return [
+            (iteration, step, replica)
+            for iteration in range(self.device_iterations)
+            for step in range(self.accumulation)
+            for replica in range(self.replicas)
+        ]

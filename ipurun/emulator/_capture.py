@@ -1,0 +1,165 @@
+"""Capturing a model: one run of forward, and of backward in training, becomes a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+
+from ipurun.emulator._capture_functions import FunctionWatcher
+from ipurun.emulator._graph import Graph, Node, Value
+from ipurun.emulator._losses import find_loss
+from ipurun.emulator._prune import prune
+from ipurun.emulator._structures import rebuild, tensors_in
+from ipurun.emulator._tracing import Recorder
+
+__all__ = ["Captured", "capture"]
+
+
+@dataclasses.dataclass
+class Captured:
+    """A graph and what forward returned when it was captured.
+
+    Attributes:
+        graph: The captured program.
+        returned: The structure that forward returned, with empty tensors.
+        output_values: The value of each tensor of the structure, in order.
+        reference: Results of the captured run: outputs, then gradients by name.
+    """
+
+    graph: Graph
+    returned: Any
+    output_values: List[Value]
+    reference: Tuple[List[torch.Tensor], Dict[str, torch.Tensor]]
+
+
+def capture(
+    call: Callable[[], Any],
+    *,
+    parameters: Dict[str, torch.Tensor],
+    buffers: Dict[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    training: bool,
+    options: Any,
+    modules: Optional[Dict[str, torch.nn.Module]] = None,
+    check_op: Optional[Callable[[Node], None]] = None,
+    before_backward: Optional[Callable[[Recorder, Any], None]] = None,
+) -> Captured:
+    """Runs a model once and returns what it did as a graph.
+
+    Args:
+        call: Runs forward on `inputs` and returns its result.
+        parameters: The parameters that forward reads, by name.
+        buffers: The buffers that forward reads and may change, by name.
+        inputs: The tensors that differ between calls.
+        training: Whether to look for the loss and add the backward pass.
+        options: The options of the executor.
+        modules: The modules by name, to tell which of them an operation belongs to.
+        check_op: Raises for an operation that cannot be lowered.
+        before_backward: Called with the recorder and the result of forward before the backward pass.
+
+    Raises:
+        Error: If the model does what a graph cannot hold, or if no loss is found in training.
+    """
+    recorder = Recorder(training, options, check_op)
+    for name, tensor in parameters.items():
+        recorder.add_input("parameter", name, tensor)
+    for name, tensor in buffers.items():
+        recorder.add_input("buffer", name, tensor)
+    for index, tensor in enumerate(inputs):
+        recorder.add_input("input", f"input_{index}", tensor)
+    constants = _ConstantGuard(recorder)
+    with constants, _module_paths(recorder, modules or {}), _attention_by_parts(), _without_validation():
+        with torch.set_grad_enabled(training), recorder, FunctionWatcher(recorder):
+            returned = call()
+            tensors = list(tensors_in(returned))
+            if before_backward is not None:
+                before_backward(recorder, returned)
+            grads = _backward(recorder, tensors, parameters) if training else {}
+        output_values = [recorder.value_of(tensor) for tensor in tensors]
+        graph = recorder.graph
+        graph.outputs = output_values
+        graph.grads = {name: recorder.value_of(grad) for name, grad in grads.items()}
+    reference = ([t.detach().clone() for t in tensors], {name: g.detach() for name, g in grads.items()})
+    recorder.finish()
+    prune(graph)
+    # The tensors of the captured run would keep all its activations alive.
+    template = rebuild(returned, (torch.empty(0) for _ in tensors))
+    return Captured(graph, template, output_values, reference)
+
+
+def _backward(
+    recorder: Recorder, returned: Sequence[torch.Tensor], parameters: Dict[str, torch.Tensor]
+) -> Dict[str, torch.Tensor]:
+    loss = find_loss(recorder, returned)
+    recorder.graph.loss = recorder.value_of(loss)
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not trained or not loss.requires_grad:
+        return {}
+    with recorder.paused():
+        seed = torch.ones_like(loss)
+    recorder.add_input("seed", "loss_scaling", seed)
+    recorder.in_backward = True
+    grads = torch.autograd.grad(loss, list(trained.values()), grad_outputs=seed, allow_unused=True)
+    return {name: grad for name, grad in zip(trained, grads) if grad is not None}
+
+
+class _ConstantGuard:
+    """Puts plain tensors that the model changed back as they were: on a device they are constants."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: Any) -> None:
+        graph = self._recorder.graph
+        written = graph.storages_written()
+        for value, original in graph.constants.items():
+            if graph.specs[value].storage in written:
+                with torch.no_grad():
+                    self._recorder.tensor_of(value).data.copy_(original)
+
+
+@contextlib.contextmanager
+def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
+    names = {id(module): name for name, module in modules.items()}
+    stack = recorder.module_stack
+
+    def enter(module: torch.nn.Module, inputs: Any) -> None:
+        stack.append(names.get(id(module), stack[-1]))
+
+    def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        if len(stack) > 1:
+            stack.pop()
+
+    before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
+    after = torch.nn.modules.module.register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _attention_by_parts() -> Any:
+    """Keeps scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
+    attention = getattr(torch.nn, "attention", None)
+    if attention is None or not hasattr(attention, "sdpa_kernel"):
+        return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
+    return attention.sdpa_kernel(attention.SDPBackend.MATH)
+
+
+@contextlib.contextmanager
+def _without_validation() -> Iterator[None]:
+    """Turns off the checks of torch.distributions, which read values back to Python."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)

@@ -1,0 +1,74 @@
+"""What capture must see before torch takes a function apart: losses, casts, and calls that leave the graph."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ipurun.emulator import _half
+from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._losses import LOSS_FUNCTIONS, check_loss_arguments
+from ipurun.emulator._sources import calling_line
+from ipurun.emulator._structures import tensors_in
+from ipurun.emulator._tracing import Recorder
+
+__all__ = ["FunctionWatcher"]
+
+_LEAVES_GRAPH = {torch.Tensor.numpy: "numpy()", torch.Tensor.tolist: "tolist()"}
+
+
+class FunctionWatcher(TorchFunctionMode):
+    """Watches the torch functions that the model calls while a recorder is active.
+
+    Args:
+        recorder: The recorder of the compile.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        kwargs = _on_cpu(kwargs or {})
+        if func in _LEAVES_GRAPH and any(self._recorder.varies(t) for t in tensors_in(args)):
+            raise createPoptorchError(
+                f"{_LEAVES_GRAPH[func]} is called on a tensor of the model at {calling_line()}: the values are "
+                "on the device while the model runs. Return the tensor and use it on the host instead."
+            )
+        if func is torch.Tensor.backward and not self._recorder.in_backward:
+            raise createPoptorchError("backward() cannot be called explicitly in a model run by PopTorch.")
+        if func in _TO_DEVICE:
+            args = tuple(_without_ipu(a) for a in args)
+        args, kwargs = _half.cast_weights(func, args, kwargs)
+        if func not in LOSS_FUNCTIONS:
+            return func(*args, **kwargs)
+        check_loss_arguments(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if self._recorder.training and not self._recorder.in_backward:
+            self._recorder.mark_loss(result)
+        return result
+
+
+_TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
+
+
+def _without_ipu(argument: Any) -> Any:
+    if isinstance(argument, torch.device):
+        return torch.device("cpu") if argument.type == "ipu" else argument
+    if isinstance(argument, str) and argument.split(":")[0] == "ipu":
+        return torch.device("cpu")
+    return argument
+
+
+def _on_cpu(kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    if "device" not in kwargs:
+        return kwargs
+    return {**kwargs, "device": _without_ipu(kwargs["device"])}

@@ -1,0 +1,121 @@
+"""Compiling: from a model and the arguments of a call to an executable."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional
+
+import torch
+
+from ipurun.emulator import _compile_checks
+from ipurun.emulator._batching import BatchLayout
+from ipurun.emulator._capture import Captured, capture
+from ipurun.emulator._executable import Executable
+from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._inputs import Arguments
+from ipurun.emulator._model_guard import named_tensors, on_device
+from ipurun.emulator._random_streams import RandomStreams, host_generator_kept
+from ipurun.emulator._tracing import Recorder
+from ipurun.emulator._weights import DeviceWeights, ReplicaGroups
+
+__all__ = ["compile_model"]
+
+
+def compile_model(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    *,
+    options: Any,
+    training: bool,
+    seed: int,
+    groups: Optional[Dict[str, ReplicaGroups]] = None,
+) -> Executable:
+    """Captures a model on the first micro-batch of a call and returns what runs it.
+
+    Args:
+        model: The module (or function) whose forward is captured.
+        arguments: The arguments of the call, as the device takes them.
+        options: The executor's options.
+        training: Whether to find the loss and add the backward pass.
+        seed: Seed of the random operations.
+        groups: Parameters that differ between replicas.
+
+    Raises:
+        Error: If the model or the options cannot be compiled. The model is as it was before.
+    """
+    layout = BatchLayout.of(options)
+    _compile_checks.check_options(options, layout)
+    micro_batch = [layout.cut(tensor)[0].clone() for tensor in arguments.tensors()]
+    parameters, buffers = named_tensors(model)
+    weights = DeviceWeights(parameters, buffers, layout.replicas, groups)
+    host = {name: tensor.detach().clone() for name, tensor in buffers.items()}
+    streams = RandomStreams(seed)
+    call_arguments = arguments.with_tensors(micro_batch)
+    originals = [tensor.clone() for tensor in micro_batch]
+    strategy = options._execution_strategy
+    strategy.onStartTracing()
+    with host_generator_kept():
+        streams.start(0, 0)
+        with on_device(model, _first_replica(weights)):
+            captured = capture(
+                lambda: model(*call_arguments.positional, **call_arguments.named),
+                parameters=parameters,
+                buffers=buffers,
+                inputs=micro_batch,
+                training=training,
+                options=options,
+                modules=dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {},
+                check_op=_compile_checks.op_checker(),
+                before_backward=lambda recorder, returned: _compile_checks.check_forward(
+                    recorder, returned, layout, training
+                ),
+            )
+    strategy.onEndTracing()
+    executable = Executable(captured, weights, layout, streams)
+    _compile_checks.check_buffers(executable.written_buffers, options, layout)
+    if layout.replicas > 1:
+        weights.separate_buffers(executable.written_buffers)
+    weights.upload(host)
+    _check_replay(executable, captured, originals)
+    weights.upload(host)
+    captured.reference = ([], {})
+    return executable
+
+
+def _first_replica(weights: DeviceWeights) -> Dict[str, torch.Tensor]:
+    tensors = {name: weights.parameter_of(name, 0) for name in weights.parameters}
+    tensors.update({name: weights.buffer_of(name, 0) for name in weights.buffers})
+    return tensors
+
+
+def _check_replay(executable: Executable, captured: Captured, inputs: List[torch.Tensor]) -> None:
+    """Compares the graph with what the module and autograd computed while it was captured."""
+    if any(not hasattr(node.op, "_schema") for node in captured.graph.nodes):
+        return  # functions of the user's are not run just to compare
+    recorder = Recorder(False, None)
+    with host_generator_kept(), torch.no_grad(), recorder, recorder.paused():
+        executable.streams.start(0, 0)
+        outputs, grads = executable.run_once(0, [tensor.clone() for tensor in inputs])
+    expected_outputs, expected_grads = captured.reference
+    for index, (expected, got) in enumerate(zip(expected_outputs, outputs)):
+        _require_close(f"output {index}", expected, got)
+    for name, expected in expected_grads.items():
+        _require_close(f"the gradient of {name}", expected, grads[name])
+
+
+def _require_close(what: str, expected: torch.Tensor, got: torch.Tensor) -> None:
+    if expected.is_meta:
+        return
+    same = expected.shape == got.shape and expected.dtype == got.dtype
+    if same and expected.is_floating_point():
+        tolerance = 1e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
+        scale = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()) if expected.numel() else 0.0
+        same = torch.allclose(
+            got.float(), expected.float(), rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True
+        )
+    elif same:
+        same = torch.equal(expected, got)
+    if not same:
+        raise createPoptorchError(
+            f"The captured graph does not compute {what} as the model itself does, so it must not be used. "
+            "This is a fault of the emulator: please report the model."
+        )

@@ -1,0 +1,125 @@
+"""The checks that PopTorch makes when it compiles."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Optional
+
+from ipurun.emulator import _hardware, _option_checks
+from ipurun.emulator._batching import BatchLayout
+from ipurun.emulator._graph import Graph, Node
+from ipurun.emulator._impl import createNativeError, createPoptorchError
+from ipurun.emulator._logging import native_logger
+from ipurun.emulator._strategies import PipelinedExecution, ShardedExecution
+from ipurun.emulator._tracing import Recorder
+from ipurun.emulator.enums import ConnectionType, OutputMode
+
+__all__ = ["check_buffers", "check_forward", "check_options", "num_ipus", "op_checker"]
+
+_MAX_IPUS = 64
+
+
+def check_options(options: Any, layout: BatchLayout) -> None:
+    """Raises for options that no model can be compiled with."""
+    _option_checks.check_backend_options(options.toDict())
+    if layout.output_mode == OutputMode.EveryN:
+        period, iterations = layout.output_period, layout.device_iterations
+        if period > iterations or iterations % period:
+            raise createNativeError(
+                f"EveryN needs a period that divides the device iterations: period {period}, "
+                f"deviceIterations {iterations}.",
+                "popart_exception",
+            )
+    uses_model = bool(options.use_model) if options.exists("use_model") else _hardware.uses_ipu_model()
+    never = options.connection_type == ConnectionType.Never.value
+    if never and uses_model:
+        raise createNativeError("ConnectionType.Never is not supported with the IPU model")
+    if never and options.exists("ipu_id"):
+        raise createNativeError("useIpuId cannot be used with ConnectionType.Never: there is nothing to attach to")
+    if options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
+        if uses_model or _hardware.version() == 0:
+            raise createNativeError("logCycleCount: cycle counting is only supported on actual IPU hardware")
+
+
+def num_ipus(graph: Graph) -> int:
+    """Returns the number of IPUs that one replica of the captured model uses."""
+    used = {node.placement.ipu_id for node in graph.nodes}
+    return max([len(used), *(ipu + 1 for ipu in used)]) if used else 0
+
+
+def check_forward(recorder: Recorder, returned: Any, layout: BatchLayout, training: bool) -> None:
+    """Raises for a forward pass whose blocks or shapes do not fit the options."""
+    options = recorder.options
+    _check_pipeline(recorder, layout, training)
+    total = num_ipus(recorder.graph) * layout.replicas
+    if total > _MAX_IPUS:
+        raise createNativeError(f"Too many IPUs requested: {total}, the maximum is {_MAX_IPUS}.")
+    power = 1
+    while power < total:
+        power *= 2
+    is_hardware = _hardware.version() != 0 and options.connection_type != ConnectionType.Never.value
+    if total and power != total and options.auto_round_num_ipus:
+        native_logger.warning("%d IPUs are used, %d are reserved (autoRoundNumIPUs)", total, power)
+    elif total and power != total and is_hardware:
+        raise createNativeError(
+            f"PopTorch must reserve a power of 2 number of IPUs, but {total} IPUs were requested. "
+            f"Use poptorch.Options.autoRoundNumIPUs to reserve {power} IPUs."
+        )
+    for node in recorder.graph.nodes:
+        _check_not_empty(recorder.graph, node)
+
+
+def _check_not_empty(graph: Graph, node: Node) -> None:
+    if node.name in ("empty", "native_batch_norm", "lstm", "gru"):
+        return  # torch's own bookkeeping makes empty tensors there
+    for value in node.reads():
+        if 0 in graph.specs[value].shape:
+            raise createNativeError(
+                f"Zero-sized tensors are unsupported (Got shape {list(graph.specs[value].shape)} in {node.name} "
+                f"at {node.source})."
+            )
+
+
+def _check_pipeline(recorder: Recorder, layout: BatchLayout, training: bool) -> None:
+    strategy = recorder.options._execution_strategy
+    if not isinstance(strategy, PipelinedExecution) or isinstance(strategy, ShardedExecution):
+        return
+    begins = [event.info["placement"] for event in recorder.graph.events if event.kind == "begin_block"]
+    stages, last_ipu, last_stage = 1, 0, 0
+    for placement in begins:
+        if placement.ipu_id != last_ipu:
+            stages += 1
+        if placement.stage_id < last_stage:
+            raise createNativeError(
+                f"Pipeline stages must be in ascending order: block {placement.block_id!r} is in stage "
+                f"{placement.stage_id} and follows stage {last_stage}.",
+                "popart_exception",
+            )
+        last_ipu, last_stage = placement.ipu_id, placement.stage_id
+    if stages <= 1:
+        return
+    if training and layout.accumulation < 2 * stages - 1:
+        raise createNativeError(
+            "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
+            f"pipeline stages ({2 * stages - 1}) when using poptorch.PipelinedExecution. "
+            f"It is {layout.accumulation}."
+        )
+    if not training and layout.device_iterations < stages:
+        raise createNativeError(
+            "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline "
+            f"stages ({stages}) when using poptorch.PipelinedExecution. It is {layout.device_iterations}."
+        )
+
+
+def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None:
+    """Raises if replicas change buffers that are to be broadcast."""
+    if written and layout.input_groups > 1 and options.broadcast_buffers:
+        raise createPoptorchError(
+            f"PopTorch does not support broadcasting buffers ({', '.join(written)}) that the model changes when "
+            "there are several replicas. Use poptorch.Options.broadcastBuffers(False) to give each replica its "
+            "own copy."
+        )
+
+
+def op_checker() -> Optional[Callable[[Node], None]]:
+    """Returns what refuses operations that cannot be lowered."""
+    return None

@@ -1,0 +1,169 @@
+"""A compiled model: runs the captured graph for every micro-batch of a call."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from ipurun.emulator._anchors import Anchors
+from ipurun.emulator._batching import BatchLayout
+from ipurun.emulator._capture import Captured
+from ipurun.emulator._outputs import OutputCollector
+from ipurun.emulator._random_streams import RandomStreams, host_generator_kept
+from ipurun.emulator._run import generate
+from ipurun.emulator._structures import rebuild
+from ipurun.emulator._timestamps import Timestamps
+from ipurun.emulator._weights import DeviceWeights
+
+__all__ = ["Executable"]
+
+Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
+
+
+class Executable:
+    """A captured graph with the weights, the optimizer and the random streams it runs with.
+
+    Args:
+        captured: The graph and the structure of its results.
+        weights: The device's parameters and buffers.
+        layout: How a call is cut into micro-batches.
+        streams: Seeds of the random operations.
+        anchors: Tensors to keep after each call, as the options name them.
+        make_replay: Turns a graph into a function that runs it.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        weights: DeviceWeights,
+        layout: BatchLayout,
+        streams: RandomStreams,
+        anchors: Optional[Dict[str, Any]] = None,
+        make_replay: Callable[[Any], Replay] = generate,
+    ) -> None:
+        self.captured = captured
+        self.graph = captured.graph
+        self.weights = weights
+        self.layout = layout
+        self.streams = streams
+        self.optimizer: Optional[Any] = None
+        self.timestamps = Timestamps()
+        self.anchors = Anchors(self.graph, anchors or {})
+        self._replay = make_replay(self.graph)
+        self._is_random = any(node.is_random for node in self.graph.nodes)
+        self._grad_names = list(self.graph.grads)
+        self._num_outputs = len(captured.output_values)
+        self._varying = [value in self.graph.varying for value in captured.output_values]
+        written = self.graph.storages_written()
+        self._written_inputs = [
+            index
+            for index, item in enumerate(self.graph.inputs_of("input"))
+            if self.graph.specs[item.value].storage in written
+        ]
+        self.written_buffers = [
+            item.name for item in self.graph.inputs_of("buffer") if self.graph.specs[item.value].storage in written
+        ]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Runs one call.
+
+        Args:
+            tensors: The whole tensors of the call, in the order of the graph's inputs.
+
+        Returns:
+            The results in the structure that forward returned.
+        """
+        self.timestamps.begin_call()
+        pieces = [self.layout.cut(tensor) for tensor in tensors]
+        collector = OutputCollector(self.layout, self._varying)
+        guard = host_generator_kept() if self._is_random else contextlib.nullcontext()
+        with torch.no_grad(), guard:
+            for iteration in range(self.layout.device_iterations):
+                self._run_iteration(iteration, pieces, collector)
+        self.streams.advance(self.layout.device_iterations * self.layout.accumulation)
+        results = collector.results()
+        self.timestamps.end_call()
+        return rebuild(self.captured.returned, iter(results))
+
+    def write_back(self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> None:
+        """Copies inputs that the model changed to the caller's tensors, where those had to be converted."""
+        for index in self._written_inputs:
+            if device[index].data_ptr() != host[index].data_ptr():
+                with torch.no_grad():
+                    host[index].copy_(device[index])
+
+    def _run_iteration(self, iteration: int, pieces: List[List[torch.Tensor]], collector: OutputCollector) -> None:
+        layout = self.layout
+        seed = self._seed()
+        for step in range(layout.accumulation):
+            for replica in range(layout.replicas):
+                self.timestamps.begin_run()
+                piece = layout.piece_of(iteration, step, replica)
+                inputs = [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
+                if self._is_random:
+                    self.streams.start(iteration * layout.accumulation + step, replica)
+                outputs, grads = self.run_once(replica, inputs, seed)
+                if collector.wants(iteration, step):
+                    collector.add(replica, outputs)
+                    self.timestamps.end_run()
+                if self.optimizer is not None:
+                    self.optimizer.accumulate(self._per_group(replica, grads), 1)
+        if self.optimizer is not None:
+            self.optimizer.apply()
+
+    def run_once(
+        self, replica: int, inputs: List[torch.Tensor], seed: Optional[torch.Tensor] = None
+    ) -> Tuple[Sequence[torch.Tensor], Dict[str, torch.Tensor]]:
+        """Runs one micro-batch on one replica and returns its outputs and its gradients by name.
+
+        Args:
+            replica: The replica, whose buffers are used.
+            inputs: The tensors of the micro-batch; those that the model changes are changed.
+            seed: Gradient of the loss, the loss scaling by default.
+        """
+        seed = self._seed() if seed is None else seed
+        originals = list(inputs)
+        for index in self._written_inputs:
+            inputs[index] = inputs[index].clone()
+        self.timestamps.input_complete()
+        results = self._replay(self._arguments(replica, inputs, seed))
+        self.timestamps.output()
+        for index in self._written_inputs:
+            originals[index].copy_(inputs[index])
+        return results[: self._num_outputs], dict(zip(self._grad_names, results[self._num_outputs :]))
+
+    def _arguments(
+        self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]
+    ) -> List[torch.Tensor]:
+        weights = self.weights
+        arguments = []
+        remaining = iter(inputs)
+        for item in self.graph.inputs:
+            if item.kind == "parameter":
+                arguments.append(weights.parameter_of(item.name, replica))
+            elif item.kind == "buffer":
+                arguments.append(weights.buffer_of(item.name, replica))
+            elif item.kind == "input":
+                arguments.append(next(remaining))
+            elif item.kind == "seed":
+                arguments.append(seed)
+        return arguments
+
+    def _seed(self) -> Optional[torch.Tensor]:
+        seeds = self.graph.inputs_of("seed")
+        if not seeds:
+            return None
+        spec = self.graph.specs[seeds[0].value]
+        scale = 1.0 if self.optimizer is None else self.optimizer.loss_scaling
+        return torch.full(spec.shape, scale, dtype=spec.dtype)
+
+    def _per_group(self, replica: int, grads: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """Puts gradients of replica-grouped parameters in the row of the replica's group."""
+        for name, group in self.weights.groups.items():
+            if name in grads:
+                whole = torch.zeros_like(self.weights.parameters[name])
+                whole[group.group_of(replica, self.layout.replicas)] = grads[name]
+                grads[name] = whole
+        return grads

@@ -1,0 +1,93 @@
+"""Half precision: PopTorch's casts of weights, and half operations that the CPU lacks."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Tuple
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["HalfThroughFloat", "cast_weights", "lacks_half_kernel"]
+
+_WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
+    F.linear: ((1, "weight"), (2, "bias")),
+    F.batch_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
+    F.group_norm: ((2, "weight"), (3, "bias")),
+    F.layer_norm: ((2, "weight"), (3, "bias")),
+    F.instance_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
+}
+for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
+    _WEIGHT_ARGUMENTS[getattr(F, _name)] = ((1, "weight"), (2, "bias"))
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def cast_weights(
+    function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """Returns the arguments with weights and biases in the type of the layer's input, as PopTorch does."""
+    positions = _WEIGHT_ARGUMENTS.get(function)
+    data = args[0] if args else kwargs.get("input")
+    if positions is None or not isinstance(data, torch.Tensor) or not data.is_floating_point():
+        return args, kwargs
+    listed = list(args)
+    named = dict(kwargs)
+    for index, name in positions:
+        given = listed[index] if index < len(listed) else named.get(name)
+        if not isinstance(given, torch.Tensor) or given.dtype == data.dtype or name.startswith("running"):
+            continue
+        if index < len(listed):
+            listed[index] = given.to(data.dtype)
+        else:
+            named[name] = given.to(data.dtype)
+    return tuple(listed), named
+
+
+def lacks_half_kernel(error: Exception) -> bool:
+    """Whether an error of torch says that the CPU has no kernel for half."""
+    text = str(error)
+    return "'Half'" in text or "float16" in text or "c10::Half" in text or "Float but found Half" in text
+
+
+class HalfThroughFloat:
+    """An aten operation computed in float32 and rounded to half, with half arguments and results.
+
+    Args:
+        op: The operation that has no half kernel here.
+    """
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+        self._schema = op._schema
+        self.__name__ = op._schema.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        widened: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def widen(item: Any) -> Any:
+            if isinstance(item, torch.Tensor) and item.dtype == torch.float16:
+                if id(item) not in widened:
+                    widened[id(item)] = (item, item.float())
+                return widened[id(item)][1]
+            if item is torch.float16:
+                return torch.float32
+            if isinstance(item, (list, tuple)):
+                return type(item)([widen(entry) for entry in item])
+            return item
+
+        result = self._op(*[widen(a) for a in args], **{k: widen(v) for k, v in kwargs.items()})
+        originals = {id(wide): original for original, wide in widened.values()}
+        for argument, given in zip(self._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write and id(given) in widened:
+                given.copy_(widened[id(given)][1])
+
+        def narrow(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                if id(item) in originals:
+                    return originals[id(item)]
+                return item.to(torch.float16) if item.dtype == torch.float32 else item
+            if isinstance(item, (list, tuple)):
+                return type(item)([narrow(entry) for entry in item])
+            return item
+
+        return narrow(result)

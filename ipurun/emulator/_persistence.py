@@ -1,0 +1,130 @@
+"""Compiled models in files."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from typing import Any, Callable, Dict, Optional
+
+import torch
+
+from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._logging import logger
+from ipurun.emulator.enums import ConnectionType
+
+__all__ = ["load", "load_executable", "read_metadata", "save"]
+
+_MAGIC = b"ipurun-emulator-executable\n"
+_DEFAULT_NAME = "model.poptorch"
+
+
+def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool) -> None:
+    """Writes an executor to a file; see `PoplarExecutor.save`."""
+    path = _target(filename)
+    arguments = executor._compiled_arguments
+    data: Dict[str, Any] = {
+        "version": executor._poptorch_version,
+        "arguments": (arguments.positional, arguments.named),
+        "options": executor.options,
+        "rng_state": executor.rng_state if save_rng_state else None,
+        "model": None,
+    }
+    if export_model:
+        executor.copyWeightsToHostIfNeeded()
+        data["training"] = executor._training
+        data["model"] = executor._user_model
+        data["optimizer"] = None
+        if executor._optimizer is not None:
+            data["optimizer"] = executor._optimizer.optimizer
+            data["optimizer_state"] = executor._optimizer.optimizer.state_dict()
+    stream = io.BytesIO()
+    torch.save(data, stream)
+    temporary = f"{path}.partial"
+    with open(temporary, "wb") as file:
+        file.write(_MAGIC)
+        file.write(stream.getvalue())
+    os.replace(temporary, path)
+
+
+def load_executable(executor: Any, filename: str) -> None:
+    """Compiles an executor for the arguments stored in a file; see `PoplarExecutor.loadExecutable`."""
+    data = _read(filename)
+    if data["version"] != executor._poptorch_version:
+        raise createPoptorchError(
+            f"{filename} was exported by PopTorch version {data['version']}, this is {executor._poptorch_version}."
+        )
+    positional, named = data["arguments"]
+    executor._compile_arguments(positional, named)
+    if executor._connects:
+        executor.attachToDevice()
+
+
+def load(
+    filename: str,
+    version: str,
+    make_executor: Callable[[Any, Any, bool, Optional[Any]], Any],
+    edit_opts_fn: Optional[Callable[[Any], None]] = None,
+) -> Any:
+    """Returns an executor made from a file that holds its model.
+
+    Args:
+        filename: The file.
+        version: The version that the file must have.
+        make_executor: Called with model, options, whether to train, and optimizer.
+        edit_opts_fn: Changes the options before they are used.
+
+    Raises:
+        AssertionError: If the file has another version, or no model.
+    """
+    data = _read(filename)
+    assert data["version"] == version, (
+        f"{filename} was exported by PopTorch version {data['version']}, this is {version}"
+    )
+    assert data["model"] is not None, (
+        f"{filename} does not contain the model: re-create it and call loadExecutable({filename!r})"
+    )
+    options = data["options"].clone()
+    options.deleteIfExists("ipu_version")
+    if options.connection_type == ConnectionType.Never.value:
+        options.connectionType(ConnectionType.Always)
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    optimizer = data.get("optimizer")
+    if optimizer is not None and data.get("optimizer_state", {}).get("ipu_state") is not None:
+        optimizer.load_state_dict(data["optimizer_state"])
+    executor = make_executor(data["model"], options, data["training"], optimizer)
+    positional, named = data["arguments"]
+    executor._compile_arguments(positional, named)
+    if executor._connects:
+        executor.attachToDevice()
+    if data["rng_state"]:
+        executor.rng_state = data["rng_state"]
+    return executor
+
+
+def read_metadata(filename: str) -> bytes:
+    """Returns everything that `save` wrote after the file's mark."""
+    with open(filename, "rb") as file:
+        assert file.read(len(_MAGIC)) == _MAGIC, f"{filename} is not a valid PopTorch file"
+        return file.read()
+
+
+def _read(filename: str) -> Dict[str, Any]:
+    stream = io.BytesIO(read_metadata(filename))
+    try:
+        return torch.load(stream, weights_only=False)
+    except (pickle.UnpicklingError, AttributeError, ImportError) as error:
+        raise createPoptorchError(f"{filename} cannot be read: {error}") from error
+
+
+def _target(filename: str) -> str:
+    path = os.path.expanduser(filename)
+    if os.path.isdir(path):
+        path = os.path.join(path, _DEFAULT_NAME)
+        logger.warning("%s is a directory, saving the executable to %s", filename, path)
+    parent = os.path.dirname(path)
+    if parent:
+        assert not os.path.isfile(parent), f"{parent} is a file, not a directory"
+        os.makedirs(parent, exist_ok=True)
+    return path

@@ -1,0 +1,393 @@
+"""PoplarExecutor: what trainingModel and inferenceModel return."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import time
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+
+from ipurun.emulator import _compile_hooks, _persistence, _wrapping
+from ipurun.emulator._compile import compile_model
+from ipurun.emulator._executable import Executable
+from ipurun.emulator._executor_optimizer import ExecutorOptimizer
+from ipurun.emulator._executor_reports import ExecutorReports
+from ipurun.emulator._faults import raise_requested_fault
+from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._inputs import ArgumentParser, Arguments, matching_tensors
+from ipurun.emulator._logging import logger
+from ipurun.emulator._model_guard import named_tensors
+from ipurun.emulator._parameter_proxy import ParameterProxy
+from ipurun.emulator._printing import module_repr
+from ipurun.emulator._random_streams import default_seed
+from ipurun.emulator._strategies import PipelinedExecution, ShardedExecution
+from ipurun.emulator._weights import ReplicaGroups
+from ipurun.emulator.enums import ConnectionType, OutputMode
+from ipurun.emulator.options import Options
+
+__all__ = ["PoplarExecutor"]
+
+
+class PoplarExecutor(ExecutorReports):
+    """Runs a model as a device would: compiled at its first call, with weights of its own.
+
+    Made by `poptorch.trainingModel` and `poptorch.inferenceModel`.
+
+    Args:
+        model: The model to run; its own attributes must be decoupled from the user's (a shallow copy).
+        options: Options, frozen from now on; the defaults for None.
+        training: Whether the model is trained.
+        poptorch_version: Version written to exported files.
+        optimizer: Optimizer of a training model.
+        user_model: The user's own model, `model` itself by default.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Optional[Options],
+        training: bool,
+        poptorch_version: str,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        user_model: Optional[torch.nn.Module] = None,
+    ) -> None:
+        if options is None:
+            options = Options()
+        if not isinstance(options, Options):
+            raise createPoptorchError(f"options must be a poptorch.Options, got {type(options)}")
+        options._freeze()
+        self._user_model = user_model if user_model is not None else model
+        self._model = model if model is not self._user_model else copy.copy(model)
+        self._training = training
+        self._poptorch_version = poptorch_version
+        self._options = options.clone()
+        if self._options.defaultOutputMode():
+            self._options.outputMode(OutputMode.Final if training else OutputMode.All)
+        self._optimizer = ExecutorOptimizer(self._options, optimizer, self._user_model) if training else None
+        if not training:
+            _refuse_accumulation(self._options)
+        self._options._freeze()
+        self.per_replica_params: Dict[str, ReplicaGroups] = {}
+        self._parser = ArgumentParser(self._model)
+        self._executable: Optional[Executable] = None
+        self._compiled_arguments: Optional[Arguments] = None
+        self._is_attached = False
+        self._dirty_host_weights = False
+        self._host_weights_version = 0
+        self._seen_weights_version = 0
+        self._num_calls = 0
+        self._rng_state: Optional[List[int]] = None
+        self._compilation_time: Optional[datetime.timedelta] = None
+        if training:
+            _wrapping.wrap(self._user_model, self)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Returns the user's model."""
+        return self._user_model
+
+    @property
+    def options(self) -> Options:
+        """Returns the executor's own copy of the options, frozen."""
+        return self._options
+
+    def __repr__(self) -> str:
+        return module_repr(self._user_model)
+
+    def __getattr__(self, attr: str) -> Any:
+        user_model = self.__dict__.get("_user_model")
+        if user_model is None:
+            raise AttributeError(attr)
+        found = getattr(user_model, attr)
+        if isinstance(found, torch.nn.Parameter):
+            return ParameterProxy(self, attr, found)
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model: compiles and attaches first if needed.
+
+        Returns:
+            What forward returns, with one row for each kept micro-batch (see `poptorch.OutputMode`).
+
+        Raises:
+            AssertionError: If the options say that no device is ever connected.
+            Error: If the arguments differ from those that the model was compiled for.
+        """
+        self._require_connection()
+        if self._executable is None:
+            self._compile(args, kwargs)
+        if not self._is_attached:
+            self.attachToDevice()
+        if not self._training:
+            self._follow_training_weights()
+        given = self._parser.bind(args, kwargs)
+        assert self._executable is not None
+        assert self._compiled_arguments is not None
+        host_tensors = matching_tensors(self._compiled_arguments, given)
+        tensors = [self._parser.device_tensor(tensor) for tensor in host_tensors]
+        if self._optimizer is not None:
+            self._optimizer.before_run()
+        self._num_calls += 1
+        raise_requested_fault(self._num_calls)
+        try:
+            result = self._executable.run(tensors)
+        finally:
+            if self._training:
+                self._dirty_host_weights = True
+        self._executable.write_back(host_tensors, tensors)
+        if self._optimizer is not None:
+            self._optimizer.after_run()
+        return result
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model for these arguments without running it."""
+        if self._executable is not None:
+            logger.warning("Call to compile() ignored: the executable is already compiled")
+            return
+        self._compile(args, kwargs)
+        if self._connects:
+            self.attachToDevice()
+
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+        return self._executable is not None
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the model is compiled and attached."""
+        return self._executable is not None and self._is_attached
+
+    def attachToDevice(self) -> None:
+        """Attaches, and uploads weights, optimizer and random state.
+
+        Raises:
+            Error: If the model is not compiled, or is attached already.
+            AssertionError: If the options say that no device is ever connected.
+        """
+        executable = self._compiled("attachToDevice")
+        self._require_connection()
+        if self._is_attached:
+            raise createPoptorchError("Failed to attach to device: already attached.")
+        self._is_attached = True
+        executable.weights.upload(self._host_tensors())
+        self._dirty_host_weights = False
+        if self._rng_state is not None:
+            executable.streams.state = self._rng_state
+        if self._optimizer is not None:
+            self._optimizer.attach()
+        if _wrapping.is_wrapped(self._user_model):
+            self._seen_weights_version = self._user_model._host_weights_version
+
+    def detachFromDevice(self) -> None:
+        """Brings everything that is newer on the device back to the host, and detaches.
+
+        Raises:
+            Error: If the model is not compiled or not attached.
+        """
+        executable = self._compiled("detachFromDevice")
+        if not self._is_attached:
+            raise createPoptorchError("Device is not attached")
+        self.copyWeightsToHostIfNeeded()
+        self._rng_state = executable.streams.state
+        if self._optimizer is not None:
+            self._optimizer.detach()
+        self._is_attached = False
+
+    def destroy(self) -> None:
+        """Drops the compiled model; weights and optimizer state go back to the host, the model is un-wrapped."""
+        if self._executable is None:
+            return
+        self.copyWeightsToHostIfNeeded()
+        if self._optimizer is not None:
+            self._optimizer.destroy()
+        self._executable = None
+        self._compiled_arguments = None
+        self._is_attached = False
+        self._rng_state = None
+        if self._training:
+            _wrapping.unwrap(self._user_model)
+
+    def copyWeightsToHost(self) -> None:
+        """Copies the device's parameters and buffers to the user's model.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        executable = self._compiled("copyWeightsToHost")
+        self._dirty_host_weights = False
+        executable.weights.download(self._host_tensors())
+        self._host_weights_version += 1
+
+    def copyWeightsToDevice(self) -> None:
+        """Copies the user's parameters and buffers to the device; training progress not copied back is lost.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        executable = self._compiled("copyWeightsToDevice")
+        self._dirty_host_weights = False
+        if self._optimizer is not None:
+            self._optimizer.read_back()
+        executable.weights.upload(self._host_tensors())
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Copies the weights to the host if they are newer on the device.
+
+        Returns:
+            Whether they were copied.
+        """
+        if not self._dirty_host_weights:
+            return False
+        self._dirty_host_weights = False
+        self.copyWeightsToHost()
+        return True
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Uploads the buffers listed by `Options.updatableNamedBuffers`.
+
+        Raises:
+            Error: If the model is not compiled or the option is not set.
+        """
+        executable = self._compiled("copyNamedBuffersToDevice")
+        names = self._options._Popart.options.get("updatableNamedBuffers")
+        if not names:
+            raise createPoptorchError("copyNamedBuffersToDevice needs Options.updatableNamedBuffers([...]).")
+        host = self._host_tensors()
+        executable.weights.upload({name: host[name] for name in names})
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sends the values of an optimizer to the device: needed after every change of them.
+
+        Raises:
+            AttributeError: On an inference model.
+            Error: If a value changed that the compiled model holds as a constant.
+        """
+        if self._optimizer is None:
+            raise AttributeError("An inference model has no optimizer")
+        self._optimizer.set(optimizer)
+
+    def load_state_dict(self, state_dict: Dict[str, torch.Tensor], strict: bool = True) -> Any:
+        """Loads parameters and buffers into the user's model, and uploads them if attached."""
+        result = self._user_model.load_state_dict(state_dict, strict)
+        if self.isAttachedToDevice():
+            self.copyWeightsToDevice()
+        return result
+
+    @property
+    def rng_state(self) -> Optional[List[int]]:
+        """Returns the state of the random streams: the seed, and how far they are.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        executable = self._compiled("rng_state")
+        if executable.streams.position:
+            return executable.streams.state
+        if self._rng_state is not None:
+            return list(self._rng_state)
+        return [executable.streams.seed] if self._options.exists("random_seed") else None
+
+    @rng_state.setter
+    def rng_state(self, state: List[int]) -> None:
+        executable = self._compiled("rng_state")
+        self._rng_state = list(state)
+        executable.streams.state = self._rng_state
+
+    def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
+        """Writes the compiled model to a file.
+
+        Args:
+            filename: The file; a folder gets a `model.poptorch`.
+            export_model: Whether to add the model, its weights and the optimizer.
+            save_rng_state: Whether to add the state of the random streams.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        self._compiled("save")
+        _persistence.save(self, filename, export_model, save_rng_state)
+
+    def compileAndExport(
+        self, filename: str, *args: torch.Tensor, export_model: bool = True, **kwargs: torch.Tensor
+    ) -> None:
+        """Compiles the model for these arguments and writes it to a file (see `save`)."""
+        if self._executable is None:
+            self._compile(args, kwargs)
+            if self._connects:
+                self.attachToDevice()
+        self.save(filename, export_model)
+
+    def loadExecutable(self, filename: str) -> None:
+        """Compiles the model for the arguments stored in a file, instead of those of the first call.
+
+        Raises:
+            Error: If the file was written by another version.
+        """
+        _persistence.load_executable(self, filename)
+
+    @property
+    def _connects(self) -> bool:
+        return bool(self._options.connection_type != ConnectionType.Never.value)
+
+    def _require_connection(self) -> None:
+        assert self._connects, (
+            "Trying to connect to a device when ConnectionType is Never: the model can only be compiled"
+        )
+
+    def _host_tensors(self) -> Dict[str, torch.Tensor]:
+        parameters, buffers = named_tensors(self._user_model)
+        return {**parameters, **buffers}
+
+    def _compile_arguments(self, positional: List[Any], named: Dict[str, Any]) -> None:
+        """Compiles for arguments that were bound before."""
+        self._compile(tuple(positional), named)
+
+    def _compile(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        start = time.perf_counter()
+        self.copyWeightsToHostIfNeeded()
+        if self._training and not _wrapping.is_wrapped(self._user_model):
+            _wrapping.wrap(self._user_model, self)
+        given = self._parser.bind(args, kwargs)
+        has_seed = self._options.exists("random_seed")
+        _compile_hooks.run_pre_compile()
+        try:
+            executable = compile_model(
+                self._model,
+                self._parser.on_device(given),
+                options=self._options,
+                training=self._training,
+                seed=self._options.random_seed if has_seed else default_seed(),
+                groups=self.per_replica_params,
+            )
+            if self._optimizer is not None:
+                self._optimizer.compile(executable, named_tensors(self._user_model)[0])
+        finally:
+            _compile_hooks.run_post_compile()
+        self._executable = executable
+        self._compiled_arguments = given
+        self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
+
+    def _follow_training_weights(self) -> None:
+        """Takes new weights from the training executor that the user's model belongs to."""
+        if not _wrapping.is_wrapped(self._user_model) or _wrapping.executor_of(self._user_model) is None:
+            return
+        self._user_model.copyWeightsToHostIfNeeded()
+        version = self._user_model._host_weights_version
+        if version != self._seen_weights_version:
+            self.copyWeightsToDevice()
+            self._seen_weights_version = version
+
+
+def _refuse_accumulation(options: Options) -> None:
+    factor = options.Training.gradient_accumulation
+    if factor == 1:
+        return
+    strategy = options._execution_strategy
+    hint = ""
+    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+        hint = " Use Options.deviceIterations to fill the pipeline in inference."
+    raise createPoptorchError(
+        f"You must set Options.Training.gradientAccumulation to 1 or leave it unset for inference, it is {factor}."
+        + hint
+    )

@@ -1,0 +1,102 @@
+"""Nested arguments and results: finding the tensors in them and putting others in their place."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Dict, Iterator, List, Optional, Type
+
+import torch
+
+from ipurun.emulator._impl import createPoptorchError
+
+__all__ = ["ICustomArgParser", "custom_parser_of", "rebuild", "registerCustomArgParser", "tensors_in"]
+
+
+class ICustomArgParser(abc.ABC):
+    """Tells how to find and replace the tensors of a class that PopTorch does not know."""
+
+    @abc.abstractmethod
+    def yieldTensors(self, struct: Any) -> None:
+        """Yields every tensor of the structure."""
+
+    @abc.abstractmethod
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
+        """Returns a copy of the structure with its tensors taken from the iterator, in the same order."""
+
+
+_custom_parsers: Dict[Type[Any], ICustomArgParser] = {}
+
+
+def registerCustomArgParser(arg_type: Type[Any], parser: Optional[ICustomArgParser]) -> None:
+    """Registers how to handle a class among a model's arguments and results.
+
+    Args:
+        arg_type: The class.
+        parser: How to take its instances apart; None forgets the class.
+
+    Raises:
+        Error: If the parser is not an `ICustomArgParser`.
+    """
+    if parser is None:
+        _custom_parsers.pop(arg_type, None)
+        return
+    if not isinstance(parser, ICustomArgParser):
+        raise createPoptorchError(
+            f"Custom parser for {arg_type} must derive from poptorch.ICustomArgParser, got {type(parser)}."
+        )
+    _custom_parsers[arg_type] = parser
+
+
+def custom_parser_of(item: Any) -> Optional[ICustomArgParser]:
+    """Returns the parser registered for the item's class or for a base of it, None without one."""
+    exact = _custom_parsers.get(type(item))
+    if exact is not None:
+        return exact
+    return next((parser for kind, parser in _custom_parsers.items() if isinstance(item, kind)), None)
+
+
+def tensors_in(structure: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a structure in order."""
+    parser = custom_parser_of(structure)
+    if isinstance(structure, torch.Tensor):
+        yield structure
+    elif parser is not None:
+        yield from parser.yieldTensors(structure)  # type: ignore[attr-defined]  # declared as PopTorch does
+    elif isinstance(structure, (tuple, list)):
+        for item in structure:
+            yield from tensors_in(item)
+    elif isinstance(structure, dict):
+        for item in structure.values():
+            yield from tensors_in(item)
+
+
+def rebuild(structure: Any, tensors: Iterator[Any]) -> Any:
+    """Returns a structure of the same types with each tensor replaced by the next of the iterator."""
+    parser = custom_parser_of(structure)
+    if isinstance(structure, torch.Tensor):
+        return next(tensors)
+    if parser is not None:
+        return parser.reconstruct(structure, tensors)
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*[rebuild(item, tensors) for item in structure])
+    if isinstance(structure, (tuple, list)):
+        items: List[Any] = [rebuild(item, tensors) for item in structure]
+        return _like(structure, items)
+    if isinstance(structure, dict):
+        return _like_dict(structure, {key: rebuild(item, tensors) for key, item in structure.items()})
+    return structure
+
+
+def _like(original: Any, items: List[Any]) -> Any:
+    return type(original)(items)
+
+
+def _like_dict(original: Dict[Any, Any], entries: Dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return entries
+    try:
+        return type(original)(entries)
+    except TypeError:  # a class whose constructor takes something else, such as defaultdict
+        copied = original.copy()
+        copied.update(entries)
+        return copied
