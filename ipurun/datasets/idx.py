@@ -100,7 +100,7 @@ def load_splits(
         root: Folder with the four files of `FILES`.
         mean: Mean of the pixels, on a scale of 0 to 1.
         std: Standard deviation of the pixels.
-        notes: Remarks for the user, carried by the training split.
+        notes: Remarks for the user, carried by both splits.
         advice: What to do when files are missing.
 
     Raises:
