@@ -15,7 +15,7 @@ from typing import IO, Callable, List, Optional, Sequence
 
 from ipurun.build import Run, build_run
 from ipurun.build.targets import check_node, make
-from ipurun.checkpoint import latest
+from ipurun.checkpoint import Checkpoint, latest
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
 from ipurun.log.console import Console
@@ -84,7 +84,9 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
     return Finished(folder, summary)
 
 
-def _train_in(folder: RunFolder, prepared: Prepared, run: Run, screen: Screen, checkpoint: Optional[Path]) -> Summary:
+def _train_in(
+    folder: RunFolder, prepared: Prepared, run: Run, screen: Screen, checkpoint: Optional[Checkpoint]
+) -> Summary:
     point, plan = prepared.point, prepared.plan
     with closing(folder.log_file.open("a", encoding="utf-8")) as log:
         consoles = [Console(screen), Console(PlainScreen(log))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
 from ipurun.log.format import batch_equation, count, devices_text, plural
 from ipurun.plan.types import Plan
@@ -32,11 +32,12 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
         epoch = f"{plural(steps.calls_per_epoch, 'host call')}, {plural(steps.updates_per_epoch or 0, 'weight update')}"
         dropped = steps.dropped_samples or 0
         rows.append(("epoch", f"{epoch}, {plural(dropped, 'sample')} dropped"))
-    rows.append(("saves", _interval(steps.save_every_calls, plan, "at the end")))
-    rows.append(("evaluates", _interval(steps.eval_every_calls, plan, "at the end")))
+    for label, every_calls in (("saves", steps.save_every_calls), ("evaluates", steps.eval_every_calls)):
+        if every_calls is not None:
+            rows.append((label, _interval(every_calls, plan)))
     rows.append(("returns", f"output mode {plan.output_mode}"))
     for placement in plan.placements:
-        rows.append(("block", f"{placement.module} on IPU {placement.ipu} ({placement.block_id})"))
+        rows.append(("block", f"{placement.module or 'the model'} on IPU {placement.ipu} ({placement.block_id})"))
     rows.append(("cache", plan.cache_dir or "off"))
     if plan.profile_dir:
         rows.append(("profile", plan.profile_dir))
@@ -94,8 +95,6 @@ def _steps_text(plan: Plan) -> str:
     return f"{plural(steps.total_updates, 'weight update')} in {count(steps.total_calls)} host calls{epochs}"
 
 
-def _interval(every_calls: Optional[int], plan: Plan, otherwise: str) -> str:
-    if every_calls is None:
-        return otherwise
+def _interval(every_calls: int, plan: Plan) -> str:
     updates = every_calls * plan.training.device_iterations
     return f"every {plural(updates, 'weight update')} ({plural(every_calls, 'host call')})"

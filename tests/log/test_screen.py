@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import io
+from typing import List
+
+import pytest
+
+from ipurun.log.screen import PlainScreen, SilentScreen, make_screen
+from ipurun.log.terminal import TerminalScreen, fit
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _lines(stream: io.StringIO) -> List[str]:
+    return stream.getvalue().splitlines()
+
+
+def test_a_pipe_gets_plain_lines_and_a_terminal_is_drawn_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert type(make_screen(io.StringIO())) is PlainScreen
+    assert type(make_screen(Terminal())) is TerminalScreen
+    assert type(make_screen(Terminal(), quiet=True)) is SilentScreen
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(make_screen(Terminal())) is PlainScreen
+
+
+def test_no_colour_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured, plain = Terminal(), Terminal()
+    make_screen(coloured).panel("title", [("label", "text")])
+    monkeypatch.setenv("NO_COLOR", "1")
+    make_screen(plain).panel("title", [("label", "text")])
+    assert "\x1b[" in coloured.getvalue() and "36m" in coloured.getvalue()
+    assert "36m" not in plain.getvalue()
+
+
+def test_live_lines_are_thinned_out_by_time() -> None:
+    stream, clock = io.StringIO(), Clock()
+    screen = PlainScreen(stream, interval_seconds=10, clock=clock)
+    for second in range(25):
+        clock.now = float(second)
+        screen.live([f"at {second}"])
+    assert _lines(stream) == ["at 0", "at 10", "at 20"]
+
+
+def test_every_tenth_of_a_quick_run_is_shown() -> None:
+    stream = io.StringIO()
+    screen = PlainScreen(stream, clock=lambda: 0.0)
+    for step in range(1, 101):
+        screen.live([f"step {step}"], step / 100)
+    assert _lines(stream) == ["step 1"] + [f"step {step}" for step in range(10, 101, 10)]
+
+
+def test_a_phase_is_a_line_only_when_it_is_new() -> None:
+    stream = io.StringIO()
+    screen = PlainScreen(stream)
+    screen.begin("compiling")
+    for phase in ("tracing", "tracing", "lowering"):
+        screen.phase(phase)
+    screen.end("compiled in 2.0 s")
+    assert _lines(stream) == ["compiling ...", "  tracing", "  lowering", "compiled in 2.0 s"]
+
+
+def test_long_rows_wrap_under_their_text() -> None:
+    stream = io.StringIO()
+    PlainScreen(stream).panel("title", [("label", "word " * 40)])
+    lines = _lines(stream)
+    assert len(lines) > 2 and max(map(len, lines)) <= 112
+    assert lines[2].startswith("  " + " " * 12 + "word")
+
+
+def test_a_narrow_terminal_keeps_what_matters_most() -> None:
+    assert fit(["step 1/10", "loss 0.5", "lr 0.1", "12 samples/s"], 20) == "step 1/10  loss 0.5"
+    assert fit(["step 1/10", "a part that is far too long", "lr 0.1"], 20) == "step 1/10  lr 0.1"
+
+
+def test_the_terminal_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    screen = make_screen(terminal)
+    screen.begin("compiling for training")
+    screen.end("compiled")
+    screen.live(["step 1"])
+    screen.close()
+    screen.close()
+    text = terminal.getvalue()
+    assert text.count("\x1b[?25h") >= text.count("\x1b[?25l") >= 1  # the cursor is shown again
+    assert "compiled" in text

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Sequence
+
+import pytest
+
+from ipurun.config.compose import Point
+from ipurun.config.schema import RunConfig, SweepConfig
+from ipurun.errors import ConfigError
+from ipurun.sweep.manifest import FAILED, FINISHED, Manifest, Record, find_unfinished, point_id
+
+
+def _manifest(folder: Path, statuses: Sequence[str]) -> Manifest:
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [
+        Record(f"id{index}", index, "digits", {"lr": str(index)}, [f"lr={index}"], status)
+        for index, status in enumerate(statuses)
+    ]
+    return Manifest(folder, ["-m", "lr=0,1"], records)
+
+
+def test_a_manifest_comes_back_from_disk(tmp_path: Path) -> None:
+    written = _manifest(tmp_path, [FINISHED, FAILED])
+    written.records[1].reason = "out of memory"
+    written.save()
+    read = Manifest.load(tmp_path)
+    assert read.argv == ["-m", "lr=0,1"] and read.records == written.records
+    assert [record.index for record in read.unfinished] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"points": 3}', "[]"])
+def test_a_folder_without_a_readable_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ConfigError, match="is not a sweep folder"):
+        Manifest.load(tmp_path)
+
+
+def test_going_on_takes_over_what_is_done_also_in_another_order(tmp_path: Path) -> None:
+    earlier = _manifest(tmp_path, [FINISHED, FAILED])
+    earlier.records[0].results = {"best": 0.5}
+    now = _manifest(tmp_path, ["pending", "pending", "pending"])
+    now.records = [now.records[2], now.records[0], now.records[1]]
+    for index, record in enumerate(now.records):
+        record.index = index
+    now.adopt(earlier)
+    assert [record.status for record in now.records] == ["pending", FINISHED, FAILED]
+    assert now.records[1].index == 1 and now.records[1].results == {"best": 0.5}
+
+
+def test_the_newest_unfinished_sweep_of_the_same_points_is_found(tmp_path: Path) -> None:
+    for name, statuses in (("1", [FAILED]), ("2", [FAILED]), ("3", [FINISHED])):
+        _manifest(tmp_path / name, statuses).save()
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / "manifest.json").write_text("cut sho")
+    found = find_unfinished(tmp_path, ["id0"])
+    assert found is not None and found.folder.name == "2"
+    assert find_unfinished(tmp_path, ["another"]) is None
+    assert find_unfinished(tmp_path / "nowhere", ["id0"]) is None
+
+
+def test_a_point_is_the_same_whatever_resume_and_sweep_say() -> None:
+    config = RunConfig(devices=8)
+    same = replace(config, resume="auto", sweep=SweepConfig(on_error="stop"))
+    assert point_id(Point(config)) == point_id(Point(same))
+    assert point_id(Point(config)) != point_id(Point(replace(config, devices=4)))
