@@ -17,7 +17,8 @@ def _mark_tensors(structure: Any, kind: str, mode: enums.OverlapMode) -> Any:
     def mark(value: Any) -> Any:
         if recorder is None or not isinstance(value, torch.Tensor):
             return value
-        return recorder.mark(value, kind, mode=mode.value)
+        # A view, so that the marked tensor can be told from the one given.
+        return recorder.mark(value.view_as(value), kind, mode=mode.value)
 
     return tree_map(mark, structure)
 
