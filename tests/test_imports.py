@@ -1,0 +1,158 @@
+"""The walls between the rooms: who may import what, and what a quick command never loads."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(path for folder in ("ipurun", "recipes") for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path):
+    """Every module that a file imports anywhere, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def offenders(package, allowed=lambda relative: False):
+    """Files that import a package although they are not allowed to."""
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        if not allowed(path.relative_to(ROOT).as_posix())
+        for name, line in imported(path)
+        if name == package or name.startswith(package + ".")
+    ]
+
+
+def test_only_the_engine_module_imports_poptorch():
+    assert offenders("poptorch", lambda file: file == "ipurun/engine.py") == []
+
+
+def test_only_config_imports_hydra():
+    assert offenders("hydra", lambda file: file.startswith("ipurun/config/")) == []
+
+
+def test_config_and_plan_never_import_torch():
+    assert offenders("torch", lambda file: not file.startswith(("ipurun/config/", "ipurun/plan/"))) == []
+
+
+def test_the_emulator_stands_alone():
+    foreign = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        if path.relative_to(ROOT).as_posix().startswith("ipurun/emulator/")
+        for name, line in imported(path)
+        if name.split(".")[0] == "ipurun" and not name.startswith("ipurun.emulator")
+    ]
+    assert foreign == []
+
+
+def test_only_the_engine_module_and_exec_know_the_emulator():
+    doors = ("ipurun/emulator/", "ipurun/engine.py", "ipurun/cli/exec.py")
+    assert offenders("ipurun.emulator", lambda file: file.startswith(doors)) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "later_rooms"),
+    [
+        ("config", ["plan", "build", "train", "checkpoint", "log", "sweep", "cli"]),
+        ("plan", ["build", "train", "checkpoint", "log", "sweep", "cli"]),
+        ("build", ["log", "sweep", "cli"]),
+        ("train", ["log", "sweep", "cli"]),
+        ("checkpoint", ["plan", "build", "log", "sweep", "cli"]),
+        ("log", ["build", "sweep", "cli"]),
+        ("datasets", ["config", "plan", "build", "train", "checkpoint", "log", "sweep", "cli"]),
+    ],
+)
+def test_a_room_does_not_reach_into_later_ones(room, later_rooms):
+    inside = f"ipurun/{room}/"
+    found = [
+        offence
+        for later in later_rooms
+        for offence in offenders(f"ipurun.{later}", lambda file: not file.startswith(inside))
+        if "ipurun.plan.types" not in offence  # the words that all rooms speak
+    ]
+    assert found == []
+
+
+def called_name(node):
+    """``print`` or ``sys.exit`` for a call of a plain or dotted name."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def loaded_after(program, cwd, **environment):
+    """The top-level packages that a fresh interpreter has loaded after a program."""
+    code = f"import sys, json\n{program}\nsys.stderr.write(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["ls"],
+        ["ls", "keys"],
+        ["ls", "groups"],
+        ["cat", "mnist"],
+        ["cp", "mnist", "copied"],
+        ["train", "--help"],
+        ["plan", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_quick_commands_load_neither_torch_nor_hydra(tmp_path, words):
+    program = f"from ipurun.cli.main import main\nassert main({words!r}) == 0"
+    loaded = loaded_after(program, tmp_path)
+    assert loaded & {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml", "poptorch"} == set()
+
+
+@pytest.mark.parametrize("line", ["ipurun tr", "ipurun train +recipe=", "ipurun plan +recipe=mnist optim"])
+def test_completion_never_loads_torch(tmp_path, line):
+    program = "from ipurun.cli.main import main\nassert main(['-sc', 'query=bash']) == 0"
+    loaded = loaded_after(program, tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert loaded & {"torch", "numpy", "poptorch"} == set()
+
+
+@pytest.mark.parametrize("room", ["config", "plan"])
+def test_rooms_without_torch_load_none_by_way_of_others(tmp_path, room):
+    names = [
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").replace(".__init__", "")
+        for path in MODULES
+        if path.parent == ROOT / "ipurun" / room
+    ]
+    program = f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)"
+    assert loaded_after(program, tmp_path) & {"torch", "poptorch"} == set()
+
+
+def test_nothing_but_the_command_line_prints_or_exits():
+    programs = ("ipurun/cli/", "ipurun/emulator/", "ipurun/config/native.py", "ipurun/sweep/point.py")
+    found = []
+    for path in MODULES:
+        if path.relative_to(ROOT).as_posix().startswith(programs):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and called_name(node.func) in ("print", "sys.exit", "exit"):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
