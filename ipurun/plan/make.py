@@ -1,0 +1,199 @@
+"""One plan out of one config: the order in which the parts of a plan are settled."""
+
+from __future__ import annotations
+
+import os
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ipurun.config.popconf import read_conf
+from ipurun.config.schema import RunConfig
+from ipurun.config.setters import read_setters
+from ipurun.errors import ConfigError
+from ipurun.plan.cache import executable_dir, profile_dir
+from ipurun.plan.chosen import is_set
+from ipurun.plan.findings import Findings
+from ipurun.plan.numbers import Given, Numbers, settle
+from ipurun.plan.optimizer import plan_optimizer
+from ipurun.plan.options_program import Layer, compose_layers, last_call
+from ipurun.plan.output import output_call, output_mode
+from ipurun.plan.own_options import OwnCalls, resolved_calls, shared_calls, training_calls
+from ipurun.plan.patterns import match_modules
+from ipurun.plan.precision import module_precisions, normal_precision, note_loss_scale
+from ipurun.plan.profile import Profile, plan_profile
+from ipurun.plan.steps import count_steps
+from ipurun.plan.types import Call, Facts, Plan
+
+__all__ = ["make_plan"]
+
+_TRAINING_ONLY = ("Training.", "TensorLocations.setOptimizerLocation", "TensorLocations.setAccumulatorLocation")
+
+
+def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, str]] = None) -> Plan:
+    """Everything that a run will do; see `ipurun.plan.make_plan`."""
+    environ = os.environ if environ is None else environ
+    found = Findings(facts.notes)
+    name = config.name or "run"
+    given = _given(config, found)
+    numbers = settle(config, facts, given, found)
+    steps = count_steps(config, numbers.training, facts.train_samples, found)
+    precision = normal_precision(config.precision, found)
+    optimizer, groups = plan_optimizer(config, found)
+    note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
+    profile = plan_profile(config.profile, profile_dir(name, environ), environ, found)
+    mode, every = output_mode(
+        config, last_call("outputMode", given.options, given.file), numbers.training.device_iterations, found
+    )
+    storage = _storage_calls(config, name, profile, environ)
+    training_options = _training_options(
+        config, facts, numbers, given, storage, output_call(mode, every, f"output.mode={config.output.mode}"), found
+    )
+    inference_options = _inference_options(config, facts, numbers, given, storage, found)
+    _note_host_schedule(config, numbers, found)
+    checkpoints = [
+        module
+        for pattern in config.recompute.checkpoints
+        for module in (
+            match_modules(pattern, "recompute.checkpoints", facts.module_names, found)
+            if facts.module_names
+            else [pattern]
+        )
+    ]
+    rules = module_precisions(config, facts.module_names, found)
+    if found.problems:
+        raise ConfigError(found.problems)
+    cache_call = last_call("enableExecutableCaching", training_options)
+    return Plan(
+        name=name,
+        engine=facts.engine,
+        engine_version=facts.engine_version,
+        devices=numbers.devices,
+        training=numbers.training,
+        inference=numbers.inference,
+        steps=steps,
+        precision=precision,
+        output_mode=mode,
+        training_options=training_options,
+        inference_options=inference_options,
+        placements=numbers.layout.placements,
+        inference_placements=numbers.inference_layout.placements,
+        optimizer=optimizer,
+        environment=_environment(config, profile),
+        cache_dir=cache_call.args[0] if cache_call else None,
+        profile_dir=profile.directory,
+        parameters=facts.parameters,
+        notes=tuple(found.notes),
+        parameter_groups=groups,
+        recompute=tuple(dict.fromkeys(checkpoints)),
+        module_precision=rules,
+    )
+
+
+def _given(config: RunConfig, found: Findings) -> Given:
+    options, problems = read_setters(config.options, "options")
+    found.problems += problems
+    inference, problems = read_setters(config.inference.options, "inference.options")
+    found.problems += problems
+    file: Sequence[Call] = ()
+    if config.poptorch_conf:
+        file, problems = read_conf(config.poptorch_conf)
+        found.problems += problems
+    processes = last_call("Distributed.configureProcessId", options, file)
+    if processes is not None and processes.args[1] > 1:
+        found.note("batches and steps are those of one process; Distributed.configureProcessId makes several")
+    return Given(file, options, inference)
+
+
+def _storage_calls(config: RunConfig, name: str, profile: Profile, environ: Mapping[str, str]) -> OwnCalls:
+    """The executable cache and the profiler: folders that both modes share."""
+    own = OwnCalls()
+    folder = executable_dir(config.cache, name, environ)
+    if folder is not None:
+        own.add("enableExecutableCaching", folder, origin="cache", chosen=is_set(config, "cache.dir"))
+    elif environ.get("POPTORCH_CACHE_DIR"):
+        # Options() has read the variable by itself; None takes it back.
+        own.add("enableExecutableCaching", None, origin="cache.enabled=false")
+    if profile.call is not None:
+        own.chosen.append(profile.call)
+    return own
+
+
+def _training_options(
+    config: RunConfig,
+    facts: Facts,
+    numbers: Numbers,
+    given: Given,
+    storage: OwnCalls,
+    output: Call,
+    found: Findings,
+) -> Tuple[Call, ...]:
+    own = training_calls(config, facts, numbers, given, found)
+    shared = shared_calls(config, facts, numbers, True, found)
+    origins = {
+        "device_iterations": "device_iterations",
+        "replicas": "replication.factor" if config.replication.factor else "devices",
+        "gradient_accumulation": "global_batch_size" if config.global_batch_size else "gradient_accumulation",
+    }
+    resolved = resolved_calls(numbers.training, True, origins)
+    chosen_output = is_set(config, "output.mode")
+    return compose_layers(
+        (
+            Layer("defaults", shared.defaults + own.defaults + [output] * (not chosen_output) + storage.defaults),
+            Layer("poptorch_conf", given.file, tell=True),
+            Layer("options", given.options, tell=True),
+            Layer("config", resolved + own.chosen + shared.chosen + [output] * chosen_output + storage.chosen),
+        ),
+        found,
+    )
+
+
+def _inference_options(
+    config: RunConfig, facts: Facts, numbers: Numbers, given: Given, storage: OwnCalls, found: Findings
+) -> Tuple[Call, ...]:
+    shared = shared_calls(config, facts, numbers, False, found)
+    output = output_call("all", 1, "rule: evaluation reads every output")
+    asked = last_call("outputMode", given.inference)
+    if asked is not None and asked.args != output.args:
+        found.problem(
+            "evaluation and prediction read every output",
+            seen=f"inference.options.outputMode: {asked.args[0]}",
+            fix="inference.options.outputMode: All, or leave it out",
+        )
+    buffers = facts.changing_buffers and numbers.inference.distinct_replicas > 1
+    broadcast = [Call("broadcastBuffers", (False,), origin="rule: training changes buffers")] if buffers else []
+    origins = {
+        "device_iterations": _first_set(config, "inference.device_iterations", "device_iterations"),
+        "replicas": _first_set(config, "inference.replicas", "replication.factor", "devices"),
+    }
+    resolved = resolved_calls(numbers.inference, False, origins)
+    return compose_layers(
+        (
+            Layer("defaults", shared.defaults + broadcast + storage.defaults),
+            Layer("poptorch_conf", _for_inference(given.file)),
+            Layer("options", _for_inference(given.options)),
+            Layer("config", shared.chosen + [output] + storage.chosen),
+            Layer("inference.options", given.inference, tell=True),
+            Layer("inference", resolved),
+        ),
+        found,
+    )
+
+
+def _for_inference(calls: Sequence[Call]) -> List[Call]:
+    return [call for call in calls if not call.path.startswith(_TRAINING_ONLY)]
+
+
+def _first_set(config: RunConfig, *keys: str) -> str:
+    return next((key for key in keys if is_set(config, key)), keys[-1])
+
+
+def _environment(config: RunConfig, profile: Profile) -> Dict[str, str]:
+    environment = dict(profile.environment)
+    if config.debug.log_level is not None:
+        environment["POPTORCH_LOG_LEVEL"] = config.debug.log_level
+    return environment
+
+
+def _note_host_schedule(config: RunConfig, numbers: Numbers, found: Findings) -> None:
+    updates = numbers.training.device_iterations
+    if config.schedule and updates > 1:
+        found.note(f"the learning rate moves once per host call, that is every {updates} weight updates")

@@ -1,0 +1,188 @@
+"""Devices and batches of training and inference, with what `options` and poptorch.conf say about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional, Sequence
+
+from ipurun.config.schema import RunConfig
+from ipurun.plan.batch import check_stages, solve_accumulation
+from ipurun.plan.chosen import is_set
+from ipurun.plan.devices import MAX_IPUS, Request, is_power_of_two, next_power_of_two, share_devices
+from ipurun.plan.findings import Findings
+from ipurun.plan.options_program import last_call
+from ipurun.plan.placement import Layout, lay_out
+from ipurun.plan.types import Batch, Call, Devices, Facts
+
+__all__ = ["Given", "Numbers", "is_pipelined", "settle"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Calls that the user wrote as such, by source."""
+
+    file: Sequence[Call] = ()
+    options: Sequence[Call] = ()
+    inference: Sequence[Call] = ()
+
+    def argument(self, path: str, index: int = 0) -> Optional[Any]:
+        """An argument of a setter given for training and inference alike; None where nobody gave it."""
+        call = last_call(path, self.options, self.file)
+        return call.args[index] if call is not None and len(call.args) > index else None
+
+    def inference_argument(self, path: str) -> Optional[Any]:
+        """The first argument of a setter given for inference only."""
+        call = last_call(path, self.inference)
+        return call.args[0] if call is not None and call.args else None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the rest of the plan is computed from."""
+
+    devices: Devices
+    training: Batch
+    inference: Batch
+    layout: Layout
+    inference_layout: Layout
+    auto_round: bool
+
+
+def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
+    """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
+    layout = lay_out(config.pipeline.split, config.pipeline.strategy, facts.module_names, "pipeline.split", found)
+    auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
+    factor = config.replication.factor or given.argument("replicationFactor")
+    request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus)
+    devices = share_devices(request, found)
+    group_size = _group_size(config, given, devices.replicas, found)
+    pipelined = is_pipelined(config, given.options, given.file)
+    training = _training_batch(config, given, devices, group_size, layout, pipelined, found)
+    inference_layout = layout
+    if config.inference.split is not None:
+        inference_layout = lay_out(
+            config.inference.split, config.pipeline.strategy, facts.module_names, "inference.split", found
+        )
+    inference = _inference_batch(config, given, devices, training, inference_layout, auto_round, found)
+    return Numbers(devices, training, inference, layout, inference_layout, auto_round)
+
+
+def is_pipelined(config: RunConfig, *sources: Sequence[Call]) -> bool:
+    """Whether the IPUs of a replica work as a pipeline."""
+    chosen = last_call("setExecutionStrategy", *sources)
+    if chosen is not None and not is_set(config, "pipeline.strategy"):
+        return bool(chosen.args[0].path.endswith("PipelinedExecution"))
+    return config.pipeline.strategy == "pipelined"
+
+
+def _group_size(config: RunConfig, given: Given, replicas: int, found: Findings) -> int:
+    size = config.replication.input_group_size
+    if not is_set(config, "replication.input_group_size"):
+        size = given.argument("inputReplicaGrouping") or size
+    if size < 1 or replicas % size:
+        divisors = [part for part in range(1, replicas + 1) if replicas % part == 0]
+        found.problem(
+            f"`replication.input_group_size` must divide the {replicas} replicas",
+            seen=f"replication.input_group_size={size}",
+            known=", ".join(map(str, divisors)),
+            fix=f"replication.input_group_size={max(part for part in divisors if part <= max(size, 1))}",
+        )
+        return 1
+    return int(size)
+
+
+def _training_batch(
+    config: RunConfig,
+    given: Given,
+    devices: Devices,
+    group_size: int,
+    layout: Layout,
+    pipelined: bool,
+    found: Findings,
+) -> Batch:
+    iterations = config.device_iterations
+    if not is_set(config, "device_iterations"):
+        iterations = given.argument("deviceIterations") or iterations
+    accumulation = config.gradient_accumulation
+    if accumulation is None and config.global_batch_size is None:
+        accumulation = given.argument("Training.gradientAccumulation")
+    stages = layout.blocks if pipelined else 1
+    solved = solve_accumulation(
+        config.micro_batch_size,
+        devices.replicas // group_size,
+        accumulation,
+        config.global_batch_size,
+        2 * stages - 1,
+        found,
+    )
+    batch = Batch(config.micro_batch_size, iterations, solved, devices.replicas, group_size)
+    check_stages(batch, stages, config.global_batch_size is not None and accumulation is None, found)
+    if stages > 1:
+        share = solved / (solved + 2 * stages - 2)
+        found.note(
+            f"{stages} pipeline stages with gradient_accumulation {solved}: about {share:.0%} of the time is work, "
+            "the rest fills and drains the pipeline"
+        )
+    return batch
+
+
+def _inference_batch(
+    config: RunConfig,
+    given: Given,
+    devices: Devices,
+    training: Batch,
+    layout: Layout,
+    auto_round: bool,
+    found: Findings,
+) -> Batch:
+    stages = layout.blocks if is_pipelined(config, given.inference, given.options, given.file) else 1
+    chosen = config.inference.device_iterations or given.inference_argument("deviceIterations")
+    iterations = chosen or training.device_iterations
+    if iterations < stages and chosen:
+        found.problem(
+            f"a pipeline of {stages} stages needs `inference.device_iterations` of {stages} or more",
+            seen=f"inference.device_iterations={iterations}",
+            fix=f"inference.device_iterations={stages}",
+        )
+    elif iterations < stages:
+        found.note(f"inference runs {stages} device iterations per host call: a pipeline of {stages} stages needs them")
+        iterations = stages
+    replicas = config.inference.replicas or given.inference_argument("replicationFactor") or training.replicas
+    _check_inference_devices(replicas * layout.ipus, replicas, devices, auto_round, found)
+    group_size = training.input_group_size if replicas == training.replicas else 1
+    grouped = last_call("inputReplicaGrouping", given.inference)
+    if grouped is not None:
+        group_size = grouped.args[0]
+        if replicas % group_size:
+            found.problem(
+                f"`inference.options.inputReplicaGrouping` must divide the {replicas} replicas",
+                seen=str(group_size),
+                fix="inference.options.inputReplicaGrouping: [1, Consecutive]",
+            )
+            group_size = 1
+    accumulation = given.inference_argument("Training.gradientAccumulation")
+    if accumulation not in (None, 1):
+        found.problem(
+            "inference accumulates no gradients",
+            seen=f"inference.options.Training.gradientAccumulation={accumulation}",
+            fix="leave it out",
+        )
+    micro_batch_size = config.inference.micro_batch_size or training.micro_batch_size
+    return Batch(micro_batch_size, iterations, 1, replicas, group_size)
+
+
+def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_round: bool, found: Findings) -> None:
+    limit = min(max(devices.total, 1), MAX_IPUS)
+    rounded = next_power_of_two(used) if auto_round else used
+    if rounded > limit:
+        found.problem(
+            f"inference needs {rounded} IPUs, more than `devices`",
+            seen=f"{replicas} replicas x {used // replicas} IPUs, devices={devices.total}",
+            fix=f"inference.replicas={max(limit // (used // replicas), 1)}",
+        )
+    elif not is_power_of_two(rounded):
+        found.problem(
+            f"inference takes {used} IPUs, which is not a power of two",
+            seen=f"{replicas} replicas x {used // replicas} IPUs",
+            fix=f"inference.replicas={next_power_of_two(replicas) // 2}",
+        )

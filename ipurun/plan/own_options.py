@@ -1,0 +1,135 @@
+"""Calls on `poptorch.Options` that follow from ipurun's own keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, List, Mapping, Optional
+
+from ipurun.config.device_schema import RecomputeConfig
+from ipurun.config.schema import RunConfig
+from ipurun.plan.chosen import is_set
+from ipurun.plan.findings import Findings
+from ipurun.plan.locations import memory_calls
+from ipurun.plan.numbers import Given, Numbers
+from ipurun.plan.placement import strategy_call
+from ipurun.plan.types import Batch, Call, Facts, Symbol
+
+__all__ = ["OwnCalls", "resolved_calls", "shared_calls", "training_calls"]
+
+_REDUCTIONS = {"mean": "Mean", "sum": "Sum"}
+_MEAN_STRATEGIES = {"post": "Post", "running": "Running"}
+_PARTIALS = {"float": "float32", "half": "float16"}
+# PopART's RecomputationType, which _Popart.set takes as a number.
+_RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "recompute_all": 4}
+
+
+@dataclass
+class OwnCalls:
+    """Calls of keys that somebody set, apart from those of defaults, which win over nothing."""
+
+    defaults: List[Call] = field(default_factory=list)
+    chosen: List[Call] = field(default_factory=list)
+
+    def add(self, path: str, *args: Any, origin: str, chosen: bool = True) -> None:
+        """Record one call."""
+        (self.chosen if chosen else self.defaults).append(Call(path, args, origin=origin))
+
+
+def resolved_calls(batch: Batch, training: bool, origins: Mapping[str, str]) -> List[Call]:
+    """The numbers of the batch arithmetic, which has looked at every source already."""
+    calls = [
+        Call("deviceIterations", (batch.device_iterations,), origin=origins["device_iterations"]),
+        Call("replicationFactor", (batch.replicas,), origin=origins["replicas"]),
+    ]
+    if training:
+        calls.append(
+            Call(
+                "Training.gradientAccumulation",
+                (batch.gradient_accumulation,),
+                origin=origins["gradient_accumulation"],
+            )
+        )
+    return calls
+
+
+def shared_calls(config: RunConfig, facts: Facts, numbers: Numbers, training: bool, found: Findings) -> OwnCalls:
+    """What training and inference have in common, with the numbers of one of them."""
+    own = OwnCalls()
+    batch = numbers.training if training else numbers.inference
+    layout = numbers.layout if training else numbers.inference_layout
+    if facts.engine == "ipu_model":
+        own.add("useIpuModel", True, origin="engine=ipu_model")
+    if batch.input_group_size > 1:
+        kind = Symbol(f"poptorch.CommGroupType.{config.replication.input_group_type}")
+        chosen = is_set(config, "replication.input_group_size") or is_set(config, "replication.input_group_type")
+        own.add(
+            "inputReplicaGrouping", batch.input_group_size, kind, origin="replication.input_group_size", chosen=chosen
+        )
+    if config.pipeline.auto_round:
+        own.add("autoRoundNumIPUs", True, origin="pipeline.auto_round")
+    if layout.placements or is_set(config, "pipeline.strategy") or is_set(config, "pipeline.auto_stage"):
+        strategy = strategy_call(config.pipeline, layout, found)
+        chosen = is_set(config, "pipeline.strategy") or is_set(config, "pipeline.auto_stage")
+        own.add("setExecutionStrategy", strategy, origin="pipeline", chosen=chosen)
+    if config.partials is not None:
+        own.add("Precision.setPartialsType", Symbol(f"torch.{_PARTIALS[config.partials]}"), origin="partials")
+    if config.debug.fp_exceptions:
+        own.add("Precision.enableFloatingPointExceptions", True, origin="debug.fp_exceptions")
+    own.add("randomSeed", config.seed, origin="seed", chosen=is_set(config, "seed"))
+    own.chosen += memory_calls(config, layout.ipus, batch.replicas, training, found)
+    return own
+
+
+def training_calls(config: RunConfig, facts: Facts, numbers: Numbers, given: Given, found: Findings) -> OwnCalls:
+    """What only training has."""
+    own = OwnCalls()
+    replication = config.replication
+    if is_set(config, "replication.reduction"):
+        kind = Symbol(f"poptorch.ReductionType.{_REDUCTIONS[replication.reduction]}")
+        own.add("Training.accumulationAndReplicationReductionType", kind, origin="replication.reduction")
+    if is_set(config, "replication.mean_strategy"):
+        strategy = Symbol(f"poptorch.MeanReductionStrategy.{_MEAN_STRATEGIES[replication.mean_strategy]}")
+        own.add(
+            "Training.setMeanAccumulationAndReplicationReductionStrategy",
+            strategy,
+            origin="replication.mean_strategy",
+        )
+    if config.stochastic_rounding is not None:
+        own.add("Precision.enableStochasticRounding", config.stochastic_rounding, origin="stochastic_rounding")
+    if str(config.loss_scaling).lower() == "auto":
+        own.add("Training.setAutomaticLossScaling", True, origin="loss_scaling=auto")
+    own.chosen += _recompute_calls(config.recompute)
+    _add_broadcast(own, config, facts, numbers.training, given, found)
+    return own
+
+
+def _recompute_calls(recompute: RecomputeConfig) -> List[Call]:
+    if recompute.mode is not None:
+        mode = _RECOMPUTATION[recompute.mode]
+        return [Call("_Popart.set", ("autoRecomputation", mode), origin=f"recompute.mode={recompute.mode}")]
+    return []
+
+
+def _add_broadcast(own: OwnCalls, config: RunConfig, facts: Facts, batch: Batch, given: Given, found: Findings) -> None:
+    """Replicas cannot share buffers that training changes: PopTorch refuses to compile that."""
+    asked: Optional[bool] = config.replication.broadcast_buffers
+    origin = "replication.broadcast_buffers"
+    if asked is None:
+        asked = given.argument("broadcastBuffers")
+        origin = "options.broadcastBuffers"
+    several = batch.distinct_replicas > 1 and bool(facts.changing_buffers)
+    names = ", ".join(facts.changing_buffers[:3]) + (", ..." if len(facts.changing_buffers) > 3 else "")
+    if several and asked:
+        found.problem(
+            "PopTorch cannot keep buffers equal over replicas while training changes them",
+            seen=f"{origin}=true, {batch.replicas} replicas, changing: {names}",
+            fix="replication.broadcast_buffers=false",
+        )
+    if config.replication.broadcast_buffers is not None:
+        own.add("broadcastBuffers", config.replication.broadcast_buffers, origin=origin)
+    elif several and asked is None:
+        own.add("broadcastBuffers", False, origin="rule: training changes buffers", chosen=False)
+        found.note(
+            f"each of the {batch.replicas} replicas keeps buffers of its own (broadcastBuffers(False)), because "
+            f"training changes {names}; the first replica's are saved"
+        )

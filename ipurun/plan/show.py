@@ -1,0 +1,87 @@
+"""A plan as PopTorch source text: what a YAML file means, in lines that anyone could have written by hand."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, List, Mapping
+
+from ipurun.plan.types import Call, ParameterGroup, Placement, Plan, Symbol
+
+__all__ = ["call_text", "calls_text", "value_text"]
+
+
+def calls_text(plan: Plan) -> List[str]:
+    """The source lines that a plan means, with the key that asked for each as a comment."""
+    lines = [f"os.environ[{name!r}] = {value!r}" for name, value in plan.environment.items()]
+    lines.append("opts = poptorch.Options()")
+    lines += _option_lines("opts", plan.training_options)
+    lines.append("inference_opts = poptorch.Options()")
+    lines += _option_lines("inference_opts", plan.inference_options)
+    lines += _model_lines(plan)
+    lines += _optimizer_lines(plan)
+    lines.append("training = poptorch.trainingModel(model, opts, optimizer)")
+    if plan.inference_placements != plan.placements:
+        lines.append("poptorch.removeBlocks(model)")
+        lines += [_block(placement) for placement in plan.inference_placements]
+    lines.append("inference = poptorch.inferenceModel(model, inference_opts)")
+    return lines
+
+
+def call_text(call: Call) -> str:
+    """One call: ``Training.gradientAccumulation(8)``."""
+    arguments = [value_text(value) for value in call.args]
+    arguments += [f"{name}={value_text(value)}" for name, value in call.kwargs.items()]
+    chained = "".join(f".{call_text(setter)}" for setter in call.chain)
+    return f"{call.path}({', '.join(arguments)}){chained}"
+
+
+def value_text(value: Any) -> str:
+    """An argument as source."""
+    if isinstance(value, Symbol):
+        return value.name
+    if isinstance(value, Call):
+        return call_text(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {value_text(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(value_text(entry) for entry in value)
+        if isinstance(value, list):
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    return repr(value)
+
+
+def _option_lines(variable: str, calls: Iterable[Call]) -> List[str]:
+    return [f"{variable}.{call_text(call)}" + (f"  # {call.origin}" if call.origin else "") for call in calls]
+
+
+def _model_lines(plan: Plan) -> List[str]:
+    lines = ["model.half()  # precision=16.16"] if plan.precision == "16.16" else []
+    lines += [
+        f"# {module} computes in float{bits}, with casts at its edges" for module, bits in plan.module_precision.items()
+    ]
+    lines += [_block(placement) for placement in plan.placements]
+    lines += [
+        f"model.get_submodule({module!r}).register_forward_hook("
+        "lambda module, args, out: poptorch.recomputationCheckpoint(out))  # recompute.checkpoints"
+        for module in plan.recompute
+    ]
+    return lines
+
+
+def _block(placement: Placement) -> str:
+    module = f"model.get_submodule({placement.module!r})" if placement.module else "model"
+    return f"poptorch.BeginBlock({module}, {placement.block_id!r}, ipu_id={placement.ipu})"
+
+
+def _optimizer_lines(plan: Plan) -> List[str]:
+    call = plan.optimizer
+    groups = [_group_text(group) for group in plan.parameter_groups]
+    parameters = Symbol(f"[{', '.join(groups)}, {{'params': rest}}]" if groups else "model.parameters()")
+    constructor = Call(call.path, (parameters, *call.args), call.kwargs)
+    lines = [f"optimizer = {call_text(constructor)}  # optimizer"]
+    return lines + [f"optimizer.{call_text(mark)}  # {mark.origin}" for mark in call.chain]
+
+
+def _group_text(group: ParameterGroup) -> str:
+    values = "".join(f", {name!r}: {value_text(value)}" for name, value in group.values.items())
+    return "{'params': matching(" + ", ".join(map(repr, group.match)) + ")" + values + "}"
