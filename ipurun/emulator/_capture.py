@@ -71,8 +71,9 @@ def capture(
     for index, tensor in enumerate(inputs):
         recorder.add_input("input", f"input_{index}", tensor)
     constants = _ConstantGuard(recorder)
-    with constants, _module_paths(recorder, modules or {}), _attention_by_parts(), _without_validation():
-        with torch.set_grad_enabled(training), recorder, FunctionWatcher(recorder):
+    modules = modules or {}
+    with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules):
+        with _without_validation(), torch.set_grad_enabled(training), recorder, FunctionWatcher(recorder):
             returned = call()
             tensors = list(tensors_in(returned))
             if before_backward is not None:
@@ -151,6 +152,13 @@ def _attention_by_parts() -> Any:
     if attention is None or not hasattr(attention, "sdpa_kernel"):
         return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
     return attention.sdpa_kernel(attention.SDPBackend.MATH)
+
+
+def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Any:
+    """Keeps LSTM layers in plain operations: the fused one hands its workspace over in a way nobody can see."""
+    if any(isinstance(module, torch.nn.RNNBase) for module in modules.values()):
+        return torch.backends.mkldnn.flags(enabled=False)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from ipurun.emulator import _half
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._losses import LOSS_FUNCTIONS, check_loss_arguments
+from ipurun.emulator._outputs import refuse_backward
 from ipurun.emulator._sources import calling_line
 from ipurun.emulator._structures import tensors_in
 from ipurun.emulator._tracing import Recorder
@@ -44,7 +45,7 @@ class FunctionWatcher(TorchFunctionMode):
                 "on the device while the model runs. Return the tensor and use it on the host instead."
             )
         if func is torch.Tensor.backward and not self._recorder.in_backward:
-            raise createPoptorchError("backward() cannot be called explicitly in a model run by PopTorch.")
+            refuse_backward()
         if func in _TO_DEVICE:
             args = tuple(_without_ipu(a) for a in args)
         args, kwargs = _half.cast_weights(func, args, kwargs)

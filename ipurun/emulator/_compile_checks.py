@@ -35,9 +35,9 @@ def check_options(options: Any, layout: BatchLayout) -> None:
         raise createNativeError("ConnectionType.Never is not supported with the IPU model")
     if never and options.exists("ipu_id"):
         raise createNativeError("useIpuId cannot be used with ConnectionType.Never: there is nothing to attach to")
-    if options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
-        if uses_model or _hardware.version() == 0:
-            raise createNativeError("logCycleCount: cycle counting is only supported on actual IPU hardware")
+    counts_cycles = options._Popart.options.get("instrumentWithHardwareCycleCounter", False)
+    if counts_cycles and (uses_model or _hardware.version() == 0):
+        raise createNativeError("logCycleCount: cycle counting is only supported on actual IPU hardware")
 
 
 def num_ipus(graph: Graph) -> int:
@@ -74,8 +74,8 @@ def _check_not_empty(graph: Graph, node: Node) -> None:
     for value in node.reads():
         if 0 in graph.specs[value].shape:
             raise createNativeError(
-                f"Zero-sized tensors are unsupported (Got shape {list(graph.specs[value].shape)} in {node.name} "
-                f"at {node.source})."
+                f"Zero-sized tensors are unsupported (Got shape {list(graph.specs[value].shape)}) in {node.name} "
+                f"at {node.source}."
             )
 
 
@@ -114,9 +114,9 @@ def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None
     """Raises if replicas change buffers that are to be broadcast."""
     if written and layout.input_groups > 1 and options.broadcast_buffers:
         raise createPoptorchError(
-            f"PopTorch does not support broadcasting buffers ({', '.join(written)}) that the model changes when "
-            "there are several replicas. Use poptorch.Options.broadcastBuffers(False) to give each replica its "
-            "own copy."
+            "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
+            "out of sync between replicas, you can disable buffer broadcasting using "
+            f"poptorch.Options.broadcastBuffers(False). Buffers that the model changes: {', '.join(written)}."
         )
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
-__all__ = ["HalfThroughFloat", "cast_weights", "lacks_half_kernel"]
+__all__ = ["HalfThroughFloat", "cast_weights", "substitute_for"]
 
 _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
-    F.linear: ((1, "weight"), (2, "bias")),
-    F.batch_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
-    F.group_norm: ((2, "weight"), (3, "bias")),
-    F.layer_norm: ((2, "weight"), (3, "bias")),
-    F.instance_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
+    functional.linear: ((1, "weight"), (2, "bias")),
+    functional.batch_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
+    functional.group_norm: ((2, "weight"), (3, "bias")),
+    functional.layer_norm: ((2, "weight"), (3, "bias")),
+    functional.instance_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
 }
 for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
-    _WEIGHT_ARGUMENTS[getattr(F, _name)] = ((1, "weight"), (2, "bias"))
-
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+    _WEIGHT_ARGUMENTS[getattr(functional, _name)] = ((1, "weight"), (2, "bias"))
 
 
 def cast_weights(
@@ -43,10 +41,19 @@ def cast_weights(
     return tuple(listed), named
 
 
-def lacks_half_kernel(error: Exception) -> bool:
-    """Whether an error of torch says that the CPU has no kernel for half."""
-    text = str(error)
-    return "'Half'" in text or "float16" in text or "c10::Half" in text or "Float but found Half" in text
+def substitute_for(op: Any, arguments: Any) -> Optional[HalfThroughFloat]:
+    """Returns what can stand in for an operation that failed on half arguments, None if none are half."""
+    return HalfThroughFloat(op) if _holds_half(arguments) else None
+
+
+def _holds_half(item: Any) -> bool:
+    if isinstance(item, torch.Tensor):
+        return item.dtype == torch.float16
+    if isinstance(item, dict):
+        return any(_holds_half(entry) for entry in item.values())
+    if isinstance(item, (list, tuple)):
+        return any(_holds_half(entry) for entry in item)
+    return item is torch.float16
 
 
 class HalfThroughFloat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Sequence, Tuple
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from ipurun.emulator._impl import createNativeError, createPoptorchError
 from ipurun.emulator._tracing import Recorder
@@ -14,23 +14,23 @@ __all__ = ["LOSS_FUNCTIONS", "check_loss_arguments", "find_loss"]
 
 LOSS_FUNCTIONS = frozenset(
     [
-        F.l1_loss,
-        F.mse_loss,
-        F.cross_entropy,
-        F.nll_loss,
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-        F.kl_div,
-        F.poisson_nll_loss,
-        F.hinge_embedding_loss,
-        F.smooth_l1_loss,
-        F.soft_margin_loss,
-        F.multilabel_soft_margin_loss,
-        F.cosine_embedding_loss,
-        F.margin_ranking_loss,
-        F.triplet_margin_loss,
-        F.ctc_loss,
-        torch.nll_loss if hasattr(torch, "nll_loss") else F.nll_loss,
+        functional.l1_loss,
+        functional.mse_loss,
+        functional.cross_entropy,
+        functional.nll_loss,
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.kl_div,
+        functional.poisson_nll_loss,
+        functional.hinge_embedding_loss,
+        functional.smooth_l1_loss,
+        functional.soft_margin_loss,
+        functional.multilabel_soft_margin_loss,
+        functional.cosine_embedding_loss,
+        functional.margin_ranking_loss,
+        functional.triplet_margin_loss,
+        functional.ctc_loss,
+        torch.nll_loss if hasattr(torch, "nll_loss") else functional.nll_loss,
         torch.binary_cross_entropy_with_logits,
         torch.kl_div,
         torch.poisson_nll_loss,
@@ -45,11 +45,11 @@ LOSS_FUNCTIONS = frozenset(
 
 def check_loss_arguments(function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
     """Raises for a loss that PopTorch cannot lower: class weights, unreduced or concatenated CTC."""
-    if function in (F.cross_entropy, F.nll_loss):
+    if function in (functional.cross_entropy, functional.nll_loss):
         weight = args[2] if len(args) > 2 else kwargs.get("weight")
         if weight is not None:
             raise createNativeError(f"{function.__name__}: the class weights argument is not supported")
-    elif function in (F.ctc_loss, torch.ctc_loss):
+    elif function in (functional.ctc_loss, torch.ctc_loss):
         targets = args[1] if len(args) > 1 else kwargs.get("targets")
         if kwargs.get("reduction", "mean") == "none":
             raise createNativeError("Unsupported reduction type for ctc_loss: none")

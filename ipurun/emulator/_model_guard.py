@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
 
@@ -50,9 +50,9 @@ def on_device(model: Any, device_tensors: Dict[str, torch.Tensor]) -> Iterator[N
         yield
         problems = _reassigned(tables)
     finally:
-        for _, _, table, before in tables:
-            table.clear()
-            table.update(before)
+        for table in tables:
+            table.entries.clear()
+            table.entries.update(table.before)
         for name, tensor in tensors.items():
             tensor.data = original_data[name]
         for tensor, kind, executor in classes:
@@ -61,26 +61,37 @@ def on_device(model: Any, device_tensors: Dict[str, torch.Tensor]) -> Iterator[N
         raise createPoptorchError(problems[0])
 
 
-def _tables(model: torch.nn.Module) -> List[Tuple[str, torch.nn.Module, Dict[str, Any], Dict[str, Any]]]:
+class _Table(NamedTuple):
+    """The parameters or the buffers of one module, and what they were."""
+
+    kind: str
+    path: str
+    module: torch.nn.Module
+    entries: Dict[str, Any]
+    before: Dict[str, Any]
+
+
+def _tables(model: torch.nn.Module) -> List[_Table]:
     tables = []
-    for name, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            tables.append((name, module, table, dict(table)))
+    for path, module in model.named_modules():
+        tables.append(_Table("Parameter", path, module, module._parameters, dict(module._parameters)))
+        tables.append(_Table("Buffer", path, module, module._buffers, dict(module._buffers)))
     return tables
 
 
-def _reassigned(tables: List[Tuple[str, torch.nn.Module, Dict[str, Any], Dict[str, Any]]]) -> List[str]:
+def _reassigned(tables: List[_Table]) -> List[str]:
     problems = []
-    for path, module, table, before in tables:
-        if isinstance(module, _MAY_REASSIGN):
+    for table in tables:
+        if isinstance(table.module, _MAY_REASSIGN):
             continue
-        for key, tensor in before.items():
-            name = f"{path}.{key}" if path else key
-            if key not in table:
-                problems.append(f"{name} was removed from the model when it ran: this is not supported.")
-            elif table[key] is not tensor:
+        for key, tensor in table.before.items():
+            name = f"{table.path}.{key}" if table.path else key
+            if key not in table.entries:
+                problems.append(f"{table.kind} {name} is removed from the model when calling the forward method.")
+            elif table.entries[key] is not tensor:
                 problems.append(
-                    f"{name} is reassigned within the model when running on the IPU, which is not supported. "
-                    f"Change it in place instead, for example with self.{name}.copy_(...)."
+                    f"{table.kind} {name} is reassigned within the model when calling the forward method. This is "
+                    f"not supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
+                    "where src is the name of the source tensor."
                 )
     return problems

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 import torch
 
 from ipurun.emulator._batching import BatchLayout
+from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator.enums import OutputMode
 
-__all__ = ["OutputCollector", "host_dtype"]
+__all__ = ["OutputCollector", "host_dtype", "refuse_backward"]
 
 
 def host_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -65,4 +66,19 @@ def _joined(parts: List[torch.Tensor]) -> torch.Tensor:
         joined = torch.stack(parts)
     else:
         joined = torch.cat(parts)
-    return joined.to(host_dtype(joined.dtype))
+    joined = joined.to(host_dtype(joined.dtype))
+    joined.backward = refuse_backward  # type: ignore[method-assign]  # PopTorch's error instead of torch's
+    return joined
+
+
+def refuse_backward(*args: Any, **kwargs: Any) -> None:
+    """Stands in for the backward method of returned tensors.
+
+    Raises:
+        Error: Always.
+    """
+    raise createPoptorchError(
+        "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
+        "trainingModel, the backwards pass is performed automatically when invoking the model. If you're "
+        "using an inferenceModel, you should use a trainingModel instead."
+    )

@@ -336,7 +336,7 @@ class PoplarExecutor(ExecutorReports):
         )
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:
-        parameters, buffers = named_tensors(self._user_model)
+        parameters, buffers = named_tensors(self._model)
         return {**parameters, **buffers}
 
     def _compile_arguments(self, positional: List[Any], named: Dict[str, Any]) -> None:
@@ -361,7 +361,7 @@ class PoplarExecutor(ExecutorReports):
                 groups=self.per_replica_params,
             )
             if self._optimizer is not None:
-                self._optimizer.compile(executable, named_tensors(self._user_model)[0])
+                self._optimizer.compile(executable, named_tensors(self._model)[0])
         finally:
             _compile_hooks.run_post_compile()
         self._executable = executable

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ipurun.emulator import _half
 from ipurun.emulator._graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence
@@ -208,7 +209,17 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None:
                 self._check_op(node)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            substitute = _half.substitute_for(func, (args, kwargs))
+            if substitute is None:
+                raise
+            try:
+                result = substitute(*args, **kwargs)
+            except RuntimeError:
+                raise error from None
+            node.op = substitute
         self._append(node, result, mask | int(node.is_random), _mutated(func, node_args, node_kwargs))
         return result
 
