@@ -1,0 +1,16 @@
+"""What tests of several parts of the emulator share."""
+
+import os
+
+import pytest
+
+import ipurun
+
+
+@pytest.fixture
+def child_environment():
+    """Environment for a child Python that can import ipurun and nothing of this process's poptorch."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(ipurun.__file__)))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("POPTORCH_", "PVTI_"))}
+    kept.update(PYTHONPATH=root, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    return kept

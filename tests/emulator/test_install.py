@@ -1,0 +1,184 @@
+"""``import poptorch`` answered by the emulator, here and in child processes, and programs run by it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+RUN = "import sys; from ipurun.emulator import _exec; sys.exit(_exec.run_{}(sys.argv[1], sys.argv[2:]))"
+
+
+@pytest.fixture
+def run(tmp_path, child_environment):
+    def run_child(arguments, **variables):
+        child_environment.update(variables)
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=str(tmp_path),
+            env=child_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    return run_child
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_install_answers_poptorch_and_submodules(run):
+    ran = run(
+        [
+            "-c",
+            """if True:
+            from ipurun import emulator
+            emulator.install()
+            emulator.install()
+            import poptorch, poptorch.optim, poptorch.poptorch_core, poptorch._impl
+            from poptorch.options import Options
+            import poptorch.testing as testing
+            assert poptorch is emulator
+            assert poptorch.optim is emulator.optim
+            assert isinstance(emulator.Options(), Options)
+            assert poptorch.poptorch_core.Error is emulator.Error
+            assert emulator.optim.__spec__.name == "ipurun.emulator.optim"
+            import ipurun.emulator.testing as real
+            assert testing is real
+            try:
+                import poptorch.no_such_module
+            except ModuleNotFoundError as error:
+                print(error)
+            """,
+        ]
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "poptorch.no_such_module" in ran.stdout
+
+
+def test_install_refuses_when_the_real_one_is_loaded(run, tmp_path):
+    (tmp_path / "poptorch").mkdir()
+    write(tmp_path / "poptorch", "__init__.py", "")
+    ran = run(["-c", "import poptorch; from ipurun import emulator; emulator.install()"])
+    assert ran.returncode == 1
+    assert "RuntimeError: poptorch was imported before install()" in ran.stderr
+
+
+def test_real_poptorch_is_found(run, tmp_path):
+    code = "from ipurun.emulator.install import find_real_poptorch as f; from ipurun import emulator as e; e.install(); print(f())"
+    assert run(["-c", code]).stdout.strip() == "None"
+    (tmp_path / "poptorch").mkdir()
+    assert run(["-c", code]).stdout.strip() == "None"
+    path = write(tmp_path / "poptorch", "__init__.py", "")
+    assert os.path.samefile(run(["-c", code]).stdout.strip(), path)
+
+
+CHILDREN = """
+    import multiprocessing
+    import subprocess
+    import sys
+    import poptorch
+
+    def child(queue):
+        import poptorch.options
+        from ipurun import emulator
+        queue.put(poptorch is emulator and poptorch.options.Options is emulator.Options)
+
+    if __name__ == "__main__":
+        for method in ("spawn", "forkserver", "fork"):
+            context = multiprocessing.get_context(method)
+            queue = context.Queue()
+            process = context.Process(target=child, args=(queue,))
+            process.start()
+            print(method, queue.get(timeout=60))
+            process.join()
+        subprocess.run([sys.executable, "-c", "import poptorch; print(poptorch.__name__)"], check=True)
+"""
+
+
+def test_child_processes_import_poptorch(run, tmp_path):
+    script = write(tmp_path, "children.py", CHILDREN)
+    ran = run(["-c", RUN.format("script"), script])
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.split("\n")) == ["", "fork True", "forkserver True", "ipurun.emulator", "spawn True"]
+
+
+def test_child_of_a_module_imports_poptorch(run, tmp_path):
+    write(tmp_path, "children.py", CHILDREN.replace('("spawn", "forkserver", "fork")', '("spawn",)'))
+    ran = run(["-c", RUN.format("module"), "children"])
+    assert ran.returncode == 0, ran.stderr
+    assert "spawn True" in ran.stdout
+
+
+def test_script_sees_what_python_would_show_it(run, tmp_path):
+    write(tmp_path, "beside.py", "NAME = 'beside'")
+    script = write(
+        tmp_path,
+        "program.py",
+        """
+        import sys, beside
+        print(sys.argv[1:], __name__, __file__ == sys.argv[0], beside.NAME, sys.modules["__main__"].__file__ == __file__)
+        """,
+    )
+    ran = run(["-c", RUN.format("script"), script, "--flag", "x"])
+    assert ran.stdout == "['--flag', 'x'] __main__ True beside True\n", ran.stderr
+    ran = run(["-c", RUN.format("module"), "program", "y"])
+    assert ran.stdout == "['y'] __main__ True beside True\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "ending", "code", "stderr"),
+    [
+        ("script", "raise SystemExit", 0, ""),
+        ("script", "raise SystemExit(7)", 7, ""),
+        ("script", "import sys; sys.exit('no data')", 1, "no data\n"),
+        ("module", "raise SystemExit(7)", 7, ""),
+    ],
+)
+def test_exit_codes(run, tmp_path, how, ending, code, stderr):
+    path = write(tmp_path, "ending.py", ending)
+    ran = run(["-c", RUN.format(how), path if how == "script" else "ending"])
+    assert (ran.returncode, ran.stderr) == (code, stderr)
+
+
+def test_traceback_is_the_programs_own(run, tmp_path):
+    script = write(tmp_path, "failing.py", "def f():\n    raise ValueError('boom')\n\nf()\n")
+    ran = run(["-c", RUN.format("script"), script])
+    plain = run([script])
+    assert ran.returncode == 1
+    assert ran.stderr == plain.stderr
+
+
+def test_syntax_error_is_shown_as_python_shows_it(run, tmp_path):
+    script = write(tmp_path, "broken.py", "x = (\n")
+    ran = run(["-c", RUN.format("script"), script])
+    assert ran.returncode == 1
+    assert "SyntaxError" in ran.stderr
+    assert "_exec.py" not in ran.stderr
+
+
+def test_missing_programs(run):
+    ran = run(["-c", RUN.format("script"), "none.py"])
+    assert ran.returncode == 2
+    assert "none.py" in ran.stderr
+    ran = run(["-c", RUN.format("module"), "no_such.module"])
+    assert ran.returncode == 1
+    assert "No module named no_such" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_pytest_runs_poptorch_tests(run, tmp_path):
+    write(
+        tmp_path,
+        "test_it.py",
+        "import poptorch\n\ndef test_it():\n    assert poptorch.Options().device_iterations == 1\n",
+    )
+    ran = run(["-c", RUN.format("module"), "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"])
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 passed" in ran.stdout
