@@ -73,7 +73,7 @@ def test_both_splits_are_read_and_normalised(tmp_path, layout, zipped):
 
 
 def test_a_missing_root_and_an_incomplete_one_are_errors(tmp_path):
-    with pytest.raises(ConfigError, match="`data.root` is not a folder"):
+    with pytest.raises(ConfigError, match=r"`data\.root` is not a folder"):
         load_splits(tmp_path / "nowhere", mean=0, std=1)
     write_set(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()

@@ -79,5 +79,5 @@ def test_all_problems_of_a_declaration_are_told_at_once():
 
 
 def test_a_negative_length_is_refused():
-    with pytest.raises(ConfigError, match="`data.train_samples` is negative"):
+    with pytest.raises(ConfigError, match=r"`data\.train_samples` is negative"):
         splits(SAMPLE, train_samples=-1)
