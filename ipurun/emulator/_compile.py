@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
-from ipurun.emulator import _compile_checks
+from ipurun.emulator import _compile_checks, _supported
 from ipurun.emulator._batching import BatchLayout
 from ipurun.emulator._capture import Captured, capture
 from ipurun.emulator._executable import Executable
@@ -64,7 +64,7 @@ def compile_model(
                 training=training,
                 options=options,
                 modules=dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {},
-                check_op=_compile_checks.op_checker(),
+                check_op=_supported.op_checker(),
                 before_backward=lambda recorder, returned: _compile_checks.check_forward(
                     recorder, returned, layout, training
                 ),

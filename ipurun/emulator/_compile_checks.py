@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional
+from typing import Any, List
 
 from ipurun.emulator import _hardware, _option_checks
 from ipurun.emulator._batching import BatchLayout
@@ -13,7 +13,7 @@ from ipurun.emulator._strategies import PipelinedExecution, ShardedExecution
 from ipurun.emulator._tracing import Recorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 
-__all__ = ["check_buffers", "check_forward", "check_options", "num_ipus", "op_checker"]
+__all__ = ["check_buffers", "check_forward", "check_options", "num_ipus"]
 
 _MAX_IPUS = 64
 
@@ -118,8 +118,3 @@ def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None
             "out of sync between replicas, you can disable buffer broadcasting using "
             f"poptorch.Options.broadcastBuffers(False). Buffers that the model changes: {', '.join(written)}."
         )
-
-
-def op_checker() -> Optional[Callable[[Node], None]]:
-    """Returns what refuses operations that cannot be lowered."""
-    return None

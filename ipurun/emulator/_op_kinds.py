@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import FrozenSet
+
 from ipurun.emulator._sources import calling_line
 
-__all__ = ["DATA_DEPENDENT_OPS", "RANDOM_OPS", "explain_data_dependence"]
+__all__ = ["DATA_DEPENDENT_OPS", "RANDOM_OPS", "explain_data_dependence", "names_in"]
+
+
+def names_in(text: str) -> FrozenSet[str]:
+    """Returns the words of a text."""
+    return frozenset(text.split())
+
 
 DATA_DEPENDENT_OPS = {
     "_local_scalar_dense": "its value is read back to Python (.item(), float(), int(), bool(), `if tensor:`)",
@@ -15,34 +23,11 @@ DATA_DEPENDENT_OPS = {
     "unique_dim": "the shape of unique() depends on the values",
     "unique_consecutive": "the shape of unique_consecutive() depends on the values",
 }
-RANDOM_OPS = frozenset(
-    [
-        "bernoulli",
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "native_dropout",
-        "normal",
-        "normal_",
-        "poisson",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "random",
-        "random_",
-        "randperm",
-        "rrelu_with_noise",
-        "rrelu_with_noise_",
-        "uniform",
-        "uniform_",
-    ]
-)
+RANDOM_OPS: FrozenSet[str] = names_in("""
+    bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout
+    normal normal_ poisson rand rand_like randint randint_like randn randn_like random random_
+    randperm rrelu_with_noise rrelu_with_noise_ uniform uniform_
+""")
 
 
 def explain_data_dependence(op: str) -> str:

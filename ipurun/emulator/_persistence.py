@@ -11,6 +11,7 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger
+from ipurun.emulator._version import __version__
 from ipurun.emulator.enums import ConnectionType
 
 __all__ = ["load", "load_executable", "read_metadata", "save"]
@@ -60,26 +61,22 @@ def load_executable(executor: Any, filename: str) -> None:
         executor.attachToDevice()
 
 
-def load(
-    filename: str,
-    version: str,
-    make_executor: Callable[[Any, Any, bool, Optional[Any]], Any],
-    edit_opts_fn: Optional[Callable[[Any], None]] = None,
-) -> Any:
+def load(filename: str, edit_opts_fn: Optional[Callable[[Any], None]] = None) -> Any:
     """Returns an executor made from a file that holds its model.
 
     Args:
         filename: The file.
-        version: The version that the file must have.
-        make_executor: Called with model, options, whether to train, and optimizer.
         edit_opts_fn: Changes the options before they are used.
 
     Raises:
         AssertionError: If the file has another version, or no model.
     """
+    # The executor saves itself with this module.
+    from ipurun.emulator._poplar_executor import PoplarExecutor
+
     data = _read(filename)
-    assert data["version"] == version, (
-        f"{filename} was exported by PopTorch version {data['version']}, this is {version}"
+    assert data["version"] == __version__, (
+        f"{filename} was exported by PopTorch version {data['version']}, this is {__version__}"
     )
     assert data["model"] is not None, (
         f"{filename} does not contain the model: re-create it and call loadExecutable({filename!r})"
@@ -93,7 +90,7 @@ def load(
     optimizer = data.get("optimizer")
     if optimizer is not None and data.get("optimizer_state", {}).get("ipu_state") is not None:
         optimizer.load_state_dict(data["optimizer_state"])
-    executor = make_executor(data["model"], options, data["training"], optimizer)
+    executor = PoplarExecutor(data["model"], options, data["training"], __version__, optimizer)
     positional, named = data["arguments"]
     executor._compile_arguments(positional, named)
     if executor._connects:
