@@ -15,9 +15,14 @@ from ipurun.emulator._args_parsers import (
     registerCustomArgParser,
     registerGeometricCustomArgParsers,
 )
+from ipurun.emulator._compile_hooks import registerPostCompileHook, registerPreCompileHook
+from ipurun.emulator._data_accessor import AsynchronousDataAccessor
+from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator._hardware import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipurun.emulator._impl import createPoptorchError, isRunningOnIpu
 from ipurun.emulator._logging import setLogLevel
+from ipurun.emulator._model_wrappers import inferenceModel, load, trainingModel
+from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.emulator._printing import module_repr, print
 from ipurun.emulator._utils import accessAttributes, getIpuTensorId
 from ipurun.emulator._version import __version__
@@ -89,6 +94,7 @@ from ipurun.emulator.poptorch_core import (
 )
 
 __all__ = [
+    "AsynchronousDataAccessor",
     "Attribute",
     "AutoStage",
     "BeginBlock",
@@ -99,6 +105,7 @@ __all__ = [
     "CommGroupType",
     "ConfigFileError",
     "ConnectionType",
+    "DataLoader",
     "DataLoaderMode",
     "Error",
     "HalfFloatCastingBehavior",
@@ -116,6 +123,7 @@ __all__ = [
     "ParallelPhasedExecution",
     "Phase",
     "PipelinedExecution",
+    "PoplarExecutor",
     "RecoverableError",
     "ReductionType",
     "SerialPhasedExecution",
@@ -141,11 +149,13 @@ __all__ = [
     "getIpuTensorId",
     "identity_loss",
     "importPoptorchMetadataFromFile",
+    "inferenceModel",
     "install",
     "ipuHardwareIsAvailable",
     "ipuHardwareVersion",
     "ipu_print_tensor",
     "isRunningOnIpu",
+    "load",
     "module_repr",
     "nearest",
     "nop",
@@ -159,6 +169,8 @@ __all__ = [
     "recomputationCheckpoint",
     "registerCustomArgParser",
     "registerGeometricCustomArgParsers",
+    "registerPostCompileHook",
+    "registerPreCompileHook",
     "register_cpu_implementation",
     "removeBlocks",
     "serializedMatMul",
@@ -166,6 +178,7 @@ __all__ = [
     "set_available_memory",
     "set_overlap_for_input",
     "set_overlap_for_output",
+    "trainingModel",
 ]
 
 # PopTorch does so at import, for programs that fork after the device libraries were loaded.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Optional, Union
+from typing import Callable, Optional, Union
 
 import torch
 
-from ipurun.emulator import _persistence, optim
+from ipurun.emulator import _persistence
 from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.emulator._version import __version__
 from ipurun.emulator.options import Options
@@ -39,8 +39,6 @@ def trainingModel(
         RuntimeError: The model is wrapped for training already.
     """
     user_model = _user_model(model)
-    if optimizer is None:
-        optimizer = optim.SGD(user_model.parameters(), lr=0.01)
     return PoplarExecutor(
         model=copy.copy(user_model),
         options=options,
@@ -84,5 +82,4 @@ def load(filename: str, edit_opts_fn: Optional[Callable[[Options], None]] = None
     Raises:
         AssertionError: The file was written by another version, or without the model.
     """
-    executor: Any = _persistence.load(filename, edit_opts_fn)
-    return executor  # type: ignore[no-any-return]  # _persistence cannot name the class without a cycle
+    return _persistence.load(filename, edit_opts_fn)  # type: ignore[no-any-return]  # it imports the class late
