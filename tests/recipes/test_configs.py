@@ -1,0 +1,71 @@
+"""Every config file that ships: found by globbing, composed for real."""
+
+from pathlib import Path
+
+import pytest
+
+from ipurun.config.compose import one
+from ipurun.config.option import walk_keys
+from ipurun.config.schema import RunConfig
+
+CONF = Path(__file__).parents[2] / "conf"
+RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "recipe")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_and_runs_on_synthetic_data(recipe):
+    config = one([f"+recipe={recipe}"]).config
+    assert config.name == recipe
+    assert config.model["_target_"].startswith(f"ipurun.recipes.{recipe}.")
+    made_up = one([f"+recipe={recipe}", "data=synthetic"]).config
+    assert made_up.data["_target_"] == "ipurun.datasets.synthetic.splits"
+    assert made_up.data["sample"] == config.sample != []
+    assert "root" not in made_up.data
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes(option):
+    group = option.split("=")[0]
+    assert one(["+recipe=mnist", option]).problems == ()
+    assert hasattr(RunConfig(), group)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+def test_every_file_begins_with_its_comment(path):
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# ")
+    assert lines[0].endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        ("optimizer", {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop", "lamb": "LAMB"}),
+    ],
+)
+def test_optimizers_are_poptorchs(group, options):
+    for option, name in options.items():
+        chosen = one(["+recipe=fashion_mnist", f"{group}={option}"]).config.optimizer
+        assert chosen["_target_"] == f"poptorch.optim.{name}"
+
+
+def test_an_optimizer_of_ones_own_choice_takes_nothing_from_the_recipes():
+    assert set(one(["+recipe=mnist", "optimizer=adam"]).config.optimizer) <= {"_target_", "lr"}
+
+
+def test_loggers_can_be_combined():
+    config = one(["+recipe=mnist", "logger=[csv,tensorboard]"]).config
+    assert sorted(config.logger) == ["csv", "tensorboard"]
+
+
+def test_debug_fast_shortens_any_recipe():
+    config = one(["+recipe=fashion_mnist", "debug=fast"]).config
+    assert (config.max_steps, config.checkpoint.at_end) == (2, False)
+
+
+def test_no_group_is_named_like_a_key_with_plain_values():
+    """A folder `conf/precision` would make Hydra refuse `precision=16.16`."""
+    nodes = {key.path.split(".")[0] for key in walk_keys(RunConfig) if "." in key.path or key.is_open}
+    groups = {path.parent.name for path in CONF.glob("*/*.yaml")} - {"recipe"}
+    assert groups <= nodes

@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from ipurun.config.compose import one
+from ipurun.datasets.synthetic import parse_sample
+from ipurun.errors import ConfigError
+from ipurun.recipes.mnist.dataset import splits
+from ipurun.recipes.mnist.model import DigitNet
+
+SUBSET = Path(__file__).parents[2] / "recipes" / "mnist" / "data"
+
+
+def test_without_a_root_the_subset_is_used_and_said_to_be():
+    data = splits()
+    assert (len(data["train"]), len(data["test"])) == (4000, 1000)
+    counts = torch.bincount(data["test"].labels)
+    assert counts.tolist() == [100] * 10
+    [note] = data["train"].notes
+    assert "5,000-digit subset" in note
+    assert "data.download=true" in note
+
+
+def test_digits_are_normalised_to_mean_zero_and_deviation_one():
+    images = splits()["train"].images
+    assert abs(images.mean()) < 0.05
+    assert abs(images.std() - 1) < 0.05
+
+
+def test_a_given_root_is_used_without_a_remark(tmp_path):
+    data = splits(root=str(SUBSET))
+    assert len(data["train"]) == 4000
+    assert data["train"].notes == ()
+
+
+def test_a_given_root_that_is_missing_or_incomplete_is_an_error(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        splits(root=str(tmp_path / "nowhere"))
+    assert f"data.root={tmp_path / 'nowhere'}" in str(caught.value)
+    with pytest.raises(ConfigError, match="lacks 4 of the 4 data files"):
+        splits(root=str(tmp_path))
+
+
+def test_download_fills_the_root_that_was_given(tmp_path):
+    for path in SUBSET.glob("*.gz"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert len(splits(root=str(tmp_path), download=True)["test"]) == 1000
+
+
+def test_the_declared_sample_is_what_the_data_give():
+    declared = parse_sample(one(["+recipe=mnist"]).config.sample)
+    real = splits()["train"][0]
+    assert [(item.shape, item.dtype) for item in declared] == [(tuple(item.shape), item.dtype) for item in real]
+    assert (splits()["train"].labels.min(), splits()["train"].labels.max()) == (0, declared[1].high - 1)
+
+
+def test_eight_ipus_with_32_device_iterations_make_a_whole_step():
+    config = one(["+recipe=mnist", "devices=8", "device_iterations=32"]).config
+    samples_per_call = config.micro_batch_size * 32 * 8 * (config.gradient_accumulation or 1)
+    assert samples_per_call <= len(splits()["train"])
+
+
+def test_the_model_gives_one_score_per_class():
+    assert DigitNet(channels=4, hidden=8)(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
