@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ipurun.build.batch import map_tensors
-from ipurun.build.names import matching
 from ipurun.build.precision import cast_hooks
 from ipurun.plan.types import Placement
 
@@ -26,8 +25,8 @@ class Annotations:
         model: The user's model.
         engine_module: Answers to PopTorch's names.
         precision: Such as ``16.32``.
-        rules: The precision rules.
-        checkpoints: Modules (names or patterns) whose outputs are kept when the rest is recomputed.
+        rules: Module name -> ``16`` or ``32``.
+        checkpoints: Modules whose outputs are kept when the rest is recomputed.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Annotations:
         model: nn.Module,
         engine_module: ModuleType,
         precision: str,
-        rules: Mapping[str, Any],
+        rules: Mapping[str, str],
         checkpoints: Sequence[str],
     ) -> None:
         self._model = model
@@ -55,12 +54,9 @@ class Annotations:
             self._engine.BeginBlock(module, user_id=placement.block_id, ipu_id=placement.ipu)
             self._blocks += [(module, hook) for hook in module._forward_pre_hooks if hook not in before]
         self._handles += cast_hooks(self._model, self._precision, self._rules)
-        names = [name for name, _ in self._model.named_modules() if name]
-        kept = {name for pattern in self._checkpoints for name in matching(pattern, names)}
-        for name in names:
-            if name in kept:
-                hook = _KeepOutput(self._engine)
-                self._handles.append(self._model.get_submodule(name).register_forward_hook(hook))
+        for name in self._checkpoints:
+            module = self._model.get_submodule(name)
+            self._handles.append(module.register_forward_hook(_KeepOutput(self._engine)))
 
     def remove(self) -> None:
         """Take away what `install` put there; blocks written in the model's own code stay."""

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ipurun.build.batch import as_call, map_tensors, split_target
-from ipurun.build.names import matching, unmatched
-from ipurun.errors import Problem
 
-__all__ = ["CastingCollate", "cast_hooks", "cast_weights", "check_rules"]
+__all__ = ["CastingCollate", "cast_hooks", "cast_weights"]
 
 _WORDS = {"16": torch.float16, "32": torch.float32}
 
 
-def check_rules(rules: Mapping[str, Any], module_names: Sequence[str]) -> List[Problem]:
-    """Problems of `precision_rules`: every pattern must match a module, every value must be 16 or 32."""
-    problems = []
-    for pattern, word in rules.items():
-        if not matching(pattern, module_names):
-            problems.append(unmatched("precision_rules", pattern, module_names, "module"))
-        if str(word) not in _WORDS:
-            problems.append(
-                Problem(f"`precision_rules`: `{pattern}` has no such precision", seen=str(word), known="16, 32")
-            )
-    return problems
+def cast_weights(model: nn.Module, precision: str, rules: Mapping[str, str]) -> None:
+    """Give parameters and buffers their type: by the precision's second half, then by the rules.
 
-
-def cast_weights(model: nn.Module, precision: str, rules: Mapping[str, Any]) -> None:
-    """Give parameters and buffers their type: by the precision's second half, then by the rules in order."""
+    Args:
+        model: The user's model.
+        precision: ``<operations>.<weights>``.
+        rules: Module name -> ``16`` or ``32``; inner modules win over outer ones.
+    """
     operations, weights = precision.split(".")
     if weights == "16":
         model.half()
-    for name, word in _rule_of_module(model, rules).items():
+    for name, word in _outer_first(rules):
         module = model.get_submodule(name)
         if word == "32":
             module.float()
@@ -42,16 +33,15 @@ def cast_weights(model: nn.Module, precision: str, rules: Mapping[str, Any]) -> 
             module.half()
 
 
-def cast_hooks(model: nn.Module, precision: str, rules: Mapping[str, Any]) -> List[Any]:
+def cast_hooks(model: nn.Module, precision: str, rules: Mapping[str, str]) -> List[Any]:
     """Put casts at the edges of every module that a rule names; gives the hooks' handles.
 
     What flows into such a module is cast to its type, what comes out to the type that surrounds it: that of the
     nearest ruled module around it, or the run's own.
     """
-    ruled = _rule_of_module(model, rules)
     handles = []
-    for name, word in ruled.items():
-        surrounding = _surrounding(name, ruled, precision.split(".")[0])
+    for name, word in _outer_first(rules):
+        surrounding = _surrounding(name, rules, precision.split(".")[0])
         module = model.get_submodule(name)
         inner, outer = _WORDS[word], _WORDS[surrounding]
         handles.append(module.register_forward_pre_hook(_CastInputs(inner), with_kwargs=True))
@@ -108,11 +98,8 @@ def _is_part_of(tensor: torch.Tensor, whole: Any) -> bool:
     return any(found)
 
 
-def _rule_of_module(model: nn.Module, rules: Mapping[str, Any]) -> Dict[str, str]:
-    """Module name -> 16 or 32, outer modules first; of two rules for one module the later one holds."""
-    names = [name for name, _ in model.named_modules() if name]
-    chosen = {name: str(word) for pattern, word in rules.items() for name in matching(pattern, names)}
-    return {name: chosen[name] for name in sorted(chosen, key=lambda name: (name.count("."), name))}
+def _outer_first(rules: Mapping[str, str]) -> List[Tuple[str, str]]:
+    return sorted(rules.items(), key=lambda rule: (rule[0].count("."), rule[0]))
 
 
 def _surrounding(name: str, ruled: Mapping[str, str], operations: str) -> str:

@@ -1,0 +1,145 @@
+"""Model and data of a config, and the facts a plan needs of them. All problems of all targets are found together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+from torch import nn
+
+from ipurun.build.buffers import changing_buffers
+from ipurun.build.data import check_data, length_of, make_splits, notes_of, split_for_eval
+from ipurun.build.loader import check_loader, is_stream, samples_drawn
+from ipurun.build.metrics import check_metrics
+from ipurun.build.optimizer import check_groups, check_optimizer
+from ipurun.build.sampling import seeded
+from ipurun.build.schedule import check_schedule
+from ipurun.build.step import check_loss
+from ipurun.build.targets import check_node, make
+from ipurun.config.schema import RunConfig
+from ipurun.engine import Engine
+from ipurun.errors import ConfigError, Problem
+from ipurun.plan.types import Facts
+
+__all__ = ["Subject", "inspect"]
+
+
+@dataclass
+class Subject:
+    """The user's model and data, as they were made, and what was read off them."""
+
+    model: nn.Module
+    splits: Dict[str, Any]
+    facts: Facts
+
+
+def inspect(config: RunConfig, engine: Engine, need_data: bool = True) -> Subject:
+    """Make the model and the data, and read off them what a plan needs.
+
+    Args:
+        config: The run.
+        engine: The engine it is for.
+        need_data: Whether to make the data; without it the facts have no sample counts.
+
+    Raises:
+        ConfigError: With the problems of all targets.
+    """
+    problems = _problems_without_building(config, engine, need_data)
+    wrong = {_root(problem) for problem in problems}
+    model = splits = None
+    if "model" not in wrong:
+        model = _collect(lambda: _make_model(config, engine), problems)
+    if need_data and "data" not in wrong:
+        splits = _collect(lambda: _make_data(config, engine), problems)
+    if model is not None:
+        parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        problems += check_groups(config.optimizer, parameters)
+    if splits is not None:
+        problems += _check_splits(config, splits)
+    if problems or model is None:
+        raise ConfigError(problems)
+    return Subject(model, splits or {}, _facts(config, engine, model, splits or {}))
+
+
+def _problems_without_building(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
+    problems: List[Problem] = []
+    if "_target_" not in config.model:
+        problems.append(
+            Problem("no model: `model._target_` is not set", fix="model._target_=module.Net, or +recipe=mnist")
+        )
+    else:
+        problems += check_node(config.model, "model", engine.module)
+    if need_data:
+        problems += check_data(config.data, engine.module)
+    problems += check_loss(config.loss, engine.module)
+    problems += check_optimizer(config.optimizer, engine.module)
+    problems += check_schedule(config.schedule, engine.module)
+    problems += check_metrics(config.metrics, engine.module)
+    problems += check_loader(config.loader)
+    return problems
+
+
+def _root(problem: Problem) -> str:
+    """The part of the config that a problem is about, as its text begins with the key."""
+    text = problem.what.replace("no model: ", "").replace("no data: ", "")
+    return text.lstrip("`").split("`")[0].split(".")[0]
+
+
+def _collect(action: Callable[[], Any], problems: List[Problem]) -> Optional[Any]:
+    try:
+        return action()
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _make_model(config: RunConfig, engine: Engine) -> nn.Module:
+    with seeded(config.seed):
+        model = make(config.model, "model", engine_module=engine.module)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            Problem("`model._target_` gives no torch.nn.Module", seen=f"an object of type {type(model).__name__}")
+        )
+    return model
+
+
+def _make_data(config: RunConfig, engine: Engine) -> Dict[str, Any]:
+    with seeded(config.seed):
+        return make_splits(config.data, engine.module)
+
+
+def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]:
+    problems = [
+        Problem(f"the split `{name}` of the data is empty", seen="0 samples", fix="check `data`")
+        for name, data in splits.items()
+        if length_of(data) == 0
+    ]
+    try:
+        split_for_eval(splits, config.eval.split)
+    except ConfigError as error:
+        problems += error.problems
+    stream = is_stream(splits["train"])
+    if stream and (config.loader.sampler or config.loader.batch_sampler):
+        problems.append(Problem("`loader`: an iterable data set has no sampler", fix="leave loader.sampler out"))
+    return problems
+
+
+def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any]) -> Facts:
+    train_samples = None
+    first_sample = None
+    if "train" in splits:
+        train_samples = samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
+        if not is_stream(splits["train"]):
+            first_sample = splits["train"]
+    return Facts(
+        engine=engine.kind,
+        engine_version=engine.version,
+        available_ipus=engine.available_ipus,
+        train_samples=train_samples,
+        split_samples={name: length_of(data) for name, data in splits.items() if name != "train"},
+        module_names=tuple(name for name, _ in model.named_modules() if name),
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        changing_buffers=changing_buffers(model, first_sample, config.loss, config.seed),
+        returns_loss=config.loss.name is None,
+        notes=notes_of(*splits.values(), model),
+    )

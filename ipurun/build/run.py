@@ -1,0 +1,150 @@
+"""The engine objects of a run, made from a plan, and the device handed from training to inference and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Dict, Optional
+
+from torch import nn
+
+from ipurun.build.annotate import Annotations
+from ipurun.build.data import split_for_eval
+from ipurun.build.inspect import Subject
+from ipurun.build.loader import EvalLoader, TrainLoader, make_collate
+from ipurun.build.metrics import make_metrics, monitored
+from ipurun.build.optimizer import make_optimizer
+from ipurun.build.perform import apply_calls
+from ipurun.build.precision import CastingCollate, cast_weights
+from ipurun.build.schedule import make_schedule
+from ipurun.build.step import Loss, Step, make_loss
+from ipurun.config.schema import RunConfig
+from ipurun.engine import Engine
+from ipurun.errors import ConfigError, Problem
+from ipurun.plan.types import Plan
+from ipurun.train.metrics import MetricSet
+from ipurun.train.schedule import Schedule
+
+__all__ = ["Run", "build_run"]
+
+
+@dataclass
+class Run:
+    """Everything that training, evaluation and prediction work with.
+
+    Args:
+        config: The run's config.
+        plan: Its plan.
+        engine: Its engine.
+        user_model: The user's model; its names are those of checkpoints.
+        step: The model with its loss, as training runs it.
+        loss: The loss behind the model; None for a model with its own.
+        training_model: The engine's executor for training.
+        inference_model: The engine's executor for evaluation and prediction.
+        train_loader: Training batches.
+        eval_loaders: Split name -> batches for inference.
+        optimizer: The optimizer.
+        schedule: The learning-rate schedule.
+        train_metrics: Metrics of training batches.
+        eval_metrics: Metrics of evaluation.
+        monitor: Name of the metric that tells the best checkpoint.
+        eval_split: Split to evaluate on; None where the data has none.
+        annotations: The hooks on the model.
+    """
+
+    config: RunConfig
+    plan: Plan
+    engine: Engine
+    user_model: nn.Module
+    step: Step
+    loss: Optional[Loss]
+    training_model: Any
+    inference_model: Any
+    train_loader: TrainLoader
+    eval_loaders: Dict[str, EvalLoader]
+    optimizer: Any
+    schedule: Schedule
+    train_metrics: MetricSet
+    eval_metrics: MetricSet
+    monitor: str
+    eval_split: Optional[str]
+    annotations: Annotations
+
+    def enter_training(self) -> None:
+        """Give the device to training."""
+        _release(self.inference_model)
+        if not self.training_model.isCompiled():
+            self.annotations.install(self.plan.placements)
+        self.user_model.train()
+
+    def enter_inference(self) -> None:
+        """Give the device to inference; the weights pass through the host."""
+        _release(self.training_model)
+        if not self.inference_model.isCompiled():
+            self.annotations.install(self.plan.inference_placements)
+        self.user_model.eval()
+
+    def close(self) -> None:
+        """Let go of the device and of background processes."""
+        self.train_loader.close()
+        _release(self.training_model)
+        _release(self.inference_model)
+
+
+def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Run:
+    """Perform a plan: options, annotated model, optimizer, loaders and executors.
+
+    Raises:
+        ConfigError: Something that only building shows.
+    """
+    module = engine.module
+    model = subject.model
+    cast_weights(model, plan.precision, plan.module_precision)
+    annotations = Annotations(model, module, plan.precision, plan.module_precision, plan.recompute)
+    loss = make_loss(config.loss, module)
+    train_metrics = make_metrics(config.metrics, "train", module)
+    step = Step(model, loss, config.loss, returns_output=bool(train_metrics))
+    training_options = apply_calls(module.Options(), plan.training_options, module)
+    inference_options = apply_calls(module.Options(), plan.inference_options, module)
+    optimizer = make_optimizer(plan.optimizer, plan.parameter_groups, step, module)
+    schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
+    collate = make_collate(config.loader)
+    if plan.precision.startswith("16"):
+        collate = CastingCollate(collate, has_target=loss is not None, target=config.loss.target)
+    train_loader = TrainLoader(
+        module, training_options, subject.splits["train"], config.loader, plan.training, config.seed, collate
+    )
+    eval_loaders = {
+        name: EvalLoader(
+            module, inference_options, data, config.loader.workers, plan.inference, collate, config.eval.max_samples
+        )
+        for name, data in subject.splits.items()
+    }
+    try:
+        training_model = module.trainingModel(step, training_options, optimizer)
+        inference_model = module.inferenceModel(Step(model, loss, config.loss, returns_output=True), inference_options)
+    except (AssertionError, ValueError, module.Error) as error:
+        raise ConfigError(Problem("PopTorch refuses these options", seen=str(error))) from error
+    return Run(
+        config=config,
+        plan=plan,
+        engine=engine,
+        user_model=model,
+        step=step,
+        loss=loss,
+        training_model=training_model,
+        inference_model=inference_model,
+        train_loader=train_loader,
+        eval_loaders=eval_loaders,
+        optimizer=optimizer,
+        schedule=schedule,
+        train_metrics=train_metrics,
+        eval_metrics=make_metrics(config.metrics, "eval", module),
+        monitor=config.checkpoint.best or monitored(config.monitor, config.metrics),
+        eval_split=split_for_eval(subject.splits, config.eval.split),
+        annotations=annotations,
+    )
+
+
+def _release(executor: Any) -> None:
+    if executor.isCompiled() and executor.isAttachedToDevice():
+        executor.detachFromDevice()

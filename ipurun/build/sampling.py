@@ -1,0 +1,130 @@
+"""The order of samples: a function of the seed and the epoch alone, so that a resumed run finds its place."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from typing import Any, Iterator, List, Optional
+
+import numpy
+import torch
+
+__all__ = ["EpochOrder", "PaddedOrder", "Resumable", "seed_of", "seeded"]
+
+
+def seed_of(seed: int, *parts: int) -> int:
+    """One 63-bit seed from several numbers, far apart for neighbouring ones."""
+    state = numpy.random.SeedSequence([abs(seed), *parts]).generate_state(2, numpy.uint32)
+    return (int(state[0]) << 31) ^ int(state[1])
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """All global random states seeded inside, and as they were afterwards."""
+    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+class EpochOrder:
+    """Indices of a data set: one permutation an epoch, or their natural order.
+
+    Args:
+        length: Samples of the data set.
+        seed: Seed of the run.
+        shuffle: Whether to permute.
+        epoch: Sets which permutation comes next; `Resumable` counts it on.
+    """
+
+    def __init__(self, length: int, seed: int, shuffle: bool, epoch: int = 0) -> None:
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of an epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._shuffle:
+            return iter(range(self._length))
+        generator = torch.Generator().manual_seed(seed_of(self._seed, self._epoch))
+        return iter(torch.randperm(self._length, generator=generator).tolist())
+
+
+class PaddedOrder:
+    """Indices in natural order, the last ones repeated until they fill whole host calls."""
+
+    def __init__(self, length: int, multiple: int) -> None:
+        self._length = length
+        self._total = -(-length // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[int]:
+        return (index % self._length for index in range(self._total))
+
+
+class Resumable:
+    """A sampler (of samples or of batches) that can begin in the middle of an epoch.
+
+    Each iteration is one epoch, and the next iteration the next epoch, also in another process. Any sampler
+    becomes reproducible here: it draws from random states that depend on seed and epoch only.
+
+    Args:
+        inner: The sampler itself; its ``set_epoch`` is called where it has one.
+        seed: Seed of the run.
+        epoch: Epoch of the first iteration.
+        skip: Leading items that the first iteration leaves out.
+    """
+
+    def __init__(self, inner: Any, seed: int, epoch: int = 0, skip: int = 0) -> None:
+        self._inner = inner
+        self._seed = seed
+        self._epoch = epoch
+        self._skip = skip
+        if hasattr(inner, "batch_size"):
+            self.batch_size = inner.batch_size
+
+    def __len__(self) -> int:
+        return max(len(self._inner) - self._skip, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, skip = self._epoch, self._skip
+        self._epoch, self._skip = epoch + 1, 0
+        _set_epoch(self._inner, epoch)
+        return itertools.islice(self._items(epoch), skip, None)
+
+    def _items(self, epoch: int) -> Iterator[Any]:
+        if _length(self._inner) is None:
+            return iter(self._inner)  # may be endless, so it cannot be drawn ahead under a seed of its own
+        with seeded(seed_of(self._seed, epoch)):
+            drawn: List[Any] = list(self._inner)
+        return iter(drawn)
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        if hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
+            return
+
+
+def _length(sampler: Any) -> Optional[int]:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None

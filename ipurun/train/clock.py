@@ -1,0 +1,71 @@
+"""Where the wall time of a run goes, by kind, and throughput without what is not training."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Dict, Iterator
+
+__all__ = ["Clock", "Window"]
+
+
+class Clock:
+    """Seconds by kind: compile, train, data_wait, eval, checkpoint."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._spent: Dict[str, float] = dict.fromkeys(("compile", "train", "data_wait", "eval", "checkpoint"), 0.0)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Count some seconds."""
+        self._spent[kind] += seconds
+
+    @contextlib.contextmanager
+    def measure(self, kind: str) -> Iterator[None]:
+        """Count the time spent inside."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, time.perf_counter() - begun)
+
+    def seconds(self) -> Dict[str, float]:
+        """All kinds, and the total wall time."""
+        return {**self._spent, "total": time.perf_counter() - self._begun}
+
+    @property
+    def training_seconds(self) -> float:
+        """Time in host calls and waiting for their data."""
+        return self._spent["train"] + self._spent["data_wait"]
+
+
+class Window:
+    """What happened since the last record: calls, their time, their losses."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.samples = 0
+        self.call_seconds = 0.0
+        self.wait_seconds = 0.0
+        self.loss = 0.0
+
+    def add(self, samples: int, call_seconds: float, wait_seconds: float, loss: float) -> None:
+        """Count one host call."""
+        self.calls += 1
+        self.samples += samples
+        self.call_seconds += call_seconds
+        self.wait_seconds += wait_seconds
+        self.loss += loss
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.calls
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / max(self.call_seconds + self.wait_seconds, 1e-9)
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time spent waiting for data."""
+        return self.wait_seconds / max(self.call_seconds + self.wait_seconds, 1e-9)

@@ -1,0 +1,74 @@
+"""What goes wrong in an engine, in data and in models, told as one readable problem."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from types import ModuleType
+from typing import Iterator, Optional
+
+from ipurun.errors import IpurunError, Problem, RunError
+
+__all__ = ["explained"]
+
+_RESETS = {
+    "IPU_RESET": "the IPUs have to be reset (PopTorch does that when it attaches again)",
+    "LINK_RESET": "the links between the IPUs have to be reset (`gc-reset`, or the partition's administrator)",
+    "PARTITION_RESET": "the partition has to be reset (`vipu reset partition NAME`)",
+    "FULL_RESET": "the machine needs a power cycle by its administrator",
+}
+
+
+@contextlib.contextmanager
+def explained(
+    engine_module: ModuleType, doing: str, checkpoint: Optional[str] = None, resume_command: str = ""
+) -> Iterator[None]:
+    """Turn whatever fails inside into a `RunError` that says what was being done.
+
+    Args:
+        engine_module: Has the engine's error classes.
+        doing: Such as ``compiling the model for training``.
+        checkpoint: Path of the newest checkpoint, if any.
+        resume_command: What to type to go on from it.
+    """
+    go_on = f"{resume_command} goes on from {checkpoint}" if checkpoint else "there is no checkpoint to go on from"
+    try:
+        yield
+    except (IpurunError, KeyboardInterrupt, SystemExit):
+        raise
+    except engine_module.RecoverableError as error:
+        action = str(getattr(error, "recovery_action", "") or "unknown")
+        raise RunError(
+            Problem(
+                f"the IPU system failed while {doing}, and can recover: {action}",
+                seen=str(error),
+                fix=f"{_RESETS.get(action, 'see the recovery action')}; then {go_on}",
+            )
+        ) from error
+    except engine_module.UnrecoverableError as error:
+        raise RunError(
+            Problem(
+                f"the IPU system failed while {doing}, and cannot recover by itself",
+                seen=str(error),
+                fix=f"tell the machine's administrator; afterwards {go_on}",
+            )
+        ) from error
+    except engine_module.Error as error:
+        raise RunError(Problem(f"PopTorch failed while {doing}", seen=str(error))) from error
+    except Exception as error:
+        raise RunError(
+            Problem(
+                f"{doing} failed",
+                where=_where(error),
+                seen=f"{type(error).__name__}: {error}",
+                fix="--debug shows the whole traceback",
+            )
+        ) from error
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line that is neither PyTorch's nor ipurun's: most likely the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/ipurun/" not in f.filename]
+    chosen = own[-1] if own else frames[-1]
+    return f"{chosen.filename}:{chosen.lineno}"

@@ -1,0 +1,138 @@
+"""What a run has to remember to go on exactly: gathered for a checkpoint, and put back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, Mapping, Optional
+
+import torch
+
+from ipurun.build import Run
+from ipurun.checkpoint import Checkpoint, load
+from ipurun.errors import Problem, RunError
+from ipurun.train.randomness import random_state, restore_random_state
+
+__all__ = ["Progress", "gather", "load_weights", "restore", "restore_device_state"]
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Args:
+        step: Weight updates done.
+        call: Host calls done.
+        epoch: Whole epochs done.
+        position: Host calls done in the current epoch.
+        samples: Samples trained on.
+        best: Best value of the monitored metric.
+        best_step: Weight updates at which it was reached.
+    """
+
+    step: int = 0
+    call: int = 0
+    epoch: int = 0
+    position: int = 0
+    samples: int = 0
+    best: Optional[float] = None
+    best_step: Optional[int] = None
+
+
+def gather(run: Run, progress: Progress) -> Dict[str, Any]:
+    """Everything of a run, as tensors and plain values."""
+    if run.training_model.isCompiled():
+        run.training_model.copyWeightsToHostIfNeeded()
+    return {
+        "model": _plain(run.user_model.state_dict()),
+        "loss": _plain(run.step.loss.state_dict()) if run.step.loss is not None else {},
+        "optimizer": _plain(run.optimizer.state_dict()),
+        "schedule": run.schedule.state_dict(),
+        "progress": asdict(progress),
+        "random": random_state(),
+        "device_random": _device_random(run),
+    }
+
+
+def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]:
+    """Put a checkpoint's weights, optimizer and schedule into a run that has not compiled yet.
+
+    Returns:
+        How far the run had come, and the whole state for `restore_device_state`.
+
+    Raises:
+        RunError: The checkpoint is damaged, or of another model.
+    """
+    state = load(checkpoint)
+    _load_model(run, state, checkpoint)
+    if run.step.loss is not None and state["loss"]:
+        run.step.loss.load_state_dict(state["loss"])
+    _load_optimizer(run, state["optimizer"], checkpoint)
+    run.schedule.load_state_dict(state["schedule"])
+    return Progress(**state["progress"]), state
+
+
+def restore_device_state(run: Run, state: Mapping[str, Any]) -> None:
+    """Put back the random states, the device's included; the training model has compiled by now."""
+    if state["device_random"] is not None:
+        run.training_model.rng_state = list(state["device_random"])
+    restore_random_state(state["random"])
+
+
+def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:
+    """Put only a checkpoint's weights into a run, for evaluation and prediction.
+
+    Raises:
+        RunError: The checkpoint is damaged, or of another model.
+    """
+    state = load(checkpoint)
+    _load_model(run, state, checkpoint)
+    return Progress(**state["progress"])
+
+
+def _load_model(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    try:
+        run.user_model.load_state_dict(state["model"])
+    except (RuntimeError, KeyError) as error:
+        raise RunError(
+            Problem(
+                "the checkpoint does not fit the model",
+                where=str(checkpoint.path),
+                seen=str(error),
+                fix="resume with the config the run was started with",
+            )
+        ) from error
+
+
+def _load_optimizer(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    fresh = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
+    try:
+        run.optimizer.load_state_dict(state)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise RunError(
+            Problem(
+                "the checkpoint does not fit the optimizer",
+                where=str(checkpoint.path),
+                seen=str(error),
+                fix="resume with the config the run was started with",
+            )
+        ) from error
+    for group, values in zip(run.optimizer.param_groups, fresh):
+        group.update(values)  # what the config says now counts; the schedule's own values follow
+
+
+def _device_random(run: Run) -> Optional[Any]:
+    if not run.training_model.isCompiled():
+        return None
+    state = run.training_model.rng_state
+    return None if state is None else [int(word) for word in state]
+
+
+def _plain(value: Any) -> Any:
+    """Copies without the engine's tensor classes, so that any PyTorch can read them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone().as_subclass(torch.Tensor)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value
