@@ -113,6 +113,8 @@ def test_layer_gives_the_results_and_gradients_of_torch(name):
         (lambda x: torch.empty(x.shape).exponential_(), 0.0, 100.0),
         (lambda x: torch.randperm(x.numel()), 0, 199),
         (lambda x: functional.dropout(torch.ones_like(x), 0.5), 0.0, 2.0),
+        (lambda x: functional.dropout2d(torch.ones(10, 20, 1, 1), 0.5).flatten(), 0.0, 2.0),
+        (lambda x: torch.empty(x.shape, dtype=torch.int32).random_(0, 7), 0, 6),
         (lambda x: functional.rrelu(-torch.ones_like(x), 0.1, 0.9, training=True), -0.9, -0.1),
         (lambda x: torch.distributions.Uniform(2.0, 3.0).sample(x.shape), 2.0, 3.0),
         (lambda x: torch.distributions.Normal(x * 0, 1.0).rsample(), -9.0, 9.0),
