@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, List, Optional
 
@@ -125,6 +126,8 @@ def _sweep(points: Points, flags: Flags, argv: List[str]) -> int:
 
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         errors = PlainScreen(sys.stderr)
+        # Batch systems end a job with SIGTERM: the sweep then ends as with Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             result = run_sweep(points, argv, screen, errors)
         finally:

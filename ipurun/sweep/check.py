@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Dict, List, Optional, Sequence
 
 from ipurun import engine as engines
+from ipurun.build.data import check_data
 from ipurun.build.inspect import inspect
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
@@ -15,6 +16,10 @@ from ipurun.prepare import prepare
 from ipurun.sweep.manifest import point_id
 
 __all__ = ["Checked", "check_points", "planned"]
+
+
+_PLENTY = 1 << 40
+_MOST_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -38,18 +43,17 @@ def check_points(points: Sequence[Point]) -> List[Checked]:
     """
     by_id: Dict[str, Checked] = {}
     checked: List[Checked] = []
-    problems: List[Problem] = []
+    problems = _Problems()
     for point in points:
         identity = point_id(point)
         if identity not in by_id:
             try:
                 by_id[identity] = _check(point, identity)
             except ConfigError as error:
-                problems += _of_point(point, error)
+                problems.add(point, error)
                 continue
             checked.append(by_id[identity])
-    if problems:
-        raise ConfigError(problems)
+    problems.raise_any()
     return checked
 
 
@@ -60,14 +64,13 @@ def planned(points: Sequence[Point]) -> List[Plan]:
         ConfigError: With the problems of all points.
     """
     plans: List[Plan] = []
-    problems: List[Problem] = []
+    problems = _Problems()
     for point in points:
         try:
             plans.append(prepare(point).plan)
         except ConfigError as error:
-            problems += _of_point(point, error)
-    if problems:
-        raise ConfigError(problems)
+            problems.add(point, error)
+    problems.raise_any()
     return plans
 
 
@@ -81,24 +84,38 @@ def _check(point: Point, identity: str) -> Checked:
 
 
 def _only_data_is_missing(point: Point) -> bool:
+    """Whether all that can be told without the data is in order."""
     try:
         engine = engines.load(point.config.engine)
-        make_plan(point.config, inspect(point.config, engine, need_data=False).facts)
+        facts = inspect(point.config, engine, need_data=False).facts
+        # How much data there will be is unknown: what only a small amount would break is no config error yet.
+        make_plan(point.config, replace(facts, train_samples=_PLENTY))
     except ConfigError:
         return False
-    return True
+    return not check_data(point.config.data, engine.module)
 
 
-def _of_point(point: Point, error: ConfigError) -> List[Problem]:
-    swept = " ".join(f"{key}={value}" for key, value in point.swept.items())
-    place = f"sweep point {swept}" if swept else ""
-    return [
-        Problem(
-            problem.what,
-            "; ".join(part for part in (problem.where, place) if part),
-            problem.seen,
-            problem.known,
-            problem.fix,
-        )
-        for problem in error.problems
-    ]
+class _Problems:
+    """Problems of many points, each told once with the points it is in."""
+
+    def __init__(self) -> None:
+        self._places: Dict[Problem, List[str]] = {}
+
+    def add(self, point: Point, error: ConfigError) -> None:
+        swept = " ".join(f"{key}={value}" for key, value in point.swept.items())
+        for problem in error.problems:
+            self._places.setdefault(problem, []).append(swept)
+
+    def raise_any(self) -> None:
+        if self._places:
+            raise ConfigError(_placed(problem, places) for problem, places in self._places.items())
+
+
+def _placed(problem: Problem, places: Sequence[str]) -> Problem:
+    shown = [place for place in dict.fromkeys(places) if place]
+    if not shown:
+        return problem
+    rest = f"; and {len(shown) - _MOST_PLACES} more" if len(shown) > _MOST_PLACES else ""
+    label = "sweep point" if len(shown) == 1 else "sweep points"
+    text = f"{label} {'; '.join(shown[:_MOST_PLACES])}{rest}"
+    return replace(problem, where=f"{problem.where}; {text}" if problem.where else text)

@@ -46,6 +46,7 @@ def run_child(
     output_file: Path,
     environment: Mapping[str, str],
     on_message: Callable[[str], None],
+    on_interrupt: Callable[[], None],
     timeout_seconds: Optional[float] = None,
 ) -> Outcome:
     """Runs the point that a job file describes and waits for its end.
@@ -57,6 +58,7 @@ def run_child(
         output_file: Takes whatever the process prints.
         environment: Variables to set before the process starts.
         on_message: Called with each line that the point sends for the screen.
+        on_interrupt: Called when a Ctrl-C was passed on and the point gets time to save.
         timeout_seconds: When to end it.
     """
     reader, writer = os.pipe()
@@ -76,7 +78,7 @@ def run_child(
         )
     os.close(writer)
     with os.fdopen(reader, "r", encoding="utf-8", errors="replace") as messages:
-        ended_by = _watch(process, messages, on_message, timeout_seconds)
+        ended_by = _watch(process, messages, on_message, on_interrupt, timeout_seconds)
     _kill_orphans(process)
     return _outcome(process, result_file, output_file, ended_by, timeout_seconds)
 
@@ -85,6 +87,7 @@ def _watch(
     process: subprocess.Popen,
     messages: IO[str],
     on_message: Callable[[str], None],
+    on_interrupt: Callable[[], None],
     timeout_seconds: Optional[float],
 ) -> str:
     """Waits for the end and tells what brought it about: nothing, `timeout` or `interrupt`."""
@@ -96,7 +99,6 @@ def _watch(
                 process.wait()
                 return ended_by
             ended_by = "timeout"
-            deadline = None
             _end(process, signal.SIGTERM)
             return ended_by
         except KeyboardInterrupt:
@@ -105,6 +107,7 @@ def _watch(
                 return ended_by
             ended_by = "interrupt"
             _signal(process, signal.SIGINT)
+            on_interrupt()
 
 
 def _relay(

@@ -153,6 +153,7 @@ def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, scre
         jobs / f"{record.index:03d}.output.txt",
         item.plan.environment,
         lambda message: replay(message, screen, label),
+        lambda: screen.line(f"{label} is asked to save and stop; Ctrl-C again stops it at once"),
         item.point.config.sweep.timeout_seconds,
     )
 

@@ -1,0 +1,78 @@
+"""The config that a run stored, with new overrides on top."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ipurun.config.compose import one, to_yaml
+from ipurun.errors import ConfigError
+from ipurun.rundir import RunFolder
+from ipurun.stored import stored_point
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.chdir(tmp_path)
+    point = one(["+recipe=mnist", "seed=7", "optimizer=adam", "optimizer.lr=0.5", "micro_batch_size=4"])
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.config_file.write_text(to_yaml(point.config))
+    run.overrides_file.write_text("- +recipe=mnist\n- seed=7\n")
+    return run
+
+
+def test_the_stored_config_comes_back_whole(folder: RunFolder) -> None:
+    point = stored_point(folder, [])
+    assert to_yaml(point.config) == folder.config_file.read_text()
+    assert point.recipes == ("mnist",) and point.changed == ()
+    assert point.overrides == ("+recipe=mnist", "seed=7")
+
+
+def test_overrides_apply_on_top(folder: RunFolder) -> None:
+    point = stored_point(folder, ["devices=4", "optimizer.lr=0.25", "data.root=/somewhere"])
+    assert (point.config.devices, point.config.seed) == (4, 7)
+    assert point.config.optimizer["lr"] == 0.25
+    assert point.config.data["root"] == "/somewhere"
+    assert {change.key for change in point.changed} == {"devices", "optimizer.lr", "data.root"}
+    assert point.overrides == ("+recipe=mnist", "seed=7", "devices=4", "optimizer.lr=0.25", "data.root=/somewhere")
+
+
+def test_another_choice_of_a_group_replaces_the_stored_one(folder: RunFolder) -> None:
+    before = stored_point(folder, []).config
+    config = stored_point(folder, ["data=synthetic", "data.samples=64"]).config
+    fresh = one(["+recipe=mnist", "seed=7", "data=synthetic", "data.samples=64"]).config
+    assert config.data == fresh.data
+    assert config.optimizer == before.optimizer
+
+
+def test_the_stored_recipe_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = Path("conf/recipe/mine.yaml")
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\nmodel:\n  _target_: torch.nn.Linear\n  in_features: 2\n  out_features: 1\n")
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.config_file.write_text(to_yaml(one(["+recipe=mine"]).config))
+    recipe.unlink()
+    point = stored_point(run, [])
+    assert point.config.name == "mine" and point.config.model["out_features"] == 1
+
+
+def test_wrong_overrides_are_explained_as_anywhere(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError) as caught:
+        stored_point(folder, ["device=8"])
+    assert "unknown key `device`" in str(caught.value) and "devices=8" in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["+recipe=mnist", "recipe=mnist", "-m"])
+def test_a_recipe_or_a_sweep_is_refused(folder: RunFolder, word: str) -> None:
+    with pytest.raises(ConfigError, match="no recipe and no sweep"):
+        stored_point(folder, [word])
+
+
+def test_a_config_of_another_version_is_told(folder: RunFolder) -> None:
+    folder.config_file.write_text(folder.config_file.read_text() + "old_key: 1\n")
+    with pytest.raises(ConfigError, match="does not fit this version"):
+        stored_point(folder, [])
