@@ -69,3 +69,7 @@ def test_no_group_is_named_like_a_key_with_plain_values():
     nodes = {key.path.split(".")[0] for key in walk_keys(RunConfig) if "." in key.path or key.is_open}
     groups = {path.parent.name for path in CONF.glob("*/*.yaml")} - {"recipe"}
     assert groups <= nodes
+
+
+def test_an_optimizer_written_into_a_recipe_inherits_no_arguments():
+    assert set(one([]).config.optimizer) == {"_target_", "lr"}
