@@ -25,6 +25,8 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
     """The optimizer's constructor, what is marked variable or constant, and the parameter groups."""
     node = dict(config.optimizer)
     target = str(node.get("_target_") or "")
+    if target and "." not in target:
+        target = f"{_POPTORCH}{target}"
     if not target:
         if node:
             found.problem(
