@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from multiprocessing.connection import wait
 from typing import Any, List, Mapping, Optional, Tuple
@@ -26,7 +27,7 @@ _STRATEGIES: Mapping[enums.SharingStrategy, Tuple[str, Optional[str]]] = {
     enums.SharingStrategy.Fork: ("fork", None),
     enums.SharingStrategy.ForkServer: ("forkserver", None),
 }
-_SECONDS_TO_FINISH = 1.0
+_SECONDS_TO_FINISH = 2.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
 
@@ -189,13 +190,18 @@ class _Worker:
     def terminate(self) -> None:
         """Ask the process to end, insist, then kill it."""
         self._data_buffers.stop.value = 1
-        self._process.join(_SECONDS_TO_FINISH)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(_SECONDS_TO_CLEAN_UP)
-        if self._process.is_alive():
+        if self._ends_within(_SECONDS_TO_FINISH):
+            return
+        self._process.terminate()
+        if not self._ends_within(_SECONDS_TO_CLEAN_UP):
             self._process.kill()
             self._process.join()
+
+    def _ends_within(self, seconds: float) -> bool:
+        # Not join(seconds): what torch starts to share memory inherits the pipe that join looks at.
+        deadline = time.monotonic() + seconds
+        wait_until(lambda: not self._process.is_alive() or time.monotonic() > deadline, self._pause_seconds)
+        return not self._process.is_alive()
 
     def _let_go(self) -> None:
         if self._held is not None:
