@@ -18,8 +18,7 @@ def run(tmp_path, child_environment):
             [sys.executable, *arguments],
             cwd=str(tmp_path),
             env=child_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             check=False,
         )
@@ -71,7 +70,12 @@ def test_install_refuses_when_the_real_one_is_loaded(run, tmp_path):
 
 
 def test_real_poptorch_is_found(run, tmp_path):
-    code = "from ipurun.emulator.install import find_real_poptorch as f; from ipurun import emulator as e; e.install(); print(f())"
+    code = """if True:
+        from ipurun import emulator
+        from ipurun.emulator.install import find_real_poptorch
+        emulator.install()
+        print(find_real_poptorch())
+    """
     assert run(["-c", code]).stdout.strip() == "None"
     (tmp_path / "poptorch").mkdir()
     assert run(["-c", code]).stdout.strip() == "None"
@@ -123,7 +127,8 @@ def test_script_sees_what_python_would_show_it(run, tmp_path):
         "program.py",
         """
         import sys, beside
-        print(sys.argv[1:], __name__, __file__ == sys.argv[0], beside.NAME, sys.modules["__main__"].__file__ == __file__)
+        main = sys.modules["__main__"]
+        print(sys.argv[1:], __name__, __file__ == sys.argv[0], beside.NAME, main.__file__ == __file__)
         """,
     )
     ran = run(["-c", RUN.format("script"), script, "--flag", "x"])

@@ -67,9 +67,7 @@ def test_backend_levels_are_names(level):
 
 def run_python(code, **environment):
     command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False
-    )
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_environment_sets_level_and_destination(tmp_path, child_environment):

@@ -1,0 +1,186 @@
+"""Small functions of the package root: hardware, printing, argument parsers, testing (semantics 5, 22)."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from ipurun import emulator as poptorch
+from ipurun.emulator import _utils, testing
+
+MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL", "POPTORCH_EMULATOR_HARDWARE")
+
+
+@pytest.fixture
+def hardware(monkeypatch):
+    for name in MODEL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_no_hardware_by_default(hardware):
+    assert poptorch.ipuHardwareIsAvailable() is False
+    with pytest.raises(AssertionError):
+        poptorch.ipuHardwareVersion()
+
+
+def test_standing_in_for_hardware(hardware):
+    hardware.setenv("POPTORCH_EMULATOR_HARDWARE", "1")
+    assert poptorch.ipuHardwareIsAvailable(16) is True
+    assert poptorch.ipuHardwareVersion() == 2
+    hardware.setenv("POPTORCH_EMULATOR_HARDWARE", "0")
+    assert poptorch.ipuHardwareIsAvailable() is False
+
+
+@pytest.mark.parametrize("variable", MODEL_VARIABLES[:2])
+def test_the_simulator_reports_version_zero(hardware, variable):
+    hardware.setenv("POPTORCH_EMULATOR_HARDWARE", "1")
+    hardware.setenv(variable, "1")
+    assert poptorch.ipuHardwareVersion() == 0
+    assert poptorch.ipuHardwareIsAvailable() is False
+
+
+def annotated_model():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.ReLU()))
+    poptorch.BeginBlock(model[1], user_id="tail", ipu_id=1)
+    return model
+
+
+def test_module_repr_is_torchs_plus_blocks():
+    model = annotated_model()
+    plain = repr(model)
+    shown = poptorch.module_repr(model)
+    assert [line for line in shown.split("\n") if "BeginBlock" not in line] == plain.split("\n")
+    assert shown.split("\n")[3].strip() == "BeginBlock(user_id=tail, ipu_id=1)"
+
+
+@pytest.mark.parametrize("module", [torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Transformer(4, 1, 1, 1, 4)])
+def test_module_repr_without_blocks_is_torchs(module):
+    assert poptorch.module_repr(module) == repr(module)
+
+
+def test_print_shows_the_module_twice(capsys):
+    model = annotated_model()
+    poptorch.print(model)
+    poptorch.print("text")
+    assert capsys.readouterr().out == f"{poptorch.module_repr(model)}\n{model!r}\ntext\n"
+
+
+class Pair:
+    def __init__(self, first, second):
+        self.first = first
+        self.second = second
+
+
+class PairParser(poptorch.ICustomArgParser):
+    def yieldTensors(self, struct):
+        yield struct.first
+        yield struct.second
+
+    def reconstruct(self, original_structure, tensor_iterator):
+        return Pair(next(tensor_iterator), next(tensor_iterator))
+
+
+class AddPair(torch.nn.Module):
+    def forward(self, pair):
+        return Pair(pair.first + pair.second, pair.first * pair.second)
+
+
+def test_registered_classes_pass_through_a_model():
+    poptorch.registerCustomArgParser(Pair, PairParser())
+    try:
+        result = poptorch.inferenceModel(AddPair())(Pair(torch.tensor([2.0]), torch.tensor([3.0])))
+    finally:
+        poptorch.registerCustomArgParser(Pair, None)
+    assert (result.first.item(), result.second.item()) == (5.0, 6.0)
+
+
+def test_parsers_must_derive_from_the_base():
+    with pytest.raises(poptorch.Error, match="ICustomArgParser"):
+        poptorch.registerCustomArgParser(Pair, object())
+
+
+def test_graphs_of_torch_geometric(monkeypatch):
+    class Data:
+        def __init__(self, **tensors):
+            self.stores = [tensors]
+
+        def __copy__(self):
+            return Data(**self.stores[0])
+
+    data_module = types.ModuleType("torch_geometric.data")
+    data_module.Data = Data
+    data_module.HeteroData = type("HeteroData", (Data,), {})
+    monkeypatch.setitem(sys.modules, "torch_geometric", types.ModuleType("torch_geometric"))
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", data_module)
+
+    class Sum(torch.nn.Module):
+        def forward(self, graph):
+            return graph.stores[0]["x"] + graph.stores[0]["y"]
+
+    poptorch.registerGeometricCustomArgParsers()
+    try:
+        result = poptorch.inferenceModel(Sum())(Data(y=torch.ones(2), x=torch.zeros(2), name="graph"))
+    finally:
+        poptorch.registerCustomArgParser(Data, None)
+        poptorch.registerCustomArgParser(data_module.HeteroData, None)
+    assert result.tolist() == [1.0, 1.0]
+
+
+def test_allclose_is_recursive():
+    ones, nearly = torch.ones(2), torch.ones(2) + 1e-7
+    assert testing.allclose((ones, [ones]), (nearly, [nearly]))
+    assert not testing.allclose((ones, [ones]), (nearly, [nearly + 1]))
+    assert not testing.allclose((ones, ones), (ones,))
+    assert not testing.allclose((ones,), ones)
+
+
+def test_attributes_of_custom_ops_by_id():
+    first = _utils.keepAttributes({"alpha": 0.5})
+    second = _utils.keepAttributes(None)
+    assert poptorch.accessAttributes(first) == {"alpha": 0.5}
+    assert poptorch.accessAttributes(second) == {}
+    assert poptorch.accessAttributes('{"beta": 2}') == {"beta": 2}
+    for wrong in ("attr:ffff", "alpha", 3):
+        with pytest.raises(ValueError):
+            poptorch.accessAttributes(wrong)
+
+
+def test_ipu_tensor_ids_exist_during_capture_only():
+    numbers = []
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            y = x + 1
+            numbers.extend([poptorch.getIpuTensorId(y), poptorch.getIpuTensorId(y)])
+            return y
+
+    poptorch.inferenceModel(Net())(torch.ones(1))
+    assert numbers[0] == numbers[1]
+    with pytest.raises(poptorch.Error, match="Expected an IPU tensor"):
+        poptorch.getIpuTensorId(torch.ones(1))
+
+
+def test_running_on_ipu_is_true_while_captured_only():
+    class Net(torch.nn.Module):
+        def forward(self, x, y):
+            return x + y if poptorch.isRunningOnIpu() else x * y
+
+    model = Net()
+    x, y = torch.tensor([50.0]), torch.tensor([2.0])
+    assert poptorch.inferenceModel(model)(x, y).item() == 52
+    assert model(x, y).item() == 100
+    assert not poptorch.isRunningOnIpu()
+
+
+def test_attribute_scopes_nest_and_are_restored():
+    assert poptorch.Attribute._attributes == {}
+    with poptorch.Attribute(__outline={"layer": "embedding"}):
+        with poptorch.Attribute(__outline={"head": "1"}, other={"a": "b"}):
+            assert poptorch.Attribute._attributes == {
+                "__outline": {"layer": "embedding", "head": "1"},
+                "other": {"a": "b"},
+            }
+        assert poptorch.Attribute._attributes == {"__outline": {"layer": "embedding"}}
+    assert poptorch.Attribute._attributes == {}
