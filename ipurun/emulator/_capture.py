@@ -154,11 +154,16 @@ def _attention_by_parts() -> Any:
     return attention.sdpa_kernel(attention.SDPBackend.MATH)
 
 
-def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Any:
+@contextlib.contextmanager
+def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
     """Keeps LSTM layers in plain operations: the fused one hands its workspace over in a way nobody can see."""
-    if any(isinstance(module, torch.nn.RNNBase) for module in modules.values()):
-        return torch.backends.mkldnn.flags(enabled=False)
-    return contextlib.nullcontext()
+    enabled = torch._C._get_mkldnn_enabled()
+    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules.values())
+    torch._C._set_mkldnn_enabled(enabled and not recurrent)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextlib.contextmanager

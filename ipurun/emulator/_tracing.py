@@ -209,19 +209,28 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None:
                 self._check_op(node)
+        node.op, args, result = self._run(func, args, kwargs)
+        node.args = self._encode(args)
+        self._append(node, result, mask | int(node.is_random), _mutated(func, node_args, node_kwargs))
+        return result
+
+    def _run(
+        self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
+        """Runs an operation, in another way if the CPU has none for these types; returns how it was run."""
         try:
-            result = func(*args, **kwargs)
+            return func, args, func(*args, **kwargs)
         except RuntimeError as error:
+            boxed = _with_boxed_numbers(func, args)
+            if boxed is not None:
+                return func, boxed, func(*boxed, **kwargs)
             substitute = _half.substitute_for(func, (args, kwargs))
             if substitute is None:
                 raise
             try:
-                result = substitute(*args, **kwargs)
+                return substitute, args, substitute(*args, **kwargs)
             except RuntimeError:
                 raise error from None
-            node.op = substitute
-        self._append(node, result, mask | int(node.is_random), _mutated(func, node_args, node_kwargs))
-        return result
 
     def _call_opaque(self, fn: Callable[..., Any], tensors: Tuple[torch.Tensor, ...], name: str) -> Any:
         args = self._encode(tensors)
@@ -324,6 +333,20 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], structure: Any) -> Any
     if isinstance(structure, dict):
         return {key: _map_tensors(function, item) for key, item in structure.items()}
     return structure
+
+
+def _with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
+    """Puts numbers in tensors where the operation wants tensors; None if there is nothing to do.
+
+    Torch 2.0 hands a number that an operator such as `^` wrapped in a tensor over as a plain number.
+    """
+    numbers = [
+        str(argument.type) == "Tensor" and isinstance(given, (bool, int, float))
+        for argument, given in zip(func._schema.arguments, args)
+    ]
+    if not any(numbers):
+        return None
+    return tuple(torch.tensor(given) if number else given for number, given in zip(numbers, args))
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
