@@ -61,14 +61,13 @@ class Block(torch.nn.Module):
             recorder.end_block()
 
 
-class _NamedOnFirstTrace:
-    """A block's name and IPU; without a name it keeps the one of its first trace."""
+class _BeginsBlock:
+    """Begins a block when called; without a name it keeps the one of its first trace."""
 
-    def __init__(self, user_id: Optional[str], ipu_id: Optional[int]) -> None:
-        self._user_id = user_id
-        self._ipu_id = ipu_id
+    _user_id: Optional[str]
+    _ipu_id: Optional[int]
 
-    def begin(self) -> None:
+    def _begin_block(self) -> None:
         manager = _stage_manager()
         if manager is None:
             return
@@ -77,17 +76,21 @@ class _NamedOnFirstTrace:
         _begin(self._user_id, self._ipu_id)
 
 
-class BlockHook(_NamedOnFirstTrace):
+class BlockHook(_BeginsBlock):
     """Forward pre-hook that BeginBlock installs; a plain object, so that it copies and pickles."""
 
+    def __init__(self, user_id: Optional[str], ipu_id: Optional[int]) -> None:
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
     def __call__(self, module: torch.nn.Module, input: Any) -> None:
-        self.begin()
+        self._begin_block()
 
     def __repr__(self) -> str:
         return f"BeginBlock(user_id={self._user_id}, ipu_id={self._ipu_id})"
 
 
-class LegacyBeginBlockFn(torch.nn.Module):
+class LegacyBeginBlockFn(torch.nn.Module, _BeginsBlock):
     """Module that begins a block and then calls a plain function."""
 
     def __init__(
@@ -95,10 +98,11 @@ class LegacyBeginBlockFn(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._layer_to_call = layer_to_call
-        self._block = _NamedOnFirstTrace(user_id, ipu_id)
+        self._user_id = user_id
+        self._ipu_id = ipu_id
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
-        self._block.begin()
+        self._begin_block()
         return self._layer_to_call(*input, **kwargs)
 
 

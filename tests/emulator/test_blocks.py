@@ -40,6 +40,10 @@ class Calls(torch.nn.Module):
         return self.function(x)
 
 
+def plus_one(x):
+    return x + 1
+
+
 def compiled(model, strategy=None, device_iterations=8):
     options = poptorch.Options().deviceIterations(device_iterations)
     if strategy is not None:
@@ -178,6 +182,13 @@ def test_begin_block_wraps_a_function():
     assert torch.equal(wrapped(torch.ones(2), plus=1), torch.full((2,), 4.0))
     executor = compiled(Calls(lambda x: wrapped(x * 2)))
     assert places(executor, "ipu_id") == [0, 1]
+
+
+def test_wrapped_function_keeps_its_ids_and_pickles():
+    wrapped = poptorch.BeginBlock(plus_one, "one", 2)
+    twin = pickle.loads(pickle.dumps(wrapped))
+    assert (twin._user_id, twin._ipu_id) == ("one", 2)
+    assert torch.equal(twin(torch.zeros(1)), torch.ones(1))
 
 
 def test_begin_block_leaves_names_and_results_alone():

@@ -1,0 +1,75 @@
+"""Log lines, at DEBUG, that tell how a compiled model was placed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable
+
+from ipurun.emulator._graph import Graph, Placement
+from ipurun.emulator._logging import native_logger
+from ipurun.emulator._lowering import lowered_ops
+from ipurun.emulator._strategies import ShardedExecution, _IPhasedExecution
+from ipurun.emulator.enums import Liveness
+
+_PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
+_PHASES_BETWEEN_PASSES_OFF_CHIP = 3
+
+
+def log_placement(graph: Graph, options: Any) -> None:
+    """Logs the settings that follow from the strategy, and every forward op with its place.
+
+    Args:
+        graph: The captured graph.
+        options: The executor's options.
+    """
+    if not native_logger.isEnabledFor(logging.DEBUG):
+        return
+    strategy = options._execution_strategy
+    forward = [node.placement for node in graph.nodes if not node.is_backward]
+    if isinstance(strategy, _IPhasedExecution):
+        _log_set("enablePipelining", 0)
+        _log_phases(strategy, max([placement.phase_id for placement in forward], default=0))
+        _log_locations(options)
+        describe = _in_phase(strategy)
+    elif isinstance(strategy, ShardedExecution):
+        _log_set("enablePipelining", 0)
+        describe = _in_stage("Sharded")
+    else:
+        _log_set("enablePipelining", int(len({placement.ipu_id for placement in forward}) > 1))
+        describe = _in_stage("Pipelined")
+    for op in lowered_ops(graph, options._module_namescope_enabled):
+        native_logger.debug("%s [%s, %s]", op.name, op.shape, describe(op.placement))
+
+
+def _log_set(option: str, value: Any) -> None:
+    native_logger.debug("PopTorch option %s set to value %s", option, value)
+
+
+def _log_phases(strategy: _IPhasedExecution, last_phase: int) -> None:
+    settings = strategy.backendOptions()
+    serial = bool(settings["serial_phases_execution"])
+    phases = last_phase * _stride(strategy) + 1 + int(strategy._separate_backward_phase)
+    if strategy._tensors_liveness != Liveness.AlwaysLive:
+        phases += _PHASES_BETWEEN_PASSES_OFF_CHIP
+    native_logger.debug("PopTorch set serial_phases_execution to value %s", str(serial).lower())
+    _log_set("executionPhaseSettings.stages", 1 if serial else 2)
+    _log_set("executionPhaseSettings.phases", phases)
+
+
+def _log_locations(options: Any) -> None:
+    for kind in ("activation", "weight", "optimizer", "accumulator"):
+        if not options.TensorLocations.exists(f"location_{kind}"):
+            _log_set(f"location_{kind}", "useOnChipStorage(False)")
+
+
+def _stride(strategy: _IPhasedExecution) -> int:
+    return _PHASE_STRIDES.get(strategy._tensors_liveness, 1)
+
+
+def _in_stage(mode: str) -> Callable[[Placement], str]:
+    return lambda place: f"mode({mode}), ipu({place.ipu_id}), stage({place.stage_id})"
+
+
+def _in_phase(strategy: _IPhasedExecution) -> Callable[[Placement], str]:
+    stride = _stride(strategy)
+    return lambda place: f"mode(Phased), ipu({place.ipu_id}), phase({place.phase_id * stride})"

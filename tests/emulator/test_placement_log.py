@@ -1,0 +1,107 @@
+"""What the log says, at DEBUG, of where a compiled model runs."""
+
+import pytest
+import torch
+
+import ipurun.emulator as poptorch
+
+
+@pytest.fixture(autouse=True)
+def debug_level():
+    poptorch.setLogLevel("DEBUG")
+    yield
+    poptorch.setLogLevel("WARN")
+
+
+def logged(capfd, model, strategy=None, device_iterations=4, shape=(1, 4)):
+    options = poptorch.Options().deviceIterations(device_iterations)
+    if strategy is not None:
+        options.setExecutionStrategy(strategy)
+    capfd.readouterr()
+    poptorch.inferenceModel(model, options).compile(torch.ones(shape[0] * device_iterations, *shape[1:]))
+    return capfd.readouterr().err
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l1 = torch.nn.Linear(4, 3)
+        self.l2 = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.l2(self.l1(x) * 2) * 3
+
+
+def test_pipelined(capfd):
+    model = TwoLayers()
+    text = logged(capfd, model)
+    assert "enablePipelining set to value 0" in text
+    assert " l1/MatMul:0 [float32(1, 3), mode(Pipelined), ipu(0), stage(0)]" in text
+    poptorch.BeginBlock(model.l2, ipu_id=1)
+    text = logged(capfd, model)
+    assert "enablePipelining set to value 1" in text
+    assert " l1/Transpose:0 [float32(4, 3), mode(Pipelined), ipu(0), stage(0)]" in text
+    assert " Mul:0 [float32(1, 3), mode(Pipelined), ipu(0), stage(0)]" in text
+    assert " l2/MatMul:0 [float32(1, 2), mode(Pipelined), ipu(1), stage(1)]" in text
+    assert " Mul:0/1 [float32(1, 2), mode(Pipelined), ipu(1), stage(1)]" in text
+
+
+def test_names_of_scopes(capfd):
+    model = torch.nn.Module()
+
+    def forward(x):
+        with poptorch.NameScope("outer"), poptorch.NameScope("inner"):
+            x = x * 2
+        return poptorch.nop(x * 3)
+
+    model.forward = forward
+    text = logged(capfd, model)
+    assert " outer/inner/Mul:0 [" in text
+    assert " Mul:0 [" in text
+    assert " Nop:0 [" in text
+
+
+@pytest.mark.parametrize(
+    ("liveness", "phases", "stride"),
+    [
+        ("AlwaysLive", 3, 1),
+        ("OffChipAfterFwd", 6, 1),
+        ("OffChipAfterFwdNoOverlap", 8, 2),
+        ("OffChipAfterEachPhase", 12, 4),
+    ],
+)
+def test_serial_phases(capfd, liveness, phases, stride):
+    def forward(x):
+        for name in "012":
+            with poptorch.Block(name, ipu_id=0):
+                x = x + 1
+        return x
+
+    model = torch.nn.Module()
+    model.forward = forward
+    strategy = poptorch.SerialPhasedExecution("0", "1", "2").setTensorsLiveness(poptorch.Liveness[liveness])
+    text = logged(capfd, model, strategy, 1)
+    assert "set serial_phases_execution to value true" in text
+    assert "executionPhaseSettings.stages set to value 1" in text
+    assert f"executionPhaseSettings.phases set to value {phases}" in text
+    assert "location_weight set to value useOnChipStorage(False)" in text
+    for phase, name in enumerate(["Add:0", "Add:0/1", "Add:0/2"]):
+        assert f" {name} [float32(1, 4), mode(Phased), ipu(0), phase({phase * stride})]" in text
+
+
+def test_loss_of_a_training_model(capfd):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            first, second = torch.split(x * self.w, 2, 1)
+            return torch.nn.functional.l1_loss(first, second)
+
+    poptorch.trainingModel(Model()).compile(torch.ones(3, 4))
+    text = capfd.readouterr().err
+    for name, shape in [("Slice:0", "3, 2"), ("Slice:0/1", "3, 2"), ("Sub:0", "3, 2"), ("L1:0", "")]:
+        assert f" {name} [float32({shape}), mode(Pipelined), ipu(0), stage(0)]" in text
+    assert " IdentityLoss:0 [float32(), mode(Pipelined), ipu(0), stage(0)]" in text
+    assert "Abs" not in text
