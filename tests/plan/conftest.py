@@ -1,0 +1,60 @@
+import pytest
+
+from ipurun.config.schema import RunConfig
+from ipurun.errors import ConfigError
+from ipurun.plan import make_plan
+from ipurun.plan.types import Facts
+
+NAMES = ("conv1", "conv2", "body", "body.0", "body.1", "body.1.norm", "fc")
+
+
+def config_of(keys):
+    """A config with dotted keys set."""
+    config = RunConfig()
+    for key, value in keys.items():
+        node = config
+        *groups, last = key.split(".")
+        for group in groups:
+            node = getattr(node, group)
+        assert hasattr(node, last), key
+        setattr(node, last, value)
+    return config
+
+
+@pytest.fixture()
+def plan_of():
+    """Plans a config given as dotted keys; `facts` and `environ` are the surroundings."""
+
+    def plan(keys=None, facts=None, environ=None):
+        surroundings = {"engine": "cpu", "engine_version": "test", "train_samples": 1000, "module_names": NAMES}
+        surroundings.update(facts or {})
+        return make_plan(config_of(keys or {}), Facts(**surroundings), environ or {"HOME": "/home/somebody"})
+
+    return plan
+
+
+@pytest.fixture()
+def problems_of(plan_of):
+    """The problems of a config that cannot be planned."""
+
+    def problems(keys, facts=None, environ=None):
+        with pytest.raises(ConfigError) as raised:
+            plan_of(keys, facts, environ)
+        return raised.value.problems
+
+    return problems
+
+
+@pytest.fixture()
+def composed(plan_of):
+    """`poptorch.Options` of a planned config, on the emulator: ("training", ...) or ("inference", ...)."""
+
+    def compose(keys=None, mode="training", **more):
+        from ipurun import emulator
+        from ipurun.build.perform import apply_calls
+
+        plan = plan_of(keys, **more)
+        calls = plan.training_options if mode == "training" else plan.inference_options
+        return apply_calls(emulator.Options(), calls, emulator)
+
+    return compose

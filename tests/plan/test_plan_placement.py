@@ -1,0 +1,124 @@
+import pytest
+
+
+def test_each_named_module_begins_the_next_ipu(plan_of, composed):
+    keys = {"pipeline.split": ["conv2", "body/1", "fc"], "gradient_accumulation": 7}
+    plan = plan_of(keys)
+    assert [(placement.module, placement.ipu) for placement in plan.placements] == [
+        ("conv2", 1),
+        ("body.1", 2),
+        ("fc", 3),
+    ]
+    assert plan.inference_placements == plan.placements
+    strategy = composed(keys)._execution_strategy
+    assert type(strategy).__name__ == "PipelinedExecution"
+
+
+def test_inference_may_be_split_otherwise(plan_of):
+    plan = plan_of({"pipeline.split": ["conv2", "body", "fc"], "gradient_accumulation": 7, "inference.split": []})
+    assert plan.inference_placements == ()
+    assert len(plan.placements) == 3
+    assert plan.inference.device_iterations == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("fcc", "fc"), ("conv_2", "conv2"), ("body.1.nrom", "body.1.norm"), ("norm", "body.1.norm")]
+)
+def test_an_unknown_module_is_named_with_the_nearest(problems_of, name, near):
+    problem = problems_of({"pipeline.split": [name], "gradient_accumulation": 3})[0]
+    assert f"`{name}`" in problem.what
+    assert near in problem.known
+    assert f"`{near}`" in problem.fix
+
+
+def test_a_module_named_twice(problems_of):
+    keys = {"pipeline.split": ["fc", "fc"], "pipeline.auto_round": True, "gradient_accumulation": 8}
+    assert "twice" in problems_of(keys)[0].what
+
+
+def test_an_order_against_the_definition_is_noted(plan_of):
+    keys = {"pipeline.split": ["fc", "body", "conv2"], "gradient_accumulation": 8}
+    assert any("order" in note for note in plan_of(keys).notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "mode"),
+    [
+        ({"pipeline.strategy": "sharded"}, "ShardedExecution", 1),
+        ({"pipeline.strategy": "serial_phased"}, "SerialPhasedExecution", 2),
+        ({"pipeline.strategy": "parallel_phased"}, "ParallelPhasedExecution", 2),
+        ({"pipeline.auto_stage": "auto_increment", "gradient_accumulation": 3}, "PipelinedExecution", 0),
+    ],
+)
+def test_strategies(composed, keys, name, mode):
+    strategy = composed({"pipeline.split": ["fc"], **keys})._execution_strategy
+    assert type(strategy).__name__ == name
+    assert strategy.backendOptions()["execution_mode"] == mode
+
+
+def test_serial_phases_run_on_one_ipu_and_cover_the_whole_model(plan_of, composed):
+    keys = {
+        "pipeline.split": ["body", "fc"],
+        "pipeline.strategy": "serial_phased",
+        "pipeline.liveness": "OffChipAfterFwd",
+        "pipeline.separate_backward_phase": True,
+    }
+    plan = plan_of(keys)
+    assert plan.devices.per_replica == 1
+    assert [(placement.module, placement.ipu) for placement in plan.placements] == [("", 0), ("body", 0), ("fc", 0)]
+    backend = composed(keys)._execution_strategy.backendOptions()
+    assert backend == {
+        "execution_mode": 2,
+        "separate_backward_phase": True,
+        "tensors_liveness": 1,
+        "serial_phases_execution": True,
+    }
+
+
+def test_parallel_phases_alternate_between_two_ipus(plan_of):
+    plan = plan_of({"pipeline.split": ["body", "fc"], "pipeline.strategy": "parallel_phased"})
+    assert plan.devices.per_replica == 2
+    assert [placement.ipu for placement in plan.placements] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [
+        ({"pipeline.liveness": "AlwaysLive"}, "serial_phased"),
+        ({"pipeline.strategy": "serial_phased"}, "pipeline.split=[MODULE"),
+        (
+            {
+                "pipeline.strategy": "parallel_phased",
+                "pipeline.split": ["fc"],
+                "pipeline.liveness": "OffChipAfterEachPhase",
+            },
+            "pipeline.liveness=OffChipAfterFwd",
+        ),
+    ],
+)
+def test_phased_settings_that_do_not_fit(problems_of, keys, fix):
+    if "pipeline.split" not in keys and "pipeline.strategy" not in keys:
+        keys = {**keys, "pipeline.split": ["fc"], "gradient_accumulation": 3}
+    assert fix in problems_of(keys)[0].fix
+
+
+def test_recomputation(plan_of, composed, problems_of):
+    keys = {"recompute.checkpoints": ["body.*", "fc"], "recompute.mode": "recompute_all"}
+    assert plan_of(keys).recompute == ("body.0", "body.1", "body.1.norm", "fc")
+    assert composed(keys)._Popart.options["autoRecomputation"] == 4
+    assert "layer*" in problems_of({"recompute.checkpoints": ["layer*"]})[0].what
+
+
+def test_precision_rules_name_modules(plan_of, problems_of):
+    plan = plan_of({"precision_rules": {"body.*": "16", "body.1.norm": "32"}})
+    assert plan.module_precision == {"body.0": "16", "body.1": "16", "body.1.norm": "32"}
+    problems = problems_of({"precision_rules": {"bodi": "16", "fc": "8"}})
+    assert [word in problem.what for word, problem in zip(("bodi", "`8`"), problems)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("written", "normal"),
+    [("16", "16.16"), ("32", "32.32"), ("16.16", "16.16"), ("16.32", "16.32"), ("32.32", "32.32")],
+)
+def test_precision_is_normalised(plan_of, written, normal):
+    assert plan_of({"precision": written}).precision == normal

@@ -1,0 +1,80 @@
+import pytest
+
+
+def test_epochs_and_dropped_samples(plan_of):
+    plan = plan_of({"micro_batch_size": 16, "device_iterations": 4, "epochs": 3}, {"train_samples": 1000})
+    steps = plan.steps
+    assert (steps.calls_per_epoch, steps.updates_per_epoch, steps.dropped_samples) == (15, 60, 1000 - 15 * 64)
+    assert (steps.total_calls, steps.total_updates, steps.epochs) == (45, 180, 3)
+    assert any("40 of 1000 samples are dropped" in note for note in plan.notes)
+
+
+def test_one_epoch_unless_told(plan_of):
+    assert plan_of({"micro_batch_size": 10}).steps.total_updates == 100
+
+
+def test_steps_round_up_to_whole_host_calls_and_say_so(plan_of):
+    plan = plan_of(
+        {
+            "device_iterations": 8,
+            "max_steps": 10,
+            "checkpoint.every_steps": 8,
+            "eval.every_steps": 12,
+            "log_every_steps": 20,
+        }
+    )
+    steps = plan.steps
+    assert (steps.total_calls, steps.total_updates) == (2, 16)
+    assert (steps.save_every_calls, steps.eval_every_calls, steps.log_every_calls) == (1, 2, 3)
+    assert [note.split(" is")[0] for note in plan.notes if "rounded up" in note] == [
+        "max_steps=10",
+        "eval.every_steps=12",
+        "log_every_steps=20",
+    ]
+
+
+def test_the_smaller_of_epochs_and_max_steps_counts(plan_of):
+    assert plan_of({"micro_batch_size": 10, "epochs": 2, "max_steps": 50}).steps.total_updates == 50
+    assert plan_of({"micro_batch_size": 10, "epochs": 2, "max_steps": 500}).steps.total_updates == 200
+
+
+def test_max_steps_alone_may_pass_the_data_many_times(plan_of):
+    steps = plan_of({"micro_batch_size": 10, "max_steps": 250}).steps
+    assert (steps.total_updates, steps.epochs) == (250, 2.5)
+
+
+def test_a_stream_has_no_epochs(plan_of):
+    steps = plan_of({"max_steps": 7}, {"train_samples": None}).steps
+    assert (steps.total_updates, steps.calls_per_epoch, steps.epochs, steps.dropped_samples) == (7, None, None, None)
+    assert plan_of({}, {"train_samples": None}).steps.total_updates is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "samples", "fix"),
+    [
+        ({"micro_batch_size": 10, "device_iterations": 200}, 1000, "device_iterations=100"),
+        ({"micro_batch_size": 10, "gradient_accumulation": 500}, 1000, "gradient_accumulation=100"),
+        ({"micro_batch_size": 2000}, 1000, "micro_batch_size=1000"),
+    ],
+)
+def test_a_host_call_larger_than_the_data(problems_of, keys, samples, fix):
+    problem = problems_of(keys, {"train_samples": samples})[0]
+    assert "more samples than the training set has" in problem.what
+    assert str(samples) in problem.seen
+    assert problem.fix == fix
+
+
+def test_no_data(problems_of):
+    assert "empty" in problems_of({}, {"train_samples": 0})[0].what
+
+
+def test_keeping_a_partial_host_call_is_refused(problems_of, plan_of):
+    keys = {"micro_batch_size": 64, "loader.drop_last": False}
+    assert "loader.drop_last=true" in problems_of(keys)[0].fix
+    assert plan_of({**keys, "micro_batch_size": 50}).steps.dropped_samples == 0
+
+
+def test_a_schedule_moves_once_per_host_call(plan_of):
+    schedule = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.9}
+    assert any("every 4 weight updates" in note for note in plan_of({"schedule": schedule, "device_iterations": 4}).notes)
+    assert not any("learning rate" in note for note in plan_of({"schedule": schedule}).notes)
