@@ -37,17 +37,22 @@ class Finished:
     summary: Summary
 
 
-def prepare_job(point: Point) -> Prepared:
+def prepare_job(point: Point, in_sweep: bool = False) -> Prepared:
     """Prepares a point, and checks what only a run needs: its loggers, its folder, what it goes on from.
+
+    Args:
+        point: The point.
+        in_sweep: Whether `resume` names a sweep, which is not this point's to check.
 
     Raises:
         ConfigError: With all problems.
     """
     problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
-    try:
-        resumed_folder(point)
-    except ConfigError as error:
-        problems += error.problems
+    if not in_sweep:
+        try:
+            resumed_folder(point)
+        except ConfigError as error:
+            problems += error.problems
     try:
         prepared = prepare(point)
     except ConfigError as error:
@@ -71,8 +76,11 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
     run = build_run(point.config, plan, prepared.subject, engine)
-    folder = resume_folder or RunFolder.create(point.config, point, plan, engine)
-    checkpoint = latest(folder.checkpoints) if resume_folder is not None else None
+    if resume_folder is None:
+        folder, checkpoint = RunFolder.create(point.config, point, plan, engine), None
+    else:
+        folder, checkpoint = resume_folder, latest(resume_folder)
+        folder.describe(point.config, point, plan, engine)
     try:
         summary = _train_in(folder, prepared, run, screen, checkpoint)
     except ConfigError:
@@ -80,7 +88,8 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
             folder.discard()
         raise
     _bring_profile_home(prepared, folder)
-    folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
+    if summary.samples or not folder.finished:
+        folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
     return Finished(folder, summary)
 
 
@@ -110,9 +119,9 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
         return None
     if resume == "auto":
         folder = find_latest(point.config.runs_dir, point.config.name or "run")
-        return folder if folder is not None and latest(folder.checkpoints) is not None else None
+        return folder if folder is not None and latest(folder) is not None else None
     folder = RunFolder.open(resume)
-    if latest(folder.checkpoints) is None:
+    if latest(folder) is None:
         raise ConfigError(
             Problem(
                 f"the run `{resume}` has no checkpoint to go on from",

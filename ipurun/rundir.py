@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Union
 
@@ -90,19 +91,25 @@ class RunFolder:
         Raises:
             ConfigError: The folder cannot be written.
         """
-        from ipurun.config.compose import to_yaml
-
         wanted = Path(point.run_dir) if point.run_dir else Path(config.runs_dir) / slug(plan.name) / timestamp()
         folder = cls(new_folder(wanted))
         folder.checkpoints.mkdir()
-        folder.config_file.write_text(to_yaml(config), encoding="utf-8")
-        folder.overrides_file.write_text(_yaml_list(point.overrides), encoding="utf-8")
-        folder.plan_file.write_text("\n".join(plan_lines(plan)) + "\n", encoding="utf-8")
-        folder.env_file.write_text(json.dumps(_environment(engine), indent=2) + "\n", encoding="utf-8")
+        folder.describe(config, point, plan, engine)
+        return folder
+
+    def describe(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> None:
+        """Writes down what is going to run; a resumed run may have other keys than when it began."""
+        from ipurun.config.compose import to_yaml
+
+        # `resume` is how this process began, not what the run is: a stored run never points at another.
+        self.config_file.write_text(to_yaml(replace(config, resume=None)), encoding="utf-8")
+        words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
+        self.overrides_file.write_text(_yaml_list(words), encoding="utf-8")
+        self.plan_file.write_text("\n".join(plan_lines(plan)) + "\n", encoding="utf-8")
+        self.env_file.write_text(json.dumps(_environment(engine), indent=2) + "\n", encoding="utf-8")
         difference = git_diff()
         if difference:
-            (folder.path / "git.diff").write_text(difference, encoding="utf-8")
-        return folder
+            (self.path / "git.diff").write_text(difference, encoding="utf-8")
 
     @classmethod
     def open(cls, path: Union[str, Path]) -> RunFolder:

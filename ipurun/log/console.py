@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
+import textwrap
+from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
 from ipurun.config.compose import Changed, Point
-from ipurun.log.format import batch_equation, count, devices_text, duration, learning_rate, metric, value_text
+from ipurun.log.format import (
+    batch_equation,
+    count,
+    devices_text,
+    duration,
+    epochs_text,
+    learning_rate,
+    metric,
+    plural,
+    value_text,
+)
 from ipurun.log.plan_text import num_stages
 from ipurun.log.screen import Screen
 from ipurun.plan.types import Plan
@@ -25,6 +37,9 @@ from ipurun.train.events import (
 __all__ = ["Console", "final_line", "panel_rows", "summary_rows"]
 
 _MOST_CHANGES = 6  # of one file: the panel shows what was chosen, config.yaml has all
+_LONGEST_CHANGE = 70
+_COMMAND_LINE = "command line"
+_DERIVED = "derived"
 
 
 class Console(Observer):
@@ -48,6 +63,8 @@ class Console(Observer):
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
             self._screen.line(f"going on after step {count(event.start_step)}, from {event.resumed_from}")
+        if event.total_steps is not None and event.start_step >= event.total_steps:
+            self._screen.line("note: all steps are done; a larger epochs= or max_steps= trains longer")
 
     def on_note(self, event: Note) -> None:
         prefix = "warning" if event.level == "warning" else "note"
@@ -70,7 +87,7 @@ class Console(Observer):
         self._last_eval = f"{event.split} {values}"
         self._screen.line(
             f"step {count(event.step)}  epoch {event.epoch:.2f}  {event.split}: {values}{best}  "
-            f"[{plural_samples(event.samples)}, {duration(event.seconds)}]"
+            f"[{plural(event.samples, 'sample')}, {duration(event.seconds)}]"
         )
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
@@ -113,9 +130,9 @@ def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
         ("precision", plan.precision),
     ]
     if plan.steps.total_updates is not None:
-        epochs = "" if plan.steps.epochs is None else f" ({plan.steps.epochs:g} epochs)"
-        calls = count(plan.steps.total_calls)
-        rows.append(("steps", f"{count(plan.steps.total_updates)} weight updates in {calls} host calls{epochs}"))
+        epochs = "" if plan.steps.epochs is None else f" ({epochs_text(plan.steps.epochs)})"
+        calls = plural(plan.steps.total_calls or 0, "host call")
+        rows.append(("steps", f"{plural(plan.steps.total_updates, 'weight update')} in {calls}{epochs}"))
     rows.append(("run folder", folder))
     return rows
 
@@ -123,7 +140,7 @@ def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
 def summary_rows(summary: Summary, folder: str, reproduce: str) -> List[Tuple[str, str]]:
     """How a run ended: the rows of the block after it."""
     seconds = summary.seconds
-    rows = [("steps", f"{count(summary.step)} weight updates, {summary.epoch:.2f} epochs")]
+    rows = [("steps", f"{plural(summary.step, 'weight update')}, {epochs_text(summary.epoch)}")]
     final = dict(summary.metrics)
     if summary.loss is not None:
         final = {"train loss": summary.loss, **{_eval_name(key): value for key, value in final.items()}}
@@ -156,24 +173,29 @@ def final_line(summary: Summary, name: str, folder: str) -> str:
     return ", ".join(parts)
 
 
-def plural_samples(number: int) -> str:
-    """``1 sample``, ``1,000 samples``."""
-    return f"{number:,} sample" + ("" if number == 1 else "s")
-
-
 def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
-    """Changed keys by where they come from: the command line first, then the nearest file."""
+    """Changed keys by where they come from: the command line, then recipes; a group's file as the choice it is."""
     by_origin: Dict[str, List[str]] = {}
+    choices: Dict[str, str] = {}
     for change in changed:
-        source = change.origin.rpartition(":")
-        origin = source[0] if source[2].isdigit() else change.origin
-        by_origin.setdefault(origin, []).append(f"{change.key}={value_text(change.value)}")
+        source, _, line = change.origin.rpartition(":")
+        path = Path(source if line.isdigit() else change.origin)
+        if change.origin == _DERIVED:
+            continue
+        if path.suffix == ".yaml" and path.parent.name == change.key.split(".")[0]:
+            choices[path.parent.name] = path.stem
+            continue
+        text = f"{change.key}={value_text(change.value)}"
+        by_origin.setdefault(str(path), []).append(textwrap.shorten(text, _LONGEST_CHANGE, placeholder="..."))
     rows: List[Tuple[str, str]] = []
-    for origin in sorted(by_origin, key=lambda text: (text != "command line", text)):
+    for origin in sorted(by_origin, key=lambda text: (text != _COMMAND_LINE, text)):
         shown = by_origin[origin]
-        if origin != "command line" and len(shown) > _MOST_CHANGES:
+        if origin != _COMMAND_LINE and len(shown) > _MOST_CHANGES:
             shown = shown[:_MOST_CHANGES] + [f"and {len(shown) - _MOST_CHANGES} more"]
         rows.append(("" if rows else "changed", f"{', '.join(shown)}  ({origin})"))
+    if choices:
+        text = ", ".join(f"{group}={name}" for group, name in choices.items())
+        rows.append(("" if rows else "changed", f"{text}  (groups)"))
     return rows or [("changed", "nothing")]
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "count",
     "devices_text",
     "duration",
+    "epochs_text",
     "learning_rate",
     "metric",
     "plural",
@@ -43,6 +44,11 @@ def count(number: Optional[float]) -> str:
 def plural(number: int, word: str) -> str:
     """``1 replica``, ``8 replicas``."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def epochs_text(number: float) -> str:
+    """``1 epoch``, ``2.5 epochs``."""
+    return f"{number:.2f}".rstrip("0").rstrip(".") + (" epoch" if number == 1 else " epochs")
 
 
 def metric(value: Any) -> str:

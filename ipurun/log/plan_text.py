@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Dict, List, Tuple
 
-from ipurun.log.format import batch_equation, count, devices_text, plural
+from ipurun.log.format import batch_equation, devices_text, epochs_text, plural
 from ipurun.plan.types import Plan
 
 __all__ = ["num_stages", "plan_dict", "plan_lines", "plan_rows"]
@@ -91,8 +91,8 @@ def _steps_text(plan: Plan) -> str:
     steps = plan.steps
     if steps.total_updates is None:
         return "until the data ends (its length is not known)"
-    epochs = "" if steps.epochs is None else f", {steps.epochs:g} epochs"
-    return f"{plural(steps.total_updates, 'weight update')} in {count(steps.total_calls)} host calls{epochs}"
+    epochs = "" if steps.epochs is None else f", {epochs_text(steps.epochs)}"
+    return f"{plural(steps.total_updates, 'weight update')} in {plural(steps.total_calls or 0, 'host call')}{epochs}"
 
 
 def _interval(every_calls: int, plan: Plan) -> str:

@@ -10,6 +10,7 @@ from ipurun.build.data import check_data
 from ipurun.build.inspect import inspect
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
+from ipurun.job import prepare_job
 from ipurun.plan import make_plan
 from ipurun.plan.types import Plan
 from ipurun.prepare import prepare
@@ -76,7 +77,7 @@ def planned(points: Sequence[Point]) -> List[Plan]:
 
 def _check(point: Point, identity: str) -> Checked:
     try:
-        return Checked(point, identity, prepare(point).plan)
+        return Checked(point, identity, prepare_job(point, in_sweep=True).plan)
     except ConfigError as error:
         if point.problems or not _only_data_is_missing(point):
             raise

@@ -161,7 +161,7 @@ def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, scre
 def _resumable(record: Record, folder: Path) -> Optional[str]:
     """The folder of an earlier attempt that has saved something."""
     for candidate in (record.folder, str(folder)):
-        if candidate and (Path(candidate) / "config.yaml").is_file() and latest(RunFolder(candidate).checkpoints):
+        if candidate and (Path(candidate) / "config.yaml").is_file() and latest(RunFolder(candidate)):
             return candidate
     return None
 
