@@ -108,9 +108,7 @@ def test_for_loop_body_runs_once_on_copies():
     assert torch.equal(start, torch.zeros(2))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"), [(X, "Object is not list"), ([X, 5], "index 1 is not torch.tensor")]
-)
+@pytest.mark.parametrize(("inputs", "message"), [(X, "Object is not list"), ([X, 5], "index 1 is not torch.tensor")])
 def test_control_flow_refuses_inputs_that_are_no_list_of_tensors(inputs, message):
     with pytest.raises(ValueError, match=message):
         poptorch.for_loop(2, lambda *values: list(values), inputs)
