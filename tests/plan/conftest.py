@@ -21,7 +21,7 @@ def config_of(keys):
     return config
 
 
-@pytest.fixture()
+@pytest.fixture
 def plan_of():
     """Plans a config given as dotted keys; `facts` and `environ` are the surroundings."""
 
@@ -33,7 +33,7 @@ def plan_of():
     return plan
 
 
-@pytest.fixture()
+@pytest.fixture
 def problems_of(plan_of):
     """The problems of a config that cannot be planned."""
 
@@ -45,7 +45,7 @@ def problems_of(plan_of):
     return problems
 
 
-@pytest.fixture()
+@pytest.fixture
 def composed(plan_of):
     """`poptorch.Options` of a planned config, on the emulator: ("training", ...) or ("inference", ...)."""
 

@@ -29,7 +29,10 @@ def test_replicas_that_share_input_count_once(plan_of, composed):
 @pytest.mark.parametrize(
     ("keys", "fix"),
     [
-        ({"devices": 4, "micro_batch_size": 8, "global_batch_size": 100}, "global_batch_size=96 or global_batch_size=128"),
+        (
+            {"devices": 4, "micro_batch_size": 8, "global_batch_size": 100},
+            "global_batch_size=96 or global_batch_size=128",
+        ),
         ({"devices": 4, "micro_batch_size": 8, "global_batch_size": 8}, "global_batch_size=32"),
         (
             {"micro_batch_size": 2, "global_batch_size": 4, "pipeline.split": ["fc"]},

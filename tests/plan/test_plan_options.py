@@ -1,7 +1,6 @@
 """The composed poptorch.Options, key by key. Defaults and storage keys are those of PopTorch's reference."""
 
 import pytest
-
 import torch
 
 
@@ -180,7 +179,9 @@ class TestMerging:
 
     def test_engine_options_of_all_sources(self, composed, tmp_path):
         conf = tmp_path / "poptorch.conf"
-        conf.write_text("_Popart.set('engineOptions', {'opt.useAutoloader': 'true', 'target.deterministicWorkers': 'x'})\n")
+        conf.write_text(
+            "_Popart.set('engineOptions', {'opt.useAutoloader': 'true', 'target.deterministicWorkers': 'x'})\n"
+        )
         keys = {
             "poptorch_conf": str(conf),
             "options": {"_Popart": {"setEngineOptions": {"target": {"deterministicWorkers": False}}}},
@@ -232,9 +233,7 @@ class TestBuffers:
         keys = {"devices": 4, "replication.input_group_size": 4}
         assert composed(keys, facts=self.facts).broadcast_buffers is True
 
-    @pytest.mark.parametrize(
-        "keys", [{"replication.broadcast_buffers": True}, {"options": {"broadcastBuffers": True}}]
-    )
+    @pytest.mark.parametrize("keys", [{"replication.broadcast_buffers": True}, {"options": {"broadcastBuffers": True}}])
     def test_equal_buffers_are_refused(self, problems_of, keys):
         problem = problems_of({"devices": 2, **keys}, self.facts)[0]
         assert problem.fix == "replication.broadcast_buffers=false"

@@ -76,5 +76,7 @@ def test_keeping_a_partial_host_call_is_refused(problems_of, plan_of):
 
 def test_a_schedule_moves_once_per_host_call(plan_of):
     schedule = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.9}
-    assert any("every 4 weight updates" in note for note in plan_of({"schedule": schedule, "device_iterations": 4}).notes)
+    assert any(
+        "every 4 weight updates" in note for note in plan_of({"schedule": schedule, "device_iterations": 4}).notes
+    )
     assert not any("learning rate" in note for note in plan_of({"schedule": schedule}).notes)

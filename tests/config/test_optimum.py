@@ -1,0 +1,159 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipurun.cli.main import main
+from ipurun.config.optimum import import_config
+from ipurun.errors import ConfigError
+
+BERT = {
+    "replication_factor": 4,
+    "gradient_accumulation_steps": 512,
+    "layers_per_ipu": [0, 7, 7, 10],
+    "ipus_per_replica": 4,
+    "optimizer_state_offchip": True,
+    "replicated_tensor_sharding": True,
+    "matmul_proportion": [0.1, 0.15, 0.15, 0.15],
+    "enable_half_partials": True,
+    "embedding_serialization_factor": 2,
+    "projection_serialization_factor": 1,
+    "recompute_checkpoint_every_layer": True,
+    "device_iterations": 2,
+    "inference_device_iterations": 4,
+    "inference_replication_factor": 2,
+    "output_mode": "final",
+    "seed": 42,
+    "auto_loss_scaling": True,
+    "executable_cache_dir": "./exe_cache",
+    "explicit_ir_inference": True,
+    "optimum_version": "1.6.1",
+}
+
+
+def imported(values, layers=None):
+    return import_config(json.dumps(values), layers)
+
+
+def test_every_key_is_mapped_or_noted():
+    result = imported(BERT, "bert.encoder.layer")
+    assert result.keys == {
+        "replication": {"factor": 4, "tensor_sharding": True},
+        "gradient_accumulation": 512,
+        "memory": {
+            "optimizer_state": {"on_chip": False},
+            "available_proportion": {"IPU0": 0.1, "IPU1": 0.15, "IPU2": 0.15, "IPU3": 0.15},
+        },
+        "partials": "half",
+        "device_iterations": 2,
+        "inference": {
+            "device_iterations": 4,
+            "replicas": 2,
+            "options": {"setExecutionStrategy": "ShardedExecution"},
+        },
+        "output": {"mode": "final"},
+        "seed": 42,
+        "loss_scaling": "auto",
+        "optimizer": {"accum_type": "float16"},
+        "cache": {"dir": "./exe_cache"},
+        "pipeline": {"split": ["bert.encoder.layer.0", "bert.encoder.layer.7", "bert.encoder.layer.14"]},
+        "recompute": {"checkpoints": ["bert.encoder.layer.[0-9]", "bert.encoder.layer.[0-9][0-9]"]},
+    }
+    noted = " ".join(result.notes)
+    assert "embedding_serialization_factor: 2" in noted
+    assert "explicit_ir_inference" in noted
+    assert "projection" not in noted  # 1 means: not serialised
+    assert result.versions == ["optimum_version 1.6.1"]
+
+
+def test_without_layer_names_placement_is_noted():
+    result = imported(BERT)
+    assert "pipeline" not in result.keys
+    noted = " ".join(result.notes)
+    assert "layers 0, 7, 14" in noted
+    assert "recompute_checkpoint_every_layer" in noted
+
+
+def test_defaults_of_optimum_are_kept():
+    assert imported({}).keys == {
+        "partials": "half",
+        "memory": {"available_proportion": 0.2},
+        "inference": {"device_iterations": 1},
+    }
+    assert "partials" not in imported({"enable_half_partials": False}).keys
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"layers_per_ipu": [-1], "ipus_per_replica": 4}, "depends on the number of layers"),
+        ({"layers_per_ipu": [2, -1]}, "depends on the number of layers"),
+        ({"gradient_accumulation_steps": {"pod16": 8, "default": 4}}, "depends on the pod"),
+        ({"something_new": 3}, "something_new: 3"),
+        ({"output_mode": "default"}, "output_mode"),
+    ],
+)
+def test_what_cannot_be_mapped_is_noted(values, word):
+    assert any(word in note for note in imported(values, "layers").notes)
+
+
+def test_inference_placement_of_its_own():
+    values = {"layers_per_ipu": [6, 6], "inference_layers_per_ipu": [12], "inference_matmul_proportion": [0.3]}
+    result = imported(values, "layer")
+    assert result.keys["pipeline"] == {"split": ["layer.6"]}
+    assert result.keys["inference"]["split"] == []
+    assert result.keys["inference"]["options"] == {"setAvailableMemoryProportion": {"IPU0": 0.3}}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_what_is_no_config(text):
+    with pytest.raises(ConfigError, match=r"ipu_config\.json"):
+        import_config(text)
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        Path("ipu_config.json").write_text(json.dumps(BERT))
+
+    def test_writes_a_recipe_that_composes(self, capsys):
+        assert main(["import", "ipu_config.json", "my_bert", "--layers", "bert.encoder.layer"]) == 0
+        shown = capsys.readouterr().out
+        assert "made  conf/recipe/my_bert.yaml" in shown
+        assert "note  embedding_serialization_factor" in shown
+        text = Path("conf/recipe/my_bert.yaml").read_text()
+        assert text.startswith("# @package _global_\n")
+        assert "# - embedding_serialization_factor: 2" in text
+
+        from ipurun.config.compose import one
+
+        config = one(["+recipe=my_bert"]).config
+        assert config.gradient_accumulation == 512
+        assert config.pipeline.split[1] == "bert.encoder.layer.7"
+        assert config.optimizer["accum_type"] == "float16"
+        assert config.memory.available_proportion["IPU3"] == 0.15
+
+    def test_never_overwrites(self, capsys):
+        assert main(["import", "ipu_config.json", "my_bert"]) == 0
+        before = Path("conf/recipe/my_bert.yaml").read_text()
+        Path("ipu_config.json").write_text("{}")
+        assert main(["import", "ipu_config.json", "my_bert"]) == 2
+        assert "there already" in capsys.readouterr().err
+        assert Path("conf/recipe/my_bert.yaml").read_text() == before
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ([], "takes a file"),
+            (["none.json"], "cannot be read"),
+            (["ipu_config.json", "mnist"], "built-in"),
+            (["ipu_config.json", "../up"], "cannot name a recipe"),
+        ],
+    )
+    def test_bad_words(self, capsys, words, said):
+        assert main(["import", *words]) == 2
+        assert said in capsys.readouterr().err
+        assert not Path("conf").exists()
