@@ -7,8 +7,9 @@ still multiplied by the loss scaling. Values are computed in float32 and rounded
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Callable, Dict, Mapping
+from typing import Callable, Dict, Mapping, Tuple
 
 import torch
 
@@ -154,9 +155,10 @@ class _CombinedSgd(Rule):
 
 
 def _unscaled(slot: Slot, gradient: torch.Tensor, step: Step, *, l2: bool) -> torch.Tensor:
-    unscaled = working(gradient) * (step.factor / step.loss_scaling)
+    scale = step.factor / step.loss_scaling
+    unscaled = working(gradient) if scale == 1.0 else working(gradient) * scale
     if l2 and slot["weightDecay"] != 0.0:
-        unscaled.add_(working(slot.weight), alpha=slot["weightDecay"])
+        return torch.add(unscaled, working(slot.weight), alpha=slot["weightDecay"])
     return unscaled
 
 
@@ -165,16 +167,17 @@ class _Adam(Rule):
         return _unscaled(slot, gradient, step, l2=slot.variant is Variant.ADAM)
 
     def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
-        direction = self._direction(slot, prepared, step)
+        first, second = self._moments(slot, prepared, step)
+        correction1 = correction2 = 1.0
+        if slot.bias_corrected:
+            slot.state["Step"].add_(1)
+            correction1, correction2 = bias_corrections(slot["adamBeta1"], slot["adamBeta2"], float(slot.state["Step"]))
+        denominator = second.sqrt().div_(_root(correction2)).add_(slot["adamEps"])
         weight = working(slot.weight)
-        if slot.variant is not Variant.ADAM:
-            direction.add_(weight, alpha=slot["weightDecay"])
-        if slot.variant is Variant.LAMB:
-            direction.mul_(trust_ratio(weight, direction, slot["maxWeightNorm"]))
-        weight.add_(direction, alpha=-slot["learningRate"])
+        self._move(slot, weight, first, denominator, correction1)
         step.store(slot.weight, weight)
 
-    def _direction(self, slot: Slot, prepared: torch.Tensor, step: Step) -> torch.Tensor:
+    def _moments(self, slot: Slot, prepared: torch.Tensor, step: Step) -> Tuple[torch.Tensor, torch.Tensor]:
         beta1, beta2 = slot["adamBeta1"], slot["adamBeta2"]
         first = working(slot.state["Accl1"])
         first.mul_(beta1).add_(prepared, alpha=1 - beta1)
@@ -182,12 +185,40 @@ class _Adam(Rule):
         second = working(slot.state["Accl2"])
         second.mul_(beta2).addcmul_(prepared, prepared, value=1 - beta2)
         step.store(slot.state["Accl2"], second)
-        if not slot.bias_corrected:
-            return first / second.sqrt().add_(slot["adamEps"])
-        slot.state["Step"].add_(1)
-        correction1, correction2 = bias_corrections(beta1, beta2, float(slot.state["Step"]))
-        denominator = (second / correction2).sqrt_().add_(slot["adamEps"])
-        return (first / correction1).div_(denominator)
+        return first, second
+
+    def _move(
+        self,
+        slot: Slot,
+        weight: torch.Tensor,
+        first: torch.Tensor,
+        denominator: torch.Tensor,
+        correction: float,
+    ) -> None:
+        if slot.variant is Variant.ADAMW:
+            weight.mul_(1 - slot["learningRate"] * slot["weightDecay"])
+        rate = slot["learningRate"] / correction if correction else math.nan
+        weight.addcdiv_(first, denominator, value=-rate)
+
+
+class _Lamb(_Adam):
+    def _move(
+        self,
+        slot: Slot,
+        weight: torch.Tensor,
+        first: torch.Tensor,
+        denominator: torch.Tensor,
+        correction: float,
+    ) -> None:
+        direction = (first / denominator).div_(correction)
+        direction.add_(weight, alpha=slot["weightDecay"])
+        direction.mul_(trust_ratio(weight, direction, slot["maxWeightNorm"]))
+        weight.add_(direction, alpha=-slot["learningRate"])
+
+
+def _root(value: float) -> float:
+    # State that a user loads may hold any number; the device would go on with NaN.
+    return math.sqrt(value) if value >= 0 else math.nan
 
 
 class _RmsProp(Rule):
@@ -230,6 +261,6 @@ RULES: Mapping[Variant, Rule] = {
     Variant.SGD_COMBINED: _CombinedSgd(),
     Variant.ADAM: _Adam(),
     Variant.ADAMW: _Adam(),
-    Variant.LAMB: _Adam(),
+    Variant.LAMB: _Lamb(),
     Variant.RMSPROP: _RmsProp(),
 }
