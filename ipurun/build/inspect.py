@@ -10,7 +10,7 @@ from torch import nn
 from ipurun.build.buffers import changing_buffers
 from ipurun.build.data import check_data, length_of, make_splits, notes_of, split_for_eval
 from ipurun.build.loader import check_loader, is_stream, samples_drawn
-from ipurun.build.metrics import check_metrics
+from ipurun.build.metrics import check_metrics, check_monitor
 from ipurun.build.optimizer import check_groups, check_optimizer
 from ipurun.build.sampling import seeded
 from ipurun.build.schedule import check_schedule
@@ -75,6 +75,8 @@ def _problems_without_building(config: RunConfig, engine: Engine, need_data: boo
     problems += check_optimizer(config.optimizer, engine.module)
     problems += check_schedule(config.schedule, engine.module)
     problems += check_metrics(config.metrics, engine.module)
+    problems += check_monitor("monitor", config.monitor, config.metrics)
+    problems += check_monitor("checkpoint.best", config.checkpoint.best, config.metrics)
     problems += check_loader(config.loader)
     return problems
 

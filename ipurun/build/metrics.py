@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from types import ModuleType
 from typing import Any, Dict, List, Mapping, Optional, Tuple
@@ -10,7 +11,7 @@ from ipurun.build.targets import check_arguments, check_node, locate, make
 from ipurun.errors import Problem
 from ipurun.train.metrics import BUILT_IN, MeanOf, MetricSet
 
-__all__ = ["check_metrics", "make_metrics", "monitored"]
+__all__ = ["check_metrics", "check_monitor", "make_metrics", "monitored"]
 
 _PLACES = ("train", "eval")
 
@@ -35,6 +36,21 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
         if not found and inspect.isclass(locate(arguments["_target_"], key, engine_module)):
             problems += check_node(arguments, key, engine_module)
     return problems
+
+
+def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any]) -> List[Problem]:
+    """The monitored metric must be one that evaluation computes."""
+    known = ["loss", *(name for name, node in nodes.items() if "eval" in _parts(node)[1])]
+    if monitor is None or monitor.split("/")[0] in known:
+        return []
+    nearest = difflib.get_close_matches(monitor, known, n=1)
+    return [
+        Problem(
+            f"`{key}={monitor}`: evaluation computes no such value",
+            known=", ".join(known),
+            fix=f"{key}={nearest[0]}" if nearest else f"metrics.{monitor}={{...}} to declare it",
+        )
+    ]
 
 
 def make_metrics(nodes: Mapping[str, Any], place: str, engine_module: Optional[ModuleType] = None) -> MetricSet:

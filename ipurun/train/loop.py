@@ -28,7 +28,13 @@ from ipurun.train.events import (
 from ipurun.train.failures import explained
 from ipurun.train.interrupts import Interrupts
 from ipurun.train.randomness import seed_everything
-from ipurun.train.state import Progress, gather, restore, restore_device_state
+from ipurun.train.state import (
+    Progress,
+    gather,
+    restore,
+    restore_device_randomness,
+    restore_host_randomness,
+)
 
 __all__ = ["train"]
 
@@ -87,6 +93,8 @@ class _Trainer:
         self._say_what_to_know()
         run.enter_training()
         run.train_loader.start(progress.epoch, progress.position)
+        if self._restored is not None:
+            restore_host_randomness(self._restored)
         while not self._is_done() and not interrupts.asked:
             self._one_epoch(interrupts)
         return self._finish("interrupted" if interrupts.asked and not self._is_done() else "done")
@@ -164,7 +172,7 @@ class _Trainer:
         self._clock.add("compile", seconds)
         self._observer.on_compile_end(CompileEnd("training", seconds))
         if self._restored is not None:
-            restore_device_state(run, self._restored)
+            restore_device_randomness(run, self._restored)
             self._restored = None
 
     def _report(self, lr: float, loss: float, seconds: float) -> None:

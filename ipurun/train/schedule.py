@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import math
 from typing import Any, Dict, List, Mapping, Optional
@@ -113,15 +114,13 @@ class Schedule:
         """Plain values only; whatever else a scheduler keeps, its constructor makes anew."""
         if self._scheduler is None:
             return {}
-        state = {key: value for key, value in self._scheduler.state_dict().items() if _is_plain(value)}
-        return {"scheduler": state, "groups": self._stand_in.values()}
+        return {"scheduler": _plain_part(self._scheduler.state_dict()), "groups": self._stand_in.values()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the state was taken."""
         if self._scheduler is None or not state:
             return
-        for key, value in state["scheduler"].items():
-            setattr(self._scheduler, key, value)
+        self._scheduler.load_state_dict(dict(state["scheduler"]))
         for group, values in zip(self._stand_in.param_groups, state["groups"]):
             group.update(values)
         self._copy()
@@ -164,7 +163,18 @@ def _after_warmup(
     return lr_scheduler.LambdaLR(optimizer, scale)
 
 
+def _plain_part(state: Any) -> Any:
+    """A scheduler's state without functions and other objects, in the states nested in it as well."""
+    if isinstance(state, dict) and not isinstance(state, collections.Counter):
+        return {key: _plain_part(value) for key, value in state.items() if _is_plain(_plain_part(value))}
+    if isinstance(state, list):
+        return [_plain_part(value) for value in state]
+    return state
+
+
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, collections.Counter):
+        return False  # MultiStepLR's milestones: would come back as another kind of mapping
     if isinstance(value, Mapping):
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):

@@ -12,7 +12,14 @@ from ipurun.checkpoint import Checkpoint, load
 from ipurun.errors import Problem, RunError
 from ipurun.train.randomness import random_state, restore_random_state
 
-__all__ = ["Progress", "gather", "load_weights", "restore", "restore_device_state"]
+__all__ = [
+    "Progress",
+    "gather",
+    "load_weights",
+    "restore",
+    "restore_device_randomness",
+    "restore_host_randomness",
+]
 
 
 @dataclass
@@ -57,7 +64,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]
     """Put a checkpoint's weights, optimizer and schedule into a run that has not compiled yet.
 
     Returns:
-        How far the run had come, and the whole state for `restore_device_state`.
+        How far the run had come, and the whole state for the random states.
 
     Raises:
         RunError: The checkpoint is damaged, or of another model.
@@ -71,11 +78,15 @@ def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]
     return Progress(**state["progress"]), state
 
 
-def restore_device_state(run: Run, state: Mapping[str, Any]) -> None:
-    """Put back the random states, the device's included; the training model has compiled by now."""
+def restore_host_randomness(state: Mapping[str, Any]) -> None:
+    """Put back the host's random states; the data must be open by now and not yet read from."""
+    restore_random_state(state["random"])
+
+
+def restore_device_randomness(run: Run, state: Mapping[str, Any]) -> None:
+    """Put back the device's random state; the training model must have compiled by now."""
     if state["device_random"] is not None:
         run.training_model.rng_state = list(state["device_random"])
-    restore_random_state(state["random"])
 
 
 def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:

@@ -1,0 +1,169 @@
+"""Small models, data sets and losses that the tests of build and train name as targets."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterator, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Net(nn.Module):
+    """Two linear layers with dropout between them."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.drop = nn.Dropout(dropout)
+        self.second = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(torch.relu(self.first(x))))
+
+
+class NormNet(nn.Module):
+    """Has buffers that training changes, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x) * self.scale)
+
+
+class CountingNet(nn.Module):
+    """Changes a buffer of its own in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("fixed", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.out(x) * self.fixed
+
+
+class OwnLossNet(nn.Module):
+    """Computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        output = self.out(x)
+        return output, nn.functional.cross_entropy(output, y)
+
+
+class NamedNet(nn.Module):
+    """Takes and returns mappings, with its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> Dict[str, torch.Tensor]:
+        logits = self.out(features)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class ExplodingNet(nn.Module):
+    """Its output is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) * torch.log(-x.abs().sum())
+
+
+class Points(Dataset):
+    """Random points with the class of their largest coordinate; the same for every length."""
+
+    def __init__(self, length: int = 32, offset: int = 0, named: bool = False, jitter: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(7)
+        everything = torch.randn(4096, 4, generator=generator)
+        self.x = everything[offset : offset + length]
+        self.y = self.x[:, :3].argmax(dim=1)
+        self.named = named
+        self.jitter = jitter
+        self.loaded: list = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded.append(int(index))
+        x = self.x[index]
+        if self.jitter:
+            x = x + self.jitter * torch.randn(4)
+        return {"features": x, "labels": self.y[index]} if self.named else (x, self.y[index])
+
+
+class Stream(IterableDataset):
+    """The same points one after another, without a length."""
+
+    def __init__(self, length: int = 32) -> None:
+        self.points = Points(length)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self.points)):
+            yield self.points[index]
+
+
+class Broken(Dataset):
+    """Fails at its third sample."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2:
+            raise OSError("the third file is damaged")
+        return torch.zeros(4), torch.tensor(0)
+
+
+def pair(train: int = 32, evaluation: int = 10) -> Tuple[Points, Points]:
+    return Points(train), Points(evaluation, offset=1000)
+
+
+def triple() -> Tuple[Points, Points, Points]:
+    return Points(32), Points(8, offset=1000), Points(6, offset=2000)
+
+
+def mapping(train: int = 32, evaluation: int = 10, named: bool = False) -> Dict[str, Optional[Points]]:
+    return {"train": Points(train, named=named), "validation": Points(evaluation, 1000, named), "test": None}
+
+
+def no_data() -> int:
+    return 5
+
+
+def margin(output: torch.Tensor, target: torch.Tensor, power: float = 1.0) -> torch.Tensor:
+    """A loss of nobody's library: it needs identity_loss."""
+    return (1 - output.gather(1, target.unsqueeze(1)).squeeze(1)).abs() ** power
+
+
+def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A metric that is a plain function."""
+    return outputs.max() - outputs.min()
+
+
+class EveryOther(torch.utils.data.Sampler):
+    """Draws every other index."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data) // 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, len(self.data) // 2 * 2, 2))

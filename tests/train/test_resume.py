@@ -1,0 +1,187 @@
+"""Stopping and going on: N steps straight equal N/2, a stop, and N/2 more, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+import torch
+from run_harness import Folder, Recorder, built
+
+from ipurun.checkpoint import latest, listed
+from ipurun.errors import RunError
+from ipurun.train.events import Observer, StepEnd, Summary
+from ipurun.train.loop import train
+
+ADAM = {"_target_": "poptorch.optim.Adam", "lr": 0.01}
+COSINE = {"_target_": "ipurun.train.schedule.cosine", "warmup_steps": 3}
+
+
+class _PressCtrlC(Observer):
+    def __init__(self, at_call: int, times: int = 1) -> None:
+        self.at_call = at_call
+        self.times = times
+
+    def on_step(self, event: StepEnd) -> None:
+        if event.call == self.at_call:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def _straight_and_resumed(tmp_path: Path, stop_at: int, **changes: Any) -> tuple[Any, Any, Any, Any]:
+    straight, straight_seen = built(**changes), Recorder()
+    train(straight, Folder(tmp_path / "straight"), [straight_seen])
+
+    folder = Folder(tmp_path / "resumed")
+    first, seen = built(**changes), Recorder()
+    summary = train(first, folder, [seen, _PressCtrlC(stop_at)])
+    assert summary.status == "interrupted"
+    second = built(**changes)
+    end = train(second, folder, [seen], resume_from=latest(folder))
+    assert end.status == "done"
+    return straight, straight_seen, second, seen
+
+
+def _assert_equal_runs(straight: Any, straight_seen: Recorder, resumed: Any, seen: Recorder) -> None:
+    assert seen.losses == straight_seen.losses
+    assert [e.lr for e in seen.events["step"]] == [e.lr for e in straight_seen.events["step"]]
+    expected: Dict[str, torch.Tensor] = straight.user_model.state_dict()
+    for name, value in resumed.user_model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    evaluated = [(e.step, dict(e.metrics)) for e in straight_seen.events["eval"]]
+    assert [(e.step, dict(e.metrics)) for e in seen.events["eval"]] == evaluated
+    assert seen.events["end"][-1].best == straight_seen.events["end"][-1].best
+
+
+@pytest.mark.parametrize("stop_at", [3, 8, 11, 15])
+def test_resume_is_exact_anywhere(tmp_path: Path, stop_at: int) -> None:
+    """In the first epoch, at its end, in the second, and one call before the last."""
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, stop_at, optimizer=ADAM, schedule=COSINE))
+
+
+def test_resume_is_exact_with_dropout_augmentation_and_device_iterations(tmp_path: Path) -> None:
+    _assert_equal_runs(
+        *_straight_and_resumed(
+            tmp_path,
+            stop_at=3,
+            model={"_target_": "run_toys.Net", "dropout": 0.5},
+            data={
+                "_target_": "run_toys.Points",
+                "jitter": 0.3,
+                "_eval_": {"length": 10, "offset": 1000, "jitter": 0.0},
+            },
+            optimizer=ADAM,
+            schedule=COSINE,
+            micro_batch_size=1,
+            device_iterations=2,
+            gradient_accumulation=2,
+            devices=2,
+        )
+    )
+
+
+def test_resume_is_exact_with_momentum_and_batchnorm(tmp_path: Path) -> None:
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 5, model={"_target_": "run_toys.NormNet"}))
+
+
+def test_resume_is_exact_for_a_stream(tmp_path: Path) -> None:
+    data = {"_target_": "run_toys.Stream"}
+    straight, straight_seen, resumed, seen = _straight_and_resumed(tmp_path, 11, data=data, optimizer=ADAM)
+    assert seen.losses == straight_seen.losses
+    for name, value in resumed.user_model.state_dict().items():
+        assert torch.equal(value, straight.user_model.state_dict()[name]), name
+
+
+def test_resume_is_exact_with_a_random_sampler(tmp_path: Path) -> None:
+    sampler = {"_target_": "torch.utils.data.WeightedRandomSampler", "weights": [1.0] * 32, "num_samples": 24}
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 8, loader__sampler=sampler))
+
+
+def test_resume_is_exact_with_a_batch_sampler(tmp_path: Path) -> None:
+    sampler = {"_target_": "torch.utils.data.BatchSampler"}
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 3, loader__batch_sampler=sampler, devices=2))
+
+
+def test_resume_is_exact_in_half_precision(tmp_path: Path) -> None:
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 5, precision="16.16"))
+
+
+def test_skipped_samples_are_not_loaded(tmp_path: Path) -> None:
+    straight, _, resumed, _ = _straight_and_resumed(tmp_path, 11)
+    loaded = straight.train_loader._data.loaded
+    assert resumed.train_loader._data.loaded == loaded[44:64]
+
+
+def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    train(built(epochs=1), folder, [])
+    seen = Recorder()
+    summary = train(built(epochs=1), folder, [seen], resume_from=latest(folder))
+    assert summary.status == "done" and summary.step == 8
+    assert "step" not in seen.events and [c.step for c in listed(folder)] == [8]
+
+
+def test_a_finished_run_goes_on_with_more_epochs(tmp_path: Path) -> None:
+    folder, straight = Folder(tmp_path / "parts"), Recorder()
+    train(built(epochs=2), Folder(tmp_path / "whole"), [straight])
+    seen = Recorder()
+    train(built(epochs=1), folder, [seen])
+    summary = train(built(epochs=2), folder, [seen], resume_from=latest(folder))
+    assert seen.losses == straight.losses and summary.epoch == 2
+
+
+def test_first_ctrl_c_saves_and_tells_how_to_go_on(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    seen = Recorder()
+    summary = train(built(), folder, [seen, _PressCtrlC(3)])
+    assert summary.status == "interrupted" and summary.step == 3
+    assert latest(folder).step == 3
+    assert summary.resume_command == f"ipurun train resume={tmp_path}"
+    assert seen.events["end"] == [summary]
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(built(), folder, [_PressCtrlC(3, times=2)])
+    assert latest(folder) is None
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train(built(epochs=1), Folder(tmp_path), [])
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    train(built(epochs=1), folder, [])
+    other = built(model={"_target_": "run_toys.Net", "width": 5})
+    with pytest.raises(RunError, match="does not fit the model"):
+        train(other, folder, [], resume_from=latest(folder))
+
+
+def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    train(built(epochs=1), folder, [])
+    groups = {**ADAM, "groups": [{"match": "*.bias", "weight_decay": 0.1}]}
+    with pytest.raises(RunError, match="does not fit the optimizer"):
+        train(built(optimizer=groups), folder, [], resume_from=latest(folder))
+
+
+def test_a_new_learning_rate_counts_after_a_resume(tmp_path: Path) -> None:
+    folder, seen = Folder(tmp_path), Recorder()
+    train(built(epochs=1), folder, [])
+    optimizer = {"_target_": "poptorch.optim.SGD", "lr": 0.025, "momentum": 0.9}
+    train(built(optimizer=optimizer), folder, [seen], resume_from=latest(folder))
+    assert {event.lr for event in seen.events["step"]} == {0.025}
+
+
+def test_summary_is_json_ready(tmp_path: Path) -> None:
+    import json
+
+    summary: Summary = train(built(epochs=1), Folder(tmp_path), [])
+    assert json.loads(json.dumps(summary.to_dict()))["status"] == "done"
