@@ -184,3 +184,14 @@ __all__ = [
 # PopTorch does so at import, for programs that fork after the device libraries were loaded.
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 atexit.register(poptorchAtExit)
+
+_REMOVED = {
+    "Compiler": "removed after PopTorch 2.6",
+    "IPUScope": "removed in PopTorch 3.1",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REMOVED:
+        raise AttributeError(f"poptorch.{name} was {_REMOVED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """Small functions of the package root: hardware, printing, argument parsers, testing (semantics 5, 22)."""
 
+import datetime
 import sys
 import types
 
@@ -8,6 +9,7 @@ import torch
 
 from ipurun import emulator as poptorch
 from ipurun.emulator import _utils, testing
+from ipurun.emulator._options_impl import ProgressBar
 
 MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL", "POPTORCH_EMULATOR_HARDWARE")
 
@@ -172,6 +174,38 @@ def test_running_on_ipu_is_true_while_captured_only():
     assert poptorch.inferenceModel(model)(x, y).item() == 52
     assert model(x, y).item() == 100
     assert not poptorch.isRunningOnIpu()
+
+
+def test_progress_bar_times_a_compilation(monkeypatch):
+    updates = []
+
+    class Bar:
+        def __init__(self, total, **kwargs):
+            updates.append(("total", total))
+
+        def update(self, steps):
+            updates.append(("update", steps))
+
+        def close(self):
+            updates.append("close")
+
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    bar = ProgressBar()
+    for progress in (0, 3, 10):
+        bar(progress, 10)
+    assert updates == [("total", 10), ("update", 0), ("update", 3), ("update", 7), "close"]
+    assert bar.compilation_time >= datetime.timedelta(0)
+
+
+def test_removed_names_say_when_they_went():
+    with pytest.raises(AttributeError, match=r"IPUScope was removed in PopTorch 3\.1"):
+        poptorch.IPUScope  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'fly'"):
+        poptorch.fly  # noqa: B018
+
+
+def test_exit_function_can_be_called():
+    assert poptorch.poptorchAtExit() is None
 
 
 def test_attribute_scopes_nest_and_are_restored():

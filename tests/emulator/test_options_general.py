@@ -184,6 +184,15 @@ def test_offline_target():
     assert (options.connection_type, options.ipu_version) == (poptorch.ConnectionType.Never, 21)
 
 
+def test_python_flags():
+    options = (
+        poptorch.Options().relaxOptimizerAttributesChecks().disableModuleNamescope().showCompilationProgressBar(False)
+    )
+    assert options._relax_optimizer_checks is True
+    assert options._module_namescope_enabled is False
+    assert options._show_compilation_progress_bar is False
+
+
 def test_location_excludes():
     options = poptorch.Options().sourceLocationExcludes(["a"]).appendToLocationExcludes("b", "c")
     assert options._source_location_excludes == ["a", "b", "c"]
@@ -241,6 +250,14 @@ def frozen_options():
 def test_frozen_options_refuse_changes(change):
     with pytest.raises(AttributeError, match="Can't modify frozen Options"):
         change(frozen_options())
+
+
+def test_check_is_frozen_asks_without_changing():
+    poptorch.Options().checkIsFrozen("device_iterations")
+    poptorch.Options()._Popart.checkIsFrozen()
+    for group in (frozen_options(), frozen_options().Training, frozen_options()._Popart):
+        with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+            group.checkIsFrozen("anything")
 
 
 def test_anchors_and_deletion_bypass_the_freeze():

@@ -123,15 +123,23 @@ def test_io_tiles_are_stored(tiles):
     assert options.TensorLocations.toDict() == {"numIOTiles": tiles}
 
 
-@pytest.mark.parametrize("kind", ["Activation", "Weight", "Optimizer", "Accumulator"])
-def test_tensor_locations_store_a_snapshot(kind):
+@pytest.mark.parametrize(
+    ("setter", "key"),
+    [
+        ("setActivationLocation", "location_activation"),
+        ("setWeightLocation", "location_weight"),
+        ("setOptimizerLocation", "location_optimizer"),
+        ("setAccumulatorLocation", "location_accumulator"),
+    ],
+)
+def test_tensor_locations_store_a_snapshot(setter, key):
     locations = poptorch.Options().TensorLocations
     settings = poptorch.TensorLocationSettings().useOnChipStorage(False).minElementsForOffChip(4)
-    assert getattr(locations, f"set{kind}Location")(settings) is locations
+    assert getattr(locations, setter)(settings) is locations
     settings.useOnChipStorage(True)
-    assert locations.toDict()[f"location_{kind.lower()}"] == {"onChip": 0, "minElementsForOffChip": 4}
+    assert locations.toDict() == {key: {"onChip": 0, "minElementsForOffChip": 4}}
     with pytest.raises(AssertionError):
-        getattr(locations, f"set{kind}Location")({"onChip": 0})
+        getattr(locations, setter)({"onChip": 0})
 
 
 def test_tensor_location_settings():

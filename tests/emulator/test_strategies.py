@@ -156,3 +156,25 @@ def test_strategies_copy_and_pickle(duplicate):
     strategy = duplicate(poptorch.PipelinedExecution(poptorch.Stage("A").ipu(1), "B"))
     assert placed(strategy, ("A", None), ("B", None)) == [(0, -1, 1), (1, -1, 1)]
     assert repr(strategy) == "PipelinedExecution(Stage('A').ipu(1), Stage('B'))"
+
+
+def test_placement_of_the_last_capture_is_logged(capsys):
+    strategy = poptorch.PipelinedExecution("A", "B")
+    poptorch.setLogLevel("DEBUG")
+    try:
+        placed(strategy, ("A", None))
+        strategy.onStartTracing()
+        placed(strategy, ("B", None))
+        strategy.onEndTracing()
+    finally:
+        poptorch.setLogLevel("WARN")
+    logged = capsys.readouterr().err
+    assert "Starting block id=B stage=1 phase=-1 ipu=1" in logged
+    assert "block id=A" not in logged
+
+
+def test_default_manager_makes_stages_up():
+    manager = poptorch.options._DefaultStageManager(poptorch.AutoStage.AutoIncrement)
+    first = manager.getStage("x")
+    assert manager.getStage("x") is first
+    assert list(first.blocks) == ["x"]
