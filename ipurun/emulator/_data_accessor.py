@@ -115,7 +115,8 @@ class _Worker:
     def __init__(self, dataset: Any, buffer_size: int, settings: WorkerSettings, start_method: str) -> None:
         context = torch.multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            context.set_forkserver_preload(["__main__", "torch", "torch.utils.data"])
+            # Every worker of the program then starts at once instead of importing torch again.
+            context.set_forkserver_preload(["__main__", __name__.rpartition(".")[0]])
         self._pause_seconds = settings.pause_seconds
         self._data_buffers = Ring(context, buffer_size)
         receiver, sender = context.Pipe(duplex=False)
