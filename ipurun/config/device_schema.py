@@ -136,7 +136,7 @@ class CacheConfig:
     """Executables that were compiled before are used again."""
 
     enabled: bool = option(True, "Keep compiled executables (PopTorch compiles for minutes).")
-    dir: Optional[str] = option(None, "Folder; null: IPURUN_CACHE_DIR, else ~/.cache/ipurun/executables, by run name.")
+    dir: Optional[str] = option(None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun.")
 
 
 @dataclass

@@ -153,7 +153,7 @@ class RunConfig:
         "Type of partial sums in matmuls and convolutions; null: PopTorch's default.",
         choices=("float", "half"),
     )
-    loss_scaling: Optional[Union[float, str]] = option(
+    loss_scaling: Optional[Union[int, float, str]] = option(
         None, "Loss scale against float16 underflow: a number, or auto; null: 1."
     )
     stochastic_rounding: Optional[bool] = option(
