@@ -4,46 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
-import os
-import sys
-import traceback
+import typing
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
+from ipurun.build.locate import innermost_line, locate
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "locate", "make"]
 
 _OWN_WORDS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
-
-
-def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> Any:
-    """Import what a dotted path names.
-
-    Args:
-        path: Such as ``mymodel.Net`` or ``poptorch.optim.SGD``.
-        key: The config key it was found under, for messages.
-        engine_module: Answers for paths that begin with ``poptorch.``: one config serves both engines.
-
-    Raises:
-        ConfigError: It cannot be imported; the message names the real cause, also from deep inside a module.
-    """
-    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(
-            Problem(f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name")
-        )
-    parts = path.split(".")
-    if parts[0] == "poptorch" and engine_module is not None:
-        return _walk(engine_module, parts, 1, path, key)
-    if len(parts) == 1:
-        raise ConfigError(
-            Problem(f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name")
-        )
-    _make_working_folder_importable()
-    module, used = _import_longest(parts, path, key)
-    return _walk(module, parts, used, path, key)
 
 
 def check_arguments(
@@ -162,7 +133,7 @@ def make(
         raise ConfigError(
             Problem(
                 f"`{key}`: {_name_of(target)} failed when it was made",
-                where=_innermost_line(error),
+                where=innermost_line(error),
                 seen=f"{type(error).__name__}: {error}",
             )
         ) from error
@@ -207,6 +178,11 @@ def _check_nested(value: Any, key: str, engine_module: Optional[ModuleType]) -> 
 
 def _parameters(target: Callable[..., Any]) -> Optional[Mapping[str, inspect.Parameter]]:
     try:
+        if inspect.isclass(target) and target.__new__ in (object.__new__, typing.Generic.__new__):
+            # Before Python 3.9 a generic class (torch's Dataset and Sampler are) shows typing's own signature.
+            if target.__init__ is object.__init__:
+                return {}
+            return dict(list(inspect.signature(target.__init__).parameters.items())[1:])
         return inspect.signature(target).parameters
     except (TypeError, ValueError):  # some builtins have no signature: the call itself will tell
         return None
@@ -225,72 +201,3 @@ def _name_of(target: Any) -> str:
     name = getattr(target, "__qualname__", None) or repr(target)
     module = getattr(target, "__module__", None)
     return f"{module}.{name}" if module and module != "builtins" else str(name)
-
-
-def _make_working_folder_importable() -> None:
-    """Console scripts leave the working folder out of sys.path; code beside a user's recipe lives there."""
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-
-
-def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, int]:
-    for used in range(len(parts), 0, -1):
-        name = ".".join(parts[:used])
-        try:
-            return importlib.import_module(name), used
-        except ModuleNotFoundError as error:
-            # Only the absence of this very path (or a parent that is no package) means: try a shorter one.
-            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise _import_problem(path, key, name, error) from error
-        except Exception as error:
-            raise _import_problem(path, key, name, error) from error
-    raise ConfigError(
-        Problem(
-            f"`{key}`: no module named `{parts[0]}`",
-            seen=path,
-            fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that has it",
-        )
-    )
-
-
-def _import_problem(path: str, key: str, module: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        Problem(
-            f"`{key}`: {path} cannot be imported, because importing {module} fails",
-            where=_innermost_line(error),
-            seen=f"{type(error).__name__}: {error}",
-            fix=f"python -c 'import {module}' shows the whole traceback",
-        )
-    )
-
-
-def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
-    found = start
-    for index in range(used, len(parts)):
-        if not hasattr(found, parts[index]):
-            owner = ".".join(parts[:index])
-            names = [name for name in dir(found) if not name.startswith("_")]
-            nearest = difflib.get_close_matches(parts[index], names, n=3)
-            raise ConfigError(
-                Problem(
-                    f"`{key}`: {owner} has no `{parts[index]}`",
-                    seen=path,
-                    known=", ".join(nearest or names[:12]),
-                    fix=f"{key}={owner}.{nearest[0]}" if nearest else "",
-                )
-            )
-        found = getattr(found, parts[index])
-    return found
-
-
-def _innermost_line(error: BaseException) -> str:
-    """File and line of the user's code where an error was raised, import machinery left out."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and frame.filename != __file__
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -32,7 +32,7 @@ from ipurun.train.state import (
     Progress,
     gather,
     restore,
-    restore_device_randomness,
+    restore_device,
     restore_host_randomness,
 )
 
@@ -172,7 +172,7 @@ class _Trainer:
         self._clock.add("compile", seconds)
         self._observer.on_compile_end(CompileEnd("training", seconds))
         if self._restored is not None:
-            restore_device_randomness(run, self._restored)
+            restore_device(run, self._restored)
             self._restored = None
 
     def _report(self, lr: float, loss: float, seconds: float) -> None:

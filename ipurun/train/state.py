@@ -17,7 +17,7 @@ __all__ = [
     "gather",
     "load_weights",
     "restore",
-    "restore_device_randomness",
+    "restore_device",
     "restore_host_randomness",
 ]
 
@@ -83,10 +83,21 @@ def restore_host_randomness(state: Mapping[str, Any]) -> None:
     restore_random_state(state["random"])
 
 
-def restore_device_randomness(run: Run, state: Mapping[str, Any]) -> None:
-    """Put back the device's random state; the training model must have compiled by now."""
+def restore_device(run: Run, state: Mapping[str, Any]) -> None:
+    """Put back the device's random state and the optimizer's values; the training model has compiled by now."""
     if state["device_random"] is not None:
         run.training_model.rng_state = list(state["device_random"])
+    marks = getattr(run.optimizer, "variable_attrs", None)
+    if marks is not None and marks.isConstant("lr"):
+        return
+    # Optimizer state carries the values it was saved with, rounded as the device keeps them. PopTorch sends the host's
+    # only when they differ from those it sent last, so something else is sent in between.
+    groups = run.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for change in (1.0, 0.0):
+        for group, rate in zip(groups, rates):
+            group["lr"] = rate + change
+        run.training_model.setOptimizer(run.optimizer)
 
 
 def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:
