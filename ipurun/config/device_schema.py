@@ -35,6 +35,11 @@ class PipelineConfig:
         "How blocks become stages; auto picks what the split needs.",
         choices=("auto", "same_as_ipu", "auto_increment"),
     )
+    ipus: Optional[int] = option(
+        None,
+        "IPUs of one replica of a model that begins its blocks itself, in its code; null: as the split says.",
+        minimum=1,
+    )
     auto_round: bool = option(False, "Round the number of IPUs up to a power of two (the rest stays idle).")
     liveness: Optional[str] = option(
         None,
@@ -136,7 +141,9 @@ class CacheConfig:
     """Executables that were compiled before are used again."""
 
     enabled: bool = option(True, "Keep compiled executables (PopTorch compiles for minutes).")
-    dir: Optional[str] = option(None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun.")
+    dir: Optional[str] = option(
+        None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun."
+    )
 
 
 @dataclass

@@ -13,6 +13,8 @@ from ipurun.plan.types import Call
 
 __all__ = ["bind", "read_setters"]
 
+_TAKES_NULL = ("maxRepeatLogs",)
+_TAKES_NONE = ("enableExecutableCaching",)  # beside those whose annotation says so
 _INSTEAD = {
     "from_json": "write its entries under `options:`",
     "loadFromFile": "poptorch_conf=FILE",
@@ -66,7 +68,11 @@ def bind(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str)
     if missing:
         raise BadValueError(f"`{missing[0]}` as well", listing(names))
     converted = {
-        entry.name: convert(given[entry.name], entry.annotation) for entry in parameters if entry.name in given
+        entry.name: None
+        if given[entry.name] is None and path in _TAKES_NONE
+        else convert(given[entry.name], entry.annotation)
+        for entry in parameters
+        if entry.name in given
     }
     broken = broken_rule(path, converted)
     if broken:
@@ -84,8 +90,8 @@ def _walk(options: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, A
     """Path and value of every setter; groups are entered, values that are mappings themselves are not."""
     for name, value in options.items():
         path = f"{prefix}{name}"
-        if path in group_names() and isinstance(value, Mapping):
-            yield from _walk(value, f"{path}.")
+        if path in group_names() and (value is None or isinstance(value, Mapping)):
+            yield from _walk(value or {}, f"{path}.")
         else:
             yield path, value
 
@@ -94,13 +100,15 @@ def _arguments(setter: Setter, value: Any) -> Iterator[Tuple[Sequence[Any], Mapp
     """How a YAML value spreads over the arguments of one call, or of several."""
     parameters = setter.parameters
     names = {parameter.name for parameter in parameters}
+    if value is None and setter.path not in _TAKES_NULL:
+        return  # null unsets what a recipe has set
     if setter.path == "_Popart.set":
         yield from _popart_entries(value)
     elif setter.path == "anchorTensor":
         yield from _anchors(value)
     elif not parameters:
         # A setter without arguments is a switch: false leaves it alone.
-        if value not in (False, None):
+        if value is not False:
             yield ((), {}) if value is True or value in ([], {}) else ((value,), {})
     elif parameters[0].variadic:
         yield value if isinstance(value, list) else [value], {}
@@ -157,10 +165,9 @@ def _unknown(path: str, key: str, value: Any) -> Problem:
     close = nearest(path, option_setters()) or nearest(dotted, option_setters())
     prefix = path.partition(".")[0] + "."
     siblings = [known for known in option_setters() if known.startswith(prefix)] if prefix[:-1] in group_names() else []
-    fix = f"{key}.{close[0]}: ..." if close else "https://docs.graphcore.ai lists them; or `ipurun plan` of a recipe"
-    return Problem(
-        f"poptorch.Options has no setter `{path}`", f"{key}.{path}", known=listing(close or siblings), fix=fix
-    )
+    fix = f"{key}.{close[0]}: ..." if close else "docs/how-to/poptorch-options.md lists all setters"
+    known = listing(close or siblings or option_setters())
+    return Problem(f"poptorch.Options has no setter `{path}`", f"{key}.{path}", known=known, fix=fix)
 
 
 def _bad(error: BadValueError, origin: str, value: Any) -> Problem:

@@ -49,7 +49,7 @@ def share_devices(request: Request, found: Findings) -> Devices:
     if total % per_replica and not request.auto_round:
         found.problem(
             f"`devices` is not divisible by the {per_replica} IPUs that one replica takes",
-            seen=f"devices={total}, pipeline.split makes {per_replica} stages",
+            seen=f"devices={total}, {per_replica} IPUs by pipeline.split or pipeline.ipus",
             fix=f"devices={_ceil_to(total, per_replica)}",
         )
     replicas = request.factor or max(total // per_replica, 1)
@@ -79,7 +79,7 @@ def _usable_per_replica(request: Request, found: Findings) -> int:
     if not is_power_of_two(stages) and not request.auto_round:
         found.problem(
             f"the model is split over {stages} IPUs, which is not a power of two",
-            seen=f"pipeline.split names {stages - 1} modules",
+            seen=f"pipeline.split names {stages - 1} modules, or pipeline.ipus={stages}",
             fix="name 1, 3, 7 or 15 modules, or pipeline.auto_round=true (the IPUs rounded up stay idle)",
         )
     return stages

@@ -51,6 +51,7 @@ class Numbers:
 def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
     """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
     layout = lay_out(config.pipeline.split, config.pipeline.strategy, facts.module_names, "pipeline.split", found)
+    layout = _self_placed(config, layout, found)
     auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
     request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus)
@@ -65,6 +66,21 @@ def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Nu
         )
     inference = _inference_batch(config, given, devices, training, inference_layout, auto_round, found)
     return Numbers(devices, training, inference, layout, inference_layout, auto_round)
+
+
+def _self_placed(config: RunConfig, layout: Layout, found: Findings) -> Layout:
+    """The layout of a model that begins blocks in its own code: only their number is known."""
+    ipus = config.pipeline.ipus
+    if ipus is None or ipus == layout.ipus:
+        return layout
+    if layout.placements:
+        found.problem(
+            "`pipeline.ipus` and `pipeline.split` contradict each other",
+            seen=f"pipeline.ipus={ipus}, pipeline.split makes {layout.ipus}",
+            fix="pipeline.ipus=null",
+        )
+        return layout
+    return Layout((), ipus, ipus)
 
 
 def is_pipelined(config: RunConfig, *sources: Sequence[Call]) -> bool:
@@ -135,7 +151,11 @@ def _inference_batch(
     auto_round: bool,
     found: Findings,
 ) -> Batch:
-    stages = layout.blocks if is_pipelined(config, given.inference, given.options, given.file) else 1
+    strategy = last_call("setExecutionStrategy", given.inference)
+    pipelined = is_pipelined(config, given.options, given.file)
+    if strategy is not None:
+        pipelined = strategy.args[0].path.endswith("PipelinedExecution")
+    stages = layout.blocks if pipelined else 1
     chosen = config.inference.device_iterations or given.inference_argument("deviceIterations")
     iterations = chosen or training.device_iterations
     if iterations < stages and chosen:

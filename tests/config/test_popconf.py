@@ -62,6 +62,12 @@ def test_phased_strategies(conf):
     }
 
 
+def test_none_switches_caching_off(conf):
+    calls, problems = read_conf(conf("enableExecutableCaching(None)"))
+    assert problems == []
+    assert apply_calls(emulator.Options(), calls, emulator)._Popart.options["enableEngineCaching"] is False
+
+
 def test_each_call_knows_its_line(conf):
     path = conf("\n# one\ndeviceIterations(4)\n")
     assert read_conf(path)[0][0].origin == f"{path}:3"

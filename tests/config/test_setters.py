@@ -107,6 +107,11 @@ def test_setters_without_arguments_are_switches():
     assert calls_of({"disableModuleNamescope": False, "Distributed": {"disable": None}}) == []
 
 
+def test_null_unsets():
+    assert calls_of({"deviceIterations": None, "Training": None, "Precision": {"setPartialsType": None}}) == []
+    assert calls_of({"maxRepeatLogs": None}) == [("maxRepeatLogs", (None,))]  # here it means: no limit
+
+
 @pytest.mark.parametrize(
     "written",
     [
@@ -127,7 +132,7 @@ def test_anchors(written):
         ({"gradientAccumulation": 2}, "`gradientAccumulation`", "Training.gradientAccumulation"),
         ({"Training": {"gradientAcumulation": 2}}, "`Training.gradientAcumulation`", "Training.gradientAccumulation"),
         ({"training": {"gradientAccumulation": 2}}, "`training`", "Training.gradientAccumulation"),
-        ({"toDict": True}, "`toDict`", ""),
+        ({"toDict": True}, "`toDict`", "poptorch-options.md"),
         ({"loadFromFile": "x"}, "`options.loadFromFile`", "poptorch_conf"),
         ({"deviceIterations": "2"}, "a whole number", ""),
         ({"deviceIterations": True}, "a whole number", ""),

@@ -41,6 +41,15 @@ def test_an_order_against_the_definition_is_noted(plan_of):
     assert any("order" in note for note in plan_of(keys).notes)
 
 
+def test_a_model_that_places_itself_says_how_many_ipus_it_takes(plan_of, problems_of):
+    plan = plan_of({"devices": 8, "pipeline.ipus": 4, "gradient_accumulation": 7})
+    assert (plan.devices.per_replica, plan.devices.replicas, plan.placements) == (4, 2, ())
+    assert plan.inference.device_iterations == 4
+    assert problems_of({"pipeline.ipus": 4})[0].fix.startswith("gradient_accumulation=7")
+    keys = {"pipeline.ipus": 4, "pipeline.split": ["fc"], "gradient_accumulation": 7}
+    assert problems_of(keys)[0].fix == "pipeline.ipus=null"
+
+
 @pytest.mark.parametrize(
     ("keys", "name", "mode"),
     [
