@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import types
 from typing import Optional
 
 __all__ = ["Error", "RecoverableError", "UnrecoverableError", "native_error", "python_error"]
@@ -39,6 +42,15 @@ class UnrecoverableError(Error):
     """A fault of the device that no reset repairs."""
 
 
+def _calling_line() -> str:
+    """Return ``file:line`` of the code that asked for an error."""
+    frame: Optional[types.FrameType] = sys._getframe(1)
+    while frame is not None and os.path.basename(frame.f_code.co_filename) in ("_errors.py", "_impl.py"):
+        frame = frame.f_back
+    assert frame is not None, "an error was asked for by nobody"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
 def python_error(message: str) -> Error:
     """Build the error that PopTorch's Python layer raises with ``message``."""
     error = Error(f"'poptorch_py_error': {message}")
@@ -51,7 +63,7 @@ def native_error(
     message: str,
     *,
     type: str = "poptorch_cpp_error",
-    origin: str = "poptorch/emulator.cpp:0",
+    origin: Optional[str] = None,
     context: str = "",
     recovery_action: Optional[str] = None,
     unrecoverable: bool = False,
@@ -61,12 +73,12 @@ def native_error(
     Args:
         message: What went wrong.
         type: The component that raised.
-        origin: ``file:line`` of the native source.
+        origin: ``file:line`` that raised; the caller's if None.
         context: What the native layer was doing, innermost first, one entry a line.
         recovery_action: Given for a ``RecoverableError``.
         unrecoverable: True for an ``UnrecoverableError``.
     """
-    text = f"In {origin}: '{type}': {message}"
+    text = f"In {origin or _calling_line()}: '{type}': {message}"
     if recovery_action is not None:
         text += f"\nRecovery action: {recovery_action}"
     if context:

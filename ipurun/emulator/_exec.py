@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib.machinery
 import importlib.util
 import io
 import os
@@ -32,7 +34,7 @@ def run_script(path: str, args: Sequence[str]) -> int:
         return 2
     install()
     sys.argv = [path, *args]
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
     return _guarded(lambda: _execute_file(path), __file__)
 
 
@@ -48,11 +50,17 @@ def run_module(name: str, args: Sequence[str]) -> int:
     """
     install()
     sys.argv = ["-m", *args]
-    sys.path[0] = os.getcwd()
+    _set_first_path(os.getcwd())
     if not _module_exists(name):
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         return 1
     return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), __file__)
+
+
+def _set_first_path(folder: str) -> None:
+    # With -P or PYTHONSAFEPATH Python puts no such folder on the path, and there is none to replace.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
 
 
 def _module_exists(name: str) -> bool:
@@ -67,7 +75,8 @@ def _execute_file(path: str) -> None:
         code = compile(file.read(), path, "exec")
     main = types.ModuleType("__main__")
     names: Dict[str, Any] = main.__dict__
-    names.update(__file__=path, __builtins__=__builtins__, __cached__=None, __spec__=None)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    names.update(__file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __spec__=None)
     # Classes of the program are pickled by the name __main__, and worker processes re-read its __file__.
     sys.modules["__main__"] = main
     exec(code, names)

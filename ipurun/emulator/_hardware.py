@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ipurun.emulator._errors import native_error
+
 __all__ = [
     "ipuHardwareIsAvailable",
     "ipuHardwareVersion",
@@ -13,6 +15,7 @@ __all__ = [
 ]
 
 _SIMULATED_VERSION = 2
+_MODEL_VERSIONS = ("ipu1", "ipu2", "ipu21")
 _MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
 
 
@@ -22,8 +25,19 @@ def stands_in_for_hardware() -> bool:
 
 
 def uses_ipu_model() -> bool:
-    """Whether an environment variable selects PopTorch's simulator."""
-    return any(int(os.environ.get(name, "0") or "0") != 0 for name in _MODEL_VARIABLES)
+    """Whether an environment variable selects PopTorch's simulator.
+
+    Raises:
+        Error: It is selected with a version that does not exist.
+    """
+    selected = any(int(os.environ.get(name, "0") or "0") != 0 for name in _MODEL_VARIABLES)
+    wanted = os.environ.get("POPTORCH_IPU_MODEL_VERSION", "ipu2")
+    if selected and wanted not in _MODEL_VERSIONS:
+        raise native_error(
+            f"Invalid IPU model version {wanted!r} in POPTORCH_IPU_MODEL_VERSION. "
+            f"Valid versions: {', '.join(_MODEL_VERSIONS)}."
+        )
+    return selected
 
 
 def version(num_ipus: int = 1) -> int:

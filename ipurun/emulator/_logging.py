@@ -53,10 +53,13 @@ class _CurrentStream(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = getattr(sys, self._stream_name)
-        if stream is None or stream.closed:
+        if stream is None or getattr(stream, "closed", False):
             return
-        stream.write(self.format(record) + "\n")
-        stream.flush()
+        try:
+            stream.write(self.format(record) + "\n")
+            stream.flush()
+        except Exception:  # as every handler of the standard library: a log line never ends a program
+            self.handleError(record)
 
 
 def _native_handler(environment: Mapping[str, str]) -> logging.Handler:

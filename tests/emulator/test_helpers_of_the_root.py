@@ -11,7 +11,12 @@ from ipurun import emulator as poptorch
 from ipurun.emulator import _utils, testing
 from ipurun.emulator._options_impl import ProgressBar
 
-MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL", "POPTORCH_EMULATOR_HARDWARE")
+MODEL_VARIABLES = (
+    "POPTORCH_IPU_MODEL",
+    "POPTORCH_SMALL_IPU_MODEL",
+    "POPTORCH_EMULATOR_HARDWARE",
+    "POPTORCH_IPU_MODEL_VERSION",
+)
 
 
 @pytest.fixture
@@ -41,6 +46,14 @@ def test_the_simulator_reports_version_zero(hardware, variable):
     hardware.setenv(variable, "1")
     assert poptorch.ipuHardwareVersion() == 0
     assert poptorch.ipuHardwareIsAvailable() is False
+
+
+def test_unknown_simulator_versions_are_refused(hardware):
+    hardware.setenv("POPTORCH_IPU_MODEL_VERSION", "ipu3")
+    assert poptorch.ipuHardwareIsAvailable() is False
+    hardware.setenv("POPTORCH_IPU_MODEL", "1")
+    with pytest.raises(poptorch.Error, match="Invalid IPU model version 'ipu3'"):
+        poptorch.ipuHardwareIsAvailable()
 
 
 def annotated_model():

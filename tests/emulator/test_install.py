@@ -50,6 +50,9 @@ def test_install_answers_poptorch_and_submodules(run):
             assert emulator.optim.__spec__.name == "ipurun.emulator.optim"
             import ipurun.emulator.testing as real
             assert testing is real
+            import torch
+            layer = torch.nn.Linear(1, 1)
+            assert layer.autocast() is layer
             try:
                 import poptorch.no_such_module
             except ModuleNotFoundError as error:

@@ -1,11 +1,13 @@
 """Error classes, their attributes and texts (semantics 21)."""
 
 import pickle
+import re
 
 import pytest
 
 from ipurun import emulator as poptorch
 from ipurun.emulator import _errors
+from ipurun.emulator._impl import createNativeError
 from ipurun.emulator.poptorch_core import TestErrorType, _throwTestError
 from ipurun.manifest import load as load_manifest
 
@@ -68,6 +70,12 @@ def test_recoverable_errors_say_what_helps():
         _throwTestError(TestErrorType.PoplarRecoverableFullReset)
     assert caught.value.recovery_action == "FULL_RESET"
     assert "FULL_RESET" in str(caught.value)
+
+
+def test_native_errors_name_the_line_that_raised():
+    error = createNativeError("no memory", "popart_exception")
+    assert re.fullmatch(r"In test_poptorch_errors\.py:\d+: 'popart_exception': no memory", str(error))
+    assert error.location == ""
 
 
 def test_errors_pickle_with_their_attributes():
