@@ -35,6 +35,7 @@ class Finished:
 
     folder: RunFolder
     summary: Summary
+    higher_is_better: bool  # of the monitored metric
 
 
 def prepare_job(point: Point, in_sweep: bool = False) -> Prepared:
@@ -90,7 +91,7 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
     _bring_profile_home(prepared, folder)
     if summary.samples or not folder.finished:
         folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
-    return Finished(folder, summary)
+    return Finished(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
 
 
 def _train_in(

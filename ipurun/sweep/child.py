@@ -19,7 +19,8 @@ __all__ = ["Outcome", "run_child"]
 
 _GRACE_SECONDS = 10.0  # between asking a process to end and ending it
 _POLL_SECONDS = 0.5
-_TAIL_BYTES = 4000
+_TAIL_BYTES = 16000
+_CRASH = "Fatal Python error"  # how faulthandler begins
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,12 @@ def _read(path: Path) -> Dict[str, Any]:
 
 
 def _tail(path: Path, num_lines: int = 12) -> str:
+    """The last lines of output; of a native crash, what came before it and where in Python it was."""
     with path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(0, stream.tell() - _TAIL_BYTES))
         lines = stream.read().decode("utf-8", "replace").splitlines()
-    return "\n".join(f"  | {line}" for line in lines[-num_lines:])
+    crash = next((place for place, line in enumerate(lines) if line.startswith(_CRASH)), None)
+    first = len(lines) - num_lines if crash is None else crash - num_lines // 3
+    shown = lines[max(0, first) :][:num_lines]
+    return "\n".join([f"  | {line}" for line in shown] + [f"  all of it: {path}"])

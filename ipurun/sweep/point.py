@@ -90,7 +90,7 @@ def _run(job_file: Path, descriptor: int) -> Dict[str, Any]:
     )
     if finished.summary.status == "interrupted":
         return {"status": "interrupted", "folder": str(finished.folder), "code": EXIT_INTERRUPTED}
-    results = finished.summary.to_dict()
+    results = {**finished.summary.to_dict(), "higher_is_better": finished.higher_is_better}
     return {"status": "finished", "folder": str(finished.folder), "results": results, "code": 0}
 
 

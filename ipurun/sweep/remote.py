@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence, Set
 
 from ipurun.log.screen import Rows, Screen
 
-__all__ = ["RemoteScreen", "replay"]
+__all__ = ["RemoteScreen", "Replay"]
 
 
 class RemoteScreen(Screen):
@@ -44,18 +44,39 @@ class RemoteScreen(Screen):
         """Left out: the sweep has a line for each point, and the run folder has the rest."""
 
 
-def replay(message: str, screen: Screen, prefix: str) -> None:
-    """Performs one line of a `RemoteScreen` on another screen; a line that is none is passed over."""
-    try:
-        call: Dict[str, Any] = json.loads(message)
-        method = call.pop("do")
-    except (ValueError, KeyError, AttributeError):
-        return
-    if method == "live":
-        screen.live([prefix, *call["parts"]], call["fraction"])
-    elif method == "begin":
-        screen.begin(f"{prefix} {call['title']}")
-    elif method == "phase":
-        screen.phase(call["text"], call["fraction"])
-    elif method in ("line", "end"):
-        getattr(screen, method)(f"{prefix} {call['text']}")
+class Replay:
+    """Performs the lines of `RemoteScreen`s on another screen.
+
+    Args:
+        screen: Where they are shown.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._remarks: Set[str] = set()
+
+    def perform(self, message: str, prefix: str) -> None:
+        """Shows one message with its point in front; a line that is no message is passed over."""
+        try:
+            call: Dict[str, Any] = json.loads(message)
+            method = call.pop("do")
+        except (ValueError, KeyError, AttributeError):
+            return
+        if method == "live":
+            self._screen.live([prefix, *call["parts"]], call["fraction"])
+        elif method == "begin":
+            self._screen.begin(f"{prefix} {call['title']}")
+        elif method == "phase":
+            self._screen.phase(call["text"], call["fraction"])
+        elif method == "end":
+            self._screen.end(f"{prefix} {call['text']}")
+        elif method == "line" and self._is_new(call["text"]):
+            self._screen.line(f"{prefix} {call['text']}")
+
+    def _is_new(self, text: str) -> bool:
+        # Points share most of their config, and so their remarks: one telling is enough.
+        if not text.startswith(("note:", "warning:")):
+            return True
+        known = text in self._remarks
+        self._remarks.add(text)
+        return not known

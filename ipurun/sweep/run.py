@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from ipurun.checkpoint import latest
 from ipurun.config.compose import Points
 from ipurun.errors import ConfigError
+from ipurun.log.format import count, duration, metric
 from ipurun.log.screen import Screen
 from ipurun.rundir import RunFolder, check_writable, new_folder, slug, timestamp
 from ipurun.sweep.check import Checked, check_points
@@ -26,7 +27,7 @@ from ipurun.sweep.manifest import (
     find_unfinished,
 )
 from ipurun.sweep.point import write_job
-from ipurun.sweep.remote import replay
+from ipurun.sweep.remote import Replay
 from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, value_of
 
 __all__ = ["SweepResult", "run_sweep"]
@@ -112,13 +113,14 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
 def _run_all(manifest: Manifest, checked: Sequence[Checked], screen: Screen, errors: Screen) -> bool:
     """Runs what is unfinished; True when the user stopped it."""
     num_points = len(manifest.records)
+    replay = Replay(screen)
     for record, item in zip(manifest.records, checked):
         if record.status == FINISHED:
             continue
         label = f"[{record.index + 1}/{num_points}] {_swept_text(record)}".rstrip()
         screen.line(f"{label} ...")
         try:
-            outcome = _run_one(manifest, record, item, label, screen)
+            outcome = _run_one(manifest, record, item, label, screen, replay)
         except KeyboardInterrupt:
             outcome = Outcome(INTERRUPTED, "interrupted")
         screen.close()
@@ -129,14 +131,16 @@ def _run_all(manifest: Manifest, checked: Sequence[Checked], screen: Screen, err
         _write_table(manifest, item.point.config.sweep.rank_by)
         if outcome.status == INTERRUPTED:
             return True
-        if outcome.status == FAILED:
+        if outcome.status == FINISHED:
+            screen.line(f"{label} {_result_text(record)}")
+        elif outcome.status == FAILED:
             errors.line(f"{label} failed\n{outcome.detail}")
             if item.point.config.sweep.on_error == "stop":
                 return False
     return False
 
 
-def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, screen: Screen) -> Outcome:
+def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, screen: Screen, replay: Replay) -> Outcome:
     if item.obstacle is not None or item.plan is None:
         reason = item.obstacle.problems[0].what if item.obstacle else "it has no plan"
         return Outcome(FAILED, reason, str(item.obstacle))
@@ -152,7 +156,7 @@ def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, scre
         job_file,
         jobs / f"{record.index:03d}.output.txt",
         item.plan.environment,
-        lambda message: replay(message, screen, label),
+        lambda message: replay.perform(message, label),
         lambda: screen.line(f"{label} is asked to save and stop; Ctrl-C again stops it at once"),
         item.point.config.sweep.timeout_seconds,
     )
@@ -175,6 +179,15 @@ def _record(item: Checked, index: int) -> Record:
         swept=dict(item.point.swept),
         overrides=words,
     )
+
+
+def _result_text(record: Record) -> str:
+    results = record.results
+    parts = ["finished"]
+    if results.get("best") is not None:
+        parts.append(f"best {results['monitor']} {metric(results['best'])}")
+    parts += [f"{count(results['samples_per_second'])} samples/s", duration(results["seconds"].get("total"))]
+    return ", ".join(parts)
 
 
 def _swept_text(record: Record) -> str:

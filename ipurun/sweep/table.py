@@ -41,7 +41,7 @@ def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
     column = rank_by or _monitor(finished) or _SPEED
     ranked = [record for record in finished if value_of(record, column) is not None]
     unranked = [record for record in finished if value_of(record, column) is None]
-    ranked.sort(key=lambda record: _sort_key(value_of(record, column), column))
+    ranked.sort(key=lambda record: _sort_key(value_of(record, column), _higher_is_better(record, column)))
     rest = [record for record in records if record.status != FINISHED]
     return Ranking(column, ranked + unranked + rest)
 
@@ -126,11 +126,18 @@ def value_of(record: Record, column: str) -> Optional[float]:
     return None if found is None else float(found)
 
 
-def _sort_key(value: Optional[float], column: str) -> Tuple[bool, float]:
+def _higher_is_better(record: Record, column: str) -> bool:
+    results = record.results
+    if column == results.get("monitor") and "higher_is_better" in results:
+        return bool(results["higher_is_better"])
+    return not any(word in column.lower() for word in _SMALLER_IS_BETTER)
+
+
+def _sort_key(value: Optional[float], higher_is_better: bool) -> Tuple[bool, float]:
     assert value is not None
     if value != value:  # NaN compares with nothing and belongs last
         return True, 0.0
-    return False, value if any(word in column.lower() for word in _SMALLER_IS_BETTER) else -value
+    return False, -value if higher_is_better else value
 
 
 def _columns(ranking: Ranking, metrics: Sequence[str]) -> List[str]:

@@ -1,0 +1,181 @@
+"""`ipurun eval` and `ipurun predict`: a run's weights on a split, the last partial batch included."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Iterator
+
+import numpy
+import pytest
+import torch
+
+from ipurun.checkpoint import latest, load
+from ipurun.cli.main import main
+from ipurun.rundir import RunFolder
+
+CODE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+    def forward(self, x):
+        return self.inner(x)
+
+def points(samples, seed):
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 4, generator=random)
+    return torch.utils.data.TensorDataset(x, x.argmax(1) % 3)
+
+def splits(test=10):
+    made = {"train": points(24, 1), "eval": points(6, 2)}
+    if test:
+        made["test"] = points(test, 3)
+    return made
+"""
+
+RECIPE = """
+# @package _global_
+model: {_target_: evaluated_code.Net}
+data: {_target_: evaluated_code.splits}
+loss: {name: CrossEntropyLoss}
+optimizer: {_target_: poptorch.optim.SGD, lr: 0.1}
+metrics: {accuracy: {_target_: ipurun.train.metrics.Accuracy}}
+micro_batch_size: 4
+epochs: 2
+engine: cpu
+cache: {enabled: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with one trained run in it."""
+    folder = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        Path("evaluated_code.py").write_text(CODE)
+        Path("conf/recipe").mkdir(parents=True)
+        Path("conf/recipe/tiny.yaml").write_text(RECIPE.lstrip())
+        assert main(["train", "+recipe=tiny", "hydra.run.dir=run", "checkpoint.keep=0"]) == 0
+        yield folder
+    sys.modules.pop("evaluated_code", None)
+
+
+@pytest.fixture(autouse=True)
+def _there(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "path", [str(place), *sys.path])
+    capsys.readouterr()
+
+
+def _expected(split: str, step: int = 12) -> Any:
+    """Outputs and targets of plain torch with the checkpoint's weights."""
+    import evaluated_code
+
+    state = load(Path(f"run/checkpoints/step-{step:08d}.pt"))
+    model = evaluated_code.Net()
+    model.load_state_dict(state["model"])
+    x, y = evaluated_code.splits()[split].tensors
+    with torch.no_grad():
+        return model(x), y
+
+
+def _json(capsys: Any, *argv: str) -> Any:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("extra", [[], ["device_iterations=2"], ["devices=2"]])
+def test_eval_takes_the_test_split_to_its_last_sample(capsys: Any, extra: list) -> None:
+    result = _json(capsys, "eval", "run", *extra)
+    outputs, targets = _expected("test")
+    assert (result["split"], result["samples"], result["step"]) == ("test", 10, 12)
+    assert result["metrics"]["accuracy"] == pytest.approx(float((outputs.argmax(1) == targets).float().mean()))
+    assert result["metrics"]["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, targets)))
+
+
+@pytest.mark.parametrize(
+    ("words", "split", "samples"),
+    [(["--split", "train"], "train", 24), (["eval.split=eval"], "eval", 6), (["+data.test=0"], "eval", 6)],
+)
+def test_another_split_can_be_asked_for(capsys: Any, words: list, split: str, samples: int) -> None:
+    result = _json(capsys, "eval", "run", *words)
+    assert (result["split"], result["samples"]) == (split, samples)
+
+
+def test_an_older_checkpoint_can_be_asked_for(capsys: Any) -> None:
+    result = _json(capsys, "eval", "run", "--checkpoint", "step-00000006.pt")
+    outputs, targets = _expected("test", step=6)
+    assert result["step"] == 6
+    assert result["metrics"]["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, targets)))
+
+
+def test_eval_for_people_ends_with_the_result(capsys: Any) -> None:
+    assert main(["eval", "run"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("step 12 on test: loss ") and "accuracy" in last and "[10 samples" in last
+
+
+def test_eval_changes_nothing_in_the_run(capsys: Any) -> None:
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    assert main(["eval", "run", "--quiet"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+
+
+def test_predictions_have_a_row_for_each_sample(capsys: Any, tmp_path: Path) -> None:
+    result = _json(capsys, "predict", "run")
+    outputs, _ = _expected("test")
+    assert result["file"] == "run/predictions_test.pt" and result["outputs"] == "10 x 3 float32"
+    torch.testing.assert_close(torch.load(result["file"]), outputs)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "csv"])
+def test_predictions_for_other_tools(capsys: Any, tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"outputs.{suffix}"
+    assert main(["predict", "run", "--split", "train", "--out", str(file)]) == 0
+    outputs, _ = _expected("train")
+    read = numpy.load(file) if suffix == "npy" else numpy.loadtxt(file, delimiter=",")
+    numpy.testing.assert_allclose(read, outputs.numpy(), rtol=1e-5, atol=1e-6)
+    assert capsys.readouterr().out.splitlines()[-1] == f"step 12 on train: 24 x 3 float32 in {file}"
+
+
+@pytest.mark.parametrize("command", ["eval", "predict"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "needs the folder of a run"),
+        (["nowhere"], "is not a run folder"),
+        (["conf"], "is not a run folder"),
+        (["run", "--split", "holdout"], "holdout"),
+        (["run", "--checkpoint", "step-00000007.pt"], "has no checkpoint step-00000007.pt"),
+        (["run", "device=2"], "unknown key `device`"),
+        (["run", "+recipe=tiny"], "no recipe and no sweep"),
+    ],
+)
+def test_bad_input_is_a_config_error(capsys: Any, command: str, words: list, message: str) -> None:
+    assert main([command, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("file", "message"), [("x.xlsx", ".pt, .npy, .csv"), ("no/where/x.pt", "cannot be written")])
+def test_an_output_that_cannot_be_written_is_found_first(capsys: Any, file: str, message: str) -> None:
+    assert main(["predict", "run", "--out", file]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_no_config_error(capsys: Any, tmp_path: Path) -> None:
+    shutil.copytree("run", str(tmp_path / "damaged"))
+    checkpoint = latest(RunFolder(tmp_path / "damaged"))
+    assert checkpoint is not None
+    content = bytearray(checkpoint.path.read_bytes())
+    content[len(content) // 2] ^= 255
+    checkpoint.path.write_bytes(bytes(content))
+    assert main(["eval", str(tmp_path / "damaged")]) == 1
+    assert "checksum" in capsys.readouterr().err
