@@ -151,8 +151,7 @@ def test_quiet_is_one_line(capsys: Any) -> None:
 def test_json_is_one_document_and_nothing_else() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ipurun", "train", "+recipe=tiny", "max_steps=2", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         check=True,
         env=_environment(),
     )

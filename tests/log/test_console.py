@@ -40,6 +40,21 @@ def test_a_long_recipe_does_not_flood_the_panel(point: Point, plan: Plan) -> Non
     assert "data.a5=5, and 14 more (conf/recipe/big.yaml)" in " ".join(lines)
 
 
+def test_a_file_of_a_group_is_shown_as_the_choice_it_is(point: Point, plan: Plan) -> None:
+    changed = (
+        Changed("name", "digits", "derived"),
+        Changed("model._target_", "ipurun.recipes.mnist.model.DigitNet", "ipurun/conf/model/digit_net.yaml:3"),
+        Changed("optimizer.lr", 0.1, "ipurun/conf/optimizer/adamw.yaml:2"),
+        Changed("optimizer.weight_decay", 0.5, "conf/recipe/mine.yaml:7"),
+    )
+    lines = _said(lambda console: console.show_panel(replace(point, changed=changed), plan, "x"))
+    assert lines[2:4] == [
+        "changed optimizer.weight_decay=0.5 (conf/recipe/mine.yaml)",
+        "model=digit_net, optimizer=adamw (groups)",
+    ]
+    assert lines[4].startswith("engine")
+
+
 def test_compiling_tells_its_time_and_the_cache() -> None:
     def tell(console: Console) -> None:
         console.on_compile_start(CompileStart("training"))
@@ -87,7 +102,7 @@ def test_the_summary_has_results_times_and_commands(summary: Summary) -> None:
     )
     assert lines == [
         "digits: finished",
-        "steps 64 weight updates, 2.00 epochs",
+        "steps 64 weight updates, 2 epochs",
         "final train loss 0.03100 eval loss 0.2100 accuracy 0.9634",
         "best accuracy 0.9712 at step 32",
         "speed 51,000 samples/s, compilation not counted",
