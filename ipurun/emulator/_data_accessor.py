@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import weakref
 from multiprocessing.connection import wait
@@ -64,6 +65,7 @@ class AsynchronousDataAccessor:
         assert rebatched_size is None or rebatched_size > 1, (
             f"rebatched_size must be greater than 1, got {rebatched_size}"
         )
+        assert buffer_size > 0, f"buffer_size must be at least 1, got {buffer_size}"
         _check_loader(dataset, rebatched_size)
         self._dataset = dataset
         self._rebatched_size = rebatched_size
@@ -126,10 +128,15 @@ class _Worker:
             name="AsynchronousDataAccessor",
             daemon=False,  # a daemon could not start the workers of a data loader
         )
+        self._owner = os.getpid()
         self._process.start()
-        sender.close()
-        logger.debug("AsynchronousDataAccessor worker process: %d", self._process.pid)
-        self._layout = self._receive_layout(receiver)
+        try:
+            sender.close()
+            logger.debug("AsynchronousDataAccessor worker process: %d", self._process.pid)
+            self._layout = self._receive_layout(receiver)
+        except BaseException:  # also Ctrl-C: at exit, Python would wait for the worker for ever
+            self.terminate()
+            raise
         self._slot = 0
         self._held: Optional[int] = None
         self._consumed = 0
@@ -146,7 +153,6 @@ class _Worker:
         finally:
             receiver.close()
         if message is None:
-            self.terminate()
             raise createPoptorchError(
                 "AsynchronousDataAccessor worker thread failed to start (the reason is printed above)"
             )
@@ -189,7 +195,9 @@ class _Worker:
         raise StopIteration
 
     def terminate(self) -> None:
-        """Ask the process to end, insist, then kill it."""
+        """Ask the process to end, insist, then kill it; a forked copy of the program lets it run."""
+        if os.getpid() != self._owner:
+            return
         self._data_buffers.stop.value = 1
         if self._ends_within(_SECONDS_TO_FINISH):
             return

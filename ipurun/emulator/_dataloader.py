@@ -94,8 +94,7 @@ class DataLoader(TorchDataLoader):
         elif rebatches:
             for_torch.update(batch_size=rebatched_worker_size or self._combined_batch_size, drop_last=False)
         else:
-            drops = drop_last and self._combined_batch_size is not None
-            for_torch.update(batch_size=self._combined_batch_size, drop_last=drops)
+            for_torch.update(batch_size=self._combined_batch_size, drop_last=drop_last)
         super().__init__(dataset, **for_torch)
         if mode != enums.DataLoaderMode.Sync:
             accessor_options = dict(async_options or {})

@@ -1,5 +1,6 @@
 """The AsynchronousDataAccessor: items, reading ahead, failures and the end of its process."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -143,6 +144,10 @@ class TestReadingAhead:
 
 
 class TestFailures:
+    def test_no_room(self):
+        with pytest.raises(AssertionError, match="buffer_size"):
+            AsynchronousDataAccessor(Counting(4), buffer_size=0)
+
     @pytest.mark.parametrize("dataset", [Counting(0), Counting(4, broken_at=0), CountingNested(2)])
     def test_at_the_start(self, dataset, capfd):
         with pytest.raises(Error, match="worker thread failed to start"):
@@ -193,6 +198,14 @@ class TestEnd:
         process = accessor._worker._process
         del accessor
         assert not process.is_alive()
+
+    def test_forked_copy_does_not_end_it(self, access):
+        accessor = access(Counting(4))
+        copy = multiprocessing.get_context("fork").Process(target=accessor.terminate)
+        copy.start()
+        copy.join()
+        assert copy.exitcode == 0
+        assert numbers(accessor) == [0, 1, 2, 3]
 
     def test_stuck_dataset_does_not_prevent_it(self, access):
         accessor = access(Stuck(4), early_preload=True)

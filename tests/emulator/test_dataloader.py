@@ -75,6 +75,10 @@ class TestBatches:
         with pytest.raises(AttributeError):
             _ = loader.options
 
+    def test_unbatched_excludes_drop_last(self):
+        with pytest.raises(ValueError, match="drop_last"):
+            DataLoader(options(), Counting(3), batch_size=None)
+
     def test_workers_persist_by_default(self):
         assert DataLoader(options(), Counting(3), num_workers=1).persistent_workers
         assert not DataLoader(options(), Counting(3)).persistent_workers
