@@ -12,6 +12,7 @@ from ipurun.errors import ConfigError
 from ipurun.plan.cache import executable_dir, profile_dir
 from ipurun.plan.chosen import is_set
 from ipurun.plan.findings import Findings
+from ipurun.plan.loading import check_loading
 from ipurun.plan.numbers import Given, Numbers, settle
 from ipurun.plan.optimizer import plan_optimizer
 from ipurun.plan.options_program import Layer, compose_layers, last_call
@@ -34,8 +35,10 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
     found = Findings(facts.notes)
     name = config.name or "run"
     given = _given(config, found)
+    _note_processes(given, environ, found)
     numbers = settle(config, facts, given, found)
     steps = count_steps(config, numbers.training, facts.train_samples, found)
+    check_loading(config.loader, numbers.training, found)
     precision = normal_precision(config.precision, found)
     optimizer, groups = plan_optimizer(config, found)
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
@@ -97,10 +100,15 @@ def _given(config: RunConfig, found: Findings) -> Given:
     if config.poptorch_conf:
         file, problems = read_conf(config.poptorch_conf)
         found.problems += problems
-    processes = last_call("Distributed.configureProcessId", options, file)
-    if processes is not None and processes.args[1] > 1:
-        found.note("batches and steps are those of one process; Distributed.configureProcessId makes several")
     return Given(file, options, inference)
+
+
+def _note_processes(given: Given, environ: Mapping[str, str], found: Findings) -> None:
+    configured = given.argument("Distributed.configureProcessId", 1)
+    launched = environ.get("OMPI_COMM_WORLD_SIZE", "")
+    processes = configured or (int(launched) if launched.isdigit() else 1)
+    if processes > 1:
+        found.note(f"batches and steps shown are those of one process; there are {processes}")
 
 
 def _storage_calls(config: RunConfig, name: str, profile: Profile, environ: Mapping[str, str]) -> OwnCalls:

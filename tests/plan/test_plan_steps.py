@@ -80,3 +80,24 @@ def test_a_schedule_moves_once_per_host_call(plan_of):
         "every 4 weight updates" in note for note in plan_of({"schedule": schedule, "device_iterations": 4}).notes
     )
     assert not any("learning rate" in note for note in plan_of({"schedule": schedule}).notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [
+        ({"loader.mode": "async_rebatched"}, "loader.mode=async"),
+        (
+            {"loader.mode": "async_rebatched", "micro_batch_size": 8, "loader.rebatched_worker_size": 9},
+            "loader.rebatched_worker_size=8",
+        ),
+        ({"loader.rebatched_worker_size": 2}, "loader.mode=async_rebatched"),
+    ],
+)
+def test_loader_settings_that_poptorch_refuses(problems_of, keys, fix):
+    assert problems_of(keys)[0].fix == fix
+
+
+def test_several_processes_are_noted(plan_of):
+    notes = plan_of({"options": {"Distributed": {"configureProcessId": [0, 2]}}}).notes
+    assert any("there are 2" in note for note in notes)
+    assert any("there are 4" in note for note in plan_of({}, environ={"OMPI_COMM_WORLD_SIZE": "4"}).notes)
