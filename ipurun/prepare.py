@@ -5,6 +5,8 @@ The rooms each find their own problems; here they are gathered, so that a user h
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import dataclass
 from typing import List
 
@@ -40,7 +42,18 @@ def prepare(point: Point) -> Prepared:
         subject = inspect(point.config, engine)
         plan = make_plan(point.config, subject.facts)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
+        raise ConfigError([*problems, *(_located(problem, point) for problem in error.problems)]) from error
     if problems:
         raise ConfigError(problems)
     return Prepared(point, engine, subject, plan)
+
+
+def _located(problem: Problem, point: Point) -> Problem:
+    # The rooms behind the config speak of keys; only the point knows who set them.
+    if problem.where:
+        return problem
+    for key in re.findall(r"`([\w.]+)", problem.what):
+        where = point.where(key)
+        if where:
+            return dataclasses.replace(problem, where=where)
+    return problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping
+from typing import Any, Callable, List
 
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
@@ -12,17 +12,17 @@ from ipurun.errors import Problem
 __all__ = ["check_values"]
 
 
-def check_values(config: RunConfig, origins: Mapping[str, str]) -> List[Problem]:
+def check_values(config: RunConfig, where_set: Callable[[str], str]) -> List[Problem]:
     """Problems of single keys.
 
     Args:
         config: The typed config.
-        origins: Key -> where it was set, for the message.
+        where_set: Tells where a key was set, for the message.
     """
     problems: List[Problem] = []
     for path, key in all_keys().items():
         value = _read(config, path)
-        where = origins.get(path, "")
+        where = where_set(path)
         if key.choices and value is not None and str(value) not in key.choices:
             close = nearest(str(value), key.choices, most=1)
             fix = f"{path}={close[0] if close else key.choices[0]}"

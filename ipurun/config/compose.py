@@ -57,6 +57,15 @@ class Point:
     problems: Tuple[Problem, ...] = ()
     run_dir: Optional[str] = None
 
+    def where(self, key: str) -> str:
+        """Where a key was set: the override as typed, or file and line; empty for a default."""
+        for word in reversed(self.overrides):
+            typed = word.lstrip("+~").partition("=")[0]
+            if typed == key or key.startswith(typed + "."):
+                return f"command line: {word}"
+        inside = (change.origin for change in self.changed if (change.key + ".").startswith(key + "."))
+        return next((origin for origin in inside if origin != "derived"), "")
+
 
 @dataclass(frozen=True)
 class Points:
@@ -144,18 +153,16 @@ def _compose_point(
     if config is None:
         raise ConfigError(found)
     changed = tuple(_changed(config, chosen, composed.documents))
-    typed = {override.key: f"command line: {override.shown(text.partition('=')[2])}" for override, text in chosen}
-    origins = {change.key: typed.get(change.key, change.origin) for change in changed}
-    found += checks.check_values(config, origins)
-    return Point(
+    point = Point(
         config,
         overrides=tuple(override.shown(text.partition("=")[2]) for override, text in chosen),
         recipes=composed.recipes,
         changed=changed,
         swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
-        problems=tuple(dict.fromkeys(found)),
         run_dir=_given([override for override, _ in chosen], "hydra.run.dir"),
     )
+    found += checks.check_values(config, point.where)
+    return dataclasses.replace(point, problems=tuple(dict.fromkeys(found)))
 
 
 def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:
