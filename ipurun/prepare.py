@@ -15,7 +15,7 @@ from ipurun.build.inspect import Subject, inspect
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
 from ipurun.plan import make_plan
-from ipurun.plan.types import Plan
+from ipurun.plan.types import Facts, Plan
 
 __all__ = ["Prepared", "prepare"]
 
@@ -37,22 +37,34 @@ def prepare(point: Point) -> Prepared:
         ConfigError: With the problems of every room that could be asked.
     """
     problems: List[Problem] = list(point.problems)
+    engine = subject = plan = None
     try:
         engine = engines.load(point.config.engine)
         subject = inspect(point.config, engine)
-        plan = make_plan(point.config, subject.facts)
+        facts = subject.facts
     except ConfigError as error:
-        raise ConfigError([*problems, *(_located(problem, point) for problem in error.problems)]) from error
-    if problems:
+        problems += [_located(problem, point) for problem in error.problems]
+        # Without the model and the data much can still be checked.
+        facts = Facts("cpu", "") if engine is None else Facts(engine.kind, engine.version, engine.available_ipus)
+    try:
+        plan = make_plan(point.config, facts)
+    except ConfigError as error:
+        told = {key for problem in problems for key in _keys(problem)}
+        problems += [_located(problem, point) for problem in error.problems if not told & set(_keys(problem)[:1])]
+    if problems or engine is None or subject is None or plan is None:
         raise ConfigError(problems)
     return Prepared(point, engine, subject, plan)
+
+
+def _keys(problem: Problem) -> List[str]:
+    return re.findall(r"`([\w.]+)", problem.what)
 
 
 def _located(problem: Problem, point: Point) -> Problem:
     # The rooms behind the config speak of keys; only the point knows who set them.
     if problem.where:
         return problem
-    for key in re.findall(r"`([\w.]+)", problem.what):
+    for key in _keys(problem):
         where = point.where(key)
         if where:
             return dataclasses.replace(problem, where=where)
