@@ -13,12 +13,14 @@ from ipurun.emulator._capture import Captured
 from ipurun.emulator._outputs import OutputCollector
 from ipurun.emulator._random_streams import RandomStreams, host_generator_kept
 from ipurun.emulator._run import generate
+from ipurun.emulator._run_chunks import ChunkRunner
 from ipurun.emulator._structures import rebuild
 from ipurun.emulator._timestamps import Timestamps
 from ipurun.emulator._weights import DeviceWeights
 
 __all__ = ["Executable"]
 
+Run = Tuple[int, int, int]
 Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
 
 
@@ -52,6 +54,7 @@ class Executable:
         self.timestamps = Timestamps()
         self.anchors = Anchors(self.graph, anchors or {})
         self._replay = make_replay(self.graph)
+        self.chunks = ChunkRunner(self.graph, enabled=make_replay is generate and not weights.groups)
         self._is_random = any(node.is_random for node in self.graph.nodes)
         self._grad_names = list(self.graph.grads)
         self._num_outputs = len(captured.output_values)
@@ -79,9 +82,12 @@ class Executable:
         pieces = [self.layout.cut(tensor) for tensor in tensors]
         collector = OutputCollector(self.layout, self._varying)
         guard = host_generator_kept() if self._is_random else contextlib.nullcontext()
+        runs = self.layout.runs()
+        # Weights change after each iteration of training; in inference all runs of a call are alike.
+        block_size = len(runs) if self.optimizer is None else self.layout.accumulation * self.layout.replicas
         with torch.no_grad(), guard:
-            for iteration in range(self.layout.device_iterations):
-                self._run_iteration(iteration, pieces, collector)
+            for start in range(0, len(runs), block_size):
+                self._run_block(runs[start : start + block_size], tensors, pieces, collector)
         self.streams.advance(self.layout.device_iterations * self.layout.accumulation)
         results = collector.results()
         self.timestamps.end_call()
@@ -94,24 +100,66 @@ class Executable:
                 with torch.no_grad():
                     host[index].copy_(device[index])
 
-    def _run_iteration(self, iteration: int, pieces: List[List[torch.Tensor]], collector: OutputCollector) -> None:
-        layout = self.layout
+    def _run_block(
+        self,
+        runs: List[Run],
+        tensors: Sequence[torch.Tensor],
+        pieces: List[List[torch.Tensor]],
+        collector: OutputCollector,
+    ) -> None:
+        """Runs what one weight update needs, several micro-batches at once where that is exact."""
         seed = self._seed()
-        for step in range(layout.accumulation):
-            for replica in range(layout.replicas):
-                self.timestamps.begin_run()
-                piece = layout.piece_of(iteration, step, replica)
-                inputs = [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
-                if self._is_random:
-                    self.streams.start(iteration * layout.accumulation + step, replica)
-                outputs, grads = self.run_once(replica, inputs, seed)
+        size = self.chunks.size_for(len(runs))
+        while size > 1 and len(runs) >= size:
+            chunk, runs = runs[:size], runs[size:]
+            self.timestamps.begin_runs(size)
+            stacked = [self._stack(tensor, chunk) for tensor in tensors]
+            self.timestamps.inputs_complete(size)
+            outputs, grads = self.chunks.run(self.arguments(0, [], seed), stacked, seed)
+            self.timestamps.outputs()
+            for index, (iteration, step, replica) in enumerate(chunk):
                 if collector.wants(iteration, step):
-                    collector.add(replica, outputs)
+                    collector.add(replica, [output[index] for output in outputs])
                     self.timestamps.end_run()
-                if self.optimizer is not None:
-                    self.optimizer.accumulate(self._per_group(replica, grads), 1)
+            if self.optimizer is not None:
+                self.optimizer.accumulate(grads, size)
+        for iteration, step, replica in runs:
+            self._run_alone((iteration, step, replica), pieces, seed, collector)
         if self.optimizer is not None:
             self.optimizer.apply()
+
+    def _run_alone(
+        self,
+        run: Run,
+        pieces: List[List[torch.Tensor]],
+        seed: Optional[torch.Tensor],
+        collector: OutputCollector,
+    ) -> None:
+        iteration, step, replica = run
+        self.timestamps.begin_runs(1)
+        piece = self.layout.piece_of(iteration, step, replica)
+        inputs = [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
+        if self._is_random:
+            self.streams.start(iteration * self.layout.accumulation + step, replica)
+        outputs, grads = self.run_once(replica, inputs, seed)
+        if self.chunks.is_collecting:
+            self.chunks.collect(self.arguments(0, inputs, seed), inputs, outputs, grads, seed)
+        if collector.wants(iteration, step):
+            collector.add(replica, outputs)
+            self.timestamps.end_run()
+        if self.optimizer is not None:
+            self.optimizer.accumulate(self._per_group(replica, grads), 1)
+
+    def _stack(self, tensor: torch.Tensor, chunk: Sequence[Run]) -> torch.Tensor:
+        """Returns the micro-batches of some runs with a leading dimension for the runs."""
+        size = self.layout.micro_batch_size(tensor)
+        if tensor.dim() == 0:
+            return tensor.expand(len(chunk))
+        cut = tensor.view(self.layout.micro_batches, size, *tensor.shape[1:])
+        numbers = [self.layout.piece_of(*run) for run in chunk]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return cut[numbers[0] : numbers[0] + len(numbers)]
+        return cut[numbers]
 
     def run_once(
         self, replica: int, inputs: List[torch.Tensor], seed: Optional[torch.Tensor] = None
@@ -127,18 +175,17 @@ class Executable:
         originals = list(inputs)
         for index in self._written_inputs:
             inputs[index] = inputs[index].clone()
-        self.timestamps.input_complete()
-        results = self._replay(self._arguments(replica, inputs, seed))
-        self.timestamps.output()
+        self.timestamps.inputs_complete(1)
+        results = self._replay(self.arguments(replica, inputs, seed))
+        self.timestamps.outputs()
         for index in self._written_inputs:
             originals[index].copy_(inputs[index])
         return results[: self._num_outputs], dict(zip(self._grad_names, results[self._num_outputs :]))
 
-    def _arguments(
-        self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]
-    ) -> List[torch.Tensor]:
+    def arguments(self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]) -> List[Any]:
+        """Returns what the graph takes for one run; None for inputs that are not given."""
         weights = self.weights
-        arguments = []
+        arguments: List[Any] = []
         remaining = iter(inputs)
         for item in self.graph.inputs:
             if item.kind == "parameter":
@@ -146,7 +193,7 @@ class Executable:
             elif item.kind == "buffer":
                 arguments.append(weights.buffer_of(item.name, replica))
             elif item.kind == "input":
-                arguments.append(next(remaining))
+                arguments.append(next(remaining, None))
             elif item.kind == "seed":
                 arguments.append(seed)
         return arguments

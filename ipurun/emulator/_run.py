@@ -32,7 +32,7 @@ def generate(
     *,
     nodes: Optional[Sequence[Node]] = None,
     results: Optional[Sequence[Value]] = None,
-    free_early: bool = True,
+    alias_detach: bool = True,
 ) -> Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]:
     """Returns a function that runs the graph on its inputs (all but the constants, in graph order).
 
@@ -40,7 +40,7 @@ def generate(
         graph: The captured program.
         nodes: The nodes to run, all of them by default.
         results: The values to return, by default the outputs and then the gradients.
-        free_early: Whether to drop each value after its last use.
+        alias_detach: Whether detached tensors may be the tensors themselves: only where autograd does not watch.
     """
     nodes = graph.nodes if nodes is None else nodes
     results = [*graph.outputs, *graph.grads.values()] if results is None else results
@@ -51,12 +51,12 @@ def generate(
         lines.append(f"{', '.join(_local(value) for value in arguments)}, = inputs")
     lines.extend(_load_constants(graph, namespace))
     last_use = _last_uses(nodes, set(results))
-    keep_detach = any(node.name in _METADATA_WRITERS for node in nodes)
+    alias_detach = alias_detach and not any(node.name in _METADATA_WRITERS for node in nodes)
     defined: Set[Value] = set(arguments) | set(graph.constants)
     for index, node in enumerate(nodes):
-        lines.append(_statement(node, namespace, defined, keep_detach))
+        lines.append(_statement(node, namespace, defined, alias_detach))
         dropped = [value for value in last_use.get(index, ()) if value in defined]
-        if free_early and dropped:
+        if dropped:
             lines.append("del " + ", ".join(_local(value) for value in dropped))
             defined.difference_update(dropped)
     lines.append(f"return ({''.join(_local(value) + ', ' for value in results)})")
@@ -90,8 +90,8 @@ def _last_uses(nodes: Sequence[Node], kept: Set[Value]) -> Dict[int, List[Value]
     return result
 
 
-def _statement(node: Node, namespace: Dict[str, Any], defined: Set[Value], keep_detach: bool) -> str:
-    if node.name == "detach" and node.is_backward and not keep_detach:
+def _statement(node: Node, namespace: Dict[str, Any], defined: Set[Value], alias_detach: bool) -> str:
+    if node.name == "detach" and alias_detach:
         right = _expression(node.args[0], namespace)
     else:
         function = f"f{len(namespace)}"

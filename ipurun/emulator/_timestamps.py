@@ -21,16 +21,16 @@ class Timestamps:
         """Forgets the previous call."""
         self._stamps = {"input": [], "input_complete": [], "output": [], "output_complete": []}
 
-    def begin_run(self) -> None:
-        """Notes that the inputs of one run are about to be read."""
-        self._stamps["input"].append(time.perf_counter())
+    def begin_runs(self, count: int) -> None:
+        """Notes that the inputs of some runs are about to be read."""
+        self._stamps["input"] += [time.perf_counter()] * count
 
-    def input_complete(self) -> None:
-        """Notes that the inputs of one run were read."""
-        self._stamps["input_complete"].append(time.perf_counter())
+    def inputs_complete(self, count: int) -> None:
+        """Notes that the inputs of some runs were read."""
+        self._stamps["input_complete"] += [time.perf_counter()] * count
 
-    def output(self) -> None:
-        """Notes that the outputs of one run were computed."""
+    def outputs(self) -> None:
+        """Notes that the outputs of some runs were computed."""
         self._last_output = time.perf_counter()
 
     def end_run(self) -> None:
