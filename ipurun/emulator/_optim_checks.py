@@ -61,10 +61,7 @@ def _type_problems(old: Converted, new: Converted) -> List[str]:
 def _keeps_state(converted: Converted) -> bool:
     if converted.type not in _SGD_TYPES:
         return True
-    return any(
-        variant_for(converted, values) is not Variant.SGD
-        for values in (converted.defaults, *converted.groups)
-    )
+    return any(variant_for(converted, values) is not Variant.SGD for values in (converted.defaults, *converted.groups))
 
 
 def _compared(converted: Converted) -> Dict[str, Value]:

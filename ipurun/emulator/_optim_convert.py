@@ -196,9 +196,7 @@ def _attributes(optimizer: Any, automatic_loss_scaling: bool) -> Dict[str, Value
     return attributes
 
 
-def _values(
-    optimizer: Any, family: _Family, names: Tuple[str, ...], source: Mapping[str, Any]
-) -> Dict[str, Value]:
+def _values(optimizer: Any, family: _Family, names: Tuple[str, ...], source: Mapping[str, Any]) -> Dict[str, Value]:
     values: Dict[str, Value] = {}
     for name in names:
         value = source[name]

@@ -82,8 +82,7 @@ class StateTable:
                     # Accumulators are empty between two updates, which is when the host can look.
                     state[f"Accum___{slot.name}"] = torch.zeros_like(slot.weight, dtype=self._accumulation)
         parameters = {
-            name: torch.tensor(scalars[0].value, dtype=torch.float32)
-            for name, scalars in self._variables().items()
+            name: torch.tensor(scalars[0].value, dtype=torch.float32) for name, scalars in self._variables().items()
         }
         return {"ipu_state": state, "ipu_param": parameters}
 
@@ -108,9 +107,7 @@ class StateTable:
             )
 
     def _state_tensors(self) -> Dict[str, torch.Tensor]:
-        tensors = {
-            f"{prefix}___{slot.name}": tensor for slot in self._slots for prefix, tensor in slot.state.items()
-        }
+        tensors = {f"{prefix}___{slot.name}": tensor for slot in self._slots for prefix, tensor in slot.state.items()}
         if self._update_factor is not None:
             tensors[UPDATE_FACTOR] = self._update_factor
         return tensors

@@ -72,12 +72,10 @@ class DeviceOptimizer:
                 type="popart_exception",
             )
         self._running = is_mean and strategy == enums.MeanReductionStrategy.Running
-        self._factor = 1.0 / (accumulation * num_replicas) if is_mean and not self._running else 1.0
+        self._mean_over = accumulation * num_replicas if is_mean else 1
         settings = options._Popart.options
         automatic = bool(settings.get("automaticLossScalingSettings.enabled", False))
-        self._automatic: Optional[AutomaticLossScaling] = (
-            AutomaticLossScaling(settings) if automatic else None
-        )
+        self._automatic: Optional[AutomaticLossScaling] = AutomaticLossScaling(settings) if automatic else None
         self._round_into = _rounding(options)
         self._loss_scaling = Scalar(0.0, True)
         self._slots: Dict[str, Slot] = {}
@@ -113,7 +111,9 @@ class DeviceOptimizer:
     def apply(self) -> None:
         """Reduce what was accumulated, update weights and state, and start again from nothing."""
         automatic_factor = 1.0 if self._automatic is None else float(self._automatic.factor)
-        step = Step(self._factor / automatic_factor, self._loss_scaling.value, self._round_into)
+        # The running mean was taken over what this process fed, the result is one over all processes.
+        factor = (self._micro_batches if self._running else 1) / self._mean_over
+        step = Step(factor / automatic_factor, self._loss_scaling.value, self._round_into)
         max_norm = float(self._converted.value("max_grad_norm"))
         work = [(self._slots[name], gradient) for name, gradient in self._gradients.items()]
         if math.isinf(max_norm):
@@ -229,9 +229,7 @@ class DeviceOptimizer:
         self._gradients[name] = total.add_(gradient)
 
     def _apply_clipped(self, work: Iterable[Tuple[Slot, torch.Tensor]], step: Step, max_norm: float) -> None:
-        prepared = [
-            (slot, gradient, RULES[slot.variant].prepare(slot, gradient, step)) for slot, gradient in work
-        ]
+        prepared = [(slot, gradient, RULES[slot.variant].prepare(slot, gradient, step)) for slot, gradient in work]
         squares = [
             float(tensor.double().square().sum()) / RULES[slot.variant].clip_divisor(slot) ** 2
             for slot, _, tensor in prepared

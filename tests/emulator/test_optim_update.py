@@ -203,6 +203,17 @@ class TestReduction:
         device.compiled.apply()
         assert_same(device.weights, {name: w - 0.1 * w for name, w in before.items()})
 
+    @pytest.mark.parametrize("strategy", [enums.MeanReductionStrategy.Post, enums.MeanReductionStrategy.Running])
+    def test_mean_counts_the_replicas_of_all_processes(self, strategy):
+        options = Options()
+        options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
+        device = Device(lambda p: optim.SGD(p, lr=0.1), options, accumulation=2, replicas=2)
+        before = starting_weights()
+        for _ in range(2):  # one of two replicas belongs to another process
+            device.compiled.accumulate(before, 1)
+        device.compiled.apply()
+        assert_same(device.weights, {name: w - 0.1 * w / 2 for name, w in before.items()})
+
     def test_gradients_handed_over_are_not_changed(self):
         device = Device(lambda p: optim.SGD(p, lr=0.1), accumulation=2)
         gradients = gradients_of(starting_weights(), 1.0)
