@@ -42,9 +42,7 @@ def lamb_step(
             own["step"] += 1
             first = own["exp_avg"].mul_(beta1).add_(weight.grad, alpha=1 - beta1)
             second = own["exp_avg_sq"].mul_(beta2).addcmul_(weight.grad, weight.grad, value=1 - beta2)
-            correction1, correction2 = (
-                bias_corrections(beta1, beta2, own["step"]) if bias_correction else (1.0, 1.0)
-            )
+            correction1, correction2 = bias_corrections(beta1, beta2, own["step"]) if bias_correction else (1.0, 1.0)
             direction = (first / correction1) / ((second / correction2).sqrt() + group["eps"])
             direction.add_(weight, alpha=group["weight_decay"])
             ratio = trust_ratio(weight, direction, group["max_weight_norm"])

@@ -330,9 +330,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         first_order_momentum_accum_type: Optional[torch.dtype] = None,
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
     ) -> None:
-        given = explicit_only(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_weight_norm=max_weight_norm
-        )
+        given = explicit_only(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_weight_norm=max_weight_norm)
         defaults = {
             "lr": 1e-3,
             "betas": (0.9, 0.999),
