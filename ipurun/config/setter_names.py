@@ -15,7 +15,6 @@ __all__ = [
     "enum_members",
     "group_names",
     "option_setters",
-    "popart_kind",
     "popart_keys",
 ]
 
@@ -101,11 +100,6 @@ def popart_keys() -> Mapping[str, str]:
         for key in (*group.get("storage_defaults", ()), *group.get("keys_absent_until_set", ()))
     }
     return {key: kind for key, kind in kinds.items() if key not in own and "_" not in key and key != "logDir"}
-
-
-def popart_kind(key: str) -> Optional[str]:
-    """The kind of value that a PopART option takes; None when there is no such option."""
-    return popart_keys().get(key)
 
 
 def _classes() -> Mapping[str, Any]:

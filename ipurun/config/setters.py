@@ -110,6 +110,10 @@ def _arguments(setter: Setter, value: Any) -> Iterator[Tuple[Sequence[Any], Mapp
         # A setter without arguments is a switch: false leaves it alone.
         if value is not False:
             yield ((), {}) if value is True or value in ([], {}) else ((value,), {})
+    elif isinstance(value, bool) and not parameters[0].required and "bool" not in parameters[0].annotation:
+        # So is one that has a default for all of them (enableProfiling, useOfflineIpuTarget).
+        if value:
+            yield (), {}
     elif parameters[0].variadic:
         yield value if isinstance(value, list) else [value], {}
     elif len(parameters) > 1 and isinstance(value, Mapping) and set(value) <= names:

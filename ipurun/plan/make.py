@@ -52,6 +52,7 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
     )
     inference_options = _inference_options(config, facts, numbers, given, storage, found)
     _note_host_schedule(config, numbers, found)
+    _note_never_attached(training_options, found)
     checkpoints = [
         module
         for pattern in config.recompute.checkpoints
@@ -101,6 +102,14 @@ def _given(config: RunConfig, found: Findings) -> Given:
         file, problems = read_conf(config.poptorch_conf)
         found.problems += problems
     return Given(file, options, inference)
+
+
+def _note_never_attached(calls: Sequence[Call], found: Findings) -> None:
+    offline = last_call("useOfflineIpuTarget", calls)
+    connection = last_call("connectionType", calls)
+    if offline or (connection and str(connection.args[0]).endswith(".Never")):
+        origin = (offline or connection or calls[0]).origin
+        found.note(f"{origin}: the model can be compiled and not run, because no device is attached")
 
 
 def _note_processes(given: Given, environ: Mapping[str, str], found: Findings) -> None:

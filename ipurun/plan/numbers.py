@@ -11,7 +11,7 @@ from ipurun.plan.chosen import is_set
 from ipurun.plan.devices import MAX_IPUS, Request, is_power_of_two, next_power_of_two, share_devices
 from ipurun.plan.findings import Findings
 from ipurun.plan.options_program import last_call
-from ipurun.plan.placement import Layout, lay_out
+from ipurun.plan.placement import Layout, lay_out, names_first_block
 from ipurun.plan.types import Batch, Call, Devices, Facts
 
 __all__ = ["Given", "Numbers", "is_pipelined", "settle"]
@@ -45,12 +45,13 @@ class Numbers:
     inference: Batch
     layout: Layout
     inference_layout: Layout
-    auto_round: bool
 
 
 def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
     """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
-    layout = lay_out(config.pipeline.split, config.pipeline.strategy, facts.module_names, "pipeline.split", found)
+    pipeline, modules = config.pipeline, facts.module_names
+    named = names_first_block(given.argument("setExecutionStrategy"))
+    layout = lay_out(pipeline.split, pipeline.strategy, modules, "pipeline.split", found, named_start=named)
     layout = _self_placed(config, layout, found)
     auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
@@ -60,12 +61,13 @@ def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Nu
     pipelined = is_pipelined(config, given.options, given.file)
     training = _training_batch(config, given, devices, group_size, layout, pipelined, found)
     inference_layout = layout
-    if config.inference.split is not None:
-        inference_layout = lay_out(
-            config.inference.split, config.pipeline.strategy, facts.module_names, "inference.split", found
-        )
+    named = named or names_first_block(given.inference_argument("setExecutionStrategy"))
+    split = pipeline.split if config.inference.split is None else config.inference.split
+    if config.inference.split is not None or named:
+        key = "pipeline.split" if config.inference.split is None else "inference.split"
+        inference_layout = lay_out(split, pipeline.strategy, modules, key, found, named_start=named)
     inference = _inference_batch(config, given, devices, training, inference_layout, auto_round, found)
-    return Numbers(devices, training, inference, layout, inference_layout, auto_round)
+    return Numbers(devices, training, inference, layout, inference_layout)
 
 
 def _self_placed(config: RunConfig, layout: Layout, found: Findings) -> Layout:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 from ipurun.config.device_schema import PipelineConfig
 from ipurun.plan.findings import Findings
 from ipurun.plan.patterns import find_module
 from ipurun.plan.types import Call, Placement, Symbol
 
-__all__ = ["Layout", "lay_out", "strategy_call"]
+__all__ = ["Layout", "lay_out", "names_first_block", "strategy_call"]
 
 _AUTO_STAGES = {"auto": "SameAsIpu", "same_as_ipu": "SameAsIpu", "auto_increment": "AutoIncrement"}
 _FIRST_BLOCK = "first"
@@ -31,7 +31,15 @@ class Layout:
     blocks: int
 
 
-def lay_out(split: Sequence[str], strategy: str, module_names: Sequence[str], key: str, found: Findings) -> Layout:
+def lay_out(
+    split: Sequence[str],
+    strategy: str,
+    module_names: Sequence[str],
+    key: str,
+    found: Findings,
+    *,
+    named_start: bool = False,
+) -> Layout:
     """Blocks for a list of modules at which the next IPU (or phase) begins.
 
     Args:
@@ -40,6 +48,7 @@ def lay_out(split: Sequence[str], strategy: str, module_names: Sequence[str], ke
         module_names: Modules of the model in order of definition; empty: not known, and not checked.
         key: The config key of the split.
         found: Takes the problems.
+        named_start: Whether the beginning of the model has to be a block with a name, too.
     """
     modules: List[str] = []
     for name in split:
@@ -47,20 +56,29 @@ def lay_out(split: Sequence[str], strategy: str, module_names: Sequence[str], ke
         if module in modules:
             found.problem(f"`{key}` names `{name}` twice", seen=str(list(split)), fix="name each module once")
         modules.append(module or name)
-    phased = strategy.endswith("phased")
     placements = [Placement(module, _ipu(index, strategy), module) for index, module in enumerate(modules, start=1)]
-    if phased:
+    phased = strategy.endswith("phased")
+    if phased or named_start:
         # Phases list their blocks, so that nothing may run outside of one.
         placements.insert(0, Placement("", 0, _FIRST_BLOCK))
-        if not modules:
-            found.problem(
-                "phased execution needs phases",
-                seen=f"pipeline.strategy={strategy}, {key}=[]",
-                fix=f"{key}=[MODULE, ...], each next phase beginning at one of them",
-            )
+    if phased and not modules:
+        found.problem(
+            "phased execution needs phases",
+            seen=f"pipeline.strategy={strategy}, {key}=[]",
+            fix=f"{key}=[MODULE, ...], each next phase beginning at one of them",
+        )
     _check_order(modules, module_names, key, found)
     ipus = {"serial_phased": 1, "parallel_phased": 2}.get(strategy, len(modules) + 1)
     return Layout(tuple(placements), ipus, len(modules) + 1)
+
+
+def names_first_block(value: Any) -> bool:
+    """Whether a strategy written by the user speaks of the block at the model's beginning."""
+    if isinstance(value, Call):
+        return any(names_first_block(argument) for argument in value.args)
+    if isinstance(value, (list, tuple)):
+        return any(names_first_block(item) for item in value)
+    return bool(value == _FIRST_BLOCK)
 
 
 def _ipu(index: int, strategy: str) -> int:

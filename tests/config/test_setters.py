@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from ipurun.config.setter_names import option_setters, popart_keys
@@ -105,6 +107,8 @@ def test_engine_options_are_texts():
 def test_setters_without_arguments_are_switches():
     assert calls_of({"disableModuleNamescope": True}) == [("disableModuleNamescope", ())]
     assert calls_of({"disableModuleNamescope": False, "Distributed": {"disable": None}}) == []
+    assert calls_of({"enableProfiling": True, "useOfflineIpuTarget": False}) == [("enableProfiling", ())]
+    assert calls_of({"autoRoundNumIPUs": False}) == [("autoRoundNumIPUs", (False,))]  # a bool is its argument
 
 
 def test_null_unsets():
@@ -194,6 +198,11 @@ def test_the_manifest_and_the_emulator_name_the_same_setters():
         for part in path.split("."):
             target = getattr(target, part)
         assert callable(target), path
+
+
+def test_the_how_to_lists_every_setter():
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "poptorch-options.md").read_text(encoding="utf-8")
+    assert [path for path in option_setters() if f"`{path}`" not in page] == []
 
 
 def test_options_of_poptorch_itself_are_not_popart_keys():

@@ -84,6 +84,16 @@ def test_serial_phases_run_on_one_ipu_and_cover_the_whole_model(plan_of, compose
     }
 
 
+def test_a_strategy_of_options_may_name_the_beginning(plan_of, composed):
+    keys = {
+        "pipeline.split": ["fc"],
+        "options": {"setExecutionStrategy": {"ShardedExecution": ["first", "fc"]}},
+    }
+    plan = plan_of(keys)
+    assert [(placement.module, placement.block_id) for placement in plan.placements] == [("", "first"), ("fc", "fc")]
+    assert composed(keys)._execution_strategy.stage("first").blocks == ("first",)
+
+
 def test_parallel_phases_alternate_between_two_ipus(plan_of):
     plan = plan_of({"pipeline.split": ["body", "fc"], "pipeline.strategy": "parallel_phased"})
     assert plan.devices.per_replica == 2
