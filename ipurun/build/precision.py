@@ -22,14 +22,13 @@ def cast_weights(model: nn.Module, precision: str, rules: Mapping[str, str]) -> 
         precision: ``<operations>.<weights>``.
         rules: Module name -> ``16`` or ``32``; inner modules win over outer ones.
     """
-    operations, weights = precision.split(".")
-    if weights == "16":
+    if precision.endswith(".16"):
         model.half()
     for name, word in _outer_first(rules):
         module = model.get_submodule(name)
         if word == "32":
             module.float()
-        elif operations == "32":
+        elif precision != "16.32":  # which keeps weights in float32 whatever computes in half
             module.half()
 
 

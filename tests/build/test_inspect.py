@@ -1,0 +1,112 @@
+"""Inspection: the facts of a model and its data, and all problems of a config at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from run_harness import config, inspected
+from run_toys import Net
+
+from ipurun import engine
+from ipurun.build.inspect import inspect
+from ipurun.build.sampling import seeded
+from ipurun.errors import ConfigError
+
+
+def test_facts() -> None:
+    facts = inspected(config(data={"_target_": "run_toys.triple"})).facts
+    assert (facts.engine, facts.available_ipus, facts.train_samples) == ("cpu", None, 32)
+    assert facts.split_samples == {"eval": 8, "test": 6}
+    assert facts.module_names == ("first", "drop", "second")
+    assert facts.parameters == 4 * 8 + 8 + 8 * 3 + 3
+    assert facts.changing_buffers == () and facts.returns_loss is False
+
+
+def test_a_stream_has_no_length() -> None:
+    facts = inspected(config(data={"_target_": "run_toys.Stream"})).facts
+    assert facts.train_samples is None
+
+
+def test_samples_are_those_that_the_sampler_draws() -> None:
+    assert inspected(config(loader__sampler={"_target_": "run_toys.EveryOther"})).facts.train_samples == 16
+    batches = {"_target_": "torch.utils.data.BatchSampler", "drop_last": True}
+    facts = inspected(config(loader__batch_sampler=batches, micro_batch_size=5)).facts
+    assert facts.train_samples == 30
+
+
+def test_statistics_of_norm_layers_change() -> None:
+    facts = inspected(config(model={"_target_": "run_toys.NormNet"})).facts
+    assert facts.changing_buffers == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+
+
+def test_buffers_that_forward_writes_are_found_and_put_back() -> None:
+    subject = inspected(config(model={"_target_": "run_toys.CountingNet"}))
+    assert subject.facts.changing_buffers == ("calls",)
+    assert subject.model.calls.item() == 0 and subject.model.training
+
+
+def test_the_trial_does_not_disturb_random_states() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    inspected(config(model={"_target_": "run_toys.CountingNet"}))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(99)
+    first = inspected(config(seed=4)).model.state_dict()
+    with seeded(4):
+        expected = Net().state_dict()
+    assert all(torch.equal(first[name], expected[name]) for name in expected)
+
+
+def test_without_data() -> None:
+    subject = inspect(config(data={}), engine.load("cpu"), need_data=False)
+    assert subject.splits == {} and subject.facts.train_samples is None
+
+
+def test_all_problems_are_reported_together() -> None:
+    wrong = config(
+        model={"_target_": "run_toys.Net", "widht": 3},
+        data={"_target_": "run_toys.Pionts"},
+        loss__name="CrossEntropyLos",
+        optimizer={"_target_": "poptorch.optim.SDG"},
+        schedule={"_target_": "ipurun.train.schedule.cosin"},
+        metrics={"accuracy": {"ignor": 1}},
+        loader__collate="run_toys.nothing",
+    )
+    with pytest.raises(ConfigError) as caught:
+        inspected(wrong)
+    text = str(caught.value)
+    for part in ("widht", "Pionts", "CrossEntropyLos", "SDG", "cosin", "ignor", "nothing"):
+        assert part in text
+    assert len(caught.value.problems) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model": {}}, "no model"),
+        ({"data": {}}, "no data"),
+        ({"model": {"_target_": "run_toys.pair"}}, "no torch.nn.Module"),
+        ({"data": {"_target_": "run_toys.Points", "length": 0}}, "is empty"),
+        ({"data": {"_target_": "run_toys.pair", "evaluation": 0}}, "split `eval` of the data is empty"),
+        ({"eval__split": "tset"}, "tset"),
+        ({"monitor": "acc"}, "monitor=acc"),
+        ({"checkpoint__best": "acc"}, "checkpoint.best=acc"),
+        ({"metrics": {"accuracy": {"on": ["train"]}}, "monitor": "accuracy"}, "monitor=accuracy"),
+    ],
+)
+def test_single_problems(changes: Any, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inspected(config(**changes))
+    assert len(caught.value.problems) == 1 and part in str(caught.value)
+
+
+def test_problems_of_model_and_data_are_both_found_when_making_them() -> None:
+    with pytest.raises(ConfigError) as caught:
+        inspected(config(model={"_target_": "run_toys.Net", "width": -1}, data={"_target_": "run_toys.no_data"}))
+    assert len(caught.value.problems) == 2

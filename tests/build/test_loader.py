@@ -1,0 +1,173 @@
+"""Loaders: the order of samples, samplers of all kinds, positions in an epoch, full batches for inference."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, List
+
+import pytest
+import torch
+from run_harness import built, config, inspected
+from run_toys import Points
+from torch.utils.data import default_collate
+
+from ipurun import emulator
+from ipurun.build.loader import TrainLoader
+from ipurun.build.sampling import EpochOrder, PaddedOrder, Resumable, seed_of, seeded
+from ipurun.config.schema import LoaderConfig
+from ipurun.errors import ConfigError
+from ipurun.plan.types import Batch
+
+SAMPLERS = "torch.utils.data."
+
+
+def _labels(run: Any, epochs: int = 1) -> List[List[float]]:
+    """First coordinates of every batch, which tell the samples apart."""
+    return [batch[0][:, 0].tolist() for _ in range(epochs) for batch in run.train_loader.epoch()]
+
+
+def _coordinates(indices: List[int]) -> List[float]:
+    return Points(32).x[indices, 0].tolist()
+
+
+def test_batches_hold_a_whole_host_call() -> None:
+    run = built(device_iterations=2, devices=2, loader__shuffle=False)
+    run.train_loader.start()
+    assert _labels(run) == [_coordinates(list(range(16))), _coordinates(list(range(16, 32)))]
+
+
+def test_shuffle_is_a_function_of_seed_and_epoch() -> None:
+    first, second, other = built(), built(), built(seed=1)
+    for run in (first, second, other):
+        run.train_loader.start()
+    epochs = _labels(first, 2)
+    assert epochs == _labels(second, 2) != _labels(other, 2)
+    assert epochs[:8] != epochs[8:]
+    assert sorted(itertools.chain(*epochs[:8])) == sorted(_coordinates(list(range(32))))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("epoch", "skip"), [(0, 0), (0, 3), (1, 0), (2, 7)])
+def test_any_position_gives_the_same_batches(workers: int, epoch: int, skip: int) -> None:
+    straight, resumed = built(), built(loader__workers=workers)
+    straight.train_loader.start()
+    everything = _labels(straight, 3)
+    resumed.train_loader.start(epoch, skip)
+    assert _labels(resumed, 3 - epoch) == everything[epoch * 8 + skip :]
+    resumed.train_loader.close()
+
+
+@pytest.mark.parametrize("mode", ["async", "async_rebatched"])
+def test_background_loading_gives_the_same_batches(mode: str) -> None:
+    straight, background = built(), built(loader__mode=mode, loader__workers=1)
+    straight.train_loader.start()
+    everything = _labels(straight, 2)
+    background.train_loader.start(0, 2)
+    try:
+        assert _labels(background, 2) == everything[2:]
+    finally:
+        background.train_loader.close()
+
+
+def test_a_stream_is_read_up_to_the_position() -> None:
+    run = built(data={"_target_": "run_toys.Stream"})
+    run.train_loader.start(0, 5)
+    assert _labels(run) == [_coordinates(list(range(start, start + 4))) for start in (20, 24, 28)]
+    assert len(_labels(run)) == 8
+
+
+def test_a_sampler_by_target() -> None:
+    run = built(loader__sampler={"_target_": "run_toys.EveryOther"})
+    run.train_loader.start()
+    assert _labels(run) == [_coordinates(list(range(start, start + 8, 2))) for start in (0, 8, 16, 24)]
+    assert run.plan.steps.calls_per_epoch == 4
+
+
+def test_a_sampler_that_takes_no_data_set() -> None:
+    sampler = {"_target_": SAMPLERS + "SubsetRandomSampler", "indices": [1, 5, 9, 13]}
+    run = built(loader__sampler=sampler)
+    run.train_loader.start()
+    first, second = _labels(run), _labels(run)
+    assert sorted(first[0]) == sorted(_coordinates([1, 5, 9, 13])) and len(first) == 1
+    run.train_loader.start()
+    assert _labels(run) == first and _labels(run) == second
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_sampler_yields_micro_batches(devices: int) -> None:
+    run = built(loader__batch_sampler={"_target_": SAMPLERS + "BatchSampler"}, loader__shuffle=False, devices=devices)
+    run.train_loader.start()
+    size = 4 * devices
+    expected = [_coordinates(list(range(start, start + size))) for start in range(0, 32, size)]
+    assert _labels(run) == expected
+    run.train_loader.start(0, 2)
+    assert _labels(run) == expected[2:]
+
+
+def test_epochs_of_a_batch_sampler_are_shuffled() -> None:
+    run = built(loader__batch_sampler={"_target_": SAMPLERS + "BatchSampler"})
+    run.train_loader.start()
+    first, second = _labels(run), _labels(run)
+    assert first != second and sorted(itertools.chain(*first)) == sorted(itertools.chain(*second))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"loader__sampler": {"_target_": "run_toys.EveryOthr"}}, "EveryOthr"),
+        ({"loader__sampler": {"_target_": "run_toys.EveryOther", "step": 3}}, "`step`"),
+        ({"loader__sampler": {"weights": 3}}, "has no `_target_`"),
+        ({"loader__sampler": {"_target_": SAMPLERS + "WeightedRandomSampler", "weights": [1.0]}}, "num_samples"),
+        (
+            {"loader__sampler": {"_target_": "run_toys.EveryOther"}, "loader__batch_sampler": {"_target_": "a.b"}},
+            "exclude each other",
+        ),
+        ({"loader__collate": "run_toys.nothing"}, "nothing"),
+        (
+            {"loader__sampler": {"_target_": "run_toys.EveryOther"}, "data": {"_target_": "run_toys.Stream"}},
+            "an iterable data set has no sampler",
+        ),
+    ],
+)
+def test_wrong_loaders(changes: Any, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        inspected(config(**changes))
+
+
+def test_a_collate_function_of_ones_own() -> None:
+    run = built(loader__collate="collate_for_tests.twice", loader__shuffle=False)
+    run.train_loader.start()
+    assert _labels(run)[0] == [2 * value for value in _coordinates([0, 1, 2, 3])]
+
+
+def test_what_the_engine_refuses_is_a_config_error() -> None:
+    batch = Batch(micro_batch_size=1, device_iterations=1, gradient_accumulation=1, replicas=1)
+    settings = LoaderConfig(mode="async_rebatched")
+    loader = TrainLoader(emulator, emulator.Options(), Points(32), settings, batch, 0, default_collate)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        loader.start()
+
+
+def test_orders() -> None:
+    assert list(EpochOrder(4, 0, shuffle=False)) == [0, 1, 2, 3]
+    assert list(PaddedOrder(5, 4)) == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert list(PaddedOrder(8, 4)) == list(range(8))
+    assert list(PaddedOrder(1, 3)) == [0, 0, 0]
+    order = Resumable(EpochOrder(4, 0, shuffle=False), seed=0, skip=3)
+    assert len(order) == 1 and list(order) == [3] and len(order) == 4 and list(order) == [0, 1, 2, 3]
+
+
+def test_seeds_of_neighbours_differ() -> None:
+    assert len({seed_of(seed, epoch) for seed in range(20) for epoch in range(20)}) == 400
+    assert seed_of(1, 2) != seed_of(2, 1)
+
+
+def test_seeded_leaves_the_global_state_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with seeded(9):
+        inside = torch.rand(3)
+    assert torch.equal(torch.rand(3), expected)
+    with seeded(9):
+        assert torch.equal(torch.rand(3), inside)

@@ -1,0 +1,108 @@
+"""Which engine a run gets, with and without a PopTorch on the machine (a stand-in here)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ipurun import engine
+from ipurun.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def poptorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a module called poptorch where the SDK's would be."""
+    monkeypatch.delitem(sys.modules, "poptorch", raising=False)
+
+    def install(ipus: int = 0, body: str = "") -> None:
+        (tmp_path / "poptorch.py").write_text(
+            f"__version__ = '3.4.0'\n{body}\ndef ipuHardwareIsAvailable(n=1):\n    return n <= {ipus}\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield install
+    sys.modules.pop("poptorch", None)
+
+
+def test_cpu_is_the_emulator() -> None:
+    found = engine.load("cpu")
+    assert found.kind == "cpu" and found.module.__name__ == "ipurun.emulator"
+    assert found.version.startswith("emulator of PopTorch 3.4") and found.available_ipus is None
+
+
+def test_auto_is_the_cpu_without_poptorch() -> None:
+    assert engine.load("auto").kind == "cpu"
+
+
+@pytest.mark.parametrize("choice", ["ipu", "ipu_model"])
+def test_hardware_without_poptorch_is_one_clear_block(choice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine.load(choice)
+    assert len(caught.value.problems) == 1
+    assert f"`engine={choice}` needs PopTorch" in str(caught.value) and "engine=cpu" in str(caught.value)
+
+
+def test_the_emulator_in_its_place_is_not_taken_for_poptorch() -> None:
+    engine.load("cpu")
+    assert "poptorch" in sys.modules
+    with pytest.raises(ConfigError, match="not installed"):
+        engine.load("ipu")
+
+
+def test_models_for_ipus_import_poptorch_on_the_cpu() -> None:
+    code = "from ipurun import engine; engine.load('cpu'); import poptorch, poptorch.optim; print(poptorch.optim.SGD)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_real_hardware(poptorch) -> None:
+    poptorch(ipus=16)
+    for choice in ("auto", "ipu"):
+        found = engine.load(choice)
+        assert (found.kind, found.available_ipus, found.version) == ("ipu", 16, "PopTorch 3.4.0")
+    assert engine.load("cpu").module.__name__ == "ipurun.emulator"
+
+
+def test_poptorch_without_an_ipu(poptorch) -> None:
+    poptorch(ipus=0)
+    assert engine.load("auto").kind == "cpu"
+    assert engine.load("ipu_model").kind == "ipu_model"
+    with pytest.raises(ConfigError, match="finds no IPU"):
+        engine.load("ipu")
+
+
+def test_a_broken_sdk_shows_its_cause(poptorch) -> None:
+    poptorch(body="raise ImportError('libpoplar.so: cannot open shared object file')")
+    with pytest.raises(ConfigError, match=r"libpoplar\.so"):
+        engine.load("ipu")
+    found = engine.probe()
+    assert found["poptorch"] is None and "libpoplar.so" in found["poptorch_problem"]
+    assert found["engine"] == "cpu"
+
+
+def test_auto_with_a_broken_sdk_says_so_rather_than_train_slowly(poptorch) -> None:
+    poptorch(body="raise ImportError('libpoplar.so')")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        engine.load("auto")
+
+
+def test_probe_tells_versions(poptorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_IPU_MODEL", "1")
+    poptorch(ipus=4)
+    found = engine.probe()
+    assert found["poptorch"] == "3.4.0" and found["ipus"] == 4 and found["engine"] == "ipu"
+    assert found["torch"] and found["python"]
+    assert found["environment"]["POPTORCH_IPU_MODEL"] == "1"
