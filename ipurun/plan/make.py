@@ -21,6 +21,7 @@ from ipurun.plan.own_options import OwnCalls, resolved_calls, shared_calls, trai
 from ipurun.plan.patterns import match_modules
 from ipurun.plan.precision import module_precisions, normal_precision, note_loss_scale
 from ipurun.plan.profile import Profile, plan_profile
+from ipurun.plan.sane import sane_config
 from ipurun.plan.steps import count_steps
 from ipurun.plan.types import Call, Facts, Plan
 
@@ -33,6 +34,7 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
     """Everything that a run will do; see `ipurun.plan.make_plan`."""
     environ = os.environ if environ is None else environ
     found = Findings(facts.notes)
+    config = sane_config(config, found)
     name = config.name or "run"
     given = _given(config, found)
     _note_processes(given, environ, found)

@@ -91,7 +91,7 @@ def _arguments(
         elif name not in known:
             close = nearest(name, known)
             found.problem(
-                f"`{target}` has no argument `{name}`",
+                f"`{key}.{name}`: {target} has no argument `{name}`",
                 seen=f"{key}.{name}={value}",
                 known=listing(close or known),
                 fix=f"{key}.{close[0]}={value}" if close else f"~{key}.{name}",
@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 def _refuse_clipping(target: str, key: str, values: Mapping[str, Any], found: Findings) -> None:
     found.problem(
-        f"`{target}` cannot clip gradients",
+        f"`{key}.max_grad_norm`: {target} cannot clip gradients",
         seen=f"{key}.max_grad_norm={values['max_grad_norm']}",
         known="poptorch.optim.SGD, poptorch.optim.Adam and poptorch.optim.AdamW can",
         fix=f"{key}._target_=poptorch.optim.AdamW, or leave max_grad_norm out",

@@ -94,3 +94,22 @@ def test_all_problems_come_together(problems_of):
     text = " ".join(problem.what for problem in problems)
     for word in ("`devices`", "global_batch_size", "fcc", "io_tiles", "clip", "deviceIteration"):
         assert word in text
+
+
+def test_single_values_out_of_range_do_not_hide_other_problems(problems_of):
+    problems = problems_of(
+        {
+            "device_iterations": 0,
+            "micro_batch_size": -2,
+            "pipeline.strategy": "sideways",
+            "partials": "double",
+            "replication.reduction": "max",
+            "recompute.mode": "some",
+            "output.mode": "most",
+            "devices": 3,
+        }
+    )
+    named = " ".join(problem.what for problem in problems)
+    for key in ("device_iterations", "micro_batch_size", "sideways", "double", "max", "some", "most", "`devices`"):
+        assert key in named
+    assert len(problems) == 8
