@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterable, List
 
 import torch
 
 from ipurun.emulator._graph import Graph, Value, values_in
+from ipurun.emulator._logging import native_logger
+from ipurun.emulator.enums import OutputMode
 
 __all__ = ["Anchors"]
 
@@ -28,19 +30,21 @@ class Anchors:
         self._weights = [item.name for item in graph.inputs_of("parameter", "buffer")]
         self._grads = list(graph.grads)
         self.values: Dict[str, torch.Tensor] = {}
+        """The last value of each anchored tensor, by its short name."""
         self.in_graph: Dict[str, Value] = {}
         self.of_weights: Dict[str, str] = {}
         for short, entry in requested.items():
-            long_name = entry[0]
+            long_name, _, mode, period = entry
+            native_logger.debug("Anchor %s %s/%d", long_name, _mode_name(mode), period)
             value = self._values.get(long_name, self._values.get(_without_prefix(long_name)))
             if value is not None:
                 self.in_graph[short] = value
             else:
                 self.of_weights[short] = long_name
 
-    def names(self) -> List[str]:
-        """Returns every long name that can be anchored."""
-        return [*self._values, *self._weights, *(_UPDATED + name for name in self._grads)]
+    def names(self, state: Iterable[str] = ()) -> List[str]:
+        """Returns every long name that can be anchored, with those of the optimizer's state."""
+        return [*self._values, *self._weights, *(_UPDATED + name for name in self._grads), *state]
 
     def read_weights(self, weights: Dict[str, torch.Tensor], state: Dict[str, torch.Tensor]) -> None:
         """Keeps the values of anchored weights and optimizer state after a call."""
@@ -50,6 +54,11 @@ class Anchors:
                 for candidate in (name, _without_prefix(name)):
                     if candidate in table:
                         self.values[short] = table[candidate].detach().clone()
+
+
+def _mode_name(mode: int) -> str:
+    name = OutputMode(mode).name
+    return name if name == "Sum" else name.upper()
 
 
 def _without_prefix(name: str) -> str:

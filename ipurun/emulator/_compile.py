@@ -13,6 +13,7 @@ from ipurun.emulator._executable import Executable
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._inputs import Arguments
 from ipurun.emulator._model_guard import named_tensors, on_device
+from ipurun.emulator._placement_log import log_placement
 from ipurun.emulator._random_streams import RandomStreams, host_generator_kept
 from ipurun.emulator._tracing import Recorder
 from ipurun.emulator._weights import DeviceWeights, ReplicaGroups
@@ -66,11 +67,12 @@ def compile_model(
                 modules=dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {},
                 check_op=_supported.op_checker(),
                 before_backward=lambda recorder, returned: _compile_checks.check_forward(
-                    recorder, returned, layout, training
+                    recorder, returned, layout, training=training, input_names=arguments.tensor_names()
                 ),
             )
     strategy.onEndTracing()
-    executable = Executable(captured, weights, layout, streams)
+    log_placement(captured.graph, options)
+    executable = Executable(captured, weights, layout, streams, options.anchored_tensors)
     _compile_checks.check_buffers(executable.written_buffers, options, layout)
     if layout.replicas > 1:
         weights.separate_buffers(executable.written_buffers)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, List
+from typing import Any, List, Sequence
 
 from ipurun.emulator import _hardware, _option_checks
 from ipurun.emulator._batching import BatchLayout
 from ipurun.emulator._graph import Graph, Node
 from ipurun.emulator._impl import createNativeError, createPoptorchError
 from ipurun.emulator._logging import native_logger
+from ipurun.emulator._overlap_checks import check_overlap
 from ipurun.emulator._strategies import PipelinedExecution, ShardedExecution
+from ipurun.emulator._structures import tensors_in
 from ipurun.emulator._tracing import Recorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 
@@ -46,13 +48,26 @@ def num_ipus(graph: Graph) -> int:
     return max([len(used), *(ipu + 1 for ipu in used)]) if used else 0
 
 
-def check_forward(recorder: Recorder, returned: Any, layout: BatchLayout, training: bool) -> None:
-    """Raises for a forward pass whose blocks or shapes do not fit the options."""
+def check_forward(
+    recorder: Recorder, returned: Any, layout: BatchLayout, *, training: bool, input_names: Sequence[str]
+) -> None:
+    """Raises for a forward pass whose blocks, marks or shapes do not fit the options.
+
+    Args:
+        recorder: The recorder, after forward and before backward.
+        returned: What forward returned.
+        layout: How a call is cut into micro-batches.
+        training: Whether the model is trained.
+        input_names: Names of the tensors among the arguments, for messages.
+    """
     options = recorder.options
     _check_pipeline(recorder, layout, training)
     total = num_ipus(recorder.graph) * layout.replicas
     if total > _MAX_IPUS:
-        raise createNativeError(f"Too many IPUs requested: {total}, the maximum is {_MAX_IPUS}.")
+        raise createNativeError(
+            f"Too many IPUs requested ({total}). Experiments that need more than {_MAX_IPUS} IPUs must be "
+            "distributed over several processes (PopRun)."
+        )
     power = 1
     while power < total:
         power *= 2
@@ -66,6 +81,7 @@ def check_forward(recorder: Recorder, returned: Any, layout: BatchLayout, traini
         )
     for node in recorder.graph.nodes:
         _check_not_empty(recorder.graph, node)
+    check_overlap(recorder, list(tensors_in(returned)), input_names)
 
 
 def _check_not_empty(graph: Graph, node: Node) -> None:

@@ -43,7 +43,7 @@ class Executable:
         layout: BatchLayout,
         streams: RandomStreams,
         anchors: Optional[Dict[str, Any]] = None,
-        make_replay: Callable[[Any], Replay] = generate,
+        make_replay: Callable[..., Replay] = generate,
     ) -> None:
         self.captured = captured
         self.graph = captured.graph
@@ -53,9 +53,14 @@ class Executable:
         self.optimizer: Optional[Any] = None
         self.timestamps = Timestamps()
         self.anchors = Anchors(self.graph, anchors or {})
-        self._replay = make_replay(self.graph)
-        self.chunks = ChunkRunner(self.graph, enabled=make_replay is generate and not weights.groups)
+        self._anchored = list(self.anchors.in_graph.values())
+        self._replay = make_replay(
+            self.graph, results=[*self.graph.outputs, *self.graph.grads.values(), *self._anchored]
+        )
+        plain = make_replay is generate and not weights.groups and not self._anchored
+        self.chunks = ChunkRunner(self.graph, enabled=plain)
         self._is_random = any(node.is_random for node in self.graph.nodes)
+        self._anchor_results: Sequence[torch.Tensor] = ()
         self._grad_names = list(self.graph.grads)
         self._num_outputs = len(captured.output_values)
         self._varying = [value in self.graph.varying for value in captured.output_values]
@@ -81,6 +86,7 @@ class Executable:
         self.timestamps.begin_call()
         pieces = [self.layout.cut(tensor) for tensor in tensors]
         collector = OutputCollector(self.layout, self._varying)
+        self._anchor_collector = OutputCollector(self.layout, [True] * len(self._anchored))
         guard = host_generator_kept() if self._is_random else contextlib.nullcontext()
         runs = self.layout.runs()
         # Weights change after each iteration of training; in inference all runs of a call are alike.
@@ -90,6 +96,7 @@ class Executable:
                 self._run_block(runs[start : start + block_size], tensors, pieces, collector)
         self.streams.advance(self.layout.device_iterations * self.layout.accumulation)
         results = collector.results()
+        self._keep_anchors()
         self.timestamps.end_call()
         return rebuild(self.captured.returned, iter(results))
 
@@ -146,9 +153,24 @@ class Executable:
             self.chunks.collect(self.arguments(0, inputs, seed), inputs, outputs, grads, seed)
         if collector.wants(iteration, step):
             collector.add(replica, outputs)
+            self._anchor_collector.add(replica, self._anchor_results)
             self.timestamps.end_run()
         if self.optimizer is not None:
             self.optimizer.accumulate(self._per_group(replica, grads), 1)
+
+    def optimizer_state(self) -> Dict[str, torch.Tensor]:
+        """Returns the tensors of the optimizer on the device by name."""
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.read_state()
+        return {**(state.get("ipu_state") or {}), **(state.get("ipu_param") or {})}
+
+    def _keep_anchors(self) -> None:
+        values = self._anchor_collector.results()
+        self.anchors.values = dict(zip(self.anchors.in_graph, values))
+        if self.anchors.of_weights:
+            buffers = {name: copies[0] for name, copies in self.weights.buffers.items()}
+            self.anchors.read_weights({**self.weights.parameters, **buffers}, self.optimizer_state())
 
     def _stack(self, tensor: torch.Tensor, chunk: Sequence[Run]) -> torch.Tensor:
         """Returns the micro-batches of some runs with a leading dimension for the runs."""
@@ -180,7 +202,9 @@ class Executable:
         self.timestamps.outputs()
         for index in self._written_inputs:
             originals[index].copy_(inputs[index])
-        return results[: self._num_outputs], dict(zip(self._grad_names, results[self._num_outputs :]))
+        num_results = self._num_outputs + len(self._grad_names)
+        self._anchor_results = results[num_results:]
+        return results[: self._num_outputs], dict(zip(self._grad_names, results[self._num_outputs : num_results]))
 
     def arguments(self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]) -> List[Any]:
         """Returns what the graph takes for one run; None for inputs that are not given."""

@@ -125,7 +125,19 @@ class ExecutorOptimizer:
 
     def _connect(self) -> None:
         if self._is_attached and self._device is not None and isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._connect(self._device.read_state)
+            self.optimizer._connect(self._read_state)
+
+    def _read_state(self) -> Dict[str, Dict[str, torch.Tensor]]:
+        """Reads the device's state; a parameter that differs between replicas has a step count for each group."""
+        assert self._executable is not None
+        assert self._executable.optimizer is not None
+        state = self._executable.optimizer.read_state()
+        weights = self._executable.weights
+        for name, group in weights.groups.items():
+            for key, tensor in state["ipu_state"].items():
+                if tensor.dim() == 0 and key.endswith(name):
+                    state["ipu_state"][key] = tensor.expand(group.count(weights.num_replicas)).clone()
+        return state
 
     def _disconnect(self) -> None:
         if isinstance(self.optimizer, PoptorchOptimizer):

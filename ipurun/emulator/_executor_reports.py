@@ -91,7 +91,7 @@ class ExecutorReports:
             AssertionError: If the model is not compiled.
         """
         assert self._executable is not None, "Model is not compiled: getTensorNames needs it compiled"
-        return self._executable.anchors.names()
+        return self._executable.anchors.names(self._executable.optimizer_state())
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
         """Returns the value that an anchored tensor had in the last call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import torch
 
@@ -29,19 +29,27 @@ class Arguments:
     Attributes:
         positional: The positional arguments; named parameters of forward come by position too.
         named: What can only be passed by name.
+        names: Names of the first positional arguments.
     """
 
     positional: List[Any]
     named: Dict[str, Any]
+    names: Sequence[str] = ()
 
     def tensors(self) -> List[torch.Tensor]:
         """Returns every tensor of the arguments in order."""
         return list(tensors_in((self.positional, self.named)))
 
+    def tensor_names(self) -> List[str]:
+        """Returns a name for every tensor, in order: that of the parameter it was passed as."""
+        parameters = [*self.names, *(f"args[{i}]" for i in range(len(self.names), len(self.positional)))]
+        entries = [*zip(parameters, self.positional), *self.named.items()]
+        return [name for name, item in entries for _ in tensors_in(item)]
+
     def with_tensors(self, tensors: List[torch.Tensor]) -> Arguments:
         """Returns the same arguments with other tensors."""
         positional, named = rebuild((self.positional, self.named), iter(tensors))
-        return Arguments(positional, named)
+        return Arguments(positional, named, self.names)
 
 
 class ArgumentParser:
@@ -104,7 +112,7 @@ class ArgumentParser:
             assert not unknown, (
                 f"Unexpected keyword arguments {unknown}: expected {self._names + list(self._keyword_only)}"
             )
-        return Arguments(positional, named)
+        return Arguments(positional, named, self._names)
 
     def on_device(self, arguments: Arguments) -> Arguments:
         """Returns the arguments with their tensors as the device takes them: detached, contiguous, narrow."""

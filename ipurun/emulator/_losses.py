@@ -70,10 +70,9 @@ def find_loss(recorder: Recorder, returned: Sequence[torch.Tensor]) -> torch.Ten
             "use one of torch's loss functions, or wrap your own with poptorch.identity_loss."
         )
     if len(losses) > 1:
-        shapes = ", ".join(str(recorder.graph.specs[value].shape) for value in losses)
         raise createNativeError(
-            f"Multiple independent losses found in graph (shapes {shapes}). "
-            "Combine them and wrap the result with poptorch.identity_loss."
+            "Multiple independent losses found in graph. Graph must have one final loss. "
+            "Wrap final graph loss in poptorch.identity_loss."
         )
     loss = recorder.tensor_of(losses[0])
     if loss.numel() != 1:

@@ -17,7 +17,7 @@ from ipurun.emulator._executor_reports import ExecutorReports
 from ipurun.emulator._faults import raise_requested_fault
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._inputs import ArgumentParser, Arguments, matching_tensors
-from ipurun.emulator._logging import logger
+from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._model_guard import named_tensors
 from ipurun.emulator._parameter_proxy import ParameterProxy
 from ipurun.emulator._printing import module_repr
@@ -26,6 +26,7 @@ from ipurun.emulator._strategies import PipelinedExecution, ShardedExecution
 from ipurun.emulator._weights import ReplicaGroups
 from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
+from ipurun.emulator.profiling import Channel
 
 __all__ = ["PoplarExecutor"]
 
@@ -58,8 +59,12 @@ class PoplarExecutor(ExecutorReports):
         if not isinstance(options, Options):
             raise createPoptorchError(f"options must be a poptorch.Options, got {type(options)}")
         options._freeze()
-        self._user_model = user_model if user_model is not None else model
-        self._model = model if model is not self._user_model else copy.copy(model)
+        if training:
+            self._user_model = user_model if user_model is not None else model
+            self._model = model if model is not self._user_model else copy.copy(model)
+        else:
+            # As in PopTorch: changes of an inference model's own attributes (eval()) reach the copy only.
+            self._model = self._user_model = copy.copy(model)
         self._training = training
         self._poptorch_version = poptorch_version
         self._options = options.clone()
@@ -80,6 +85,7 @@ class PoplarExecutor(ExecutorReports):
         self._num_calls = 0
         self._rng_state: Optional[List[int]] = None
         self._compilation_time: Optional[datetime.timedelta] = None
+        self._profiling = Channel("poptorch.trainingModel" if self._model.training else "poptorch.inferenceModel")
         if training:
             _wrapping.wrap(self._user_model, self)
 
@@ -132,7 +138,8 @@ class PoplarExecutor(ExecutorReports):
         self._num_calls += 1
         raise_requested_fault(self._num_calls)
         try:
-            result = self._executable.run(tensors)
+            with self._profiling.tracepoint("modelExecution"):
+                result = self._executable.run(tensors)
         finally:
             if self._training:
                 self._dirty_host_weights = True
@@ -170,6 +177,7 @@ class PoplarExecutor(ExecutorReports):
         if self._is_attached:
             raise createPoptorchError("Failed to attach to device: already attached.")
         self._is_attached = True
+        native_logger.debug("Writing weights from host to IPU memory.")
         executable.weights.upload(self._host_tensors())
         self._dirty_host_weights = False
         if self._rng_state is not None:
@@ -216,6 +224,7 @@ class PoplarExecutor(ExecutorReports):
         """
         executable = self._compiled("copyWeightsToHost")
         self._dirty_host_weights = False
+        native_logger.debug("Writing weights from IPU to host.")
         executable.weights.download(self._host_tensors())
         self._host_weights_version += 1
 
@@ -229,6 +238,7 @@ class PoplarExecutor(ExecutorReports):
         self._dirty_host_weights = False
         if self._optimizer is not None:
             self._optimizer.read_back()
+        native_logger.debug("Writing weights from host to IPU memory.")
         executable.weights.upload(self._host_tensors())
 
     def copyWeightsToHostIfNeeded(self) -> bool:
@@ -240,6 +250,7 @@ class PoplarExecutor(ExecutorReports):
         if not self._dirty_host_weights:
             return False
         self._dirty_host_weights = False
+        logger.debug("Implicit copyWeightsToHost()")
         self.copyWeightsToHost()
         return True
 
@@ -352,14 +363,15 @@ class PoplarExecutor(ExecutorReports):
         has_seed = self._options.exists("random_seed")
         _compile_hooks.run_pre_compile()
         try:
-            executable = compile_model(
-                self._model,
-                self._parser.on_device(given),
-                options=self._options,
-                training=self._training,
-                seed=self._options.random_seed if has_seed else default_seed(),
-                groups=self.per_replica_params,
-            )
+            with self._profiling.tracepoint("modelCompilation"):
+                executable = compile_model(
+                    self._model,
+                    self._parser.on_device(given),
+                    options=self._options,
+                    training=self._training,
+                    seed=self._options.random_seed if has_seed else default_seed(),
+                    groups=self.per_replica_params,
+                )
             if self._optimizer is not None:
                 self._optimizer.compile(executable, named_tensors(self._model)[0])
         finally:
@@ -375,6 +387,7 @@ class PoplarExecutor(ExecutorReports):
         self._user_model.copyWeightsToHostIfNeeded()
         version = self._user_model._host_weights_version
         if version != self._seen_weights_version:
+            logger.debug("Implicit copyWeightsToDevice()")
             self.copyWeightsToDevice()
             self._seen_weights_version = version
 

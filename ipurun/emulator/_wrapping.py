@@ -215,8 +215,12 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
 
 def _copy(self: Any) -> Any:
+    """A shallow copy shares the tensors, so it follows the same executor."""
     copied = copy.copy(_plain_shallow_copy(self))
     copied.__class__ = type(self)
+    executor = executor_of(self)
+    if executor is not None:
+        copied.__dict__[_EXECUTOR] = executor
     return copied
 
 
