@@ -171,7 +171,7 @@ def _unknown(path: str, key: str, value: Any) -> Problem:
     siblings = [known for known in option_setters() if known.startswith(prefix)] if prefix[:-1] in group_names() else []
     fix = f"{key}.{close[0]}: ..." if close else "docs/how-to/poptorch-options.md lists all setters"
     known = listing(close or siblings or option_setters())
-    return Problem(f"poptorch.Options has no setter `{path}`", f"{key}.{path}", known=known, fix=fix)
+    return Problem(f"`{key}.{path}`: poptorch.Options has no such setter", known=known, fix=fix)
 
 
 def _bad(error: BadValueError, origin: str, value: Any) -> Problem:

@@ -132,11 +132,15 @@ def test_anchors(written):
 @pytest.mark.parametrize(
     ("options", "what", "shown"),
     [
-        ({"deviceIteration": 2}, "`deviceIteration`", "deviceIterations"),
-        ({"gradientAccumulation": 2}, "`gradientAccumulation`", "Training.gradientAccumulation"),
-        ({"Training": {"gradientAcumulation": 2}}, "`Training.gradientAcumulation`", "Training.gradientAccumulation"),
-        ({"training": {"gradientAccumulation": 2}}, "`training`", "Training.gradientAccumulation"),
-        ({"toDict": True}, "`toDict`", "poptorch-options.md"),
+        ({"deviceIteration": 2}, "`options.deviceIteration`", "deviceIterations"),
+        ({"gradientAccumulation": 2}, "`options.gradientAccumulation`", "Training.gradientAccumulation"),
+        (
+            {"Training": {"gradientAcumulation": 2}},
+            "`options.Training.gradientAcumulation`",
+            "Training.gradientAccumulation",
+        ),
+        ({"training": {"gradientAccumulation": 2}}, "`options.training`", "Training.gradientAccumulation"),
+        ({"toDict": True}, "`options.toDict`", "poptorch-options.md"),
         ({"loadFromFile": "x"}, "`options.loadFromFile`", "poptorch_conf"),
         ({"deviceIterations": "2"}, "a whole number", ""),
         ({"deviceIterations": True}, "a whole number", ""),
@@ -174,7 +178,7 @@ def test_anchors(written):
         ),
         ({"Jit": {"traceModel": True}}, "false", ""),
         ({"disableModuleNamescope": "yes"}, "0 arguments", ""),
-        ({"Training": 3}, "`Training`", "Training."),
+        ({"Training": 3}, "`options.Training`", "Training."),
     ],
 )
 def test_what_is_refused(options, what, shown):
