@@ -40,7 +40,7 @@ def memory_calls(config: RunConfig, ipus: int, replicas: int, training: bool, fo
     """
     memory = config.memory
     calls = [call for call in _location_calls(config, training) if call is not None]
-    proportions = _proportions(memory.available_proportion, ipus, found)
+    proportions = _proportions(memory.available_proportion, ipus, training, found)
     if proportions:
         calls.append(Call("setAvailableMemoryProportion", (proportions,), origin="memory.available_proportion"))
     if memory.io_tiles is not None:
@@ -95,13 +95,17 @@ def _check_sharding(config: RunConfig, replicas: int, found: Findings) -> None:
         found.note("there is one replica, so replicated tensor sharding has nothing to share out")
 
 
-def _proportions(value: Any, ipus: int, found: Findings) -> Dict[str, float]:
-    """One number for all IPUs, one per IPU, or a mapping, as ``{"IPU0": 0.2}``."""
+def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict[str, float]:
+    """One number for all IPUs, one per IPU, or a mapping, as ``{"IPU0": 0.2}``.
+
+    A list is written for training; inference, where it is split over fewer IPUs, takes the first entries.
+    """
     if value is None:
         return {}
     if isinstance(value, (list, tuple)):
-        shares: Dict[Any, Any] = {f"IPU{index}": share for index, share in enumerate(value)}
-        if len(value) != ipus:
+        listed = value if training else value[:ipus]
+        shares: Dict[Any, Any] = {f"IPU{index}": share for index, share in enumerate(listed)}
+        if training and len(value) != ipus:
             found.problem(
                 f"`memory.available_proportion` has {len(value)} entries for {ipus} IPUs of a replica",
                 seen=str(list(value)),

@@ -17,7 +17,7 @@ from ipurun.plan.numbers import Given, Numbers, settle
 from ipurun.plan.optimizer import plan_optimizer
 from ipurun.plan.options_program import Layer, compose_layers, last_call
 from ipurun.plan.output import output_call, output_mode
-from ipurun.plan.own_options import OwnCalls, resolved_calls, shared_calls, training_calls
+from ipurun.plan.own_options import OwnCalls, input_group_type, resolved_calls, shared_calls, training_calls
 from ipurun.plan.patterns import match_modules
 from ipurun.plan.precision import module_precisions, normal_precision, note_loss_scale
 from ipurun.plan.profile import Profile, plan_profile
@@ -99,7 +99,7 @@ def _given(config: RunConfig, found: Findings) -> Given:
     found.problems += problems
     inference, problems = read_setters(config.inference.options, "inference.options")
     found.problems += problems
-    file: Sequence[Call] = ()
+    file: List[Call] = []
     if config.poptorch_conf:
         file, problems = read_conf(config.poptorch_conf)
         found.problems += problems
@@ -151,8 +151,9 @@ def _training_options(
         "device_iterations": "device_iterations",
         "replicas": "replication.factor" if config.replication.factor else "devices",
         "gradient_accumulation": "global_batch_size" if config.global_batch_size else "gradient_accumulation",
+        "input_group": "replication.input_group_size",
     }
-    resolved = resolved_calls(numbers.training, True, origins)
+    resolved = resolved_calls(numbers.training, input_group_type(config, given), True, origins)
     chosen_output = is_set(config, "output.mode")
     return compose_layers(
         (
@@ -182,8 +183,10 @@ def _inference_options(
     origins = {
         "device_iterations": _first_set(config, "inference.device_iterations", "device_iterations"),
         "replicas": _first_set(config, "inference.replicas", "replication.factor", "devices"),
+        "input_group": "replication.input_group_size",
     }
-    resolved = resolved_calls(numbers.inference, False, origins)
+    group_type = input_group_type(config, Given(given.file, given.options + given.inference))
+    resolved = resolved_calls(numbers.inference, group_type, False, origins)
     return compose_layers(
         (
             Layer("defaults", shared.defaults + broadcast + storage.defaults),
@@ -198,7 +201,9 @@ def _inference_options(
 
 
 def _for_inference(calls: Sequence[Call]) -> List[Call]:
-    return [call for call in calls if not call.path.startswith(_TRAINING_ONLY)]
+    # Groups of training's replicas need not fit inference, whose own are among its resolved numbers.
+    left_out = (*_TRAINING_ONLY, "inputReplicaGrouping")
+    return [call for call in calls if not call.path.startswith(left_out)]
 
 
 def _first_set(config: RunConfig, *keys: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Optional, Sequence
+from dataclasses import dataclass, field
+from typing import Any, List, Optional, Sequence
 
 from ipurun.config.schema import RunConfig
 from ipurun.plan.batch import check_stages, solve_accumulation
@@ -21,9 +21,9 @@ __all__ = ["Given", "Numbers", "is_pipelined", "settle"]
 class Given:
     """Calls that the user wrote as such, by source."""
 
-    file: Sequence[Call] = ()
-    options: Sequence[Call] = ()
-    inference: Sequence[Call] = ()
+    file: List[Call] = field(default_factory=list)
+    options: List[Call] = field(default_factory=list)
+    inference: List[Call] = field(default_factory=list)
 
     def argument(self, path: str, index: int = 0) -> Optional[Any]:
         """An argument of a setter given for training and inference alike; None where nobody gave it."""

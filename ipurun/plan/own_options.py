@@ -14,7 +14,7 @@ from ipurun.plan.numbers import Given, Numbers
 from ipurun.plan.placement import strategy_call
 from ipurun.plan.types import Batch, Call, Facts, Symbol
 
-__all__ = ["OwnCalls", "resolved_calls", "shared_calls", "training_calls"]
+__all__ = ["OwnCalls", "input_group_type", "resolved_calls", "shared_calls", "training_calls"]
 
 _REDUCTIONS = {"mean": "Mean", "sum": "Sum"}
 _MEAN_STRATEGIES = {"post": "Post", "running": "Running"}
@@ -35,21 +35,27 @@ class OwnCalls:
         (self.chosen if chosen else self.defaults).append(Call(path, args, origin=origin))
 
 
-def resolved_calls(batch: Batch, training: bool, origins: Mapping[str, str]) -> List[Call]:
+def resolved_calls(batch: Batch, group_type: Symbol, training: bool, origins: Mapping[str, str]) -> List[Call]:
     """The numbers of the batch arithmetic, which has looked at every source already."""
     calls = [
         Call("deviceIterations", (batch.device_iterations,), origin=origins["device_iterations"]),
         Call("replicationFactor", (batch.replicas,), origin=origins["replicas"]),
     ]
     if training:
-        calls.append(
-            Call(
-                "Training.gradientAccumulation",
-                (batch.gradient_accumulation,),
-                origin=origins["gradient_accumulation"],
-            )
-        )
+        accumulation = batch.gradient_accumulation
+        calls.append(Call("Training.gradientAccumulation", (accumulation,), origin=origins["gradient_accumulation"]))
+    if batch.input_group_size > 1:
+        grouping = (batch.input_group_size, group_type)
+        calls.append(Call("inputReplicaGrouping", grouping, origin=origins["input_group"]))
     return calls
+
+
+def input_group_type(config: RunConfig, given: Given) -> Symbol:
+    """How replicas form input groups: as the config says, else as `options` or poptorch.conf say."""
+    asked = given.argument("inputReplicaGrouping", 1)
+    if asked is not None and not is_set(config, "replication.input_group_type"):
+        return Symbol(str(asked))
+    return Symbol(f"poptorch.CommGroupType.{config.replication.input_group_type}")
 
 
 def shared_calls(config: RunConfig, facts: Facts, numbers: Numbers, training: bool, found: Findings) -> OwnCalls:
@@ -59,17 +65,11 @@ def shared_calls(config: RunConfig, facts: Facts, numbers: Numbers, training: bo
     layout = numbers.layout if training else numbers.inference_layout
     if facts.engine == "ipu_model":
         own.add("useIpuModel", True, origin="engine=ipu_model")
-    if batch.input_group_size > 1:
-        kind = Symbol(f"poptorch.CommGroupType.{config.replication.input_group_type}")
-        chosen = is_set(config, "replication.input_group_size") or is_set(config, "replication.input_group_type")
-        own.add(
-            "inputReplicaGrouping", batch.input_group_size, kind, origin="replication.input_group_size", chosen=chosen
-        )
     if config.pipeline.auto_round:
         own.add("autoRoundNumIPUs", True, origin="pipeline.auto_round")
-    if layout.placements or is_set(config, "pipeline.strategy") or is_set(config, "pipeline.auto_stage"):
+    chosen = is_set(config, "pipeline.strategy") or is_set(config, "pipeline.auto_stage")
+    if layout.placements or (chosen and not config.pipeline.strategy.endswith("phased")):
         strategy = strategy_call(config.pipeline, layout, found)
-        chosen = is_set(config, "pipeline.strategy") or is_set(config, "pipeline.auto_stage")
         own.add("setExecutionStrategy", strategy, origin="pipeline", chosen=chosen)
     if config.partials is not None:
         own.add("Precision.setPartialsType", Symbol(f"torch.{_PARTIALS[config.partials]}"), origin="partials")

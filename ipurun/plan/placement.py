@@ -58,10 +58,10 @@ def lay_out(
         modules.append(module or name)
     placements = [Placement(module, _ipu(index, strategy), module) for index, module in enumerate(modules, start=1)]
     phased = strategy.endswith("phased")
-    if phased or named_start:
+    if named_start or (phased and modules):
         # Phases list their blocks, so that nothing may run outside of one.
         placements.insert(0, Placement("", 0, _FIRST_BLOCK))
-    if phased and not modules:
+    if phased and not modules and key == "pipeline.split":
         found.problem(
             "phased execution needs phases",
             seen=f"pipeline.strategy={strategy}, {key}=[]",

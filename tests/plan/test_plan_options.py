@@ -367,3 +367,39 @@ def test_dtypes_are_names_until_the_engine_is_there(plan_of):
     call = next(call for call in plan_of({"partials": "half"}).training_options if "Partials" in call.path)
     assert str(call.args[0]) == "torch.float16"
     assert resolve(call.args[0], emulator) is torch.float16
+
+
+class TestInputGroups:
+    def test_of_options(self, plan_of, composed):
+        keys = {"devices": 4, "options": {"inputReplicaGrouping": [2, "Orthogonal"]}}
+        assert plan_of(keys).training.distinct_replicas == 2
+        for mode in ("training", "inference"):
+            options = composed(keys, mode)
+            assert (options.input_group_size, options.input_cgt.name) == (2, "Orthogonal")
+
+    def test_of_training_need_not_fit_inference(self, composed):
+        keys = {"devices": 4, "inference.replicas": 1, "options": {"inputReplicaGrouping": [2, "Orthogonal"]}}
+        assert composed(keys, "inference").input_group_size == 1
+
+    def test_of_inference_alone(self, plan_of, composed):
+        keys = {"devices": 4, "inference.options": {"inputReplicaGrouping": [4, "Consecutive"]}}
+        assert composed(keys).input_group_size == 1
+        assert composed(keys, "inference").input_group_size == 4
+        assert plan_of(keys).inference.samples_per_call == 1
+
+
+def test_memory_shares_of_a_longer_training_pipeline(composed):
+    keys = {
+        "pipeline.split": ["fc"],
+        "gradient_accumulation": 3,
+        "inference.split": [],
+        "memory.available_proportion": [0.1, 0.2],
+    }
+    assert stored(composed(keys))["available_memory_proportion"] == {0: 0.1, 1: 0.2}
+    assert stored(composed(keys, "inference"))["available_memory_proportion"] == {0: 0.1}
+
+
+def test_unsplit_inference_of_a_phased_model(composed):
+    keys = {"pipeline.split": ["fc"], "pipeline.strategy": "serial_phased", "inference.split": []}
+    assert composed(keys)._execution_strategy.backendOptions()["execution_mode"] == 2
+    assert composed(keys, "inference")._execution_strategy.backendOptions()["execution_mode"] == 0
