@@ -157,10 +157,10 @@ def _training_options(
     chosen_output = is_set(config, "output.mode")
     return compose_layers(
         (
-            Layer("defaults", shared.defaults + own.defaults + [output] * (not chosen_output) + storage.defaults),
-            Layer("poptorch_conf", given.file, tell=True),
-            Layer("options", given.options, tell=True),
-            Layer("config", resolved + own.chosen + shared.chosen + [output] * chosen_output + storage.chosen),
+            Layer(shared.defaults + own.defaults + [output] * (not chosen_output) + storage.defaults),
+            Layer(given.file, tell=True),
+            Layer(given.options, tell=True),
+            Layer(resolved + own.chosen + shared.chosen + [output] * chosen_output + storage.chosen),
         ),
         found,
     )
@@ -189,12 +189,12 @@ def _inference_options(
     resolved = resolved_calls(numbers.inference, group_type, False, origins)
     return compose_layers(
         (
-            Layer("defaults", shared.defaults + broadcast + storage.defaults),
-            Layer("poptorch_conf", _for_inference(given.file)),
-            Layer("options", _for_inference(given.options)),
-            Layer("config", shared.chosen + [output] + storage.chosen),
-            Layer("inference.options", given.inference, tell=True),
-            Layer("inference", resolved),
+            Layer(shared.defaults + broadcast + storage.defaults),
+            Layer(_for_inference(given.file)),
+            Layer(_for_inference(given.options)),
+            Layer(shared.chosen + [output] + storage.chosen),
+            Layer(given.inference, tell=True),
+            Layer(resolved),
         ),
         found,
     )

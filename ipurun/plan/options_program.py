@@ -27,12 +27,10 @@ class Layer:
     """Calls of one source.
 
     Args:
-        name: What the source is called in notes.
         calls: Its calls, in order.
         tell: Whether the user should hear when a stronger layer overrules it.
     """
 
-    name: str
     calls: Sequence[Call]
     tell: bool = False
 
