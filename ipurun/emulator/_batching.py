@@ -98,6 +98,12 @@ class BatchLayout:
             return (iteration + 1) % self.output_period == 0
         return True
 
+    def hands_over(self, iteration: int, step: int) -> bool:
+        """Whether a result goes to the host at this step: sums do so once, at the end."""
+        if self.output_mode == OutputMode.Sum:
+            return iteration == self.device_iterations - 1 and step == self.accumulation - 1
+        return self.keeps(iteration, step)
+
     def runs(self) -> List[Tuple[int, int, int]]:
         """Returns (iteration, step, replica) of every forward run of a call, in order."""
         return [

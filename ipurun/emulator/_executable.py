@@ -127,6 +127,7 @@ class Executable:
             for index, (iteration, step, replica) in enumerate(chunk):
                 if collector.wants(iteration, step):
                     collector.add(replica, [output[index] for output in outputs])
+                if self.layout.hands_over(iteration, step):
                     self.timestamps.end_run()
             if self.optimizer is not None:
                 self.optimizer.accumulate(grads, size)
@@ -154,6 +155,7 @@ class Executable:
         if collector.wants(iteration, step):
             collector.add(replica, outputs)
             self._anchor_collector.add(replica, self._anchor_results)
+        if self.layout.hands_over(iteration, step):
             self.timestamps.end_run()
         if self.optimizer is not None:
             self.optimizer.accumulate(self._per_group(replica, grads), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from typing import Any, Dict, Optional, Type
 
 import torch
@@ -14,6 +15,7 @@ __all__ = [
     "PoptorchParameter",
     "executor_of",
     "is_wrapped",
+    "new_instance",
     "restore_class",
     "unwrap",
     "unwrap_tensors",
@@ -211,7 +213,15 @@ def _plain_shallow_copy(self: Any) -> Any:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    return _plain_shallow_copy(self).__reduce_ex__(protocol)
+    reduced = _plain_shallow_copy(self).__reduce_ex__(max(2, protocol))
+    if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle checks its class argument
+        return (new_instance, *reduced[1:])
+    return reduced
+
+
+def new_instance(kind: Type[Any], *args: Any) -> Any:
+    """Makes an instance without calling its constructor, for pickle."""
+    return kind.__new__(kind, *args)
 
 
 def _copy(self: Any) -> Any:

@@ -1,0 +1,320 @@
+"""Weights live twice: what reading, writing and running do to the host's and the device's copy."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from executor_models import Classifier, images, options
+from torch import nn
+
+import ipurun.emulator as poptorch
+
+
+def _trained(lr=0.1, **kwargs):
+    torch.manual_seed(0)
+    model = Classifier(**kwargs)
+    before = copy.deepcopy(model.state_dict())
+    executor = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
+    return model, executor, before
+
+
+def _count_copies(executor):
+    counts = []
+    original = executor.copyWeightsToHost
+
+    def counted():
+        counts.append(1)
+        original()
+
+    executor.copyWeightsToHost = counted
+    return counts
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model(images(4)[0]),
+        lambda model: list(model.parameters()),
+        lambda model: dict(model.named_parameters()),
+        lambda model: model.state_dict(),
+        lambda model: model.linear.weight.data,
+        lambda model: torch.equal(model.linear.weight, model.linear.weight),
+        lambda model: str(model.linear.bias),
+        lambda model: model.linear.weight + 1,
+    ],
+    ids=["call", "parameters", "named", "state_dict", "data", "equal", "str", "arithmetic"],
+)
+def test_reading_the_model_after_training_copies_once(read):
+    model, executor, before = _trained()
+    executor(*images(4))
+    counts = _count_copies(executor)
+    read(model)
+    read(model)
+    assert len(counts) == 1
+    assert not torch.equal(model.linear.weight, before["linear.weight"])
+
+
+def test_weights_changed_on_the_host_reach_the_device_only_when_copied():
+    model, executor, _ = _trained(lr=0.0)
+    x, labels = images(4)
+    first, _ = executor(x, labels)
+    with torch.no_grad():
+        model.linear.bias.add_(1.0)
+    assert torch.equal(executor(x, labels)[0], first)
+    executor.copyWeightsToDevice()
+    assert torch.allclose(executor(x, labels)[0], first + 1.0, atol=1e-6)
+
+
+def test_copy_to_device_drops_progress_that_was_not_read():
+    model, executor, before = _trained()
+    executor(*images(4))
+    executor.copyWeightsToDevice()
+    assert torch.equal(model.linear.weight, before["linear.weight"])
+
+
+def test_inference_follows_training_on_the_same_model():
+    model, training, _ = _trained()
+    inference = poptorch.inferenceModel(model)
+    x, labels = images(4)
+    before = inference(x)
+    training(x, labels)
+    after = inference(x)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, model(x).detach())
+
+
+def test_inference_wrapped_before_training_is_not_linked():
+    torch.manual_seed(0)
+    model = Classifier()
+    inference = poptorch.inferenceModel(model)
+    x, labels = images(4)
+    before = inference(x)
+    poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))(x, labels)
+    model.state_dict()
+    assert torch.equal(inference(x), before)
+    inference.copyWeightsToDevice()
+    assert not torch.equal(inference(x), before)
+
+
+class _Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        self.count += 1
+        return self.count + 0 * x, poptorch.identity_loss((x * self.weight).sum(), reduction="none")
+
+
+def test_buffers_of_inference_come_back_only_when_copied():
+    model = _Counter()
+    executor = poptorch.inferenceModel(model)
+    for expected in (1.0, 2.0, 3.0):
+        assert float(executor(torch.ones(1))[0]) == expected
+    assert float(model.count) == 0.0
+    executor.copyWeightsToHost()
+    assert float(model.count) == 3.0
+
+
+def test_buffers_of_training_come_back_when_read():
+    model = _Counter()
+    executor = poptorch.trainingModel(model, options(device_iterations=2, accumulation=3))
+    executor(torch.ones(6))
+    assert float(model.count) == 6.0
+
+
+def test_named_buffers_alone_are_uploaded():
+    model = _Counter()
+    executor = poptorch.inferenceModel(model, options(updatableNamedBuffers=["count"]))
+    executor(torch.ones(1))
+    with torch.no_grad():
+        model.count.fill_(10.0)
+    executor.copyNamedBuffersToDevice()
+    assert float(executor(torch.ones(1))[0]) == 11.0
+
+
+def test_named_buffers_need_the_option():
+    executor = poptorch.inferenceModel(_Counter())
+    with pytest.raises(poptorch.Error):
+        executor.copyNamedBuffersToDevice()
+    executor(torch.ones(1))
+    with pytest.raises(poptorch.Error, match="updatableNamedBuffers"):
+        executor.copyNamedBuffersToDevice()
+
+
+def test_replicas_that_change_buffers_need_leave_to_differ():
+    executor = poptorch.inferenceModel(_Counter(), options(replicas=2))
+    with pytest.raises(poptorch.Error, match="does not support broadcasting buffers"):
+        executor(torch.ones(2))
+
+
+def test_each_replica_keeps_its_own_buffer_and_the_host_reads_the_first():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(1, 2))
+
+        def forward(self, x):
+            self.total.add_(x)
+            return self.total
+
+    model = Adds()
+    executor = poptorch.inferenceModel(model, options(replicas=2, broadcastBuffers=False))
+    x = torch.tensor([[9.0], [2.0]])
+    for _ in range(5):
+        result = executor(x)
+    assert result.tolist() == [[45.0, 45.0], [10.0, 10.0]]
+    executor.copyWeightsToHost()
+    assert model.total.tolist() == [[45.0, 45.0]]
+
+
+def test_replicas_that_only_read_a_buffer_share_it():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("offset", torch.tensor([5.0]))
+
+        def forward(self, x):
+            return x + self.offset
+
+    result = poptorch.inferenceModel(Reads(), options(replicas=2))(torch.tensor([1.0, 2.0]))
+    assert result.tolist() == [6.0, 7.0]
+
+
+def test_batch_norm_of_each_replica_has_its_own_statistics():
+    torch.manual_seed(0)
+    model = Classifier(nn.BatchNorm2d(4))
+    reference = copy.deepcopy(model)
+    executor = poptorch.trainingModel(
+        model, options(replicas=2, broadcastBuffers=False), torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    x, labels = images(8)
+    executor(x, labels)
+    reference(x[:4], labels[:4])
+    torch.testing.assert_close(model.norm.running_mean, reference.norm.running_mean)
+    assert int(model.norm.num_batches_tracked) == 1
+
+
+def test_wrapping_changes_classes_and_destroy_changes_them_back():
+    model, executor, _ = _trained(norm=nn.BatchNorm2d(4))
+    assert type(model).__name__ == "PoptorchClassifier"
+    assert isinstance(model, Classifier)
+    assert type(model.linear.weight).__name__ == "PoptorchParameter"
+    assert type(model.norm.running_mean).__name__ == "PoptorchBuffer"
+    executor(*images(4))
+    executor.destroy()
+    assert type(model) is Classifier
+    assert type(model.linear.weight) is nn.Parameter
+    assert type(model.norm.running_mean) is torch.Tensor
+
+
+def test_destroy_before_compile_leaves_the_model_wrapped():
+    model, executor, _ = _trained()
+    executor.destroy()
+    assert type(model).__name__ == "PoptorchClassifier"
+
+
+def test_a_wrapped_model_cannot_be_wrapped_again():
+    model, _, _ = _trained()
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        poptorch.trainingModel(model)
+
+
+def test_destroy_brings_the_weights_to_the_host_and_the_executor_compiles_afresh():
+    model, executor, before = _trained()
+    x, labels = images(4)
+    executor(x, labels)
+    executor.destroy()
+    assert not executor.isCompiled()
+    assert not torch.equal(model.linear.weight, before["linear.weight"])
+    _, first = executor(x, labels)
+    assert torch.isfinite(first)
+    assert type(model).__name__ == "PoptorchClassifier"
+
+
+def test_copies_and_pickles_of_a_wrapped_model():
+    model, executor, _ = _trained()
+    executor(*images(4))
+    expected = model.linear.weight.detach().clone()
+    deep = copy.deepcopy(model)
+    assert type(deep).__name__ == "PoptorchClassifier"
+    assert torch.equal(deep.linear.weight, expected)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    assert type(loaded) is Classifier
+    assert type(loaded.linear.weight) is nn.Parameter
+    assert torch.equal(loaded.linear.weight, expected)
+    assert type(pickle.loads(pickle.dumps(model))) is Classifier
+
+
+def test_state_dict_holds_plain_tensors_and_loads_into_the_executor():
+    model, executor, before = _trained()
+    x, labels = images(4)
+    _, first = executor(x, labels)
+    state = executor.state_dict()
+    assert all(type(tensor) is torch.Tensor for tensor in state.values())
+    assert executor.load_state_dict(before).missing_keys == []
+    _, again = executor(x, labels)
+    assert torch.equal(first, again)
+
+
+def test_doubles_of_the_host_are_floats_on_the_device():
+    model = nn.Linear(2, 1).double()
+    executor = poptorch.inferenceModel(model)
+    x = torch.randn(3, 2)
+    result = executor(x)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, model(x.double()).float().detach())
+    assert model.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("orthogonal_input", [True, False])
+def test_parameters_that_differ_between_groups_of_replicas(orthogonal_input):
+    """A matrix cut over four groups of two replicas trains as the whole matrix."""
+    tensor_shards, data_shards = 4, 2
+    torch.manual_seed(0)
+    x = torch.randn(6, 5)
+    whole = nn.Parameter(torch.randn(5, 8) * 0.3)
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = whole.detach().reshape(5, tensor_shards, 2).transpose(0, 1).contiguous()
+            self.weight = nn.Parameter(parts)
+
+        def forward(self, x):
+            product = x @ self.weight
+            return product, poptorch.identity_loss(product**2, reduction="mean")
+
+    consecutive, orthogonal = poptorch.CommGroupType.Consecutive, poptorch.CommGroupType.Orthogonal
+    input_groups, weight_groups = (orthogonal, consecutive) if orthogonal_input else (consecutive, orthogonal)
+    model = Part()
+    opts = poptorch.Options().replicationFactor(tensor_shards * data_shards)
+    opts.inputReplicaGrouping(tensor_shards, input_groups)
+    opts.outputMode(poptorch.OutputMode.All)
+    executor = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
+    executor.weight.replicaGrouping(weight_groups, data_shards, poptorch.VariableRetrievalMode.OnePerGroup)
+
+    optimizer = torch.optim.SGD([whole], lr=0.1)
+    for _ in range(3):
+        _, loss = executor(x.reshape(data_shards, 3, 5))
+        optimizer.zero_grad()
+        expected = ((x @ whole) ** 2).mean()
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss.mean(), expected.detach())
+    got = model.weight.detach().transpose(0, 1).reshape(5, 8)
+    torch.testing.assert_close(got, whole.detach())
+
+
+def test_groups_of_replicas_need_a_leading_dimension_of_their_number():
+    model = nn.Linear(2, 3)
+    executor = poptorch.inferenceModel(model, options(replicas=2))
+    executor.weight.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup)
+    with pytest.raises(poptorch.Error, match="leading dimension of 2"):
+        executor(torch.ones(2, 2))
