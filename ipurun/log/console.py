@@ -180,10 +180,10 @@ def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
     for change in changed:
         source, _, line = change.origin.rpartition(":")
         path = Path(source if line.isdigit() else change.origin)
-        if change.origin == _DERIVED:
-            continue
         if path.suffix == ".yaml" and path.parent.name == change.key.split(".")[0]:
             choices[path.parent.name] = path.stem
+            continue
+        if change.origin == _DERIVED or (change.origin != _COMMAND_LINE and _is_plumbing(change.key)):
             continue
         text = f"{change.key}={value_text(change.value)}"
         by_origin.setdefault(str(path), []).append(textwrap.shorten(text, _LONGEST_CHANGE, placeholder="..."))
@@ -197,6 +197,11 @@ def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
         text = ", ".join(f"{group}={name}" for group, name in choices.items())
         rows.append(("" if rows else "changed", f"{text}  (groups)"))
     return rows or [("changed", "nothing")]
+
+
+def _is_plumbing(key: str) -> bool:
+    """Whether a key of a recipe says how things are made rather than what is chosen."""
+    return key == "sample" or key.endswith("._target_")
 
 
 def _eval_name(key: str) -> str:

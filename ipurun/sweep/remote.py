@@ -68,15 +68,12 @@ class Replay:
             self._screen.begin(f"{prefix} {call['title']}")
         elif method == "phase":
             self._screen.phase(call["text"], call["fraction"])
-        elif method == "end":
-            self._screen.end(f"{prefix} {call['text']}")
-        elif method == "line" and self._is_new(call["text"]):
-            self._screen.line(f"{prefix} {call['text']}")
+        elif method == "line":
+            self._remark(call["text"], prefix)
 
-    def _is_new(self, text: str) -> bool:
-        # Points share most of their config, and so their remarks: one telling is enough.
-        if not text.startswith(("note:", "warning:")):
-            return True
-        known = text in self._remarks
-        self._remarks.add(text)
-        return not known
+    def _remark(self, text: str, prefix: str) -> None:
+        # Evaluations and compile times are in each point's log. Remarks matter, but points share most of their
+        # config and so most of these: one telling is enough.
+        if text.startswith(("note:", "warning:")) and text not in self._remarks:
+            self._remarks.add(text)
+            self._screen.line(f"{prefix} {text}")

@@ -118,7 +118,7 @@ def _run_all(manifest: Manifest, checked: Sequence[Checked], screen: Screen, err
         if record.status == FINISHED:
             continue
         label = f"[{record.index + 1}/{num_points}] {_swept_text(record)}".rstrip()
-        screen.line(f"{label} ...")
+        screen.begin(f"{label} starting")
         try:
             outcome = _run_one(manifest, record, item, label, screen, replay)
         except KeyboardInterrupt:
@@ -134,7 +134,7 @@ def _run_all(manifest: Manifest, checked: Sequence[Checked], screen: Screen, err
         if outcome.status == FINISHED:
             screen.line(f"{label} {_result_text(record)}")
         elif outcome.status == FAILED:
-            errors.line(f"{label} failed\n{outcome.detail}")
+            errors.line(f"{label} failed\n{outcome.detail}{_log_text(record)}")
             if item.point.config.sweep.on_error == "stop":
                 return False
     return False
@@ -179,6 +179,11 @@ def _record(item: Checked, index: int) -> Record:
         swept=dict(item.point.swept),
         overrides=words,
     )
+
+
+def _log_text(record: Record) -> str:
+    log = RunFolder(record.folder).log_file if record.folder else None
+    return f"\n  log    {log}" if log is not None and log.is_file() else ""
 
 
 def _result_text(record: Record) -> str:

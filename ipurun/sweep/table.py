@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.log.format import count, duration, metric
@@ -14,7 +15,7 @@ __all__ = ["Ranking", "csv_text", "rank", "rows_as_data", "table_lines", "throug
 _SPEED = "samples_per_second"
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer", "seconds", "distance")
 _BAR_WIDTH = 30
-_LONGEST_REASON = 70
+_LONGEST_REASON = 60
 
 
 class Ranking:
@@ -87,7 +88,7 @@ def table_lines(ranking: Ranking) -> List[str]:
         cells = [str(place) if done else "-", *(record.swept.get(key, "") for key in swept), record.status]
         cells += [_cell(value_of(record, name)) for name in _columns(ranking, metrics)]
         cells += [count(results.get(_SPEED)), duration(results.get("seconds", {}).get("total"))]
-        cells.append((record.folder or "") if done else _shortened(record.reason))
+        cells.append(Path(record.folder or "").name if done else _shortened(record.reason))
         body.append(cells)
     return _aligned(header, body)
 

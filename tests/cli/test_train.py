@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
+from ipurun.cli.train import _set_environment
 from ipurun.rundir import RunFolder
 
 CODE = """
@@ -257,6 +259,22 @@ def test_hydra_answers_its_own_questions(capsys: Any) -> None:
     assert _train("--cfg", "job", "--resolve") == 0
     assert "micro_batch_size: 4" in capsys.readouterr().out
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(("engine", "starts_over"), [("cpu", False), ("ipu", True)])
+def test_variables_are_set_before_a_device_engine_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, engine: str, starts_over: bool
+) -> None:
+    started: List[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    monkeypatch.setenv("PVTI_OPTIONS", "old")
+    plan: Any = SimpleNamespace(environment={"PVTI_OPTIONS": "new"}, engine=engine)
+    _set_environment(plan, ["+recipe=tiny", "profile=system"])
+    assert os.environ["PVTI_OPTIONS"] == "new"
+    command = [sys.executable, "-m", "ipurun", "train", "+recipe=tiny", "profile=system"]
+    assert started == ([(sys.executable, command)] if starts_over else [])
+    _set_environment(plan, [])  # set by now: starting over must not go round for ever
+    assert len(started) == int(starts_over)
 
 
 def test_ctrl_c_saves_and_the_run_can_go_on() -> None:

@@ -29,10 +29,10 @@ def _result(accuracy: float, speed: float, loss: float = 1.0) -> Dict[str, Any]:
 @pytest.fixture
 def records() -> List[Record]:
     return [
-        _record(0, {"lr": "0.1"}, _result(0.90, 100, loss=0.3), folder="runs/a"),
+        _record(0, {"lr": "0.1"}, _result(0.90, 100, loss=0.3), folder="runs/x/000"),
         _record(1, {"lr": "0.2"}, reason="no data for `fashion_mnist`\nsecond line"),
-        _record(2, {"lr": "0.3"}, _result(0.95, 50, loss=0.2), folder="runs/c"),
-        _record(3, {"lr": "0.4"}, _result(0.80, 400, loss=0.4), folder="runs/d"),
+        _record(2, {"lr": "0.3"}, _result(0.95, 50, loss=0.2), folder="runs/x/002"),
+        _record(3, {"lr": "0.4"}, _result(0.80, 400, loss=0.4), folder="runs/x/003"),
     ]
 
 
@@ -71,7 +71,7 @@ def test_no_point_is_best_when_all_failed() -> None:
 def test_the_table_shows_failed_rows_with_their_reason(records: List[Record]) -> None:
     lines = table_lines(rank(records))
     assert " ".join(lines[0].split()) == "rank lr status best accuracy loss samples/s time folder or reason"
-    assert lines[2].split() == ["1", "0.3", "finished", "0.9500", "0.2000", "50", "12", "s", "runs/c"]
+    assert lines[2].split() == ["1", "0.3", "finished", "0.9500", "0.2000", "50", "12", "s", "002"]
     assert lines[5].split()[:3] == ["-", "0.2", "failed"]
     assert lines[5].endswith("no data for `fashion_mnist`")
 
