@@ -30,7 +30,8 @@ def split_target(
     Args:
         args: Items by position.
         kwargs: Items by name.
-        target: An index or a key; None takes a key such as ``labels``, else the last item.
+        target: An index or a key; None takes a key such as ``labels``, else the last item. A batch of one item
+            is its own target, as autoencoders want it.
 
     Raises:
         KeyError: There is no such item; the message lists those that exist.
@@ -41,6 +42,8 @@ def split_target(
         value = named.pop(key)
         return tuple(args), named, value
     items = list(args)
+    if target is None and len(items) == 1 and not named:
+        return (items[0],), {}, items[0]
     index = _index(key, len(items))
     if index is None:
         asked = "a target" if target is None else f"`{target}`"

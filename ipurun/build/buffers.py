@@ -59,7 +59,7 @@ def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) 
         return {
             name
             for name, buffer in model.named_buffers()
-            if buffer is not before.get(name) or buffer._version != versions[name]
+            if name not in before or buffer is not before[name] or buffer._version != versions[name]
         }
     except Exception:  # user code of any kind: compiling will show what is wrong with it
         return set()

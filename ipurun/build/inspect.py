@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -143,5 +143,14 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         changing_buffers=changing_buffers(model, first_sample, config.loss, config.seed),
         returns_loss=config.loss.name is None,
-        notes=notes_of(*splits.values(), model),
+        notes=(*notes_of(*splits.values(), model), *_worker_notes(config, splits)),
+    )
+
+
+def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
+    if config.loader.workers < 2 or not any(is_stream(data) for data in splits.values()):
+        return ()
+    return (
+        f"each of the {config.loader.workers} workers reads the iterable data set; it has to take its own part by "
+        "torch.utils.data.get_worker_info, or samples come several times",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -153,6 +154,8 @@ class TrainLoader:
             named["generator"] = torch.Generator().manual_seed(self._seed)
         else:
             named["async_options"] = {"buffer_size": self._config.buffer_size}
+        if self._config.workers:
+            named["worker_init_fn"] = _leave_interrupts_to_the_loop
         if self._config.rebatched_worker_size is not None:
             named["rebatched_worker_size"] = self._config.rebatched_worker_size
         try:
@@ -202,6 +205,8 @@ class EvalLoader:
             known = len(data)
             self._limit = known if max_samples is None else min(known, max_samples)
             named["sampler"] = PaddedOrder(self._limit, self._rows)
+        if workers:
+            named["worker_init_fn"] = _leave_interrupts_to_the_loop
         self._make = lambda: engine_module.DataLoader(
             options,
             data,
@@ -233,6 +238,11 @@ class EvalLoader:
                     return
 
 
+def _leave_interrupts_to_the_loop(worker: int) -> None:
+    """Ctrl-C reaches all processes of a terminal; a worker that died of it would keep the loop from saving."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _fill(batch: Any, rows: int, wanted: int) -> Any:
     """Repeat rows in turn until the batch is full."""
     chosen = torch.arange(wanted) % rows
@@ -247,7 +257,7 @@ def _make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: 
     if not node:
         return order
     positional, given = _filled_in(node, key)
-    values = {"batch_size": micro_batch_size, "drop_last": True}
+    values: Dict[str, Any] = {"batch_size": micro_batch_size, "drop_last": True}
     first: List[Any] = []
     if positional:
         first = [order if first_parameter(locate(node["_target_"], key)) == "sampler" else data]

@@ -49,6 +49,8 @@ class Run:
         monitor: Name of the metric that tells the best checkpoint.
         eval_split: Split to evaluate on; None where the data has none.
         annotations: The hooks on the model.
+        training_options: The engine's options for training.
+        inference_options: The engine's options for evaluation and prediction.
     """
 
     config: RunConfig
@@ -68,6 +70,8 @@ class Run:
     monitor: str
     eval_split: Optional[str]
     annotations: Annotations
+    training_options: Any
+    inference_options: Any
 
     def enter_training(self) -> None:
         """Give the device to training."""
@@ -142,6 +146,8 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
         monitor=config.checkpoint.best or monitored(config.monitor, config.metrics),
         eval_split=split_for_eval(subject.splits, config.eval.split),
         annotations=annotations,
+        training_options=training_options,
+        inference_options=inference_options,
     )
 
 

@@ -118,7 +118,7 @@ class Resumable:
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
     for owner in (sampler, getattr(sampler, "sampler", None)):
-        if hasattr(owner, "set_epoch"):
+        if owner is not None and hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)
             return
 

@@ -104,7 +104,8 @@ def make_loss(config: LossConfig, engine_module: ModuleType) -> Optional[Loss]:
     if config.name is None:
         return None
     target = _find(config.name, engine_module)
-    function = target(**config.args) if inspect.isclass(target) else functools.partial(target, **config.args)
+    is_class = inspect.isclass(target)
+    function = target(**config.args) if is_class else functools.partial(target, **config.args)
     if _is_known_to_poptorch(target):
         return Loss(function)
     return Loss(function, config.reduction, engine_module.identity_loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 
@@ -38,13 +38,19 @@ class InferenceCall:
     compile_seconds: float
 
 
-def evaluate(run: Run, observer: Observer, split: Optional[str] = None) -> Evaluation:
+def evaluate(
+    run: Run, observer: Observer, split: Optional[str] = None, should_stop: Callable[[], bool] = lambda: False
+) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
     Args:
         run: The run; its device is inference's afterwards.
         observer: Hears of compilation.
         split: Name of the split; None takes the run's own.
+        should_stop: Asked after every host call.
+
+    Returns:
+        The result, None where it was stopped.
 
     Raises:
         ConfigError: There is no such split.
@@ -56,6 +62,8 @@ def evaluate(run: Run, observer: Observer, split: Optional[str] = None) -> Evalu
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
     for call in inference_calls(run, observer, name):
+        if should_stop():
+            return None
         compiling += call.compile_seconds
         samples += call.real
         loss, weight = _loss_of(run, call)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, Dict, Iterator, Optional, Sequence
+from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence
 
 from ipurun.build import Run
 from ipurun.build.batch import as_call, pick, target_of
-from ipurun.checkpoint import Checkpoint, best, save
+from ipurun.checkpoint import Checkpoint
 from ipurun.checkpoint.store import Folder
 from ipurun.errors import Problem, RunError
 from ipurun.train.clock import Clock, Window
 from ipurun.train.evaluate import evaluate
 from ipurun.train.events import (
-    CheckpointSaved,
     CompileEnd,
     CompileStart,
     EvalEnd,
@@ -28,13 +27,8 @@ from ipurun.train.events import (
 from ipurun.train.failures import explained
 from ipurun.train.interrupts import Interrupts
 from ipurun.train.randomness import seed_everything
-from ipurun.train.state import (
-    Progress,
-    gather,
-    restore,
-    restore_device,
-    restore_host_randomness,
-)
+from ipurun.train.saving import Saver, falls_due
+from ipurun.train.state import Progress, restore, restore_device, restore_host_randomness
 
 __all__ = ["train"]
 
@@ -56,67 +50,74 @@ def train(
     Raises:
         RunError: The run failed; the newest checkpoint is as it was.
     """
-    trainer = _Trainer(run, folder, Observers(observers), resume_from)
-    try:
-        with Interrupts() as interrupts:
-            return trainer.run_to_end(interrupts)
-    finally:
-        run.train_loader.close()
+    with Interrupts() as interrupts:
+        try:
+            return _Trainer(run, folder, Observers(observers), resume_from, interrupts).run_to_end()
+        finally:
+            run.train_loader.close()
 
 
 class _Trainer:
-    def __init__(self, run: Run, folder: Folder, observer: Observer, resume_from: Optional[Checkpoint]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        folder: Folder,
+        observer: Observer,
+        resume_from: Optional[Checkpoint],
+        interrupts: Interrupts,
+    ) -> None:
         self._run = run
-        self._folder = folder
         self._observer = observer
+        self._interrupts = interrupts
+        self._folder = folder
         self._clock = Clock()
         self._window = Window()
-        self._progress = Progress()
-        self._restored: Optional[Dict[str, Any]] = None
-        self._checkpoint = resume_from
-        self._saved_step: Optional[int] = None
-        self._evaluated_step: Optional[int] = None
-        self._metrics: Dict[str, float] = {}
-        self._loss: Optional[float] = None
+        self._waited = 0.0
         self._samples_here = 0
         self._calls_here = 0
+        self._resumed_from = resume_from
+        self._restored: Optional[Dict[str, Any]] = None
+        self._progress = Progress()
         seed_everything(run.config.seed)
         if resume_from is not None:
             self._progress, self._restored = restore(run, resume_from)
-            self._saved_step = self._progress.step
+        self._calls_differ = self._progress.recount(run.plan.training)
+        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from)
 
-    def run_to_end(self, interrupts: Interrupts) -> Summary:
+    def run_to_end(self) -> Summary:
         run, progress = self._run, self._progress
-        resumed = None if self._checkpoint is None else str(self._checkpoint)
+        resumed = None if self._resumed_from is None else str(self._resumed_from)
         total = run.plan.steps.total_updates
-        self._observer.on_start(RunStart(run.plan.name, _folder_path(self._folder), progress.step, total, resumed))
+        self._observer.on_start(RunStart(run.plan.name, self._saver.folder_path, progress.step, total, resumed))
         self._say_what_to_know()
-        run.enter_training()
-        run.train_loader.start(progress.epoch, progress.position)
-        if self._restored is not None:
-            restore_host_randomness(self._restored)
-        while not self._is_done() and not interrupts.asked:
-            self._one_epoch(interrupts)
-        return self._finish("interrupted" if interrupts.asked and not self._is_done() else "done")
+        if progress.owes_evaluation:
+            self._saver.save_if_due(False, self._is_done(), self._evaluate())
+        if not self._is_done():
+            run.enter_training()
+            run.train_loader.start(progress.epoch, progress.position)
+            if self._restored is not None:
+                restore_host_randomness(self._restored)
+        while not self._is_done() and not self._interrupts.asked:
+            self._one_epoch()
+        is_cut_short = self._interrupts.asked and (progress.owes_evaluation or not self._is_done())
+        return self._finish("interrupted" if is_cut_short else "done")
 
-    def _one_epoch(self, interrupts: Interrupts) -> None:
+    def _one_epoch(self) -> None:
         progress = self._progress
         before = progress.call
         for batch in self._waited_for(self._run.train_loader.epoch()):
             self._one_call(batch)
-            interrupts.arm()
+            self._interrupts.arm()
             ends_epoch = progress.position == self._run.plan.steps.calls_per_epoch
             if ends_epoch:
                 self._count_epoch()
-            self._act_by_steps(ends_epoch)
-            if interrupts.asked or self._is_done():
-                return
-            if ends_epoch:
+            self._evaluate_and_save(ends_epoch)
+            if ends_epoch or self._interrupts.asked or self._is_done():
                 return
         if progress.call == before and not progress.position:
             raise RunError(Problem("the training data gave no batch in a whole epoch", fix="check `data`"))
         self._count_epoch()
-        self._act_by_steps(ends_epoch=True)
+        self._evaluate_and_save(ends_epoch=True)
 
     def _count_epoch(self) -> None:
         self._progress.epoch += 1
@@ -134,7 +135,7 @@ class _Trainer:
             yield batch
 
     def _one_call(self, batch: Any) -> None:
-        run, progress = self._run, self._progress
+        run, progress, sizes = self._run, self._progress, self._run.plan.training
         args, kwargs = as_call(batch)
         if not run.training_model.isCompiled():
             self._compile(args, kwargs)
@@ -145,22 +146,21 @@ class _Trainer:
         loss = self._mean_loss(result)
         seconds = time.perf_counter() - begun
         self._clock.add("train", seconds)
-        batch_plan = run.plan.training
-        progress.step += batch_plan.device_iterations
+        progress.step += sizes.device_iterations
         progress.call += 1
         progress.position += 1
-        progress.samples += batch_plan.samples_per_call
-        self._samples_here += batch_plan.samples_per_call
+        progress.samples += sizes.samples_per_call
+        progress.loss = loss
+        self._samples_here += sizes.samples_per_call
         self._calls_here += 1
-        self._loss = loss
         self._check_finite(loss, lr)
         if run.train_metrics:
             with self._explained("computing metrics"):
                 run.train_metrics.update(self._output(result), target_of(batch, run.config.loss.target))
-        if run.schedule.advance(batch_plan.device_iterations):
+        if run.schedule.advance(sizes.device_iterations):
             run.training_model.setOptimizer(run.optimizer)
-        self._window.add(batch_plan.samples_per_call, seconds, self._waited, loss)
-        self._report(lr, loss, seconds)
+        self._window.add(sizes.samples_per_call, seconds, self._waited, loss)
+        self._report(lr, loss)
 
     def _compile(self, args: Any, kwargs: Any) -> None:
         run = self._run
@@ -168,14 +168,14 @@ class _Trainer:
         begun = time.perf_counter()
         with self._explained("compiling the model for training"):
             run.training_model.compile(*args, **kwargs)
+            if self._restored is not None:
+                restore_device(run, self._restored)
+                self._restored = None
         seconds = time.perf_counter() - begun
         self._clock.add("compile", seconds)
         self._observer.on_compile_end(CompileEnd("training", seconds))
-        if self._restored is not None:
-            restore_device(run, self._restored)
-            self._restored = None
 
-    def _report(self, lr: float, loss: float, seconds: float) -> None:
+    def _report(self, lr: float, loss: float) -> None:
         run, progress, steps, window = self._run, self._progress, self._run.plan.steps, self._window
         logged = progress.call % steps.log_every_calls == 0 or self._is_done()
         metrics: Dict[str, float] = {}
@@ -200,53 +200,42 @@ class _Trainer:
                 eta_seconds=eta,
                 total_steps=steps.total_updates,
                 logged=logged,
-                checkpoint=None if self._checkpoint is None else str(self._checkpoint),
+                checkpoint=self._saver.newest_path,
             )
         )
         if logged:
             self._window = Window()
 
-    def _act_by_steps(self, ends_epoch: bool) -> None:
-        run, progress, steps = self._run, self._progress, self._run.plan.steps
-        config = run.config
+    def _evaluate_and_save(self, ends_epoch: bool) -> None:
+        run, progress, config = self._run, self._progress, self._run.config.eval
         done = self._is_done()
         wants_eval = (
-            (ends_epoch and _falls_due(config.eval.every_epochs, progress.epoch))
-            or (not ends_epoch and _falls_due(steps.eval_every_calls, progress.call))
-            or (done and config.eval.at_end)
+            (ends_epoch and falls_due(config.every_epochs, progress.epoch))
+            or falls_due(run.plan.steps.eval_every_calls, progress.call)
+            or (done and config.at_end)
         )
-        improved = False
-        if wants_eval and run.eval_split is not None:
-            improved = self._evaluate()
-        wants_save = (
-            (ends_epoch and _falls_due(config.checkpoint.every_epochs, progress.epoch))
-            or _falls_due(steps.save_every_calls, progress.call)
-            or (done and config.checkpoint.at_end)
-            or (improved and self._saves_at_all())
-        )
-        if wants_save:
-            self._save(improved)
-        if not done:
+        fresh = wants_eval and progress.evaluated_step != progress.step
+        improved = fresh and run.eval_split is not None and self._evaluate()
+        self._saver.save_if_due(ends_epoch, done, improved)
+        if not done and not self._interrupts.asked:
             run.enter_training()
 
     def _evaluate(self) -> bool:
+        """Evaluate; tells whether the monitored metric is better than ever."""
         run, progress = self._run, self._progress
-        if self._evaluated_step == progress.step:
-            return False
         begun = time.perf_counter()
-        result = evaluate(run, self._observer)
+        result = evaluate(run, self._observer, should_stop=lambda: self._interrupts.asked)
+        progress.owes_evaluation = result is None
+        if result is None:
+            return False
         self._clock.add("compile", result.compile_seconds)
         self._clock.add("eval", time.perf_counter() - begun - result.compile_seconds)
-        self._evaluated_step = progress.step
-        self._metrics = result.metrics
+        progress.evaluated_step, progress.metrics = progress.step, dict(result.metrics)
         value = result.metrics.get(run.monitor)
         if value is None:
-            raise RunError(
-                Problem(f"`monitor={run.monitor}` is no value of the evaluation", known=", ".join(result.metrics))
-            )
-        improved = self._is_better(value)
-        if improved:
-            progress.best, progress.best_step = value, progress.step
+            known = ", ".join(result.metrics)
+            raise RunError(Problem(f"`monitor={run.monitor}` is no value of the evaluation", known=known))
+        improved = self._saver.note_value(value)
         if run.schedule.report(value):
             run.training_model.setOptimizer(run.optimizer)
         self._observer.on_eval(
@@ -263,63 +252,26 @@ class _Trainer:
         )
         return improved
 
-    def _is_better(self, value: float) -> bool:
-        best_so_far = self._progress.best
-        if math.isnan(value):
-            return False
-        if best_so_far is None:
-            return True
-        return (
-            value > best_so_far if self._run.eval_metrics.higher_is_better(self._run.monitor) else value < best_so_far
-        )
-
-    def _save(self, is_best: bool) -> None:
-        progress = self._progress
-        if self._saved_step == progress.step and not is_best:
-            return
-        begun = time.perf_counter()
-        info = {
-            "epoch": progress.epoch,
-            "metrics": self._metrics if self._evaluated_step == progress.step else {},
-            "monitor": self._run.monitor,
-            "best": progress.best,
-            "best_step": progress.best_step,
-        }
-        with self._clock.measure("checkpoint"):
-            self._checkpoint = save(
-                self._folder,
-                progress.step,
-                gather(self._run, progress),
-                keep=self._run.config.checkpoint.keep,
-                info=info,
-                is_best=is_best,
-            )
-        self._saved_step = progress.step
-        self._observer.on_checkpoint(
-            CheckpointSaved(progress.step, str(self._checkpoint), time.perf_counter() - begun, is_best)
-        )
-
     def _finish(self, status: str) -> Summary:
-        if status == "interrupted" and self._saves_at_all():
-            self._save(is_best=False)
+        if status == "interrupted" and self._saver.is_on:
+            self._saver.save()
         self._run.close()
         progress = self._progress
-        favourite = best(self._folder)
         summary = Summary(
             status=status,
             step=progress.step,
             epoch=self._epochs_done(),
             samples=self._samples_here,
-            loss=self._loss,
-            metrics=self._metrics,
+            loss=progress.loss,
+            metrics=progress.metrics,
             monitor=self._run.monitor,
             best=progress.best,
             best_step=progress.best_step,
             samples_per_second=self._samples_here / max(self._clock.training_seconds, 1e-9),
             seconds=self._clock.seconds(),
-            checkpoint=None if self._checkpoint is None else str(self._checkpoint),
-            best_checkpoint=None if favourite is None else str(favourite),
-            resume_command=self._resume_command(),
+            checkpoint=self._saver.newest_path,
+            best_checkpoint=self._saver.best_path,
+            resume_command=self._saver.resume_command,
         )
         self._observer.on_end(summary)
         return summary
@@ -328,7 +280,14 @@ class _Trainer:
         run = self._run
         if run.eval_split is None:
             self._observer.on_note(Note("the data has no eval or test split: nothing is evaluated"))
-        if not hasattr(run.optimizer, "variable_attrs") and self._saves_at_all():
+        if self._calls_differ:
+            self._observer.on_note(
+                Note(
+                    "host calls have another size than before the resume: the epoch goes on at the nearest whole call",
+                    level="warning",
+                )
+            )
+        if not hasattr(run.optimizer, "variable_attrs") and self._saver.is_on:
             self._observer.on_note(
                 Note(
                     "torch.optim keeps its state on the device, so a resumed run starts with an empty one; "
@@ -336,13 +295,14 @@ class _Trainer:
                     level="warning",
                 )
             )
+        if run.config.debug.print_options and hasattr(self._folder, "log"):
+            self._folder.log(f"training {run.training_options!r}\ninference {run.inference_options!r}")
 
     def _mean_loss(self, result: Any) -> float:
         run = self._run
+        loss = result
         if run.train_metrics:
             loss = result[1] if run.loss is not None else pick(result, run.config.loss.output, loss=True)
-        else:
-            loss = result
         mean = float(loss.double().mean())
         if run.plan.output_mode != "sum":
             return mean
@@ -355,7 +315,8 @@ class _Trainer:
     def _check_finite(self, loss: float, lr: float) -> None:
         if math.isfinite(loss) or not self._run.config.debug.stop_on_nonfinite:
             return
-        last = "no checkpoint was saved before" if self._checkpoint is None else f"last checkpoint: {self._checkpoint}"
+        newest = self._saver.newest_path
+        last = "no checkpoint was saved before" if newest is None else f"last checkpoint: {newest}"
         raise RunError(
             Problem(
                 f"the loss became {loss} at step {self._progress.step}",
@@ -365,16 +326,8 @@ class _Trainer:
             )
         )
 
-    def _explained(self, doing: str) -> Any:
-        checkpoint = None if self._checkpoint is None else str(self._checkpoint)
-        return explained(self._run.engine.module, doing, checkpoint, self._resume_command())
-
-    def _resume_command(self) -> str:
-        return f"ipurun train resume={_folder_path(self._folder)}" if self._checkpoint is not None else ""
-
-    def _saves_at_all(self) -> bool:
-        config = self._run.config.checkpoint
-        return bool(config.every_epochs or config.every_steps or config.at_end)
+    def _explained(self, doing: str) -> ContextManager[None]:
+        return explained(self._run.engine.module, doing, self._saver.newest_path, self._saver.resume_command)
 
     def _is_done(self) -> bool:
         steps, config = self._run.plan.steps, self._run.config
@@ -385,11 +338,3 @@ class _Trainer:
     def _epochs_done(self) -> float:
         per_epoch = self._run.plan.steps.calls_per_epoch
         return self._progress.epoch + (self._progress.position / per_epoch if per_epoch else 0.0)
-
-
-def _falls_due(every: Optional[int], count: int) -> bool:
-    return bool(every) and count % every == 0
-
-
-def _folder_path(folder: Folder) -> str:
-    return str(getattr(folder, "path", folder.checkpoints))

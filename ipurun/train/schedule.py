@@ -105,7 +105,7 @@ class Schedule:
 
     def report(self, value: float) -> bool:
         """Tell a schedule that waits for a metric its new value; tells whether the optimizer's values changed."""
-        if not self.waits_for_metric:
+        if self._scheduler is None or not self.waits_for_metric:
             return False
         self._scheduler.step(value)
         return self._copy()

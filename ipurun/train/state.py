@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, Mapping, Optional
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
 from ipurun.errors import Problem, RunError
+from ipurun.plan.types import Batch
 from ipurun.train.randomness import random_state, restore_random_state
 
 __all__ = [
@@ -34,6 +35,11 @@ class Progress:
         samples: Samples trained on.
         best: Best value of the monitored metric.
         best_step: Weight updates at which it was reached.
+        loss: Last mean training loss.
+        metrics: Values of the last evaluation.
+        evaluated_step: Weight updates at which it was made.
+        owes_evaluation: Whether an interrupt kept a due evaluation from being made.
+        samples_per_call: Size of the host calls that `call` and `position` count.
     """
 
     step: int = 0
@@ -43,6 +49,21 @@ class Progress:
     samples: int = 0
     best: Optional[float] = None
     best_step: Optional[int] = None
+    loss: Optional[float] = None
+    metrics: Dict[str, float] = field(default_factory=dict)
+    evaluated_step: Optional[int] = None
+    owes_evaluation: bool = False
+    samples_per_call: int = 0
+
+    def recount(self, batch: Batch) -> bool:
+        """Go over to host calls of another size, rounding down; tells whether they differed."""
+        if self.samples_per_call in (0, batch.samples_per_call):
+            self.samples_per_call = batch.samples_per_call
+            return False
+        self.position = self.position * self.samples_per_call // batch.samples_per_call
+        self.call = self.step // batch.device_iterations
+        self.samples_per_call = batch.samples_per_call
+        return True
 
 
 def gather(run: Run, progress: Progress) -> Dict[str, Any]:

@@ -136,6 +136,14 @@ def test_a_missing_item_lists_those_that_exist() -> None:
     assert target_of({"a": 1}, None) is None
 
 
+def test_a_batch_of_one_item_is_its_own_target() -> None:
+    class Same(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    assert torch.allclose(_step(Same(), _loss("MSELoss"))(X), X.square().mean())
+
+
 def test_picking_from_outputs() -> None:
     t = torch.zeros(1)
     assert pick(t, None) is t and pick((1, t), None, loss=True) is t and pick({"loss": t, "x": 1}, None, loss=True) is t

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Dict
 
@@ -148,6 +150,62 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(built(), folder, [_PressCtrlC(3, times=2)])
     assert latest(folder) is None
+
+
+def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
+    """Ctrl-C in the last step: the evaluation at the end waits for the resume."""
+    folder = Folder(tmp_path)
+    summary = train(built(epochs=1), folder, [_PressCtrlC(8)])
+    assert summary.status == "interrupted" and summary.step == 8 and summary.metrics == {}
+    seen = Recorder()
+    summary = train(built(epochs=1), folder, [seen], resume_from=latest(folder))
+    assert summary.status == "done" and set(summary.metrics) == {"loss", "accuracy"}
+    assert "step" not in seen.events and [event.step for event in seen.events["eval"]] == [8]
+
+
+def test_resume_with_host_calls_of_another_size(tmp_path: Path) -> None:
+    folder, seen = Folder(tmp_path), Recorder()
+    train(built(), folder, [_PressCtrlC(6)])
+    resumed = built(device_iterations=2)
+    summary = train(resumed, folder, [seen], resume_from=latest(folder))
+    assert summary.step == 16 and summary.epoch == 2
+    assert any("another size" in note.text for note in seen.events["note"])
+    assert sorted(resumed.train_loader._data.loaded[8:]) == list(range(32))
+
+
+def test_ctrl_c_while_workers_load_still_saves(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to the workers as well; they must outlive it."""
+    root = Path(__file__).resolve().parents[2]
+    code = """
+import os, signal, sys
+from pathlib import Path
+from run_harness import Folder, built
+from ipurun.train.events import Observer
+from ipurun.train.loop import train
+
+class Press(Observer):
+    def on_step(self, event):
+        if event.call == 3:
+            os.killpg(0, signal.SIGINT)
+
+if __name__ == "__main__":
+    os.setpgrp()
+    summary = train(built(loader__workers=2), Folder(Path(sys.argv[1])), [Press()])
+    print(summary.status, summary.step)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    path = os.pathsep.join([str(root), str(root / "tests" / "train")])
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == ["interrupted", "3"], done.stderr
+    assert latest(tmp_path / "run" / "checkpoints").step == 3
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:
