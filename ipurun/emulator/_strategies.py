@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 from ipurun.emulator import enums
+from ipurun.emulator._errors import native_error
 from ipurun.emulator._logging import logger
-from ipurun.emulator._options_impl import IStageManager
+from ipurun.emulator._options_impl import IStageManager, Placement
 
 __all__ = [
     "BlockId",
@@ -91,6 +92,19 @@ class _ListedStageManager(IStageManager):
             f"Unknown Block '{block_id}', list of expected Blocks: {list(self._block_map)}"
         )
         return self._block_map[block_id]
+
+
+class _AlternatingStageManager(_ListedStageManager):
+    """Refuses a block whose IPU is not in the group that its phase runs on."""
+
+    def beginStage(self, user_id: Optional[BlockId], ipu_id_from_block: Optional[int]) -> Placement:
+        placement = super().beginStage(user_id, ipu_id_from_block)
+        if placement.phase_id % 2 != placement.ipu_id % 2:
+            raise native_error(
+                f"Invalid IPU {placement.ipu_id} for phase {placement.phase_id} (block {placement.user_id}): with "
+                "ParallelPhasedExecution even phases run on even IPUs, odd phases on odd IPUs"
+            )
+        return placement
 
 
 def _map_blocks(stage: Stage, block_map: Dict[BlockId, Stage]) -> None:
@@ -243,7 +257,11 @@ class _IPhasedExecution(_IExecutionStrategy):
             for stage in phase.stages:
                 stage._phase_id = phase_id
                 _map_blocks(stage, block_map)
-        super().__init__(_ListedStageManager(block_map), block_map)
+        super().__init__(self._manager(block_map), block_map)
+
+    @staticmethod
+    def _manager(block_map: Dict[BlockId, Stage]) -> IStageManager:
+        return _ListedStageManager(block_map)
 
     @staticmethod
     def _as_phase(arg: Any) -> Phase:
@@ -279,6 +297,10 @@ class _IPhasedExecution(_IExecutionStrategy):
 
 class ParallelPhasedExecution(_IPhasedExecution):
     """Phases alternate between two groups of IPUs."""
+
+    @staticmethod
+    def _manager(block_map: Dict[BlockId, Stage]) -> IStageManager:
+        return _AlternatingStageManager(block_map)
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
         return {**super().backendOptions(), "serial_phases_execution": False}

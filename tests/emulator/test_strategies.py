@@ -91,7 +91,7 @@ def test_phases_take_many_forms(kind):
         "H",
     )
     expected = {"A": 0, "B": 0, "C": 1, "D": 1, "E": 2, "F": 2, "G": 3, "H": 4}
-    assert {block: phase for block in expected for _, phase, _ in placed(strategy, (block, 0))} == expected
+    assert {block: placed(strategy, (block, phase % 2))[0][1] for block, phase in expected.items()} == expected
     assert [len(strategy.phase(index).stages) for index in range(5)] == [1, 2, 1, 1, 1]
 
 
@@ -103,6 +103,13 @@ def test_phase_ipus():
     assert strategy.phase(0).stage(1) is strategy.stage("B")
     with pytest.raises(AssertionError):
         strategy.phase(1).ipus(0, 1)
+
+
+def test_parallel_phases_alternate_between_even_and_odd_ipus():
+    assert placed(poptorch.ParallelPhasedExecution("A", "B"), ("A", 2), ("B", 3))[1][2] == 3
+    with pytest.raises(poptorch.Error, match="Invalid IPU 0 for phase 1"):
+        placed(poptorch.ParallelPhasedExecution("A", "B"), ("B", 0))
+    assert placed(poptorch.SerialPhasedExecution("A", "B"), ("B", 0))[0][2] == 0
 
 
 @pytest.mark.parametrize(
