@@ -45,7 +45,10 @@ _SPOKEN_AS = {
     "_TensorLocationOptions": "TensorLocations",
     "_TrainingOptions": "Training",
     "IStageManager": "stage_manager",
+    "Optimizer": "SGD",
     "OptionsDict": "_OptionsDict",
+    "PoplarExecutor": "trainingModel",
+    "VariableAttributes": "variable_attrs",
 }
 # Names of the package root that mean other things elsewhere.
 _COMMON_WORDS = frozenset({"load", "print"})
@@ -78,6 +81,8 @@ def _words_of(node: ast.AST) -> Set[str]:
                 words.add(f"{part.value.id}.{part.attr}")
         elif isinstance(part, ast.keyword) and part.arg:
             words.add(part.arg)
+        elif isinstance(part, ast.FunctionDef):
+            words.add(part.name)
         elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier():
             words.add(part.value)
     return words

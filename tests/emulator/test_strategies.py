@@ -180,6 +180,18 @@ def test_placement_of_the_last_capture_is_logged(capsys):
     assert "block id=A" not in logged
 
 
+def test_notes_of_placement_can_be_cleared(capsys):
+    manager = poptorch.PipelinedExecution("A").stage_manager()
+    manager.beginStage("A", None)
+    manager.clearDebug()
+    poptorch.setLogLevel("DEBUG")
+    try:
+        manager.printDebug()
+    finally:
+        poptorch.setLogLevel("WARN")
+    assert "block id=A" not in capsys.readouterr().err
+
+
 def test_default_manager_makes_stages_up():
     manager = poptorch.options._DefaultStageManager(poptorch.AutoStage.AutoIncrement)
     first = manager.getStage("x")
