@@ -58,6 +58,7 @@ format: dev  ## Put the code into shape.
 
 docs: dev  ## Write the generated reference pages anew.
 	$(BIN)/python -m ipurun.config.reference docs/reference/config-keys.md
+	$(BIN)/python -m ipurun.emulator.coverage ipurun/manifest/api.json tests/emulator docs/reference/emulator-coverage.md
 
 wheel: dev  ## Build the wheel into dist/.
 	$(BIN)/python -m build --wheel

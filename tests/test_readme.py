@@ -10,12 +10,18 @@ import pytest
 from ipurun.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "how-to" / "own-model-and-data.md",
+    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
+]
 SHORT = ["max_steps=2", "eval.max_samples=20"]  # the pages train for longer
 TRAINING = ("train", "plan", "validate")
 READING = ("ls", "cat", "cp", "env")
 
 BLOCK = re.compile(r"^```(?P<kind>sh|bash|console)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+# A block that names a file after its language is that file.
+FILE = re.compile(r"^```\w+ (?P<path>[\w./]+)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def typed_lines(page):
@@ -53,6 +59,9 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for file in FILE.finditer(page.read_text(encoding="utf-8")):
+        Path(file["path"]).parent.mkdir(parents=True, exist_ok=True)
+        Path(file["path"]).write_text(file["body"], encoding="utf-8")
     for words in typed_lines(page):
         if words[0] not in ("ipurun", ".venv/bin/ipurun"):
             continue
