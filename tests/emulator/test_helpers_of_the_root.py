@@ -231,3 +231,32 @@ def test_attribute_scopes_nest_and_are_restored():
             }
         assert poptorch.Attribute._attributes == {"__outline": {"layer": "embedding"}}
     assert poptorch.Attribute._attributes == {}
+
+
+def test_host_function_runs_on_its_persistent_data():
+    op = poptorch.CPU(lambda x, y: x + y, "add")
+    op(torch.ones(2), torch.ones(2))
+    op.registerPersistentData()
+    op.inputs[0].fill_(2.0)
+    op.inputs[1].fill_(3.0)
+    op.execute()
+    assert op.outputs[0].tolist() == [5.0, 5.0]
+
+
+def test_blocks_begin_at_plain_functions():
+    double = poptorch.BeginBlock(lambda x: 2 * x, user_id="double", ipu_id=0)
+    assert isinstance(double, poptorch.LegacyBeginBlockFn)
+    assert double(torch.ones(1)).item() == 2.0
+
+
+def test_weights_are_fetched_when_needed_only():
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, poptorch.identity_loss(y, reduction="mean")
+
+    model = Net(2, 2)
+    training = poptorch.trainingModel(model)
+    training(torch.ones(1, 2))
+    assert training.copyWeightsToHostIfNeeded() is True
+    assert training.copyWeightsToHostIfNeeded() is False
