@@ -253,7 +253,7 @@ def test_copies_and_pickles_of_a_wrapped_model():
 
 
 def test_state_dict_holds_plain_tensors_and_loads_into_the_executor():
-    model, executor, before = _trained()
+    _, executor, before = _trained()
     x, labels = images(4)
     _, first = executor(x, labels)
     state = executor.state_dict()

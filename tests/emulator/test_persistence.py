@@ -1,0 +1,103 @@
+"""Compiled models in files."""
+
+import os
+
+import pytest
+import torch
+from executor_models import Classifier, images, options
+from torch import nn
+
+import ipurun.emulator as poptorch
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = nn.functional.dropout(self.layer(x), 0.5, True)
+        return y, poptorch.identity_loss(y.pow(2).mean(), reduction="none")
+
+
+def _executor(momentum=0.9, **kwargs):
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, use_combined_accum=False)
+    return poptorch.trainingModel(model, options(**kwargs), optimizer)
+
+
+def test_training_resumed_from_a_file_continues_as_without(tmp_path):
+    x, labels = images(4)
+    executor = _executor()
+    for _ in range(2):
+        executor(x, labels)
+    path = tmp_path / "deep" / "folder" / "model.poptorch"
+    executor.save(str(path))
+    expected = [executor(x, labels)[1] for _ in range(3)]
+    resumed = poptorch.load(str(path))
+    assert resumed.isCompiled()
+    assert [resumed(x, labels)[1] for _ in range(3)] == expected
+
+
+def test_random_streams_continue(tmp_path):
+    opts = poptorch.Options().randomSeed(7)
+    model = Noisy()
+    executor = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.0))
+    executor(torch.ones(2, 4))
+    executor.save(str(tmp_path / "with"), save_rng_state=True)
+    executor.save(str(tmp_path / "without"), save_rng_state=False)
+    first, second = executor(torch.ones(2, 4))[0], poptorch.load(str(tmp_path / "with"))(torch.ones(2, 4))[0]
+    assert torch.equal(first, second)
+    assert not torch.equal(first, poptorch.load(str(tmp_path / "without"))(torch.ones(2, 4))[0])
+
+
+def test_export_without_a_device_and_load_with_other_options(tmp_path):
+    path = str(tmp_path / "model.poptorch")
+    executor = poptorch.inferenceModel(Classifier(), poptorch.Options().useOfflineIpuTarget())
+    x, _ = images(4)
+    executor.compileAndExport(path, x)
+    seen = []
+
+    def edit(opts):
+        seen.append(opts.connection_type)
+        opts.deviceIterations(2)
+
+    loaded = poptorch.load(path, edit_opts_fn=edit)
+    assert seen == [poptorch.ConnectionType.Always.value]
+    assert loaded.options.device_iterations == 2
+    torch.testing.assert_close(loaded(x), executor.model(x).detach())
+
+
+def test_a_file_without_the_model_needs_the_model(tmp_path):
+    path = str(tmp_path / "model.poptorch")
+    executor = _executor()
+    executor.compileAndExport(path, *images(4), export_model=False)
+    with pytest.raises(AssertionError, match="loadExecutable"):
+        poptorch.load(path)
+    other = _executor()
+    other.loadExecutable(path)
+    assert other.isCompiled()
+    torch.testing.assert_close(other(*images(4))[1], executor(*images(4))[1])
+
+
+def test_a_folder_gets_a_file(tmp_path):
+    executor = poptorch.inferenceModel(Classifier())
+    executor.compileAndExport(str(tmp_path), images(4)[0])
+    assert os.listdir(tmp_path) == ["model.poptorch"]
+    with pytest.raises(AssertionError):
+        executor.save(str(tmp_path / "model.poptorch" / "below"))
+
+
+def test_other_files_and_versions_are_refused(tmp_path):
+    path = tmp_path / "model.poptorch"
+    path.write_bytes(b"not ours")
+    with pytest.raises(AssertionError, match="not a valid"):
+        poptorch.load(str(path))
+    executor = poptorch.inferenceModel(Classifier())
+    executor._poptorch_version = "1.2.3"
+    executor.compileAndExport(str(path), images(4)[0])
+    with pytest.raises(AssertionError, match=r"1\.2\.3"):
+        poptorch.load(str(path))
+    with pytest.raises(poptorch.Error, match=r"1\.2\.3"):
+        poptorch.inferenceModel(Classifier()).loadExecutable(str(path))
