@@ -14,7 +14,7 @@ from typing import Mapping, Tuple
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from ipurun.errors import ConfigError, Problem, RunError
+from ipurun.errors import ConfigError, Problem
 
 __all__ = ["FASHION_MNIST", "MNIST", "Source", "cached_folder", "fetch"]
 
@@ -90,23 +90,15 @@ def fetch(source: Source, folder: Path) -> Path:
         The folder.
 
     Raises:
-        ConfigError: The folder cannot be written.
-        RunError: No mirror gave a file with the right checksum.
+        ConfigError: The folder cannot be made, or no mirror gave a file with the right checksum.
     """
     wanted = [
         name for name in source.files if not (folder / name).exists() and not (folder / name[: -len(".gz")]).exists()
     ]
-    if not wanted:
-        return folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            Problem("the data folder cannot be made", where=f"data.root={folder}", seen=str(error))
-        ) from error
-    with _progress_bar() as progress:
-        for name in wanted:
-            _fetch_file(source, name, folder, progress)
+    if wanted:
+        with _progress_bar() as progress:
+            for name in wanted:
+                _fetch_file(source, name, folder, progress)
     return folder
 
 
@@ -133,7 +125,7 @@ def _fetch_file(source: Source, name: str, folder: Path, progress: Progress) -> 
             if partial.exists():
                 partial.unlink()
         progress.remove_task(task)
-    raise RunError(
+    raise ConfigError(
         Problem(
             f"{source.name} cannot be downloaded",
             where="data.download=true",
@@ -145,11 +137,23 @@ def _fetch_file(source: Source, name: str, folder: Path, progress: Progress) -> 
 
 def _stream(url: str, target: Path, progress: Progress, task: TaskID) -> str:
     digest = hashlib.sha256()
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response, open(target, "wb") as out:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
+        # Only now, so that a machine without a network is not left with an empty folder.
+        _make_folder(target.parent)
         length = response.headers.get("Content-Length")
         progress.update(task, total=int(length) if length else None)
-        for chunk in iter(lambda: response.read(_CHUNK_BYTES), b""):
-            digest.update(chunk)
-            out.write(chunk)
-            progress.update(task, advance=len(chunk))
+        with open(target, "wb") as out:
+            for chunk in iter(lambda: response.read(_CHUNK_BYTES), b""):
+                digest.update(chunk)
+                out.write(chunk)
+                progress.update(task, advance=len(chunk))
     return digest.hexdigest()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            Problem("the data folder cannot be made", where=f"data.root={folder}", seen=str(error))
+        ) from error

@@ -27,8 +27,7 @@ def splits(root: Optional[str] = None, download: bool = False) -> Dict[str, Labe
         ``train`` and ``test``, whose items are a normalised 1 x 28 x 28 image and its class.
 
     Raises:
-        ConfigError: No root is given, or it is missing or incomplete.
-        RunError: The download failed.
+        ConfigError: No root is given, it is missing or incomplete, or the download failed.
     """
     if download:
         folder = fetch(FASHION_MNIST, Path(root).expanduser() if root else cached_folder(FASHION_MNIST))

@@ -30,8 +30,7 @@ def splits(root: Optional[str] = None, download: bool = False) -> Dict[str, Labe
         ``train`` and ``test``, whose items are a normalised 1 x 28 x 28 image and its digit.
 
     Raises:
-        ConfigError: `root` is missing or incomplete.
-        RunError: The download failed.
+        ConfigError: `root` is missing or incomplete, or the download failed.
     """
     if download:
         folder = fetch(MNIST, Path(root).expanduser() if root else cached_folder(MNIST))

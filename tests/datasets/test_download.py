@@ -4,7 +4,7 @@ import pytest
 
 from ipurun.datasets.download import FASHION_MNIST, MNIST, Source, cached_folder, fetch
 from ipurun.datasets.idx import FILES
-from ipurun.errors import ConfigError, RunError
+from ipurun.errors import ConfigError
 
 CONTENT = b"digits" * 50_000
 
@@ -48,16 +48,17 @@ def test_the_next_mirror_is_tried(tmp_path, mirror):
 
 
 def test_a_wrong_checksum_leaves_nothing_behind(tmp_path, mirror):
-    with pytest.raises(RunError, match="wrong checksum"):
+    with pytest.raises(ConfigError, match="wrong checksum"):
         fetch(source(mirror, digest="0" * 64), tmp_path / "root")
     assert list((tmp_path / "root").iterdir()) == []
 
 
-def test_an_unreachable_mirror_is_a_failed_run_with_its_reason(tmp_path):
-    with pytest.raises(RunError) as caught:
+def test_an_unreachable_mirror_is_an_error_with_its_reason_and_leaves_no_folder(tmp_path):
+    with pytest.raises(ConfigError) as caught:
         fetch(source(tmp_path / "gone"), tmp_path / "root")
     assert "things cannot be downloaded" in str(caught.value)
     assert "gone/a.gz" in str(caught.value)
+    assert not (tmp_path / "root").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path, mirror):
