@@ -67,8 +67,9 @@ def find(name: str) -> Entry:
     Raises:
         ConfigError: There is none; the message lists those that exist.
     """
-    group, _, option = name.rpartition("/")
-    group = group or RECIPE_GROUP
+    group, _, option = name.partition("/")
+    if not option or any(entry.name == name for entry in recipes()):
+        group, option = RECIPE_GROUP, name
     entries = {entry.name: entry for entry in _entries(group)}
     if option in entries:
         return entries[option]
@@ -123,11 +124,11 @@ def _folders() -> List[Tuple[Path, bool]]:
 
 def _entries(group: str) -> List[Entry]:
     return [
-        Entry(group, path.stem, path, built_in)
+        Entry(group, path.relative_to(folder / group).with_suffix("").as_posix(), path, built_in)
         for folder, built_in in _folders()
-        for path in sorted((folder / group).glob("*.yaml"))
+        for path in sorted((folder / group).rglob("*.yaml"))
     ]
 
 
 def _is_group(path: Path) -> bool:
-    return path.is_dir() and any(path.glob("*.yaml"))
+    return path.is_dir() and any(path.rglob("*.yaml"))

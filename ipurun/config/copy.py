@@ -37,7 +37,7 @@ def copy_recipe(name: str, new_name: Optional[str] = None) -> List[Path]:
     recipe = find(name)
     if recipe.group != RECIPE_GROUP:
         raise ConfigError(Problem(f"`{name}` is not a recipe", fix="ipurun ls"))
-    new_name = new_name or f"my_{recipe.name}"
+    new_name = new_name or "my_" + recipe.name.replace("/", "_")
     options = own_options(recipe)
     packages = {code_package(entry) for entry in [recipe, *options]} - {None}
     _check_name(new_name, recipe)

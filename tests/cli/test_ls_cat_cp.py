@@ -58,6 +58,13 @@ def test_a_clone_lists_its_recipes_once(capsys, monkeypatch):
     assert output(capsys, "ls", "--quiet").split() == RECIPES
 
 
+def test_recipes_in_sub_folders_go_by_their_path(capsys):
+    path = own_recipe("team/ours")
+    assert "team/ours (yours)" in output(capsys, "ls")
+    assert output(capsys, "cat", "team/ours") == path.read_text()
+    assert "ipurun train +recipe=my_team_ours" in output(capsys, "cp", "team/ours")
+
+
 def test_a_recipe_without_a_comment_is_listed_all_the_same(capsys):
     own_recipe(comment="")
     assert "mine" in output(capsys, "ls")
