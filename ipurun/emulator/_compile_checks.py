@@ -61,7 +61,6 @@ def check_forward(
         input_names: Names of the tensors among the arguments, for messages.
     """
     options = recorder.options
-    _check_pipeline(recorder, layout, training)
     total = num_ipus(recorder.graph) * layout.replicas
     if total > _MAX_IPUS:
         raise createNativeError(
@@ -76,9 +75,12 @@ def check_forward(
         native_logger.warning("%d IPUs are used, %d are reserved (autoRoundNumIPUs)", total, power)
     elif total and power != total and is_hardware:
         raise createNativeError(
-            f"PopTorch must reserve a power of 2 number of IPUs, but {total} IPUs were requested. "
-            f"Use poptorch.Options.autoRoundNumIPUs to reserve {power} IPUs."
+            f"The model specifies the use of {total} IPUs, however PopTorch must reserve a minimum of {power} in "
+            "order to allow the model to run, because PopTorch must reserve a power of 2 or maximum of "
+            f"{_MAX_IPUS} IPUs per process. Please reconfigure your model to use a different number of IPUs or set "
+            "poptorch.Options().autoRoundNumIPUs(True)."
         )
+    _check_pipeline(recorder, layout, training)
     for node in recorder.graph.nodes:
         _check_not_empty(recorder.graph, node)
     check_overlap(recorder, list(tensors_in(returned)), input_names)

@@ -11,6 +11,7 @@ import torch
 from ipurun.emulator._executable import Executable
 from ipurun.emulator._graph import Placement
 from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._lowering import lowered_ops
 
 __all__ = ["ExecutorReports"]
 
@@ -115,17 +116,17 @@ class ExecutorReports:
         return self._compiled("placements").graph.placements()
 
     def _debugGetPopartIR(self) -> str:
-        graph = self._compiled("_debugGetPopartIR").graph
-        operations = [
-            {
-                "name": node.name,
-                "module": node.module_path,
-                "inputs": [repr(value) for value in node.reads()],
-                "outputs": [repr(value) for value in node.writes()],
-                "attributes": node.placement._asdict(),
-            }
-            for node in graph.nodes
+        executable = self._compiled("_debugGetPopartIR")
+        graph = executable.graph
+        forward = [
+            _dumped(op.type, op.name, op.placement)
+            for op in lowered_ops(graph, self._options._module_namescope_enabled)
         ]
-        optimizer = self._executable.optimizer if self._executable is not None else None
-        updates = [] if optimizer is None else [{"name": name} for name in optimizer.operations()]
-        return json.dumps({"maingraph": operations + updates})
+        backward = [_dumped(node.name, node.name, node.placement) for node in graph.nodes if node.is_backward]
+        optimizer = executable.optimizer
+        updates = [] if optimizer is None else [_dumped(name, name, Placement()) for name in optimizer.operations()]
+        return json.dumps({"maingraph": forward + backward + updates})
+
+
+def _dumped(op_type: str, name: str, placement: Placement) -> Dict[str, Any]:
+    return {"type": op_type, "name": name, "attributes": placement._asdict()}

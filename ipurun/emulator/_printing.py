@@ -18,15 +18,15 @@ def _indented(text: str) -> str:
 
 
 def module_repr(m: torch.nn.Module) -> str:
-    """Return torch's text of a module, with a line for each block that begins there."""
-    lines: List[str] = [repr(hook) for hook in m._forward_pre_hooks.values() if isinstance(hook, BlockHook)]
+    """Return torch's text of a module, with the blocks that begin there before its name."""
+    blocks: List[str] = [repr(hook) for hook in m._forward_pre_hooks.values() if isinstance(hook, BlockHook)]
     extra = m.extra_repr()
     extra_lines = extra.split("\n") if extra else []
     children = [f"({name}): {_indented(module_repr(child))}" for name, child in m.named_children()]
-    name = m._get_name()
-    if not lines and not children and len(extra_lines) <= 1:
+    name = " ".join([*blocks, m._get_name()])
+    if not children and len(extra_lines) <= 1:
         return f"{name}({extra})"
-    inside = "\n".join(f"  {line}" for line in lines + extra_lines + children)
+    inside = "\n".join(f"  {line}" for line in extra_lines + children)
     return f"{name}(\n{inside}\n)"
 
 

@@ -1,5 +1,7 @@
 """What the log says, at DEBUG, of where a compiled model runs."""
 
+import json
+
 import pytest
 import torch
 
@@ -105,3 +107,22 @@ def test_loss_of_a_training_model(capfd):
         assert f" {name} [float32({shape}), mode(Pipelined), ipu(0), stage(0)]" in text
     assert " IdentityLoss:0 [float32(), mode(Pipelined), ipu(0), stage(0)]" in text
     assert "Abs" not in text
+
+
+def test_program_dump_names_the_type_of_every_op():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 3)
+
+        def forward(self, x, y):
+            out = torch.relu(self.layer(x))
+            return out, torch.nn.functional.mse_loss(out, y)
+
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    training = poptorch.trainingModel(model, optimizer=optimizer)
+    training.compile(torch.ones(1, 2), torch.ones(1, 3))
+    types = [op["type"] for op in json.loads(training._debugGetPopartIR())["maingraph"]]
+    assert {"MatMul", "Add", "Relu", "IdentityLoss"} <= set(types)
+    assert types.count("AdamVarUpdate") == 2
