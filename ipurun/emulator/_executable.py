@@ -59,7 +59,8 @@ class Executable:
         )
         plain = make_replay is generate and not weights.groups and not self._anchored
         self.chunks = ChunkRunner(self.graph, enabled=plain)
-        self._is_random = any(node.is_random for node in self.graph.nodes)
+        # A replay of another kind may round at random.
+        self._is_random = make_replay is not generate or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
         self._grad_names = list(self.graph.grads)
         self._num_outputs = len(captured.output_values)

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 from torch.nn import functional
 
-__all__ = ["HalfThroughFloat", "cast_weights", "substitute_for"]
+__all__ = ["HalfThroughFloat", "cast_weights", "holds_half", "substitute_for", "to_nearest_half"]
 
 _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
     functional.linear: ((1, "weight"), (2, "bias")),
@@ -43,17 +43,27 @@ def cast_weights(
 
 def substitute_for(op: Any, arguments: Any) -> Optional[HalfThroughFloat]:
     """Returns what can stand in for an operation that failed on half arguments, None if none are half."""
-    return HalfThroughFloat(op) if _holds_half(arguments) else None
+    return HalfThroughFloat(op) if holds_half(arguments) else None
 
 
-def _holds_half(item: Any) -> bool:
+def holds_half(item: Any) -> bool:
+    """Whether a half tensor or type is among the arguments."""
     if isinstance(item, torch.Tensor):
         return item.dtype == torch.float16
     if isinstance(item, dict):
-        return any(_holds_half(entry) for entry in item.values())
+        return any(holds_half(entry) for entry in item.values())
     if isinstance(item, (list, tuple)):
-        return any(_holds_half(entry) for entry in item)
+        return any(holds_half(entry) for entry in item)
     return item is torch.float16
+
+
+# Their further results are statistics, which stay in float32.
+_ONLY_FIRST_RESULT_HALF = frozenset(["native_batch_norm", "native_group_norm", "native_layer_norm"])
+
+
+def to_nearest_half(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in half precision, each value rounded to the nearest."""
+    return tensor.to(torch.float16)
 
 
 class HalfThroughFloat:
@@ -61,10 +71,12 @@ class HalfThroughFloat:
 
     Args:
         op: The operation that has no half kernel here.
+        to_half: How float32 results are rounded.
     """
 
-    def __init__(self, op: Any) -> None:
-        self._op = op
+    def __init__(self, op: Any, to_half: Callable[[torch.Tensor], torch.Tensor] = to_nearest_half) -> None:
+        self.widened = op
+        self._to_half = to_half
         self._schema = op._schema
         self.__name__ = op._schema.name
 
@@ -82,19 +94,24 @@ class HalfThroughFloat:
                 return type(item)([widen(entry) for entry in item])
             return item
 
-        result = self._op(*[widen(a) for a in args], **{k: widen(v) for k, v in kwargs.items()})
+        result = self.widened(*[widen(a) for a in args], **{k: widen(v) for k, v in kwargs.items()})
         originals = {id(wide): original for original, wide in widened.values()}
         for argument, given in zip(self._schema.arguments, args):
             if argument.alias_info is not None and argument.alias_info.is_write and id(given) in widened:
-                given.copy_(widened[id(given)][1])
+                given.copy_(self._to_half(widened[id(given)][1]))
+        if kwargs.get("dtype") is torch.float32:
+            return result
 
         def narrow(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 if id(item) in originals:
                     return originals[id(item)]
-                return item.to(torch.float16) if item.dtype == torch.float32 else item
+                return self._to_half(item) if item.dtype == torch.float32 else item
             if isinstance(item, (list, tuple)):
                 return type(item)([narrow(entry) for entry in item])
             return item
 
+        if isinstance(result, tuple) and self._schema.name.split("::")[-1] in _ONLY_FIRST_RESULT_HALF:
+            first = narrow(result[0]) if args[0].dtype == torch.float16 else result[0]
+            return (first, *result[1:])
         return narrow(result)

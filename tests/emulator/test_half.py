@@ -1,0 +1,130 @@
+"""Half precision: types of results, kernels the CPU lacks, rounding at random, floating-point exceptions."""
+
+import copy
+
+import pytest
+import torch
+from executor_models import Classifier, images
+from torch import nn
+
+import ipurun.emulator as poptorch
+
+
+def _infer(function, options=None):
+    class Model(nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    return poptorch.inferenceModel(Model(), options)
+
+
+def test_mixed_elementwise_operations_promote():
+    result = _infer(lambda a, b: a + b)(torch.ones(2, dtype=torch.float16), torch.ones(2))
+    assert result.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(6, 3),
+        nn.Conv1d(4, 2, 3),
+        nn.ConvTranspose1d(4, 2, 3),
+        nn.BatchNorm1d(4),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(6),
+        nn.InstanceNorm1d(4, affine=True),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_compute_in_the_type_of_their_input(layer):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 6)
+    expected = copy.deepcopy(layer)(x).detach()
+    wide = copy.deepcopy(layer)
+    narrow = poptorch.inferenceModel(copy.deepcopy(layer))(x.half())
+    assert narrow.dtype == torch.float16
+    torch.testing.assert_close(narrow.float(), expected, rtol=2e-2, atol=2e-2)
+    from_half_weights = poptorch.inferenceModel(wide.half())(x)
+    assert from_half_weights.dtype == torch.float32
+    torch.testing.assert_close(from_half_weights, expected, rtol=2e-2, atol=2e-2)
+
+
+def _train(model, x, labels, **kwargs):
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, use_combined_accum=False, **kwargs)
+    executor = poptorch.trainingModel(model, optimizer=optimizer)
+    losses = [float(executor(x, labels)[1]) for _ in range(5)]
+    return losses
+
+
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm2d(4)])
+def test_half_weights_and_master_weights_train_as_float_does(norm):
+    torch.manual_seed(0)
+    model = Classifier(norm)
+    masters, halves = copy.deepcopy(model), copy.deepcopy(model).half()
+    x, labels = images(8)
+    expected = _train(model, x, labels)
+    with_masters = _train(masters, x.half(), labels, loss_scaling=128.0)
+    with_halves = _train(halves, x.half(), labels, loss_scaling=128.0)
+    assert expected[-1] < expected[0]
+    assert with_masters == pytest.approx(expected, rel=0.03)
+    assert with_halves == pytest.approx(expected, rel=0.05)
+    assert masters.conv.weight.dtype == torch.float32
+    assert halves.conv.weight.dtype == torch.float16
+
+
+def test_operations_without_a_half_kernel_are_rounded_once():
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).half()
+    result = _infer(lambda x: torch.cumsum(x @ x, 0).softmax(1))(x)
+    assert result.dtype == torch.float16
+    expected = torch.cumsum(x.float() @ x.float(), 0).softmax(1)
+    torch.testing.assert_close(result.float(), expected, rtol=2e-2, atol=2e-3)
+
+
+def _rounding(seed=1):
+    opts = poptorch.Options().randomSeed(seed)
+    opts.Precision.enableStochasticRounding(True)
+    return opts
+
+
+def test_stochastic_rounding_keeps_the_expected_value():
+    # Halfway between 1 and the next half number, 1 + 2^-10, and a quarter of the way.
+    x = torch.tensor([1.0 + 2.0**-11, 1.0 + 2.0**-12]).repeat(4096, 1)
+    result = _infer(lambda x: x.half(), _rounding())(x).float()
+    assert set(result.flatten().tolist()) == {1.0, 1.0 + 2.0**-10}
+    share = (result > 1.0).float().mean(0)
+    assert share[0] == pytest.approx(0.5, abs=0.05)
+    assert share[1] == pytest.approx(0.25, abs=0.05)
+
+
+def test_stochastic_rounding_follows_the_seed_and_leaves_float_alone():
+    x = torch.rand(64)
+    first = _infer(lambda x: (x.half() * x.half(), x * 3), _rounding(1))(x)
+    again = _infer(lambda x: (x.half() * x.half(), x * 3), _rounding(1))(x)
+    other = _infer(lambda x: (x.half() * x.half(), x * 3), _rounding(2))(x)
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(first[1], x * 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "bad", "good"),
+    [
+        (lambda x: 1.0 / x, 0.0, 1.0),
+        (lambda x: torch.sqrt(x), -1.0, 1.0),
+        (lambda x: torch.log(x), -1.0, 1.0),
+        (lambda x: torch.exp(x), 1000.0, 1.0),
+        (lambda x: x - x, float("inf"), 1.0),
+        (lambda x: x > 0, float("nan"), 1.0),
+        (lambda x: (x.half() * 100).half(), 1000.0, 1.0),
+    ],
+    ids=["divide", "sqrt", "log", "overflow", "inf-inf", "compare", "half"],
+)
+def test_floating_point_exceptions(function, bad, good):
+    opts = poptorch.Options()
+    opts.Precision.enableFloatingPointExceptions(True)
+    executor = _infer(function, opts)
+    executor(torch.tensor([good]))
+    with pytest.raises(poptorch.Error, match="Floating point exception"):
+        executor(torch.tensor([bad]))
+    unchecked = _infer(function)
+    unchecked(torch.tensor([bad]))
