@@ -23,6 +23,7 @@ def check_arguments(
     key: str,
     given: Sequence[str] = (),
     positional: int = 0,
+    shown: str = "",
 ) -> List[Problem]:
     """What is wrong with calling a target with these arguments, found without calling it.
 
@@ -32,6 +33,7 @@ def check_arguments(
         key: The config key of the arguments, for messages.
         given: Names of arguments that ipurun itself will add.
         positional: How many leading arguments ipurun itself will pass by position.
+        shown: What to call the target in messages; its own name unless given.
     """
     parameters = _parameters(target)
     if parameters is None:
@@ -46,11 +48,12 @@ def check_arguments(
         if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     }
     problems = []
-    shown = _name_of(target)
+    shown = shown or _name_of(target)
     wanted = arguments_of(kwargs)
     for name in wanted:
         if name not in named and not takes_any:
-            problems.append(_unknown_argument(shown, str(name), [n for n in named if n not in filled], key))
+            free = [known for known in named if known not in filled]
+            problems.append(_unknown_argument(shown, str(name), wanted[name], free, key))
         elif name in filled and name not in given:
             problems.append(Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}"))
     if not kwargs.get("_partial_"):
@@ -91,7 +94,7 @@ def check_node(
     if not callable(target):
         problems.append(Problem(f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}"))
         return problems
-    return check_arguments(target, node, key, given, positional) + problems
+    return check_arguments(target, node, key, given, positional, node["_target_"]) + problems
 
 
 def make(
@@ -132,7 +135,7 @@ def make(
     except Exception as error:
         raise ConfigError(
             Problem(
-                f"`{key}`: {_name_of(target)} failed when it was made",
+                f"`{key}`: {node['_target_']} failed when it was made",
                 where=innermost_line(error),
                 seen=f"{type(error).__name__}: {error}",
             )
@@ -188,12 +191,12 @@ def _parameters(target: Callable[..., Any]) -> Optional[Mapping[str, inspect.Par
         return None
 
 
-def _unknown_argument(shown: str, name: str, known: List[str], key: str) -> Problem:
+def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:
     nearest = difflib.get_close_matches(name, known, n=1)
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes none",
-        fix=f"{key}.{nearest[0]}" if nearest else "",
+        fix=f"{key}.{nearest[0]}={value}" if nearest else "",
     )
 
 

@@ -117,7 +117,7 @@ def test_arguments_that_fit() -> None:
 
 def test_an_unknown_argument_suggests_the_nearest() -> None:
     (problem,) = check_arguments(Widget, {"width": 1, "heigth": 2}, "model")
-    assert "`model.heigth`" in problem.what and problem.fix == "model.height"
+    assert "`model.heigth`" in problem.what and problem.fix == "model.height=2"
     assert problem.known == "width, height, colour"
 
 

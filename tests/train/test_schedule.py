@@ -144,6 +144,6 @@ def test_a_length_is_needed_where_the_data_has_none() -> None:
 
 def test_wrong_arguments_are_found_without_building() -> None:
     (problem,) = check_schedule({"_target_": "ipurun.train.schedule.cosine", "warmup_step": 3})
-    assert "warmup_step" in problem.what and problem.fix == "schedule.warmup_steps"
+    assert "warmup_step" in problem.what and problem.fix == "schedule.warmup_steps=3"
     (problem,) = check_schedule({"_target_": SCHEDULERS + "StepLR"})
     assert "step_size" in problem.what
