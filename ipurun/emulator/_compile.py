@@ -15,6 +15,7 @@ from ipurun.emulator._inputs import Arguments
 from ipurun.emulator._model_guard import named_tensors, on_device
 from ipurun.emulator._placement_log import log_placement
 from ipurun.emulator._random_streams import RandomStreams, host_generator_kept
+from ipurun.emulator._recompute import add_recomputation, recomputation_mode
 from ipurun.emulator._run import generate
 from ipurun.emulator._run_checked import interpreter_for
 from ipurun.emulator._tracing import Recorder
@@ -74,6 +75,7 @@ def compile_model(
             )
     strategy.onEndTracing()
     log_placement(captured.graph, options)
+    add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
     executable = Executable(
         captured, weights, layout, streams, options.anchored_tensors, interpreter_for(options) or generate
     )

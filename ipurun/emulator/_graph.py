@@ -91,6 +91,7 @@ class Node:
         mutated: Values that it changes in place.
         is_random: Whether it draws random numbers.
         name: What to call it in messages.
+        is_recomputed: Whether it repeats a forward operation for the backward pass.
     """
 
     op: Callable[..., Any]
@@ -105,6 +106,7 @@ class Node:
     mutated: Tuple[Value, ...] = ()
     is_random: bool = False
     name: str = ""
+    is_recomputed: bool = False
 
     def reads(self) -> Iterator[Value]:
         """Yields every value among the arguments."""
