@@ -75,8 +75,12 @@ class PlainScreen(Screen):
             self.line("  " + text)
 
     def line(self, text: str) -> None:
-        self._stream.write(text.rstrip() + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(text.rstrip() + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            # The reader (`| head`) went away. A run of hours goes on without it; its log has every line.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def begin(self, title: str) -> None:
         self._phase = ""

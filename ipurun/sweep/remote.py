@@ -60,7 +60,7 @@ class Replay:
         try:
             call: Dict[str, Any] = json.loads(message)
             method = call.pop("do")
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             return
         if method == "live":
             self._screen.live([prefix, *call["parts"]], call["fraction"])

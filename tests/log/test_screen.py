@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import List
 
 import pytest
@@ -74,6 +75,16 @@ def test_a_phase_is_a_line_only_when_it_is_new() -> None:
         screen.phase(phase)
     screen.end("compiled in 2.0 s")
     assert _lines(stream) == ["compiling ...", "  tracing", "  lowering", "compiled in 2.0 s"]
+
+
+def test_a_reader_that_goes_away_does_not_end_a_run() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        screen = PlainScreen(stream)
+        for number in range(3):
+            screen.line(f"line {number}")
+        assert stream.writable()
 
 
 def test_long_rows_wrap_under_their_text() -> None:
