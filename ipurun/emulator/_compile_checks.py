@@ -39,7 +39,7 @@ def check_options(options: Any, layout: BatchLayout) -> None:
         raise createNativeError("useIpuId cannot be used with ConnectionType.Never: there is nothing to attach to")
     counts_cycles = options._Popart.options.get("instrumentWithHardwareCycleCounter", False)
     if counts_cycles and (uses_model or _hardware.version() == 0):
-        raise createNativeError("logCycleCount: cycle counting is only supported on actual IPU hardware")
+        raise createNativeError("Cycle count logging is only supported on actual IPU hardware.")
 
 
 def num_ipus(graph: Graph) -> int:
@@ -118,7 +118,8 @@ def _check_pipeline(recorder: Recorder, layout: BatchLayout, training: bool) -> 
     if training and layout.accumulation < 2 * stages - 1:
         raise createNativeError(
             "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
-            f"pipeline stages ({2 * stages - 1}) when using poptorch.PipelinedExecution. "
+            f"pipeline stages ({2 * stages - 1}) when using poptorch.PipelinedExecution. Please note that a model "
+            f"with {stages} pipeline stages in PopTorch will have an additional {stages - 1} stages when training. "
             f"It is {layout.accumulation}."
         )
     if not training and layout.device_iterations < stages:

@@ -51,10 +51,12 @@ class ExecutorReports:
             Error: If cycles are not counted, or if nothing ran yet.
         """
         if not self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
-            raise createPoptorchError("Cycle count logging is disabled: enable it with Options.logCycleCount(True).")
-        seconds = self._compiled("cycleCount").timestamps.duration
+            raise createPoptorchError(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
+            )
+        seconds = 0.0 if self._executable is None else self._executable.timestamps.duration
         if seconds == 0.0:
-            raise createPoptorchError("Cycle count is only available after the model has run.")
+            raise createPoptorchError("Please run the model at least once before obtaining cycle count.")
         return int(seconds * _CYCLES_PER_SECOND)
 
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:

@@ -42,9 +42,13 @@ class Arguments:
 
     def tensor_names(self) -> List[str]:
         """Returns a name for every tensor, in order: that of the parameter it was passed as."""
-        parameters = [*self.names, *(f"args[{i}]" for i in range(len(self.names), len(self.positional)))]
+        parameters = [self.name_of(index) for index in range(len(self.positional))]
         entries = [*zip(parameters, self.positional), *self.named.items()]
         return [name for name, item in entries for _ in tensors_in(item)]
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of the parameter that a positional argument was passed as."""
+        return self.names[index] if index < len(self.names) else f"args[{index}]"
 
     def with_tensors(self, tensors: List[torch.Tensor]) -> Arguments:
         """Returns the same arguments with other tensors."""
@@ -97,16 +101,18 @@ class ArgumentParser:
         )
         for name in self._names[: len(args)]:
             assert name not in named, f"Parameter {name} was passed more than once"
-        variadic = self._takes_any_positional or self._takes_any_named
         for name in self._names[len(args) :]:
             if name in named:
                 positional.append(named.pop(name))
             elif name in self._defaults:
                 positional.append(self._defaults[name])
-            elif variadic:
-                break  # the model's own call reports what is missing
             else:
                 raise createPoptorchError(f"Mandatory parameter {name} missing")
+        for name, default in self._keyword_only.items():
+            if name not in named:
+                if default is inspect.Parameter.empty:
+                    raise createPoptorchError(f"Mandatory parameter {name} missing")
+                named[name] = default
         if not self._takes_any_named:
             unknown = [name for name in named if name not in self._keyword_only]
             assert not unknown, (
@@ -145,13 +151,13 @@ def matching_tensors(compiled: Arguments, given: Arguments) -> List[torch.Tensor
     """
     if len(compiled.positional) != len(given.positional):
         raise createPoptorchError(
-            f"Number of arguments mismatch: expected {len(compiled.positional)} arguments but got "
+            f"Number of positional arguments mismatch: expected {len(compiled.positional)} arguments but got "
             f"{len(given.positional)}.{_ADVICE}"
         )
     found: List[torch.Tensor] = []
     for index, (expected, item) in enumerate(zip(compiled.positional, given.positional)):
-        _compare(f"args[{index}]", expected, item, found)
-    _compare_dict("kwargs", compiled.named, given.named, found)
+        _compare(compiled.name_of(index), expected, item, found)
+    _compare_dict("", compiled.named, given.named, found)
     return found
 
 
@@ -192,14 +198,14 @@ def _compare_dict(name: str, expected: Dict[str, Any], given: Dict[str, Any], fo
     missing = [str(key) for key in expected if key not in given]
     unexpected = [str(key) for key in given if key not in expected]
     if missing or unexpected:
-        text = f"Keys mismatch for {name}:"
+        text = f"Keys mismatch for {name or 'the named arguments'}:"
         if missing:
             text += f" Missing arguments: {', '.join(missing)}."
         if unexpected:
             text += f" Unexpected arguments: {', '.join(unexpected)}."
         raise createPoptorchError(text + _ADVICE)
     for key, item in expected.items():
-        _compare(f"{name}[{key}]", item, given[key], found)
+        _compare(f"{name}[{key}]" if name else str(key), item, given[key], found)
 
 
 def _compare_tensors(name: str, expected: torch.Tensor, given: torch.Tensor) -> None:

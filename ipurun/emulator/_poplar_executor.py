@@ -343,7 +343,7 @@ class PoplarExecutor(ExecutorReports):
 
     def _require_connection(self) -> None:
         assert self._connects, (
-            "Trying to connect to a device when ConnectionType is Never: the model can only be compiled"
+            "Trying to run a model on an offline device (ConnectionType.Never): the model can only be compiled"
         )
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:
@@ -399,8 +399,11 @@ def _refuse_accumulation(options: Options) -> None:
     strategy = options._execution_strategy
     hint = ""
     if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
-        hint = " Use Options.deviceIterations to fill the pipeline in inference."
+        hint = (
+            " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for "
+            "pipelined execution instead."
+        )
     raise createPoptorchError(
-        f"You must set Options.Training.gradientAccumulation to 1 or leave it unset for inference, it is {factor}."
-        + hint
+        "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+        f"when running a poptorch.inferenceModel().{hint} It is {factor}."
     )

@@ -100,7 +100,10 @@ def wrap(model: torch.nn.Module, executor: Any) -> None:
         Error: If a buffer is of a subclass of torch.Tensor.
     """
     if is_wrapped(model):
-        raise RuntimeError("model has already been wrapped in 'poptorch.trainingModel'.")
+        raise RuntimeError(
+            "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the model to unwrap "
+            "before wrapping again."
+        )
     for name, buffer in model.named_buffers():
         if type(buffer) not in (torch.Tensor, PoptorchBuffer):
             raise createPoptorchError(

@@ -170,3 +170,26 @@ def test_bfloat16_and_wide_integers_are_converted():
     executor = _infer(lambda self, a, b: (a * 2, b + 1))
     a, b = executor(torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64))
     assert (a.dtype, b.dtype) == (torch.float32, torch.int32)
+
+
+def test_defaults_of_keyword_only_parameters_are_part_of_the_call():
+    executor = poptorch.inferenceModel(_Sum())
+    a, b = torch.tensor([1.0]), torch.tensor([2.0])
+    assert float(executor(a, b, scale=3)) == 18.0
+    with pytest.raises(poptorch.Error, match="Value mismatch for scale: expected 3 but got 1"):
+        executor(a, b)
+
+
+def test_a_missing_parameter_before_variadic_ones_is_named():
+    executor = _infer(lambda self, a, b, *more, **named: a + b)
+    with pytest.raises(poptorch.Error, match="Mandatory parameter b missing"):
+        executor(torch.ones(1))
+
+
+def test_mismatches_name_the_parameter():
+    executor = _infer(lambda self, a, *more: a * len(more))
+    executor(torch.ones(1), torch.ones(1))
+    with pytest.raises(poptorch.Error, match="mismatch for a: expected torch.float32 but got torch.int32"):
+        executor(torch.ones(1, dtype=torch.int32), torch.ones(1))
+    with pytest.raises(poptorch.Error, match="Number of positional arguments mismatch: expected 2 arguments but got 1"):
+        executor(torch.ones(1))
