@@ -1,0 +1,64 @@
+"""The constants of one kind of device, as conf/device/*.yaml gives them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+__all__ = ["Machine", "machine_from"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of IPU and the machine around it. Meanings, units and sources are in conf/device/*.yaml."""
+
+    name: str = "GC200"
+    tiles: int = 1472
+    tile_bytes: int = 638_976
+    clock_hz: float = 1.325e9
+    half_macs_per_cycle: float = 64.0
+    single_macs_per_cycle: float = 16.0
+    ipus_per_machine: int = 4
+    streaming_bytes_per_machine: float = 256e9
+    exchange_bytes_per_cycle: float = 4.0
+    link_bytes_per_second: float = 64e9
+    all_reduce_bytes_per_second: float = 40e9
+    streaming_bytes_per_second: float = 20e9
+    host_bytes_per_second: float = 8e9
+    host_call_seconds: float = 2e-3
+    product_efficiency: float = 0.7
+    exchange_efficiency: float = 0.5
+    vector_bytes_per_cycle: float = 8.0
+    op_cycles: float = 2000.0
+    replica_loss: float = 0.075
+    code_bytes_per_tile: float = 16_000.0
+    code_bytes_per_op: float = 60.0
+    default_proportion: float = 0.6
+    tile_imbalance: float = 1.05
+    tight_margin: float = 0.18
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the whole chip."""
+        return self.tiles * self.tile_bytes
+
+    def peak_flops(self, element_bytes: int) -> float:
+        """Floating-point operations per second that one IPU can do at most, for values of this size."""
+        macs = self.half_macs_per_cycle if element_bytes == 2 else self.single_macs_per_cycle
+        return 2 * macs * self.tiles * self.clock_hz
+
+
+def machine_from(values: Mapping[str, Any]) -> Machine:
+    """A machine from a mapping of constants: numbers, or mappings with a `value`.
+
+    Raises:
+        KeyError: For a constant that does not exist.
+    """
+    known = {field.name: field.type for field in dataclasses.fields(Machine)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise KeyError(f"unknown device constants: {', '.join(unknown)}; known: {', '.join(known)}")
+    plain = {key: given["value"] if isinstance(given, Mapping) else given for key, given in values.items()}
+    whole = ("tiles", "tile_bytes", "ipus_per_machine")
+    return Machine(**{key: int(given) if key in whole else given for key, given in plain.items()})

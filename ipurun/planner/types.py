@@ -1,0 +1,414 @@
+"""The plain data that the planner takes and gives: a model's profile, where it runs, and what it will cost."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Mapping, Optional, Tuple
+
+__all__ = [
+    "Assumption",
+    "Estimate",
+    "IpuMemory",
+    "IpuTime",
+    "Layout",
+    "ModelProfile",
+    "OpProfile",
+    "ParameterProfile",
+    "Settings",
+    "TimeEstimate",
+    "Verdict",
+]
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """One operation of the forward pass, for one micro-batch on one replica.
+
+    Args:
+        index: Position in the forward pass.
+        name: Name of the operation, as torch has it: ``addmm``.
+        module: Dotted name of the user's module that called it, "" for the model itself or the loss.
+        kind: ``matmul``, ``conv``, ``norm``, ``softmax``, ``elementwise``, ``reduce``, ``gather``, ``copy``,
+            ``pool`` or ``view`` (moves nothing and costs nothing).
+        flops_forward: Floating-point operations.
+        flops_backward: Those of its share of the backward pass.
+        output_bytes: Memory that its results take; 0 for a view and for an operation in place.
+        saved_bytes: The part of it that the backward pass reads.
+        traffic_bytes: Bytes it reads and writes, whoever they belong to.
+        parameters: Names of the parameters it reads.
+        inputs: Operations whose results it reads, views looked through.
+        dims: Of a matmul or convolution: (groups, rows, columns, depth) of the products it does.
+        gradients: How many of its operands get a gradient; 0 where nothing before it is trained.
+        element_bytes: Size of one number of its result: 2 in half precision.
+        signature: Equal for operations of the same kind, shapes and attributes: a compiler shares their code.
+        source: ``file:line`` of the model that called it.
+        is_batched: Whether its cost grows with the micro-batch.
+    """
+
+    index: int
+    name: str
+    module: str
+    kind: str
+    flops_forward: float = 0.0
+    flops_backward: float = 0.0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    traffic_bytes: int = 0
+    parameters: Tuple[str, ...] = ()
+    inputs: Tuple[int, ...] = ()
+    dims: Tuple[int, ...] = ()
+    gradients: int = 0
+    element_bytes: int = 2
+    signature: str = ""
+    source: str = ""
+    is_batched: bool = True
+
+
+@dataclass(frozen=True)
+class ParameterProfile:
+    """One parameter of the model, under the user's name; tied parameters appear once.
+
+    Args:
+        name: Dotted name.
+        elements: Number of values.
+        element_bytes: Size of one value on the device.
+        trainable: Whether it gets a gradient.
+        ops: Operations that read it, by index.
+    """
+
+    name: str
+    elements: int
+    element_bytes: int
+    trainable: bool
+    ops: Tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the parameter on the device."""
+        return self.elements * self.element_bytes
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model with its loss, as one micro-batch goes through it.
+
+    Args:
+        ops: The forward pass.
+        parameters: All parameters.
+        buffers_bytes: Size of all buffers (running statistics, tables).
+        input_bytes: What one micro-batch takes from the host.
+        output_bytes: What one micro-batch returns.
+        micro_batch_size: Samples of the micro-batch that was traced.
+        training: Whether the backward pass was traced.
+    """
+
+    ops: Tuple[OpProfile, ...]
+    parameters: Tuple[ParameterProfile, ...]
+    buffers_bytes: int
+    input_bytes: int
+    output_bytes: int
+    micro_batch_size: int
+    training: bool = True
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of one sample, forward and backward, without recomputation."""
+        return sum(op.flops_forward + op.flops_backward for op in self.ops) / self.micro_batch_size
+
+    def with_micro_batch(self, micro_batch_size: int) -> ModelProfile:
+        """The profile of another micro-batch, by proportion: exact for what is computed sample by sample."""
+        if micro_batch_size == self.micro_batch_size:
+            return self
+        factor = micro_batch_size / self.micro_batch_size
+        return replace(
+            self,
+            ops=tuple(_scaled(op, factor) if op.is_batched else op for op in self.ops),
+            input_bytes=round(self.input_bytes * factor),
+            output_bytes=round(self.output_bytes * factor),
+            micro_batch_size=micro_batch_size,
+        )
+
+
+def _scaled(op: OpProfile, factor: float) -> OpProfile:
+    dims = op.dims
+    if dims:
+        # Products that are batched (attention) get more groups, all others more rows.
+        grows = 0 if dims[0] > 1 and op.kind == "matmul" else 1
+        dims = tuple(max(1, round(size * factor)) if axis == grows else size for axis, size in enumerate(dims))
+    return replace(
+        op,
+        flops_forward=op.flops_forward * factor,
+        flops_backward=op.flops_backward * factor,
+        output_bytes=round(op.output_bytes * factor),
+        saved_bytes=round(op.saved_bytes * factor),
+        traffic_bytes=round(op.traffic_bytes * factor),
+        dims=dims,
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which operation runs in which stage, and which stage on which IPU.
+
+    Args:
+        stage_of_op: Stage of each operation of the profile, in order. Never decreasing under pipelining.
+        ipu_of_stage: IPU of each stage; an IPU may come back (the head on the embedding's IPU).
+        checkpoints: Operations whose results are kept where the rest is recomputed.
+    """
+
+    stage_of_op: Tuple[int, ...]
+    ipu_of_stage: Tuple[int, ...]
+    checkpoints: Tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Forward stages."""
+        return len(self.ipu_of_stage)
+
+    @property
+    def num_ipus(self) -> int:
+        """IPUs from 0 to the highest one used."""
+        return max(self.ipu_of_stage) + 1
+
+    def ipu_of_op(self, index: int) -> int:
+        """IPU that runs an operation."""
+        return self.ipu_of_stage[self.stage_of_op[index]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a config matters for memory and time, beside the model and its layout.
+
+    Args:
+        micro_batch_size: Samples of one forward pass on one replica.
+        gradient_accumulation: Micro-batches of one weight update.
+        replicas: Data-parallel replicas.
+        device_iterations: Weight updates (batches in inference) of one host call.
+        training: Whether there is a backward pass and an optimizer.
+        strategy: ``pipelined``, ``sharded``, ``serial_phased`` or ``parallel_phased``.
+        recompute: ``none``, ``checkpoints`` (keep stage inputs and checkpoints) or ``norm_only``.
+        compute_bytes: 2 where matmuls run on half values, 4 otherwise.
+        partials_bytes: 2 where their partial sums are half.
+        optimizer: Name of the optimizer's class, for display.
+        state_bytes: Optimizer state of one parameter value.
+        accumulator_bytes: Gradient accumulator of one parameter value; 0 without accumulation.
+        update_flops: Operations of the update of one parameter value.
+        state_on_chip: Whether optimizer state lives in the IPU.
+        state_sharded: Replicated tensor sharding of optimizer state.
+        weights_on_chip: Whether weights live in the IPU.
+        weights_sharded: Replicated tensor sharding of weights.
+        accumulators_on_chip: Whether gradient accumulators live in the IPU.
+        activations_on_chip: Whether stashed activations live in the IPU.
+        available_proportion: Share of a tile for matmul and convolution temporaries: one per IPU, or one for all.
+        serialized: Module name -> number of parts that its matmul or embedding is done in.
+        io_tiles: Tiles set aside for overlapped I/O.
+        prefetch_depth: Batches that wait on the device side of the host connection.
+        returned: Share of micro-batches whose outputs go back to the host.
+        host_samples_per_second: What the host can load and prepare; None where it is unknown.
+        min_elements_off_chip: Tensors with fewer values stay on chip.
+        min_elements_sharded: Tensors with fewer values are not sharded.
+        hosts: Host processes that feed the IPUs.
+    """
+
+    micro_batch_size: int = 1
+    gradient_accumulation: int = 1
+    replicas: int = 1
+    device_iterations: int = 1
+    training: bool = True
+    strategy: str = "pipelined"
+    recompute: str = "none"
+    compute_bytes: int = 4
+    partials_bytes: int = 4
+    optimizer: str = "SGD"
+    state_bytes: float = 0.0
+    accumulator_bytes: float = 0.0
+    update_flops: float = 2.0
+    state_on_chip: bool = True
+    state_sharded: bool = False
+    weights_on_chip: bool = True
+    weights_sharded: bool = False
+    accumulators_on_chip: bool = True
+    activations_on_chip: bool = True
+    available_proportion: Tuple[float, ...] = ()
+    serialized: Mapping[str, int] = field(default_factory=dict)
+    io_tiles: int = 0
+    prefetch_depth: int = 2
+    returned: float = 1.0
+    host_samples_per_second: Optional[float] = None
+    min_elements_off_chip: int = 2
+    min_elements_sharded: int = 2
+    hosts: int = 1
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one weight update."""
+        return self.micro_batch_size * self.gradient_accumulation * self.replicas
+
+
+class Verdict(enum.Enum):
+    """How an estimate stands against the limit; tight means within the error of the estimate, either side."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True)
+class IpuMemory:
+    """Memory of one IPU of one replica, in bytes. Every figure is an estimate.
+
+    Args:
+        ipu: Number of the IPU within its replica.
+        weights: Parameters and buffers.
+        gradients: Gradients and their accumulators.
+        optimizer_state: Momenta and the like.
+        activations: Results of the forward pass that wait for the backward pass.
+        temporary: Working memory of the largest operation and of a recomputed part.
+        io: Buffers of host and inter-IPU transfers.
+        code: Vertices, exchange code and control code.
+        limit: Memory of the chip.
+        imbalance: What the fullest tile holds over the average tile, as a factor.
+        streaming: Streaming memory (off chip) that this IPU uses.
+    """
+
+    ipu: int
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    temporary: int
+    io: int
+    code: int
+    limit: int
+    imbalance: float = 1.0
+    streaming: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is on the chip, as if tiles were equally full."""
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer_state
+            + self.activations
+            + self.temporary
+            + self.io
+            + self.code
+        )
+
+    @property
+    def fullest(self) -> int:
+        """The total that the fullest tile stands for: what is compared with the limit."""
+        return round(self.total * self.imbalance)
+
+    @property
+    def share(self) -> float:
+        """Part of the limit that is taken; above 1 the estimate is over the limit."""
+        return self.fullest / self.limit
+
+    def parts(self) -> Mapping[str, int]:
+        """The parts by name, in the order they are shown."""
+        names = ("weights", "gradients", "optimizer_state", "activations", "temporary", "io", "code")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class IpuTime:
+    """Seconds that one IPU works on one micro-batch, over all stages it runs.
+
+    Args:
+        ipu: Number of the IPU within its replica.
+        forward: Forward pass.
+        recompute: Forward operations done again for the backward pass.
+        backward: Backward pass.
+        links: Transfers to and from other IPUs of the replica.
+    """
+
+    ipu: int
+    forward: float
+    recompute: float
+    backward: float
+    links: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.forward + self.recompute + self.backward + self.links
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Where the time of one weight update (in inference: of one batch) goes, in seconds. All are estimates.
+
+    Args:
+        ipus: Work of each IPU on one micro-batch.
+        stages: (forward, backward with recomputation) of each forward stage, without transfers.
+        cycle: One pipeline cycle (or one pass through all IPUs, where they work in turn).
+        cycles: Cycles of one update, filling and draining included.
+        bubble: Share of cycles that fill and drain the pipeline.
+        compute: All cycles of one update.
+        all_reduce: Gradients over the replicas.
+        update: Optimizer, with its traffic to streaming memory.
+        host: What a host call adds that nothing hides, per update.
+        host_input: Time the host connection needs for the data of one update; it overlaps with compute.
+        total: One update.
+        samples_per_second: Over all replicas.
+        host_bound: Whether the host, not the device, sets the pace.
+        flops_share: Share of the peak of all IPUs that useful operations reach.
+        link_bytes: Bytes that one micro-batch sends between the IPUs of a replica.
+        host_bytes_per_second: Input that the host has to deliver at this pace.
+    """
+
+    ipus: Tuple[IpuTime, ...]
+    stages: Tuple[Tuple[float, float], ...]
+    cycle: float
+    cycles: int
+    bubble: float
+    compute: float
+    all_reduce: float
+    update: float
+    host: float
+    host_input: float
+    total: float
+    samples_per_second: float
+    host_bound: bool
+    flops_share: float
+    link_bytes: int
+    host_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One thing that an estimate takes for granted, for ``plan --explain``."""
+
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout of a model needs and how fast it runs. Everything in it is an estimate.
+
+    Args:
+        ipus: Memory of each IPU of a replica.
+        verdicts: How each of them stands.
+        verdict: The worst of them.
+        time: Time and throughput.
+        assumptions: What was taken for granted.
+        streaming: Streaming memory of all replicas, in bytes.
+        streaming_limit: What the machines have.
+    """
+
+    ipus: Tuple[IpuMemory, ...]
+    verdicts: Tuple[Verdict, ...]
+    verdict: Verdict
+    time: TimeEstimate
+    assumptions: Tuple[Assumption, ...]
+    streaming: int = 0
+    streaming_limit: int = 0
