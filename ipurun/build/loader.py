@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from ipurun.build.batch import leading_rows, map_tensors
 from ipurun.build.data import length_of
-from ipurun.build.sampling import EpochOrder, PaddedOrder, Resumable
+from ipurun.build.sampling import EpochOrder, PaddedOrder, Resumable, rows_to_fill
 from ipurun.build.targets import arguments_of, check_node, first_parameter, locate, make
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError, Problem
@@ -24,7 +24,24 @@ _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
 def is_stream(data: Any) -> bool:
     """Whether a data set is read in its own order rather than by index."""
-    return isinstance(data, torch.utils.data.IterableDataset) or not hasattr(data, "__getitem__")
+    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, torch.utils.data.IterableDataset) or not by_index
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    """Any iterable as the kind of data set that torch reads in order."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+def _as_data_set(data: Any) -> Any:
+    if is_stream(data) and not isinstance(data, torch.utils.data.IterableDataset):
+        return _Stream(data)
+    return data
 
 
 def check_loader(config: LoaderConfig) -> List[Problem]:
@@ -161,7 +178,7 @@ class TrainLoader:
         try:
             return self._engine.DataLoader(
                 self._options,
-                self._data,
+                _as_data_set(self._data),
                 num_workers=self._config.workers,
                 drop_last=True,
                 mode=getattr(self._engine.DataLoaderMode, _MODES[mode]),
@@ -199,17 +216,18 @@ class EvalLoader:
     ) -> None:
         self._data = data
         self._rows = batch.samples_per_call
+        self._micro_batch_size = batch.micro_batch_size
         self._limit = max_samples
         named: Dict[str, Any] = {}
         if not is_stream(data):
             known = len(data)
             self._limit = known if max_samples is None else min(known, max_samples)
-            named["sampler"] = PaddedOrder(self._limit, self._rows)
+            named["sampler"] = PaddedOrder(self._limit, batch.micro_batch_size, self._rows)
         if workers:
             named["worker_init_fn"] = _leave_interrupts_to_the_loop
         self._make = lambda: engine_module.DataLoader(
             options,
-            data,
+            _as_data_set(data),
             batch_size=batch.micro_batch_size,
             num_workers=workers,
             drop_last=not is_stream(data),
@@ -231,7 +249,9 @@ class EvalLoader:
         for batch in self._loader:
             rows = leading_rows(batch) or 0
             real = rows if left is None else min(rows, left)
-            yield (batch if rows == self._rows else _fill(batch, rows, self._rows)), real
+            if rows != self._rows:
+                batch = _fill(batch, rows, list(rows_to_fill(rows, self._micro_batch_size, self._rows)))
+            yield batch, real
             if left is not None:
                 left -= real
                 if left == 0:
@@ -243,9 +263,7 @@ def _leave_interrupts_to_the_loop(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _fill(batch: Any, rows: int, wanted: int) -> Any:
-    """Repeat rows in turn until the batch is full."""
-    chosen = torch.arange(wanted) % rows
+def _fill(batch: Any, rows: int, chosen: List[int]) -> Any:
     return map_tensors(lambda t: t[chosen] if t.dim() and t.shape[0] == rows else t, batch)
 
 

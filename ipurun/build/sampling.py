@@ -10,7 +10,7 @@ from typing import Any, Iterator, List, Optional
 import numpy
 import torch
 
-__all__ = ["EpochOrder", "PaddedOrder", "Resumable", "seed_of", "seeded"]
+__all__ = ["EpochOrder", "PaddedOrder", "Resumable", "rows_to_fill", "seed_of", "seeded"]
 
 
 def seed_of(seed: int, *parts: int) -> int:
@@ -65,17 +65,32 @@ class EpochOrder:
 
 
 class PaddedOrder:
-    """Indices in natural order, the last ones repeated until they fill whole host calls."""
+    """Indices in natural order, with repeats at the end until they fill whole host calls.
 
-    def __init__(self, length: int, multiple: int) -> None:
+    What is repeated is the last, partial micro-batch, so that a mean over it stays its own where it fits.
+
+    Args:
+        length: Samples of the data set.
+        micro_batch_size: Samples of one forward pass.
+        multiple: Samples of a host call.
+    """
+
+    def __init__(self, length: int, micro_batch_size: int, multiple: int) -> None:
         self._length = length
+        self._micro_batch_size = micro_batch_size
         self._total = -(-length // multiple) * multiple
 
     def __len__(self) -> int:
         return self._total
 
     def __iter__(self) -> Iterator[int]:
-        return (index % self._length for index in range(self._total))
+        return rows_to_fill(self._length, self._micro_batch_size, self._total)
+
+
+def rows_to_fill(rows: int, micro_batch_size: int, wanted: int) -> Iterator[int]:
+    """Row numbers 0 to `rows`, then those of the last micro-batch in turn until there are enough."""
+    start = rows - (rows % micro_batch_size or min(micro_batch_size, rows))
+    return (row if row < rows else start + (row - start) % (rows - start) for row in range(wanted))
 
 
 class Resumable:

@@ -76,6 +76,13 @@ def test_a_stream_is_read_up_to_the_position() -> None:
     assert len(_labels(run)) == 8
 
 
+def test_any_iterable_is_a_stream() -> None:
+    run = built(data={"_target_": "run_toys.PlainIterable"})
+    run.train_loader.start()
+    expected = [_coordinates(list(range(start, start + 4))) for start in range(0, 32, 4)]
+    assert _labels(run) == expected and _labels(run) == expected
+
+
 def test_a_sampler_by_target() -> None:
     run = built(loader__sampler={"_target_": "run_toys.EveryOther"})
     run.train_loader.start()
@@ -150,9 +157,11 @@ def test_what_the_engine_refuses_is_a_config_error() -> None:
 
 def test_orders() -> None:
     assert list(EpochOrder(4, 0, shuffle=False)) == [0, 1, 2, 3]
-    assert list(PaddedOrder(5, 4)) == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert list(PaddedOrder(8, 4)) == list(range(8))
-    assert list(PaddedOrder(1, 3)) == [0, 0, 0]
+    assert list(PaddedOrder(5, 2, 4)) == [0, 1, 2, 3, 4, 4, 4, 4]
+    assert list(PaddedOrder(6, 4, 8)) == [0, 1, 2, 3, 4, 5, 4, 5]
+    assert list(PaddedOrder(4, 2, 8)) == [0, 1, 2, 3, 2, 3, 2, 3]
+    assert list(PaddedOrder(8, 4, 4)) == list(range(8))
+    assert list(PaddedOrder(1, 4, 3)) == [0, 0, 0]
     order = Resumable(EpochOrder(4, 0, shuffle=False), seed=0, skip=3)
     assert len(order) == 1 and list(order) == [3] and len(order) == 4 and list(order) == [0, 1, 2, 3]
 

@@ -118,6 +118,13 @@ class Stream(IterableDataset):
             yield self.points[index]
 
 
+class PlainIterable:
+    """Something to iterate over that is no torch class and tells no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Stream())
+
+
 class Broken(Dataset):
     """Fails at its third sample."""
 

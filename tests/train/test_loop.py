@@ -318,6 +318,13 @@ def test_pipelined_training_equals_plain_torch(tmp_path: Path) -> None:
     assert summary.metrics["accuracy"] >= 0
 
 
+def test_options_are_written_into_the_log_when_asked_for(tmp_path: Path) -> None:
+    folder, lines = Folder(tmp_path), []
+    folder.log = lines.append
+    train(built(epochs=1, device_iterations=4, debug__print_options=True), folder, [])
+    assert len(lines) == 1 and "training Options(" in lines[0] and "device_iterations=4" in lines[0]
+
+
 def test_events_begin_and_end(tmp_path: Path) -> None:
     recorder = Recorder()
     settings = config(epochs=1)

@@ -89,6 +89,20 @@ def test_resume_is_exact_with_momentum_and_batchnorm(tmp_path: Path) -> None:
     _assert_equal_runs(*_straight_and_resumed(tmp_path, 5, model={"_target_": "run_toys.NormNet"}))
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"_target_": "poptorch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        {"_target_": "poptorch.optim.LAMB", "lr": 0.01},
+        {"_target_": "poptorch.optim.RMSprop", "lr": 0.01, "momentum": 0.5, "centered": True},
+        {"_target_": "poptorch.optim.Adam", "lr": 0.01, "accum_type": "float16", "loss_scaling": 8.0},
+        {"_target_": "poptorch.optim.SGD", "lr": 0.1, "momentum": 0.9, "groups": [{"match": "*.bias", "lr": 0.01}]},
+    ],
+)
+def test_resume_is_exact_for_every_optimizer(tmp_path: Path, optimizer: Dict[str, Any]) -> None:
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 5, optimizer=optimizer))
+
+
 def test_resume_is_exact_for_a_stream(tmp_path: Path) -> None:
     data = {"_target_": "run_toys.Stream"}
     straight, straight_seen, resumed, seen = _straight_and_resumed(tmp_path, 11, data=data, optimizer=ADAM)
