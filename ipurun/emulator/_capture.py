@@ -73,12 +73,13 @@ def capture(
     constants = _ConstantGuard(recorder)
     modules = modules or {}
     with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules):
-        with _without_validation(), torch.set_grad_enabled(training), recorder, FunctionWatcher(recorder):
-            returned = call()
-            tensors = list(tensors_in(returned))
-            if before_backward is not None:
-                before_backward(recorder, returned)
-            grads = _backward(recorder, tensors, parameters) if training else {}
+        with _without_validation(), torch.set_grad_enabled(training), recorder, _mutation_allowed(training):
+            with FunctionWatcher(recorder):
+                returned = call()
+                tensors = list(tensors_in(returned))
+                if before_backward is not None:
+                    before_backward(recorder, returned)
+                grads = _backward(recorder, tensors, parameters) if training else {}
         output_values = [recorder.value_of(tensor) for tensor in tensors]
         graph = recorder.graph
         graph.outputs = output_values
@@ -144,6 +145,11 @@ def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> It
     finally:
         before.remove()
         after.remove()
+
+
+def _mutation_allowed(training: bool) -> Any:
+    """Lets the model change tensors in place that backward needs: in a device's graph each value is its own."""
+    return torch.autograd.graph.allow_mutation_on_saved_tensors() if training else contextlib.nullcontext()
 
 
 def _attention_by_parts() -> Any:

@@ -240,3 +240,34 @@ def test_many_micro_batches_give_what_one_at_a_time_gives(norm):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     expected = [model(x[i : i + 4], labels[i : i + 4]) for i in range(0, 32, 4)]
     torch.testing.assert_close(second[1], torch.stack([loss for _, loss in expected]).detach())
+
+
+class _ChangesWhatBackwardNeeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, -1.0]))
+        self.register_buffer("factor", torch.tensor([2.0]))
+
+    def forward(self, x):
+        scaled = self.weight * x * self.factor
+        self.factor += 1.0
+        activated = torch.sigmoid(scaled)
+        activated.mul_(3.0)
+        return poptorch.identity_loss(activated, reduction="sum")
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_values_that_backward_needs_may_be_changed_in_place(accumulation):
+    model = _ChangesWhatBackwardNeeds()
+    opts = poptorch.Options()
+    opts.Training.gradientAccumulation(accumulation)
+    opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    x = torch.randn(2 * accumulation)
+    expected = model.weight.detach().clone().requires_grad_()
+    loss = sum(
+        (3.0 * torch.sigmoid(expected * micro * (2.0 + step))).sum() for step, micro in enumerate(x.chunk(accumulation))
+    )
+    loss.backward()
+    poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=1.0))(x)
+    assert torch.allclose(model.weight.detach(), expected.detach() - expected.grad)
+    assert float(model.factor) == 2.0 + accumulation
