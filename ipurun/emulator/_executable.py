@@ -12,7 +12,7 @@ from ipurun.emulator._batching import BatchLayout
 from ipurun.emulator._capture import Captured
 from ipurun.emulator._outputs import OutputCollector
 from ipurun.emulator._random_streams import RandomStreams, host_generator_kept
-from ipurun.emulator._run import generate
+from ipurun.emulator._run import Replay, generate
 from ipurun.emulator._run_chunks import ChunkRunner
 from ipurun.emulator._structures import rebuild
 from ipurun.emulator._timestamps import Timestamps
@@ -21,7 +21,6 @@ from ipurun.emulator._weights import DeviceWeights
 __all__ = ["Executable"]
 
 Run = Tuple[int, int, int]
-Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
 
 
 class Executable:
@@ -58,7 +57,7 @@ class Executable:
             self.graph, results=[*self.graph.outputs, *self.graph.grads.values(), *self._anchored]
         )
         plain = make_replay is generate and not weights.groups and not self._anchored
-        self.chunks = ChunkRunner(self.graph, enabled=plain)
+        self.chunks = ChunkRunner(self.graph, self._replay, enabled=plain)
         # A replay of another kind may round at random.
         self._is_random = make_replay is not generate or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
@@ -117,7 +116,7 @@ class Executable:
     ) -> None:
         """Runs what one weight update needs, several micro-batches at once where that is exact."""
         seed = self._seed()
-        size = self.chunks.size_for(len(runs))
+        size = self.chunks.size_for(len(runs), lambda run: self._inputs_of(runs[run], pieces), self.arguments, seed)
         while size > 1 and len(runs) >= size:
             chunk, runs = runs[:size], runs[size:]
             self.timestamps.begin_runs(size)
@@ -146,13 +145,10 @@ class Executable:
     ) -> None:
         iteration, step, replica = run
         self.timestamps.begin_runs(1)
-        piece = self.layout.piece_of(iteration, step, replica)
-        inputs = [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
+        inputs = self._inputs_of(run, pieces)
         if self._is_random:
             self.streams.start(iteration * self.layout.accumulation + step, replica)
         outputs, grads = self.run_once(replica, inputs, seed)
-        if self.chunks.is_collecting:
-            self.chunks.collect(self.arguments(0, inputs, seed), inputs, outputs, grads, seed)
         if collector.wants(iteration, step):
             collector.add(replica, outputs)
             self._anchor_collector.add(replica, self._anchor_results)
@@ -160,6 +156,10 @@ class Executable:
             self.timestamps.end_run()
         if self.optimizer is not None:
             self.optimizer.accumulate(self._per_group(replica, grads), 1)
+
+    def _inputs_of(self, run: Run, pieces: List[List[torch.Tensor]]) -> List[torch.Tensor]:
+        piece = self.layout.piece_of(*run)
+        return [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
 
     def optimizer_state(self) -> Dict[str, torch.Tensor]:
         """Returns the tensors of the optimizer on the device by name."""

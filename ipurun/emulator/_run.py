@@ -8,8 +8,9 @@ import torch
 
 from ipurun.emulator._graph import Graph, Node, Value, values_in
 
-__all__ = ["generate"]
+__all__ = ["Replay", "generate"]
 
+Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
 
 _METADATA_WRITERS = frozenset(
     [
@@ -33,7 +34,7 @@ def generate(
     nodes: Optional[Sequence[Node]] = None,
     results: Optional[Sequence[Value]] = None,
     alias_detach: bool = True,
-) -> Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]:
+) -> Replay:
     """Returns a function that runs the graph on its inputs (all but the constants, in graph order).
 
     Args:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from ipurun.emulator._errors import Error
 from ipurun.emulator._graph import Graph
 from ipurun.emulator._logging import logger
+from ipurun.emulator._run import Replay
 from ipurun.emulator._run_together import Together, batch_size_for, can_run_together
 
 __all__ = ["ChunkRunner"]
@@ -17,40 +18,44 @@ _TOLERANCE = 1e-4
 
 
 class ChunkRunner:
-    """Runs chunks of micro-batches at once, if that gave what one by one gave.
+    """Runs chunks of micro-batches at once, if that gives what one by one gives.
 
-    The first chunk of the first call is run one by one and collected; the chunk is then computed at once and
-    the results are compared.
+    Both ways are tried on the first chunk of the first call and compared. From then on, that call included, every
+    chunk is run the same way, so that a run which is stopped and resumed rounds as one that was not.
 
     Args:
         graph: The graph of one micro-batch.
+        replay: Computes one micro-batch: outputs, then gradients.
         enabled: False to run one by one always.
     """
 
-    def __init__(self, graph: Graph, enabled: bool) -> None:
+    def __init__(self, graph: Graph, replay: Replay, enabled: bool) -> None:
         self._graph = graph
+        self._replay = replay
         self._possible = enabled and can_run_together(graph)
         self._together: Optional[Together] = None
-        self._wanted = 0
-        self._inputs: List[List[torch.Tensor]] = []
-        self._outputs: List[Sequence[torch.Tensor]] = []
-        self._grads: Dict[str, torch.Tensor] = {}
 
-    @property
-    def is_collecting(self) -> bool:
-        """Whether the results of the next run are wanted for the comparison."""
-        return self._possible and self._together is None and self._wanted > 1
+    def size_for(
+        self,
+        micro_batches: int,
+        inputs_of: Callable[[int], List[torch.Tensor]],
+        arguments: Callable[..., List[Any]],
+        seed: Optional[torch.Tensor],
+    ) -> int:
+        """Returns how many micro-batches to compute at once, 1 for one by one.
 
-    def size_for(self, micro_batches: int) -> int:
-        """Returns how many of this number of micro-batches to compute at once, 1 for one by one."""
-        if not self._possible:
-            return 1
-        if self._together is not None:
-            return self._together.size
-        if self._wanted == 0:
-            self._wanted = batch_size_for(self._graph, micro_batches)
-            self._possible = self._wanted > 1
-        return 1
+        Args:
+            micro_batches: How many there are for one weight update.
+            inputs_of: Gives the inputs of a micro-batch by its number.
+            arguments: Gives the arguments of the graph: ``arguments(replica, inputs, seed)``.
+            seed: Gradient of the loss of one micro-batch.
+        """
+        if self._possible and self._together is None:
+            size = batch_size_for(self._graph, micro_batches)
+            self._possible = size > 1
+            if self._possible:
+                self._try(size, [inputs_of(number) for number in range(size)], arguments, seed)
+        return 1 if self._together is None else self._together.size
 
     def run(
         self, arguments: Sequence[Any], inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]
@@ -59,36 +64,36 @@ class ChunkRunner:
         assert self._together is not None
         return self._together.run(arguments, inputs, seed)
 
-    def collect(
+    def _try(
         self,
-        arguments: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        grads: Dict[str, torch.Tensor],
+        size: int,
+        inputs: List[List[torch.Tensor]],
+        arguments: Callable[..., List[Any]],
         seed: Optional[torch.Tensor],
     ) -> None:
-        """Takes one micro-batch that was run alone; compares when the chunk is whole."""
-        self._inputs.append([tensor.clone() for tensor in inputs])
-        self._outputs.append([tensor.clone() for tensor in outputs])
-        for name, grad in grads.items():
-            self._grads[name] = self._grads[name] + grad if name in self._grads else grad.clone()
-        if len(self._inputs) < self._wanted:
-            return
+        first = arguments(0, inputs[0], seed)
         try:
-            together = Together(self._graph, self._wanted, arguments)
-            stacked = [torch.stack(list(column)) for column in zip(*self._inputs)]
-            self._compare(*together.run(arguments, stacked, seed))
+            together = Together(self._graph, size, first)
+            stacked = [torch.stack(list(column)) for column in zip(*inputs)]
+            self._compare(
+                [self._replay(arguments(0, each, seed)) for each in inputs], *together.run(first, stacked, seed)
+            )
             self._together = together
         except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, Error) as error:
             logger.debug("Micro-batches are run one by one: %s", error)
             self._possible = False
-        self._inputs, self._outputs, self._grads = [], [], {}
 
-    def _compare(self, outputs: Sequence[torch.Tensor], grads: Dict[str, torch.Tensor]) -> None:
-        for index, column in enumerate(zip(*self._outputs)):
-            _require_equal(f"output {index}", torch.stack(list(column)), outputs[index])
-        for name, expected in self._grads.items():
-            _require_equal(f"the gradient of {name}", expected, grads[name])
+    def _compare(
+        self,
+        alone: List[Sequence[torch.Tensor]],
+        outputs: Sequence[torch.Tensor],
+        grads: Dict[str, torch.Tensor],
+    ) -> None:
+        columns = list(zip(*alone))
+        for index, output in enumerate(outputs):
+            _require_equal(f"output {index}", torch.stack(list(columns[index])), output)
+        for column, name in zip(columns[len(outputs) :], self._graph.grads):
+            _require_equal(f"the gradient of {name}", torch.stack(list(column)).sum(0), grads[name])
 
 
 def _require_equal(what: str, expected: torch.Tensor, got: torch.Tensor) -> None:
