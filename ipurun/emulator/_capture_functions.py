@@ -11,6 +11,7 @@ from ipurun.emulator import _half
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._losses import LOSS_FUNCTIONS, check_loss_arguments
 from ipurun.emulator._outputs import refuse_backward
+from ipurun.emulator._replaced_functions import REPLACED_FUNCTIONS
 from ipurun.emulator._sources import calling_line
 from ipurun.emulator._structures import tensors_in
 from ipurun.emulator._tracing import Recorder
@@ -49,6 +50,7 @@ class FunctionWatcher(TorchFunctionMode):
         if func in _TO_DEVICE:
             args = tuple(_without_ipu(a) for a in args)
         args, kwargs = _half.cast_weights(func, args, kwargs)
+        func = REPLACED_FUNCTIONS.get(func, func)
         if func not in LOSS_FUNCTIONS:
             return func(*args, **kwargs)
         check_loss_arguments(func, args, kwargs)

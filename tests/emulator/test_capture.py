@@ -271,3 +271,20 @@ def test_values_that_backward_needs_may_be_changed_in_place(accumulation):
     poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=1.0))(x)
     assert torch.allclose(model.weight.detach(), expected.detach() - expected.grad)
     assert float(model.factor) == 2.0 + accumulation
+
+
+def test_one_hot_needs_the_number_of_classes_and_nothing_else():
+    labels = torch.tensor([[0, 2], [3, 1]])
+    found = poptorch.inferenceModel(_Function(lambda x: nn.functional.one_hot(x, num_classes=5)))(labels)
+    assert torch.equal(found.long(), nn.functional.one_hot(labels, num_classes=5))
+    with pytest.raises(poptorch.Error, match="OneHot num classes must be specified"):
+        poptorch.inferenceModel(_Function(nn.functional.one_hot))(labels)
+
+
+class _Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)

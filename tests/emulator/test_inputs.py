@@ -189,7 +189,7 @@ def test_a_missing_parameter_before_variadic_ones_is_named():
 def test_mismatches_name_the_parameter():
     executor = _infer(lambda self, a, *more: a * len(more))
     executor(torch.ones(1), torch.ones(1))
-    with pytest.raises(poptorch.Error, match="mismatch for a: expected torch.float32 but got torch.int32"):
+    with pytest.raises(poptorch.Error, match=r"mismatch for a: expected torch\.float32 but got torch\.int32"):
         executor(torch.ones(1, dtype=torch.int32), torch.ones(1))
     with pytest.raises(poptorch.Error, match="Number of positional arguments mismatch: expected 2 arguments but got 1"):
         executor(torch.ones(1))
