@@ -15,6 +15,7 @@ __all__ = ["Anchors"]
 _GRADIENT = "Gradient___"
 _UPDATED = "UpdatedVar___"
 _MODEL_PREFIX = "model."
+_LOSS_SCALE = "finalLossScale"
 
 
 class Anchors:
@@ -71,6 +72,7 @@ def _without_prefix(name: str) -> str:
 
 def _named_values(graph: Graph) -> Dict[str, Value]:
     named: Dict[str, Value] = {_GRADIENT + name: value for name, value in graph.grads.items()}
+    named.update({_LOSS_SCALE: item.value for item in graph.inputs_of("seed")})
     for node in graph.nodes:
         if not node.is_backward:
             prefix = f"{node.module_path}/" if node.module_path else ""

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
-from ipurun.emulator import _compile_checks, _supported
+from ipurun.emulator import _compile_checks, _executable_cache, _supported
 from ipurun.emulator._batching import BatchLayout
 from ipurun.emulator._capture import Captured, capture
 from ipurun.emulator._executable import Executable
@@ -48,6 +48,7 @@ def compile_model(
     """
     layout = BatchLayout.of(options)
     _compile_checks.check_options(options, layout)
+    _compile_checks.check_inputs(arguments.tensors())
     micro_batch = [layout.cut(tensor)[0].clone() for tensor in arguments.tensors()]
     parameters, buffers = named_tensors(model)
     weights = DeviceWeights(parameters, buffers, layout.replicas, groups)
@@ -86,6 +87,7 @@ def compile_model(
     _check_replay(executable, captured, originals, options)
     weights.upload(host)
     captured.reference = ([], {})
+    _executable_cache.store(captured.graph, options)
     return executable
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, List, Sequence
 
+import torch
+
 from ipurun.emulator import _hardware, _option_checks
 from ipurun.emulator._batching import BatchLayout
 from ipurun.emulator._graph import Graph, Node
@@ -15,7 +17,7 @@ from ipurun.emulator._structures import tensors_in
 from ipurun.emulator._tracing import Recorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 
-__all__ = ["check_buffers", "check_forward", "check_options", "num_ipus"]
+__all__ = ["check_buffers", "check_forward", "check_inputs", "check_options", "num_ipus", "refuse_accumulation"]
 
 _MAX_IPUS = 64
 
@@ -86,6 +88,13 @@ def check_forward(
     check_overlap(recorder, list(tensors_in(returned)), input_names)
 
 
+def check_inputs(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises for an input without elements."""
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            raise createNativeError(f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)}).")
+
+
 def _check_not_empty(graph: Graph, node: Node) -> None:
     if node.name in ("empty", "native_batch_norm", "lstm", "gru"):
         return  # torch's own bookkeeping makes empty tensors there
@@ -137,3 +146,21 @@ def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None
             "out of sync between replicas, you can disable buffer broadcasting using "
             f"poptorch.Options.broadcastBuffers(False). Buffers that the model changes: {', '.join(written)}."
         )
+
+
+def refuse_accumulation(options: Any) -> None:
+    """Raises for options of an inference model that ask for gradient accumulation."""
+    factor = options.Training.gradient_accumulation
+    if factor == 1:
+        return
+    strategy = options._execution_strategy
+    hint = ""
+    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+        hint = (
+            " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for "
+            "pipelined execution instead."
+        )
+    raise createPoptorchError(
+        "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+        f"when running a poptorch.inferenceModel().{hint} It is {factor}."
+    )

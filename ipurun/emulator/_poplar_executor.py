@@ -11,7 +11,9 @@ import torch
 
 from ipurun.emulator import _compile_hooks, _persistence, _wrapping
 from ipurun.emulator._compile import compile_model
+from ipurun.emulator._compile_checks import refuse_accumulation
 from ipurun.emulator._executable import Executable
+from ipurun.emulator._executable_cache import cache_lock
 from ipurun.emulator._executor_optimizer import ExecutorOptimizer
 from ipurun.emulator._executor_reports import ExecutorReports
 from ipurun.emulator._faults import raise_requested_fault
@@ -22,7 +24,6 @@ from ipurun.emulator._model_guard import named_tensors
 from ipurun.emulator._parameter_proxy import ParameterProxy
 from ipurun.emulator._printing import module_repr
 from ipurun.emulator._random_streams import default_seed
-from ipurun.emulator._strategies import PipelinedExecution, ShardedExecution
 from ipurun.emulator._weights import ReplicaGroups
 from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
@@ -72,7 +73,7 @@ class PoplarExecutor(ExecutorReports):
             self._options.outputMode(OutputMode.Final if training else OutputMode.All)
         self._optimizer = ExecutorOptimizer(self._options, optimizer, self._user_model) if training else None
         if not training:
-            _refuse_accumulation(self._options)
+            refuse_accumulation(self._options)
         self._options._freeze()
         self.per_replica_params: Dict[str, ReplicaGroups] = {}
         self._parser = ArgumentParser(self._model)
@@ -363,7 +364,7 @@ class PoplarExecutor(ExecutorReports):
         has_seed = self._options.exists("random_seed")
         _compile_hooks.run_pre_compile()
         try:
-            with self._profiling.tracepoint("modelCompilation"):
+            with self._profiling.tracepoint("modelCompilation"), cache_lock(self._model, self._options):
                 executable = compile_model(
                     self._model,
                     self._parser.on_device(given),
@@ -390,20 +391,3 @@ class PoplarExecutor(ExecutorReports):
             logger.debug("Implicit copyWeightsToDevice()")
             self.copyWeightsToDevice()
             self._seen_weights_version = version
-
-
-def _refuse_accumulation(options: Options) -> None:
-    factor = options.Training.gradient_accumulation
-    if factor == 1:
-        return
-    strategy = options._execution_strategy
-    hint = ""
-    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
-        hint = (
-            " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for "
-            "pipelined execution instead."
-        )
-    raise createPoptorchError(
-        "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
-        f"when running a poptorch.inferenceModel().{hint} It is {factor}."
-    )

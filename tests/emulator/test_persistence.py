@@ -101,3 +101,23 @@ def test_other_files_and_versions_are_refused(tmp_path):
         poptorch.load(str(path))
     with pytest.raises(poptorch.Error, match=r"1\.2\.3"):
         poptorch.inferenceModel(Classifier()).loadExecutable(str(path))
+
+
+def test_the_executable_cache_has_one_file_for_one_program(tmp_path):
+    for seed in (1, 2):
+        opts = poptorch.Options().randomSeed(seed)
+        opts.enableExecutableCaching(str(tmp_path))
+        poptorch.inferenceModel(Classifier(), opts)(images(4)[0])
+    assert len(os.listdir(tmp_path)) == 1
+    opts = poptorch.Options().deviceIterations(2)
+    opts.enableExecutableCaching(str(tmp_path))
+    poptorch.inferenceModel(Classifier(), opts)(images(4)[0])
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_processes_of_a_distributed_program_compile_one_at_a_time(tmp_path):
+    opts = poptorch.Options()
+    opts.enableExecutableCaching(str(tmp_path))
+    opts.Distributed.configureProcessId(1, 2)
+    poptorch.inferenceModel(Classifier(), opts)(images(4)[0])
+    assert sorted(os.path.splitext(name)[1] for name in os.listdir(tmp_path)) == [".lock", ".popef"]
