@@ -1,0 +1,130 @@
+"""BERT for pretraining: the encoder, its two heads and their common loss."""
+
+from __future__ import annotations
+
+import sys
+from typing import Tuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ipurun.recipes.bert.encoder import Embeddings, Encoder
+
+__all__ = ["IGNORED", "BertForPretraining"]
+
+# Label of a masked position that is only there to fill the row.
+IGNORED = -100
+_INIT_STD = 0.02
+_EPSILON = 1e-12
+
+
+class Pooler(nn.Module):
+    """What the first position has to say about the whole."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dense(hidden[:, 0]))
+
+
+class MaskedWords(nn.Module):
+    """Scores of all words at the masked positions alone: a score for every position would take most of the memory."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.activation = nn.GELU()
+        self.layer_norm = nn.LayerNorm(hidden_size, eps=_EPSILON)
+        self.decoder = nn.Linear(hidden_size, vocab_size)
+
+    def forward(self, hidden: torch.Tensor, masked_positions: torch.Tensor) -> torch.Tensor:
+        # A product with zeros and ones rather than a gather, whose gradient is a slow scatter on an IPU.
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        chosen = (masked_positions[:, :, None] == positions).to(hidden.dtype)
+        masked = torch.matmul(chosen, hidden)
+        return self.decoder(self.layer_norm(self.activation(self.dense(masked))))
+
+
+class BertForPretraining(nn.Module):
+    """BERT with its two pretraining tasks; returns the scores of both and the sum of their losses.
+
+    The head shares its weight with the word embedding, so both belong on the same IPU.
+
+    Args:
+        vocab_size: Number of different words.
+        max_positions: Length of the longest sequence that the weights are made for.
+        sequence_length: Length of the sequences that are trained on.
+        mask_tokens: Masked positions of a sequence. The data are made to fit this and `sequence_length`.
+        hidden_size: Width of the layers.
+        num_layers: Number of layers.
+        num_heads: Attention heads of a layer.
+        dropout: Share of values dropped in training.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 30522,
+        max_positions: int = 512,
+        sequence_length: int = 128,
+        mask_tokens: int = 20,
+        hidden_size: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size {hidden_size} cannot be divided among {num_heads} heads")
+        if not mask_tokens <= sequence_length <= max_positions:
+            raise ValueError(
+                f"mask_tokens {mask_tokens}, sequence_length {sequence_length} and max_positions {max_positions} "
+                "have to be in ascending order"
+            )
+        self.embeddings = Embeddings(vocab_size, max_positions, hidden_size, dropout)
+        self.encoder = Encoder(num_layers, hidden_size, num_heads, dropout)
+        self.pooler = Pooler(hidden_size)
+        self.predictions = MaskedWords(hidden_size, vocab_size)
+        self.seq_relationship = nn.Linear(hidden_size, 2)
+        self.predictions.decoder.weight = self.embeddings.word_embeddings.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() > 1:
+                nn.init.normal_(parameter, std=_INIT_STD)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        token_type_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        masked_positions: torch.Tensor,
+        next_sentence_label: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores of both tasks, and the loss.
+
+        Args:
+            input_ids: Words, some of them masked: batch x length.
+            token_type_ids: 0 in the first sentence, 1 in the second.
+            attention_mask: 1 for words, 0 for padding.
+            masked_positions: Where words were masked: batch x mask_tokens.
+            next_sentence_label: 0 where the second sentence follows the first, 1 where it does not.
+            labels: The words that were masked, `IGNORED` where fewer were: batch x mask_tokens.
+        """
+        hidden = self.encoder(self.embeddings(input_ids, token_type_ids), attention_mask)
+        next_sentence = self.seq_relationship(self.pooler(hidden))
+        words = self.predictions(hidden, masked_positions)
+        words_loss = functional.cross_entropy(
+            words.reshape(-1, words.shape[-1]), labels.reshape(-1), ignore_index=IGNORED
+        )
+        next_loss = functional.cross_entropy(next_sentence, next_sentence_label)
+        return words, next_sentence, _marked_as_loss(words_loss + next_loss)
+
+
+def _marked_as_loss(value: torch.Tensor) -> torch.Tensor:
+    """PopTorch finds PyTorch's losses by itself, but not the sum of two."""
+    engine = sys.modules.get("poptorch")
+    return value if engine is None else engine.identity_loss(value, reduction="none")

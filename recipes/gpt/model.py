@@ -1,0 +1,118 @@
+"""GPT-2 and its larger relatives, with the module names of OpenAI's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+__all__ = ["GPT", "Block", "CausalSelfAttention"]
+
+# Large enough to take all weight from a position, and still a float16.
+_MASKED = -10000.0
+_INIT_STD = 0.02
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention in which a position sees itself and what comes before it."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = 1 / math.sqrt(hidden_size // num_heads)
+        self.c_attn = nn.Linear(hidden_size, 3 * hidden_size)
+        self.attn_dropout = nn.Dropout(dropout)
+        self.c_proj = nn.Linear(hidden_size, hidden_size)
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, size = hidden.shape
+        heads = self.c_attn(hidden).view(batch, length, 3, self.num_heads, size // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = torch.matmul(query * self.scale, key.transpose(-2, -1))
+        future = torch.full((length, length), _MASKED, dtype=hidden.dtype, device=hidden.device).triu(1)
+        weights = self.attn_dropout(torch.softmax(scores + future, dim=-1))
+        mixed = torch.matmul(weights, value).transpose(1, 2).reshape(batch, length, size)
+        return self.resid_dropout(self.c_proj(mixed))
+
+
+class MLP(nn.Module):
+    """Two linear layers, four times as wide between them."""
+
+    def __init__(self, hidden_size: int, dropout: float) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(hidden_size, 4 * hidden_size)
+        self.act = nn.GELU(approximate="tanh")
+        self.c_proj = nn.Linear(4 * hidden_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.c_proj(self.act(self.c_fc(hidden))))
+
+
+class Block(nn.Module):
+    """One layer: attention, then the two linear layers, each on the normalised sum of all before."""
+
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(hidden_size)
+        self.attn = CausalSelfAttention(hidden_size, num_heads, dropout)
+        self.ln_2 = nn.LayerNorm(hidden_size)
+        self.mlp = MLP(hidden_size, dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attn(self.ln_1(hidden))
+        return hidden + self.mlp(self.ln_2(hidden))
+
+
+class GPT(nn.Module):
+    """A decoder; returns for each position one score per token that could come next.
+
+    The head shares its weight with the token embedding, so both belong on the same IPU.
+
+    Args:
+        vocab_size: Number of different tokens.
+        max_positions: Length of the longest sequence.
+        hidden_size: Width of the layers.
+        num_layers: Number of layers.
+        num_heads: Attention heads of a layer.
+        dropout: Share of values dropped in training.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 50257,
+        max_positions: int = 1024,
+        hidden_size: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size {hidden_size} cannot be divided among {num_heads} heads")
+        self.wte = nn.Embedding(vocab_size, hidden_size)
+        self.wpe = nn.Embedding(max_positions, hidden_size)
+        self.drop = nn.Dropout(dropout)
+        self.h = nn.ModuleList([Block(hidden_size, num_heads, dropout) for _ in range(num_layers)])
+        self.ln_f = nn.LayerNorm(hidden_size)
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self._initialise(num_layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.drop(self.wte(tokens) + self.wpe(positions))
+        for block in self.h:
+            hidden = block(hidden)
+        return self.lm_head(self.ln_f(hidden))
+
+    def _initialise(self, num_layers: int) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() > 1:
+                # Each layer adds to the sum twice; the sum's size is not to depend on how many layers there are.
+                residual = name.endswith("c_proj.weight")
+                nn.init.normal_(parameter, std=_INIT_STD / math.sqrt(2 * num_layers) if residual else _INIT_STD)

@@ -1,0 +1,1 @@
+"""Residual networks for pictures, from CIFAR-10 to ImageNet."""

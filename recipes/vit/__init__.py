@@ -1,0 +1,1 @@
+"""Vision transformers, from handwritten digits to ImageNet."""
