@@ -13,7 +13,7 @@ from ipurun.config.compose import Point, to_yaml
 from ipurun.config.schema import SweepConfig
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Manifest", "Record", "point_id"]
+__all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Manifest", "Record", "find_earlier", "point_id"]
 
 PENDING = "pending"
 RUNNING = "running"
@@ -107,14 +107,14 @@ class Manifest:
         return [record for record in self.records if record.status != FINISHED]
 
 
-def find_unfinished(sweeps: Path, ids: Sequence[str]) -> Optional[Manifest]:
-    """The newest sweep below a folder that has points in common with these and is not done."""
+def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Manifest]:
+    """The newest sweep below a folder that has points in common with these."""
     for path in sorted(sweeps.glob(f"*/{_FILE_NAME}"), key=_age, reverse=True):
         try:
             manifest = Manifest.load(path.parent)
         except ConfigError:
             continue
-        if manifest.unfinished and set(ids) & {record.id for record in manifest.records}:
+        if set(ids) & {record.id for record in manifest.records}:
             return manifest
     return None
 

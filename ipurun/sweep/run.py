@@ -24,7 +24,7 @@ from ipurun.sweep.manifest import (
     RUNNING,
     Manifest,
     Record,
-    find_unfinished,
+    find_earlier,
 )
 from ipurun.sweep.point import write_job
 from ipurun.sweep.remote import Replay
@@ -42,6 +42,7 @@ class SweepResult:
     folder: Path
     argv: Sequence[str]
     ranking: Ranking
+    rank_by: Optional[str]  # as the config asks
     interrupted: bool
 
     def to_dict(self) -> Dict[str, Any]:
@@ -83,7 +84,7 @@ def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Scree
     manifest = _open(points, argv, records, screen)
     interrupted = _run_all(manifest, checked, screen, errors)
     ranking = _write_table(manifest, config.sweep.rank_by)
-    return SweepResult(manifest.folder, list(argv), ranking, interrupted)
+    return SweepResult(manifest.folder, list(argv), ranking, config.sweep.rank_by, interrupted)
 
 
 def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Screen) -> Manifest:
@@ -93,9 +94,9 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
     sweeps = Path(config.runs_dir) / slug(names[0] if len(names) == 1 else "sweep") / "sweeps"
     earlier: Optional[Manifest] = None
     if config.resume == _AUTO:
-        earlier = find_unfinished(sweeps, [record.id for record in records])
+        earlier = find_earlier(sweeps, [record.id for record in records])
         if earlier is None:
-            screen.line(f"note: resume=auto finds no unfinished sweep of these points in {sweeps}: all are run")
+            screen.line(f"note: resume=auto finds no sweep of these points in {sweeps}: all are run")
     elif config.resume is not None:
         earlier = Manifest.load(config.resume)
     if earlier is None:

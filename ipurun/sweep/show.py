@@ -16,6 +16,9 @@ __all__ = ["final_line", "show_result"]
 def show_result(result: SweepResult, screen: Screen) -> None:
     """The table, throughput against the swept key, and what to type next."""
     screen.line("")
+    asked = result.rank_by
+    if asked is not None and asked != result.ranking.column and result.ranking.best is not None:
+        screen.line(f"note: no result has sweep.rank_by={asked}; ranked by {result.ranking.column}")
     for line in [*table_lines(result.ranking), *_spaced(throughput_lines(result.ranking.records))]:
         screen.line(line)
     screen.line("")

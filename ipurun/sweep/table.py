@@ -36,10 +36,12 @@ def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
 
     Args:
         records: All points.
-        rank_by: The column; None: the monitored metric of the runs, else samples per second.
+        rank_by: The column; None, or one that no result has: the monitored metric, else samples per second.
     """
     finished = [record for record in records if record.status == FINISHED]
-    column = rank_by or _monitor(finished) or _SPEED
+    wanted = [name for name in (rank_by, _monitor(finished)) if name]
+    known = [name for name in wanted if any(value_of(record, name) is not None for record in finished)]
+    column = known[0] if known else _SPEED
     ranked = [record for record in finished if value_of(record, column) is not None]
     unranked = [record for record in finished if value_of(record, column) is None]
     ranked.sort(key=lambda record: _sort_key(value_of(record, column), _higher_is_better(record, column)))
@@ -122,6 +124,8 @@ def value_of(record: Record, column: str) -> Optional[float]:
     results = record.results
     if column == results.get("monitor") and results.get("best") is not None:
         return float(results["best"])
+    if column == "seconds":
+        column = "total"
     places = (results.get("metrics", {}), results, results.get("seconds", {}))
     found = next((place[column] for place in places if isinstance(place.get(column), (int, float))), None)
     return None if found is None else float(found)

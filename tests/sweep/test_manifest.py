@@ -9,7 +9,7 @@ import pytest
 from ipurun.config.compose import Point
 from ipurun.config.schema import RunConfig, SweepConfig
 from ipurun.errors import ConfigError
-from ipurun.sweep.manifest import FAILED, FINISHED, Manifest, Record, find_unfinished, point_id
+from ipurun.sweep.manifest import FAILED, FINISHED, Manifest, Record, find_earlier, point_id
 
 
 def _manifest(folder: Path, statuses: Sequence[str]) -> Manifest:
@@ -51,15 +51,15 @@ def test_going_on_takes_over_what_is_done_also_in_another_order(tmp_path: Path) 
     assert now.records[1].index == 1 and now.records[1].results == {"best": 0.5}
 
 
-def test_the_newest_unfinished_sweep_of_the_same_points_is_found(tmp_path: Path) -> None:
-    for name, statuses in (("1", [FAILED]), ("2", [FAILED]), ("3", [FINISHED])):
+def test_the_newest_sweep_of_the_same_points_is_found(tmp_path: Path) -> None:
+    for name, statuses in (("1", [FAILED]), ("2", [FINISHED, FAILED])):
         _manifest(tmp_path / name, statuses).save()
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "manifest.json").write_text("cut sho")
-    found = find_unfinished(tmp_path, ["id0"])
+    found = find_earlier(tmp_path, ["id0"])
     assert found is not None and found.folder.name == "2"
-    assert find_unfinished(tmp_path, ["another"]) is None
-    assert find_unfinished(tmp_path / "nowhere", ["id0"]) is None
+    assert find_earlier(tmp_path, ["another"]) is None
+    assert find_earlier(tmp_path / "nowhere", ["id0"]) is None
 
 
 def test_a_point_is_the_same_whatever_resume_and_sweep_say() -> None:

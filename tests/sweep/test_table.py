@@ -53,6 +53,16 @@ def test_a_loss_ranks_from_small_to_large(records: List[Record]) -> None:
     assert _order(records, "loss") == [2, 0, 3, 1]
 
 
+def test_the_quickest_ranks_first_by_time(records: List[Record]) -> None:
+    records[0].results["seconds"] = {"total": 3.0}
+    assert _order(records, "seconds")[0] == 0
+
+
+def test_a_column_that_no_result_has_falls_back_to_the_metric(records: List[Record]) -> None:
+    assert rank(records, "acuracy").column == "accuracy"
+    assert _order(records, "acuracy") == [2, 0, 3, 1]
+
+
 def test_without_a_metric_throughput_ranks() -> None:
     plain = [_record(0, {}, {"samples_per_second": 5.0}), _record(1, {}, {"samples_per_second": 9.0})]
     assert rank(plain).column == "samples_per_second"
