@@ -72,7 +72,8 @@ def _without_prefix(name: str) -> str:
 
 def _named_values(graph: Graph) -> Dict[str, Value]:
     named: Dict[str, Value] = {_GRADIENT + name: value for name, value in graph.grads.items()}
-    named.update({_LOSS_SCALE: item.value for item in graph.inputs_of("seed")})
+    for item in graph.inputs_of("seed"):
+        named[_LOSS_SCALE] = item.value
     for node in graph.nodes:
         if not node.is_backward:
             prefix = f"{node.module_path}/" if node.module_path else ""

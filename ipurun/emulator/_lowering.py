@@ -60,12 +60,14 @@ class LoweredOp(NamedTuple):
         name: Name of its output, with the modules and scopes it was called in.
         shape: Text of the output's type and shape.
         placement: Where it runs.
+        source: Line of the model that it comes from, "" where unknown.
     """
 
     type: str
     name: str
     shape: str
     placement: Placement
+    source: str
 
 
 def lowered_ops(graph: Graph, module_names: bool = True) -> List[LoweredOp]:
@@ -139,7 +141,8 @@ class _Lowering:
         repeat = self._uses.get(name, 0)
         self._uses[name] = repeat + 1
         shape = _shape_text(self._graph.specs[value])
-        self.ops.append(LoweredOp(backend_type, f"{name}/{repeat}" if repeat else name, shape, node.placement))
+        name = f"{name}/{repeat}" if repeat else name
+        self.ops.append(LoweredOp(backend_type, name, shape, node.placement, node.source))
 
     def _join_convolutions(self) -> None:
         begin, self._multi_conv = self._multi_conv, None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, Callable
 
+import torch
+
 from ipurun.emulator._graph import Graph, Placement
-from ipurun.emulator._logging import native_logger
+from ipurun.emulator._logging import native_logger, trace
 from ipurun.emulator._lowering import lowered_ops
 from ipurun.emulator._strategies import ShardedExecution, _IPhasedExecution
 from ipurun.emulator.enums import Liveness
 
 _PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
 _PHASES_BETWEEN_PASSES_OFF_CHIP = 3
+_TYPE_WORDS = {torch.float32: "Float", torch.float16: "Half", torch.int32: "Int", torch.int64: "Long"}
 
 
 def log_placement(graph: Graph, options: Any) -> None:
@@ -37,8 +41,25 @@ def log_placement(graph: Graph, options: Any) -> None:
     else:
         _log_set("enablePipelining", int(len({placement.ipu_id for placement in forward}) > 1))
         describe = _in_stage("Pipelined")
-    for op in lowered_ops(graph, options._module_namescope_enabled):
+    _trace_inputs(graph)
+    ops = lowered_ops(graph, options._module_namescope_enabled)
+    native_logger.debug("Graph lowered to PopART:")
+    for op in ops:
         native_logger.debug("%s [%s, %s]", op.name, op.shape, describe(op.placement))
+    for op in ops:
+        native_logger.debug("%s (%s) was lowered to %s", op.name, op.source, op.type)
+
+
+def _trace_inputs(graph: Graph) -> None:
+    trace("Inputs of the graph:")
+    for item in graph.inputs_of("input", "parameter", "buffer"):
+        spec = graph.specs[item.value]
+        kind = _TYPE_WORDS.get(spec.dtype, str(spec.dtype).split(".")[-1].capitalize())
+        sizes = "".join(f"{size}, " for size in spec.shape)
+        strides = [math.prod(spec.shape[index + 1 :]) for index in range(len(spec.shape))]
+        trace(
+            "%%%d : %s(%sstrides=%s, requires_grad=0, device=ipu:0) -> %s", item.value, kind, sizes, strides, item.name
+        )
 
 
 def _log_set(option: str, value: Any) -> None:

@@ -12,7 +12,7 @@ __all__ = ["REPLACED_FUNCTIONS"]
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """torch's own looks at the values to check them, and to find the number of classes if it is not given."""
+    """One-hot rows; torch itself reads the values back to check them and to count the classes."""
     if num_classes < 0:
         raise createNativeError("OneHot num classes must be specified and must be constant.")
     classes = torch.arange(num_classes, dtype=tensor.dtype, device=tensor.device)

@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):
             outputs=None,
             placement=self._placement or Placement(),
             module_path=self.module_stack[-1],
-            source=calling_line() if not self.in_backward else "",
+            source=self._calling_line() if not self.in_backward else "",
             is_backward=self.in_backward,
             grad_enabled=torch.is_grad_enabled(),
             is_random=base_name in RANDOM_OPS,
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
         for value in values_in(args):
             mask |= self._mask_of(value)
         node = Node(fn, args, {}, None, self._placement or Placement(), self.module_stack[-1])
-        node.source = calling_line() if not self.in_backward else ""
+        node.source = self._calling_line() if not self.in_backward else ""
         node.is_backward = self.in_backward
         node.grad_enabled = torch.is_grad_enabled()
         node.name = name or getattr(fn, "__name__", "opaque")
@@ -249,6 +249,9 @@ class Recorder(TorchDispatchMode):
         node.op = fn if not tensors else _never_aliasing(fn)
         self._append(node, result, mask, ())
         return result
+
+    def _calling_line(self) -> str:
+        return calling_line() if self.options is None else calling_line(self.options._source_location_excludes)
 
     def _append(self, node: Node, result: Any, mask: int, mutated: Tuple[Value, ...]) -> None:
         node.mutated = mutated

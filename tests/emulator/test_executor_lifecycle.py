@@ -284,3 +284,14 @@ def test_too_many_ipus_and_powers_of_two(monkeypatch):
     with pytest.raises(poptorch.Error, match="power of 2"):
         poptorch.inferenceModel(Double(), options(replicas=3))(torch.ones(3))
     poptorch.inferenceModel(Double(), options(replicas=3, autoRoundNumIPUs=True))(torch.ones(3))
+
+
+def test_the_loss_scale_can_be_anchored():
+    model = Classifier().half()
+    opts = options()
+    opts.anchorTensor("scale", "finalLossScale")
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.0, loss_scaling=8.0)
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    data, labels = images(4)
+    executor(data.half(), labels)
+    assert float(executor.getAnchoredTensor("scale")) == 8.0

@@ -126,3 +126,25 @@ def test_program_dump_names_the_type_of_every_op():
     types = [op["type"] for op in json.loads(training._debugGetPopartIR())["maingraph"]]
     assert {"MatMul", "Add", "Relu", "IdentityLoss"} <= set(types)
     assert types.count("AdamVarUpdate") == 2
+
+
+def test_inputs_are_traced_with_their_types(capfd):
+    poptorch.setLogLevel("TRACE")
+    text = logged(capfd, torch.nn.BatchNorm1d(4).half().eval())
+    assert " : Half(4, strides=[1], requires_grad=0, device=ipu:0) -> running_var" in text
+
+
+@pytest.mark.parametrize(
+    ("excludes", "in_model", "in_torch"),
+    [(None, True, False), ([], False, True), (["/"], False, False)],
+    ids=["by default", "nothing", "everything"],
+)
+def test_source_lines_follow_the_excludes(capfd, excludes, in_model, in_torch):
+    options = poptorch.Options()
+    if excludes is not None:
+        options.sourceLocationExcludes(excludes)
+    poptorch.inferenceModel(TwoLayers(), options).compile(torch.ones(1, 4))
+    line = next(line for line in capfd.readouterr().err.split("\n") if "l1/MatMul:0 (" in line)
+    assert line.endswith("was lowered to MatMul")
+    assert (__file__ in line) == in_model
+    assert ("torch/nn/modules/linear.py" in line) == in_torch
