@@ -107,7 +107,6 @@ class _Trainer:
         before = progress.call
         for batch in self._waited_for(self._run.train_loader.epoch()):
             self._one_call(batch)
-            self._interrupts.arm()
             ends_epoch = progress.position == self._run.plan.steps.calls_per_epoch
             if ends_epoch:
                 self._count_epoch()
@@ -143,6 +142,7 @@ class _Trainer:
         begun = time.perf_counter()
         with self._explained("training"):
             result = run.training_model(*args, **kwargs)
+        self._interrupts.arm()
         loss = self._mean_loss(result)
         seconds = time.perf_counter() - begun
         self._clock.add("train", seconds)

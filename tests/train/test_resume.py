@@ -58,9 +58,9 @@ def _assert_equal_runs(straight: Any, straight_seen: Recorder, resumed: Any, see
     assert seen.events["end"][-1].best == straight_seen.events["end"][-1].best
 
 
-@pytest.mark.parametrize("stop_at", [3, 8, 11, 15])
+@pytest.mark.parametrize("stop_at", [1, 3, 8, 11, 15])
 def test_resume_is_exact_anywhere(tmp_path: Path, stop_at: int) -> None:
-    """In the first epoch, at its end, in the second, and one call before the last."""
+    """After the first call, in the first epoch, at its end, in the second, and one call before the last."""
     _assert_equal_runs(*_straight_and_resumed(tmp_path, stop_at, optimizer=ADAM, schedule=COSINE))
 
 
@@ -83,6 +83,20 @@ def test_resume_is_exact_with_dropout_augmentation_and_device_iterations(tmp_pat
             devices=2,
         )
     )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"devices": 2},
+        {"gradient_accumulation": 2},
+        {"device_iterations": 2},
+        {"device_iterations": 2, "gradient_accumulation": 2, "devices": 2, "micro_batch_size": 1},
+    ],
+)
+def test_resume_is_exact_with_several_micro_batches_a_call(tmp_path: Path, sizes: Dict[str, int]) -> None:
+    """The engine may compute micro-batches together, and must round alike before and after a stop."""
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 3, **sizes))
 
 
 def test_resume_is_exact_with_momentum_and_batchnorm(tmp_path: Path) -> None:
