@@ -78,6 +78,8 @@ class ExecutorOptimizer:
             accumulation=executable.layout.accumulation,
             num_replicas=executable.layout.replicas * self._options.Distributed.numProcesses,
         )
+        if self._converted.value("accum_type") == torch.float16:
+            executable.chunks.disable()  # a half accumulator rounds after every micro-batch
         self._executable = executable
 
     def attach(self) -> None:

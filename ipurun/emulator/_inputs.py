@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import torch
 
@@ -140,7 +140,22 @@ class ArgumentParser:
                 )
                 self._warned_non_contiguous = True
             tensor = tensor.contiguous()
-        return tensor.to(device_dtype(tensor.dtype))
+        if tensor.dtype == torch.int64:
+            _warn_narrowed(torch.int64, torch.int32)
+            return tensor.to(torch.int32).to(torch.int64)  # kernels want wide indices, with 32-bit values
+        narrow = device_dtype(tensor.dtype)
+        if narrow != tensor.dtype:
+            _warn_narrowed(tensor.dtype, narrow)
+        return tensor.to(narrow)
+
+
+_warned_types: Set[torch.dtype] = set()
+
+
+def _warn_narrowed(wide: torch.dtype, narrow: torch.dtype) -> None:
+    if wide not in _warned_types:
+        _warned_types.add(wide)
+        logger.warning("Tensors of type %s are not supported on the device: they are cast to %s.", wide, narrow)
 
 
 def matching_tensors(compiled: Arguments, given: Arguments) -> List[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -12,6 +13,7 @@ import torch
 from ipurun.emulator import _compile_hooks, _persistence, _wrapping
 from ipurun.emulator._compile import compile_model
 from ipurun.emulator._compile_checks import refuse_accumulation
+from ipurun.emulator._compile_files import write_compile_files
 from ipurun.emulator._executable import Executable
 from ipurun.emulator._executable_cache import cache_lock
 from ipurun.emulator._executor_optimizer import ExecutorOptimizer
@@ -379,6 +381,8 @@ class PoplarExecutor(ExecutorReports):
             _compile_hooks.run_post_compile()
         self._executable = executable
         self._compiled_arguments = given
+        default_name = "training" if self._training else "inference"
+        write_compile_files(self._debugGetPopartIR(), self._options, default_name, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
 
     def _follow_training_weights(self) -> None:
