@@ -52,7 +52,6 @@ class Console(Observer):
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._saved_step: Optional[int] = None
-        self._last_eval = ""
 
     def show_panel(self, point: Point, plan: Plan, folder: str) -> None:
         """The panel before anything is compiled, and the remarks of the plan."""
@@ -79,12 +78,11 @@ class Console(Observer):
 
     def on_step(self, event: StepEnd) -> None:
         fraction = event.step / event.total_steps if event.total_steps else None
-        self._screen.live(live_parts(event, self._saved_step, self._last_eval), fraction)
+        self._screen.live(live_parts(event, self._saved_step), fraction)
 
     def on_eval(self, event: EvalEnd) -> None:
         values = "  ".join(f"{name} {metric(value)}" for name, value in event.metrics.items())
         best = "  (best so far)" if event.is_best else ""
-        self._last_eval = f"{event.split} {values}"
         self._screen.line(
             f"step {count(event.step)}  epoch {event.epoch:.2f}  {event.split}: {values}{best}  "
             f"[{plural(event.samples, 'sample')}, {duration(event.seconds)}]"
@@ -99,10 +97,14 @@ class Console(Observer):
     def show_summary(self, summary: Summary, name: str, folder: str, reproduce: str) -> None:
         """The block after a run."""
         title = {"done": "finished", "interrupted": "interrupted"}.get(summary.status, summary.status)
-        self._screen.panel(f"{name}: {title}", summary_rows(summary, folder, reproduce))
+        self._screen.panel(f"{name}: {title}", summary_rows(summary, folder))
+        # Outside the panel, which would break a long command over several lines.
+        if summary.resume_command:
+            self._screen.line(f"  resume      {summary.resume_command}")
+        self._screen.line(f"  reproduce   {reproduce}")
 
 
-def live_parts(event: StepEnd, saved_step: Optional[int], last_eval: str = "") -> List[str]:
+def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
     """The parts of the live line, most important first."""
     total = f"/{count(event.total_steps)}" if event.total_steps else ""
     parts = [
@@ -137,7 +139,7 @@ def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
     return rows
 
 
-def summary_rows(summary: Summary, folder: str, reproduce: str) -> List[Tuple[str, str]]:
+def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     """How a run ended: the rows of the block after it."""
     seconds = summary.seconds
     rows = [("steps", f"{plural(summary.step, 'weight update')}, {epochs_text(summary.epoch)}")]
@@ -156,9 +158,6 @@ def summary_rows(summary: Summary, folder: str, reproduce: str) -> List[Tuple[st
     if summary.best_checkpoint and summary.best_checkpoint != summary.checkpoint:
         rows.append(("", f"best: {summary.best_checkpoint}"))
     rows.append(("run folder", folder))
-    if summary.resume_command:
-        rows.append(("resume", summary.resume_command))
-    rows.append(("reproduce", reproduce))
     return rows
 
 

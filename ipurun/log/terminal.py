@@ -41,8 +41,9 @@ class TerminalScreen(Screen):
         self._console.print(Panel(table, title=f"[bold]{escape(title)}[/bold]", title_align="left", border_style="dim"))
 
     def line(self, text: str) -> None:
-        # Live keeps its own line at the bottom and lets this one scroll above it.
-        (self._live.console if self._live else self._console).print(Text(text))
+        # Live keeps its own line at the bottom and lets this one scroll above it. The terminal wraps: a command
+        # that is copied from here must not have line breaks in it.
+        self._console.print(Text(text), soft_wrap=True)
 
     def begin(self, title: str) -> None:
         self.close()
