@@ -382,7 +382,7 @@ class PoplarExecutor(ExecutorReports):
         self._executable = executable
         self._compiled_arguments = given
         default_name = "training" if self._training else "inference"
-        write_compile_files(self._debugGetPopartIR(), self._options, default_name, os.environ)
+        write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
 
     def _follow_training_weights(self) -> None:

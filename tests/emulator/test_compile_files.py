@@ -1,0 +1,35 @@
+"""Files that compiling a model leaves behind where options or environment ask for them."""
+
+import json
+
+import pytest
+import torch
+from executor_models import Double
+
+import ipurun.emulator as poptorch
+
+
+def compiled(options=None):
+    poptorch.inferenceModel(Double(), options).compile(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [("folder/net.proto", "folder/net.proto"), ("folder", "folder/model.proto")]
+)
+def test_the_model_is_exported_where_the_environment_says(tmp_path, monkeypatch, value, written):
+    monkeypatch.setenv("POPTORCH_EXPORT_PROTO_FILE", str(tmp_path / value))
+    compiled()
+    assert "Mul" in [op["type"] for op in json.loads((tmp_path / written).read_text())["maingraph"]]
+
+
+def test_profiles_are_named_after_the_model(tmp_path):
+    compiled(poptorch.Options().enableProfiling(str(tmp_path)))
+    compiled(poptorch.Options().enableProfiling(str(tmp_path)).modelName("net"))
+    assert sorted(path.parent.name for path in tmp_path.glob("*/profile.pop")) == ["inference", "net"]
+
+
+def test_nothing_is_written_unasked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("POPTORCH_EXPORT_PROTO_FILE", raising=False)
+    compiled()
+    assert list(tmp_path.iterdir()) == []
