@@ -44,6 +44,7 @@ class OpProfile:
         signature: Equal for operations of the same kind, shapes and attributes: a compiler shares their code.
         source: ``file:line`` of the model that called it.
         is_batched: Whether its cost grows with the micro-batch.
+        ipu: IPU of the block that the model's own code has begun for it; None where the code begins none.
     """
 
     index: int
@@ -63,6 +64,7 @@ class OpProfile:
     signature: str = ""
     source: str = ""
     is_batched: bool = True
+    ipu: Optional[int] = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class ModelProfile:
         output_bytes: What one micro-batch returns.
         micro_batch_size: Samples of the micro-batch that was traced.
         training: Whether the backward pass was traced.
+        unsupported: Operations that PopTorch is not known to support, with the line that calls them.
     """
 
     ops: Tuple[OpProfile, ...]
@@ -110,6 +113,7 @@ class ModelProfile:
     output_bytes: int
     micro_batch_size: int
     training: bool = True
+    unsupported: Tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
