@@ -17,7 +17,7 @@ __all__ = ["MadeUpImages", "splits"]
 
 _CIFAR_CLASSES = 10
 _PATTERN_SIZE = 4
-_NOISE = 1.0
+_NOISE = 4.0
 _MADE_UP_LENGTHS = {"train": 20000, "test": 1000}
 _MADE_UP_NOTE = (
     "data: made-up pictures, a coloured pattern for each class under noise, because data.root is not set; "
