@@ -13,6 +13,7 @@ from ipurun.emulator._graph import Event, Graph, GraphInput, Node, Placement, Te
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence
 from ipurun.emulator._sources import calling_line
+from ipurun.emulator._tensor_numbers import TensorNumbers
 
 __all__ = ["Recorder", "current"]
 
@@ -41,8 +42,8 @@ class Recorder(TorchDispatchMode):
         self.in_backward = False
         self.module_stack: List[str] = [""]
         self._check_op = check_op
-        self._value_of: Dict[int, Value] = {}
-        self._alive: List[torch.Tensor] = []
+        self._numbers = TensorNumbers()
+        self._kept: List[torch.Tensor] = []
         self._masks: Dict[Value, int] = {}
         self._storage_masks: Dict[int, int] = {}
         self._placement: Optional[Placement] = Placement()
@@ -63,10 +64,11 @@ class Recorder(TorchDispatchMode):
 
     def add_input(self, kind: str, name: str, tensor: torch.Tensor) -> Value:
         """Declares a tensor as an input of the program; a tensor declared twice keeps its first name."""
-        known = self._value_of.get(id(tensor))
+        known = self._numbers.find(tensor)
         if known is not None:
             return known
         value = self._register(tensor, 0 if kind == "constant" else 1)
+        self._kept.append(tensor)
         self.graph.inputs.append(GraphInput(kind, name, value))
         return value
 
@@ -98,6 +100,7 @@ class Recorder(TorchDispatchMode):
         before = self._mask_of(value)
         self._loss_dependencies.append(before >> 1)
         self.loss_values.append(value)
+        self._kept.append(tensor)
         self._masks[value] = before | 1 << len(self.loss_values)
 
     def independent_losses(self, returned: Sequence[torch.Tensor]) -> List[Value]:
@@ -135,7 +138,7 @@ class Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Returns the number of a tensor; one never seen before becomes a constant."""
-        known = self._value_of.get(id(tensor))
+        known = self._numbers.find(tensor)
         if known is not None:
             return known
         if self.in_backward:
@@ -144,6 +147,7 @@ class Recorder(TorchDispatchMode):
                 f"(shape {tuple(tensor.shape)}); the gradients would be wrong."
             )
         value = self._register(tensor, 0)
+        self._kept.append(tensor)
         with self.paused():
             self.graph.constants[value] = tensor.detach().clone()
         self.graph.inputs.append(GraphInput("constant", f"constant_{int(value)}", value))
@@ -151,11 +155,11 @@ class Recorder(TorchDispatchMode):
 
     def tensor_of(self, value: Value) -> torch.Tensor:
         """Returns the tensor that got this number."""
-        return self._alive[value]
+        return self._numbers.tensor(value)
 
     def varies(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor depends on an input, a parameter, a buffer or a random draw."""
-        known = self._value_of.get(id(tensor))
+        known = self._numbers.find(tensor)
         return known is not None and bool(self._mask_of(known) & 1)
 
     @contextlib.contextmanager
@@ -170,8 +174,8 @@ class Recorder(TorchDispatchMode):
     def finish(self) -> Graph:
         """Closes the graph and lets go of every tensor that was seen."""
         self.graph.varying = {value for value in self.graph.specs if self._mask_of(value) & 1}
-        self._alive.clear()
-        self._value_of.clear()
+        self._kept.clear()
+        self._numbers.clear()
         return self.graph
 
     def __torch_dispatch__(
@@ -277,16 +281,15 @@ class Recorder(TorchDispatchMode):
 
     def _encode_outputs(self, structure: Any, mask: int, mutated: Tuple[Value, ...]) -> Any:
         def number(tensor: torch.Tensor) -> Value:
-            known = self._value_of.get(id(tensor))
+            known = self._numbers.find(tensor)
             return known if known is not None else self._register(tensor, mask)
 
         return _map_tensors(number, structure)
 
     def _register(self, tensor: torch.Tensor, mask: int) -> Value:
-        value = Value(len(self._alive))
-        self._alive.append(tensor)
-        self._value_of[id(tensor)] = value
-        self.graph.specs[value] = TensorSpec(tuple(tensor.shape), tensor.dtype, _storage_of(tensor))
+        value = self._numbers.add(tensor)
+        spec = TensorSpec(tuple(tensor.shape), tensor.dtype, self._numbers.storage_of(tensor))
+        self.graph.specs[value] = spec
         self._masks[value] = mask
         return value
 
@@ -350,10 +353,6 @@ def _with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any,
     if not any(numbers):
         return None
     return tuple(torch.tensor(given) if number else given for number, given in zip(numbers, args))
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _mutated(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Value, ...]:
