@@ -99,7 +99,11 @@ def _train_in(
 ) -> Summary:
     point, plan = prepared.point, prepared.plan
     with closing(folder.log_file.open("a", encoding="utf-8")) as log:
-        consoles = [Console(screen), Console(PlainScreen(log))]
+        on_device = prepared.engine.kind != "cpu"
+        consoles = [
+            Console(screen, plan.cache_dir, engine_draws_bar=on_device),
+            Console(PlainScreen(log), plan.cache_dir),
+        ]
         for console in consoles:
             console.show_panel(point, plan, str(folder))
         observers = [*consoles, *_loggers(point, folder)]
@@ -116,7 +120,7 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
         ConfigError: The folder is no run, or has no checkpoint.
     """
     resume = point.config.resume
-    if resume is None:
+    if not resume:
         return None
     if resume == "auto":
         folder = find_latest(point.config.runs_dir, point.config.name or "run")

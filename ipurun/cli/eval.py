@@ -50,7 +50,9 @@ def run(argv: List[str]) -> int:
         name = split_to_use(loaded.run, text(flags.values.get("split")))
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         try:
-            result = evaluate(loaded.run, Console(screen), name)
+            result = evaluate(
+                loaded.run, Console(screen, loaded.run.plan.cache_dir, loaded.run.engine.kind != "cpu"), name
+            )
         finally:
             screen.close()
             loaded.run.close()

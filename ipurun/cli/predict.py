@@ -58,7 +58,9 @@ def run(argv: List[str]) -> int:
         check_file(file)
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         try:
-            outputs = gathered(predict(loaded.run, name, Console(screen)))
+            outputs = gathered(
+                predict(loaded.run, name, Console(screen, loaded.run.plan.cache_dir, loaded.run.engine.kind != "cpu"))
+            )
         finally:
             screen.close()
             loaded.run.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 from ipurun.config.compose import Changed, Point
 from ipurun.log.format import (
@@ -47,10 +47,15 @@ class Console(Observer):
 
     Args:
         screen: Where it is shown.
+        cache_dir: The folder of compiled executables; a compilation that adds none to it has found its own there.
+        engine_draws_bar: Whether PopTorch draws a compile bar of its own, beside which there is to be no other.
     """
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: Screen, cache_dir: Optional[str] = None, engine_draws_bar: bool = False) -> None:
         self._screen = screen
+        self._cache_dir = cache_dir
+        self._engine_draws_bar = engine_draws_bar and screen.draws_over
+        self._executables: FrozenSet[str] = frozenset()
         self._saved_step: Optional[int] = None
 
     def show_panel(self, point: Point, plan: Plan, folder: str) -> None:
@@ -70,11 +75,20 @@ class Console(Observer):
         self._screen.line(f"{prefix}: {event.text}")
 
     def on_compile_start(self, event: CompileStart) -> None:
+        self._executables = _executables(self._cache_dir)
+        if self._engine_draws_bar:
+            self._screen.line(f"compiling for {event.mode} ...")
+            return
         self._screen.begin(f"compiling for {event.mode}")
+        if self._cache_dir is not None:
+            self._screen.phase(f"{plural(len(self._executables), 'executable')} in the cache")
 
     def on_compile_end(self, event: CompileEnd) -> None:
-        source = {True: ", executable from the cache", False: ", not in the cache", None: ""}[event.from_cache]
-        self._screen.end(f"compiled for {event.mode} in {duration(event.seconds)}{source}")
+        from_cache = event.from_cache
+        if from_cache is None and self._cache_dir is not None:
+            from_cache = bool(self._executables) and _executables(self._cache_dir) == self._executables
+        source = {True: ", executable found in the cache", False: ", executable not in the cache before", None: ""}
+        self._screen.end(f"compiled for {event.mode} in {duration(event.seconds)}{source[from_cache]}")
 
     def on_step(self, event: StepEnd) -> None:
         fraction = event.step / event.total_steps if event.total_steps else None
@@ -201,6 +215,11 @@ def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
 def _is_plumbing(key: str) -> bool:
     """Whether a key of a recipe says how things are made rather than what is chosen."""
     return key == "sample" or key.endswith("._target_")
+
+
+def _executables(cache_dir: Optional[str]) -> FrozenSet[str]:
+    """Names of the compiled executables in a cache folder."""
+    return frozenset(path.name for path in Path(cache_dir).glob("*.popef")) if cache_dir else frozenset()
 
 
 def _eval_name(key: str) -> str:

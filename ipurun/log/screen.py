@@ -22,6 +22,8 @@ _LABEL_WIDTH = 12
 class SilentScreen:
     """Shows nothing; also the list of what a screen can do."""
 
+    draws_over = False  # whether it moves the cursor, so that nothing else may write meanwhile
+
     def panel(self, title: str, rows: Rows) -> None:
         """A block of labelled rows."""
 

@@ -26,6 +26,8 @@ class TerminalScreen(Screen):
         stream: The terminal.
     """
 
+    draws_over = True
+
     def __init__(self, stream: IO[str]) -> None:
         self._console = Console(file=stream, highlight=False, soft_wrap=False)
         self._live: Optional[Live] = None

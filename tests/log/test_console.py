@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Callable, List
 
 from ipurun.config.compose import Changed, Point
@@ -55,12 +56,50 @@ def test_a_file_of_a_group_is_shown_as_the_choice_it_is(point: Point, plan: Plan
     assert lines[4].startswith("engine")
 
 
-def test_compiling_tells_its_time_and_the_cache() -> None:
-    def tell(console: Console) -> None:
-        console.on_compile_start(CompileStart("training"))
-        console.on_compile_end(CompileEnd("training", 83.0, from_cache=True))
+def _compiled(stream: io.StringIO, cache: Path, makes: str = "") -> List[str]:
+    console = Console(PlainScreen(stream), str(cache))
+    console.on_compile_start(CompileStart("training"))
+    if makes:
+        (cache / makes).touch()
+    console.on_compile_end(CompileEnd("training", 83.0))
+    return stream.getvalue().splitlines()
 
-    assert _said(tell) == ["compiling for training ...", "compiled for training in 1:23, executable from the cache"]
+
+def test_compiling_tells_its_time_and_whether_the_cache_had_it(tmp_path: Path) -> None:
+    first = _compiled(io.StringIO(), tmp_path, makes="a.popef")
+    assert first == [
+        "compiling for training ...",
+        "  0 executables in the cache",
+        "compiled for training in 1:23, executable not in the cache before",
+    ]
+    second = _compiled(io.StringIO(), tmp_path)
+    assert second[1:] == [
+        "  1 executable in the cache",
+        "compiled for training in 1:23, executable found in the cache",
+    ]
+
+
+def test_the_word_of_the_engine_about_its_cache_counts() -> None:
+    def tell(console: Console) -> None:
+        console.on_compile_end(CompileEnd("inference", 0.5, from_cache=True))
+        console.on_compile_end(CompileEnd("inference", 0.5))
+
+    assert _said(tell) == [
+        "compiled for inference in 0.5 s, executable found in the cache",
+        "compiled for inference in 0.5 s",
+    ]
+
+
+def test_there_is_no_second_bar_beside_that_of_poptorch(tmp_path: Path) -> None:
+    class Bars(PlainScreen):
+        draws_over = True
+
+        def begin(self, title: str) -> None:
+            raise AssertionError("a bar")
+
+    stream = io.StringIO()
+    Console(Bars(stream), engine_draws_bar=True).on_compile_start(CompileStart("training"))
+    assert stream.getvalue() == "compiling for training ...\n"
 
 
 def test_the_live_line_has_everything(step: Callable[..., StepEnd]) -> None:
