@@ -19,6 +19,7 @@ __all__ = ["find_real_poptorch", "install", "shim_folder"]
 
 _ALIAS = "poptorch"
 _TARGET = __package__ or "ipurun.emulator"
+_COMPANIONS = {"pva": "_pva"}
 
 
 class _AliasLoader(importlib.abc.Loader):
@@ -55,6 +56,17 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
         )
 
 
+class _CompanionFinder(importlib.abc.MetaPathFinder):
+    """Finds modules that come with PopTorch's SDK and that programs import beside it, if nobody else has them."""
+
+    def find_spec(
+        self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[importlib.machinery.ModuleSpec]:
+        if fullname not in _COMPANIONS:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _AliasLoader(f"{_TARGET}.{_COMPANIONS[fullname]}"))
+
+
 def shim_folder() -> str:
     """Return the folder that makes ``import poptorch`` mean the emulator when it is on PYTHONPATH."""
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
@@ -88,6 +100,7 @@ def install() -> None:
     sys.modules[_ALIAS] = emulator
     if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AliasFinder())
+        sys.meta_path.append(_CompanionFinder())
     torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
     folder = shim_folder()
     if folder not in sys.path:

@@ -190,3 +190,23 @@ def test_pytest_runs_poptorch_tests(run, tmp_path):
     ran = run(["-c", RUN.format("module"), "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"])
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 passed" in ran.stdout
+
+
+def test_pva_can_be_imported_and_refuses_to_open_reports(run):
+    program = """if True:
+        from ipurun import emulator
+        emulator.install()
+        import pva, poptorch
+        try:
+            pva.openReport("profile.pop")
+        except poptorch.Error as error:
+            print(error)
+        """
+    ran = run(["-c", program])
+    assert "writes no PopVision reports" in ran.stdout, ran.stderr
+
+
+def test_a_pva_that_is_installed_is_used(run, tmp_path):
+    write(tmp_path, "pva.py", "name = 'the real one'")
+    ran = run(["-c", "from ipurun import emulator; emulator.install(); import pva; print(pva.name)"])
+    assert ran.stdout == "the real one\n", ran.stderr
