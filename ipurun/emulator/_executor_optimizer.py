@@ -105,6 +105,10 @@ class ExecutorOptimizer:
         if isinstance(self.optimizer, PoptorchOptimizer) and self.optimizer._needs_reading():
             self.optimizer._pull()
 
+    def has_state_to_upload(self) -> bool:
+        """Whether `before_run` will change the device's state."""
+        return isinstance(self.optimizer, PoptorchOptimizer) and self.optimizer._has_state_to_upload()
+
     def before_run(self) -> None:
         """Uploads state that the user loaded since the last run."""
         if isinstance(self.optimizer, PoptorchOptimizer) and self._device is not None:
@@ -129,7 +133,7 @@ class ExecutorOptimizer:
         if self._is_attached and self._device is not None and isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._connect(self._read_state)
 
-    def _read_state(self) -> Dict[str, Dict[str, torch.Tensor]]:
+    def _read_state(self) -> Dict[str, Optional[Dict[str, torch.Tensor]]]:
         """Reads the device's state; a parameter that differs between replicas has a step count for each group."""
         assert self._executable is not None
         assert self._executable.optimizer is not None
@@ -139,7 +143,7 @@ class ExecutorOptimizer:
             for key, tensor in state["ipu_state"].items():
                 if tensor.dim() == 0 and key.endswith(name):
                     state["ipu_state"][key] = tensor.expand(group.count(weights.num_replicas)).clone()
-        return state
+        return dict(state)
 
     def _disconnect(self) -> None:
         if isinstance(self.optimizer, PoptorchOptimizer):

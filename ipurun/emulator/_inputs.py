@@ -128,8 +128,8 @@ class ArgumentParser:
         """Returns a tensor as the device takes it."""
         if tensor.requires_grad:
             logger.warning(
-                "An input tensor requires a gradient. The device computes gradients of parameters only: "
-                "the tensor is detached."
+                "Input tensor has requires_grad=True set. This tensor will be detached because backward pass via "
+                "inputs is not supported."
             )
             tensor = tensor.detach()
         if not tensor.is_contiguous():

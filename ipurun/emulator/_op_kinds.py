@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import FrozenSet
+from typing import FrozenSet, Optional, Sequence
 
+import torch
+
+from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._sources import calling_line
 
-__all__ = ["DATA_DEPENDENT_OPS", "RANDOM_OPS", "explain_data_dependence", "names_in"]
+__all__ = ["DATA_DEPENDENT_OPS", "RANDOM_OPS", "explain_data_dependence", "names_in", "refuse_mask_index"]
 
 
 def names_in(text: str) -> FrozenSet[str]:
@@ -39,3 +42,17 @@ def explain_data_dependence(op: str) -> str:
         "Use torch.where or a mask multiplied in instead of a branch or a selection, poptorch.cond or "
         "poptorch.for_loop for control flow in inference, or return the tensor and decide on the host."
     )
+
+
+def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
+    """Raises if a selection depends on a mask, because the shape of its result would.
+
+    Raises:
+        Error: If one of the indices is of booleans or bytes.
+    """
+    if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        raise createNativeError(
+            "Indexing using boolean or byte tensor masks is unsupported because it would produce dynamic output "
+            "shapes based on the mask values. The IPU cannot support dynamic output shapes. "
+            f"Use torch.where at {calling_line() or 'an unknown line'} instead."
+        )

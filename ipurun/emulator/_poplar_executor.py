@@ -137,6 +137,8 @@ class PoplarExecutor(ExecutorReports):
         host_tensors = matching_tensors(self._compiled_arguments, given)
         tensors = [self._parser.device_tensor(tensor) for tensor in host_tensors]
         if self._optimizer is not None:
+            if self._optimizer.has_state_to_upload():
+                self.copyWeightsToHostIfNeeded()
             self._optimizer.before_run()
         self._num_calls += 1
         raise_requested_fault(self._num_calls)

@@ -35,6 +35,11 @@ class ChunkRunner:
         self._possible = enabled and can_run_together(graph)
         self._together: Optional[Together] = None
 
+    def disable(self) -> None:
+        """Runs one by one from now on."""
+        self._possible = False
+        self._together = None
+
     def size_for(
         self,
         micro_batches: int,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Dict, Sequence, Tuple
+from types import FrameType
+from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -30,7 +31,7 @@ def calling_line(excludes: Sequence[str] = (_TORCH_EXCLUDE,)) -> str:
         excludes: Parts of the paths to pass over (Options.sourceLocationExcludes); the emulator always is.
     """
     key = tuple(excludes)
-    frame = sys._getframe(1)
+    frame: Optional[FrameType] = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         excluded = _excluded.get((filename, key))

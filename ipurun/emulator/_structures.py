@@ -61,7 +61,7 @@ def tensors_in(structure: Any) -> Iterator[torch.Tensor]:
     if isinstance(structure, torch.Tensor):
         yield structure
     elif parser is not None:
-        yield from parser.yieldTensors(structure)  # type: ignore[attr-defined]  # declared as PopTorch does
+        yield from parser.yieldTensors(structure)  # type: ignore[misc]  # declared as PopTorch does
     elif isinstance(structure, (tuple, list)):
         for item in structure:
             yield from tensors_in(item)

@@ -35,6 +35,12 @@ _PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
     upsample_bilinear2d_aa view_as xlogy zero
 """)
 
+# PopTorch knows these names only to refuse them.
+_REFUSED = {
+    "upsample_linear1d": "Unsupported upsample mode 'linear': in one dimension only 'nearest' is supported.",
+    "upsample_trilinear3d": "Unsupported upsample mode 'trilinear': in three dimensions only 'nearest' is supported.",
+}
+
 
 @functools.lru_cache(maxsize=None)
 def _supported_names() -> FrozenSet[str]:
@@ -46,6 +52,8 @@ def _supported_names() -> FrozenSet[str]:
 def is_supported(name: str) -> bool:
     """Whether PopTorch can lower an aten operation, given by its base name."""
     names = _supported_names()
+    if name in _REFUSED:
+        return False
     return name in names or (name.endswith("_") and name[:-1] in names)
 
 
@@ -60,7 +68,8 @@ def op_checker() -> Callable[[Node], None]:
             return
         text = (
             f"Unsupported ops found in compiled model: [{schema.name}], called at "
-            f"{node.source or 'an unknown line'}. PopTorch 3.4 cannot lower this unsupported operation to the IPU."
+            f"{node.source or 'an unknown line'}. "
+            f"{_REFUSED.get(node.name, 'PopTorch 3.4 cannot lower this unsupported operation to the IPU.')}"
         )
         if strict:
             raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU all the same.")

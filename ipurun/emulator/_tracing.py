@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipurun.emulator import _half
 from ipurun.emulator._graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence
+from ipurun.emulator._op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence, refuse_mask_index
 from ipurun.emulator._sources import calling_line
 from ipurun.emulator._tensor_numbers import TensorNumbers
 
@@ -192,6 +192,8 @@ class Recorder(TorchDispatchMode):
             mask |= self._mask_of(value)
         if base_name in DATA_DEPENDENT_OPS and mask & 1:
             raise createPoptorchError(explain_data_dependence(base_name))
+        if base_name == "index" and mask & 1 and not self.in_backward:
+            refuse_mask_index(args[1])
         node = Node(
             op=func,
             args=node_args,
@@ -211,8 +213,8 @@ class Recorder(TorchDispatchMode):
                     f"No active Block: {base_name} at {node.source or 'an unknown line'} is called after a "
                     "Block ended and before the next one begins. All the operations must be in a Block."
                 )
-            if self._check_op is not None:
-                self._check_op(node)
+            if self._check_op is not None and (mask & 1 or node.is_random):
+                self._check_op(node)  # what depends on constants alone is computed on the host
         node.op, args, result = self._run(func, args, kwargs)
         node.args = self._encode(args)
         self._append(node, result, mask | int(node.is_random), _mutated(func, node_args, node_kwargs))
