@@ -131,9 +131,13 @@ class Optimizer:
         """The executor ran: what the host holds is old."""
         self._device_is_newer = True
 
+    def _has_state_to_upload(self) -> bool:
+        """Whether the user loaded state that the device has not seen yet."""
+        return self._host_is_newer
+
     def _take_state_to_upload(self) -> Optional[DeviceState]:
         """State loaded by the user that the device has not seen yet, None when there is none."""
-        if not self._host_is_newer:
+        if not self._has_state_to_upload():
             return None
         self._host_is_newer = False
         self._device_is_newer = True

@@ -281,11 +281,9 @@ LAYERS = {
     "unfold": (IMAGE, lambda: nn.Unfold(3, padding=1)),
     "upsample_bicubic2d": (IMAGE, lambda: nn.Upsample(scale_factor=2, mode="bicubic")),
     "upsample_bilinear2d": (IMAGE, lambda: nn.Upsample(scale_factor=2, mode="bilinear")),
-    "upsample_linear1d": (SIGNAL, lambda: nn.Upsample(scale_factor=2, mode="linear")),
     "upsample_nearest1d": (SIGNAL, lambda: nn.Upsample(scale_factor=2)),
     "upsample_nearest2d": (IMAGE, lambda: nn.Upsample(size=(9, 9))),
     "upsample_nearest3d": (VOLUME, lambda: nn.Upsample(scale_factor=2)),
-    "upsample_trilinear3d": (VOLUME, lambda: nn.Upsample(scale_factor=2, mode="trilinear")),
     "zero_pad2d": (IMAGE, lambda: nn.ZeroPad2d(1)),
 }
 

@@ -1,0 +1,90 @@
+"""What a model may not do because a device cannot, and what it may do although one would not expect it."""
+
+import pytest
+import torch
+
+import ipurun.emulator as poptorch
+
+
+def inference(function):
+    model = torch.nn.Module()
+    model.forward = function
+    return poptorch.inferenceModel(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_selection_by_a_mask_is_refused(dtype):
+    model = inference(lambda x, mask: x[mask] * 2)
+    with pytest.raises(poptorch.Error, match="cannot support dynamic output shapes"):
+        model(torch.randn(4), torch.tensor([1, 0, 1, 0], dtype=dtype))
+
+
+def test_assignment_by_a_mask_works():
+    def fill(x, mask):
+        y = x + 0
+        y[mask] = 0.0
+        return y
+
+    model = inference(fill)
+    for mask in ([True, False, True], [False, False, True]):
+        out = model(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(mask))
+        assert out.tolist() == [0.0 if masked else value for masked, value in zip(mask, [1.0, 2.0, 3.0])]
+
+
+def test_unsupported_op_on_constants_is_computed_on_the_host():
+    model = inference(lambda x: x + torch.eye(2))
+    assert model(torch.zeros(2, 2)).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_unsupported_op_on_an_input_is_refused():
+    model = inference(lambda x: torch.lerp(x, x + 1, 0.5))
+    with pytest.raises(poptorch.Error, match=r"\[aten::lerp\]"):
+        model(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(("mode", "shape"), [("linear", (1, 2, 3)), ("trilinear", (1, 2, 3, 4, 5))])
+def test_upsampling_modes_that_poptorch_refuses(mode, shape):
+    model = poptorch.inferenceModel(torch.nn.Upsample(scale_factor=2, mode=mode))
+    with pytest.raises(poptorch.Error, match="only 'nearest' is supported"):
+        model(torch.randn(*shape))
+
+
+def test_half_accumulator_of_several_micro_batches():
+    model = torch.nn.Linear(2, 1)
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = model
+
+        def forward(self, x):
+            out = self.layer(x)
+            return out, poptorch.identity_loss(out, reduction="sum")
+
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(4)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, accum_type=torch.half, use_combined_accum=False)
+    before = model.bias.detach().clone()
+    poptorch.trainingModel(WithLoss(), options, optimizer)(torch.ones(4, 2))
+    torch.testing.assert_close(model.bias.detach(), before - 1.0)
+
+
+def test_loading_optimizer_state_brings_the_weights_home_first():
+    model = torch.nn.Linear(2, 1)
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = model
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.layer(x), reduction="sum")
+
+    optimizer = poptorch.optim.Adam(model.parameters(), lr=0.1)
+    training = poptorch.trainingModel(WithLoss(), optimizer=optimizer)
+    training(torch.ones(1, 2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    copies = []
+    training.copyWeightsToHost = lambda: copies.append("weights")
+    training(torch.ones(1, 2))
+    assert copies == ["weights"]
