@@ -25,8 +25,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# Threads that spin while they wait make a small model many times slower on a machine that has other work to do.
 run: dev  ## Train mnist on this machine.
-	$(BIN)/ipurun train +recipe=mnist
+	OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(BIN)/ipurun train +recipe=mnist
 
 test: dev  ## Run the tests (no network, no IPU).
 	$(TEST_ENV) $(BIN)/python -m pytest

@@ -98,7 +98,7 @@ def test_the_installed_wheel_works_from_an_empty_folder(installed, tmp_path):
     where = run(installed / "python", "-c", "import ipurun; print(ipurun.__file__)", cwd=tmp_path)
     assert where.startswith(str(installed.parent))
     assert "mnist" in run(installed / "ipurun", "ls", cwd=tmp_path)
-    assert "2,400 weight updates" in run(installed / "ipurun", "plan", "+recipe=mnist", cwd=tmp_path)
+    assert "1,600 weight updates" in run(installed / "ipurun", "plan", "+recipe=mnist", cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
     run(installed / "ipurun", "train", "+recipe=mnist", "max_steps=2", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
