@@ -73,7 +73,7 @@ def capture(
     constants = _ConstantGuard(recorder)
     modules = modules or {}
     with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules):
-        with _without_validation(), torch.set_grad_enabled(training), recorder, _mutation_allowed(training):
+        with _without_validation(), torch.set_grad_enabled(training), recorder, _mutation_allowed(training, inputs):
             with FunctionWatcher(recorder):
                 returned = call()
                 tensors = list(tensors_in(returned))
@@ -147,9 +147,12 @@ def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> It
         after.remove()
 
 
-def _mutation_allowed(training: bool) -> Any:
+def _mutation_allowed(training: bool, inputs: Sequence[torch.Tensor]) -> Any:
     """Lets the model change tensors in place that backward needs: in a device's graph each value is its own."""
-    return torch.autograd.graph.allow_mutation_on_saved_tensors() if training else contextlib.nullcontext()
+    # Torch tells saved tensors apart by their address, and tensors without memory all have the same.
+    if not training or any(tensor.is_meta for tensor in inputs):
+        return contextlib.nullcontext()
+    return torch.autograd.graph.allow_mutation_on_saved_tensors()
 
 
 def _attention_by_parts() -> Any:
