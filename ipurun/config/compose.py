@@ -179,6 +179,11 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
             Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value))
             for key, value in _unresolvable(config)
         ]
+    # YAML 1.1 reads the key `on` as true.
+    typed.metrics = {
+        name: {"on" if key is True else key: value for key, value in node.items()} if isinstance(node, dict) else node
+        for name, node in typed.metrics.items()
+    }
     if typed.name is None:
         typed.name = "+".join(recipes) or "run"
     return typed, []

@@ -73,6 +73,10 @@ class TestComposing:
         assert changed["seed"] == "command line"
         assert "micro_batch_size" not in changed
 
+    def test_the_key_on_stays_a_word(self) -> None:
+        write_recipe("mine", "# @package _global_\nmetrics:\n  mae:\n    _target_: a.B\n    on: [train, eval]\n")
+        assert one(["+recipe=mine"]).config.metrics["mae"]["on"] == ["train", "eval"]
+
     def test_a_stored_config_reads_back_equal(self, tmp_path: Path) -> None:
         config = one(["+recipe=mnist", "devices=4", "precision=16.32"]).config
         stored = tmp_path / "config.yaml"
