@@ -21,8 +21,8 @@ dev: $(VENV)/.installed  ## Set up .venv with everything; again only when pyproj
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --upgrade pip
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 # Threads that spin while they wait make a small model many times slower on a machine that has other work to do.
@@ -42,8 +42,8 @@ $(SDK_VENV)/.installed: pyproject.toml constraints-sdk.txt
 	fi; \
 	set -ex; \
 	"$$python38" -m venv $(SDK_VENV); \
-	$(SDK_VENV)/bin/python -m pip install --quiet --upgrade pip; \
-	$(SDK_VENV)/bin/python -m pip install --quiet --constraint constraints-sdk.txt --editable '.[test]'; \
+	$(SDK_VENV)/bin/python -m pip install -qq --upgrade pip; \
+	$(SDK_VENV)/bin/python -m pip install -qq --constraint constraints-sdk.txt --editable '.[test]'; \
 	touch $@
 
 lint: dev  ## Check style and formatting, for the oldest Python that is supported.
