@@ -250,11 +250,11 @@ def _dims(node: Node, kind: str, specs: Dict[Value, TensorSpec]) -> Tuple[int, .
         return _convolution_dims(node, left, right, out)
     if len(right) == 1 or len(left) == 1:  # with a vector
         depth = right[0] if len(right) == 1 else left[0]
-        return (1, max(1, _count(left) // depth), max(1, _count(right) // depth), depth)
+        return (1, max(1, _count(left) // depth), max(1, _count(right) // depth), depth, 1)
     depth, columns = (right[-1], right[-2]) if node.name == "linear" else (right[-2], right[-1])
     if len(right) == 2:
-        return (1, _count(left) // depth, columns, depth)
-    return (_count(right[:-2]), left[-2], columns, depth)
+        return (1, _count(left) // depth, columns, depth, 1)
+    return (_count(right[:-2]), left[-2], columns, depth, 1)
 
 
 def _convolution_dims(
@@ -263,8 +263,8 @@ def _convolution_dims(
     transposed: Optional[bool] = node.args[6] if len(node.args) > 6 else False
     groups = int(node.args[8]) if len(node.args) > 8 else 1
     if transposed:
-        return (groups, data[0] * _count(data[2:]), _count(weight[1:]), data[1] // groups)
-    return (groups, out[0] * _count(out[2:]), weight[0] // groups, _count(weight[1:]))
+        return (groups, data[0] * _count(data[2:]), weight[1], data[1] // groups, _count(weight[2:]))
+    return (groups, out[0] * _count(out[2:]), weight[0] // groups, weight[1], _count(weight[2:]))
 
 
 def _signature(node: Node, reads: List[Value], specs: Dict[Value, TensorSpec]) -> str:

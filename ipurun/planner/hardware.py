@@ -28,12 +28,14 @@ class Machine:
     host_bytes_per_second: float = 8e9
     host_call_seconds: float = 2e-3
     product_efficiency: float = 0.7
+    block_load_cycles: float = 48.0
     exchange_efficiency: float = 0.5
     vector_bytes_per_cycle: float = 8.0
     op_cycles: float = 2000.0
     replica_loss: float = 0.075
     code_bytes_per_tile: float = 16_000.0
-    code_bytes_per_op: float = 60.0
+    code_bytes_per_op: float = 150.0
+    code_bytes_per_call: float = 20.0
     default_proportion: float = 0.6
     tile_imbalance: float = 1.05
     tight_margin: float = 0.18

@@ -38,7 +38,7 @@ class OpProfile:
         traffic_bytes: Bytes it reads and writes, whoever they belong to.
         parameters: Names of the parameters it reads.
         inputs: Operations whose results it reads, views looked through.
-        dims: Of a matmul or convolution: (groups, rows, columns, depth) of the products it does.
+        dims: Of a matmul or convolution: (groups, rows, columns, depth, points of the kernel).
         gradients: How many of its operands get a gradient; 0 where nothing before it is trained.
         element_bytes: Size of one number of its result: 2 in half precision.
         signature: Equal for operations of the same kind, shapes and attributes: a compiler shares their code.

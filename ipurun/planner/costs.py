@@ -1,0 +1,104 @@
+"""What one operation costs on one IPU: seconds forward and backward, and temporary bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Dict, List, Tuple
+
+from ipurun.planner.hardware import Machine
+from ipurun.planner.products import Shape, backward_shapes, forward_shape, plan_product
+from ipurun.planner.types import ModelProfile, OpProfile, Settings
+
+__all__ = ["OpCost", "op_costs"]
+
+# Times that an operation goes over its data, forward and backward: statistics come before what uses them.
+_PASSES: Dict[str, Tuple[float, float]] = {
+    "elementwise": (1.0, 1.0),
+    "copy": (1.0, 1.0),
+    "gather": (1.0, 1.0),
+    "pool": (1.0, 1.0),
+    "reduce": (1.0, 1.0),
+    "softmax": (3.0, 2.0),
+    "norm": (3.0, 3.0),
+}
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What one operation takes for one micro-batch.
+
+    Args:
+        forward: Seconds.
+        backward: Seconds of its share of the backward pass.
+        temporary: Bytes on the whole chip while it runs, its operands and results apart.
+    """
+
+    forward: float
+    backward: float
+    temporary: float
+
+
+def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, proportion: float) -> List[OpCost]:
+    """The cost of every operation of a profile.
+
+    Args:
+        profile: The model.
+        machine: The device.
+        settings: Precision and serialisation.
+        proportion: Share of tile memory for temporaries of matmuls and convolutions.
+    """
+    known: Dict[Tuple[str, int, int, int], OpCost] = {}
+    costs = []
+    for op in profile.ops:
+        key = (op.signature, op.gradients, op.traffic_bytes, _parts(op, settings))
+        if op.kind == "view" or key not in known:
+            known[key] = _cost(op, machine, settings, proportion)
+        costs.append(known[key])
+    return costs
+
+
+def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float) -> OpCost:
+    if op.kind == "view":
+        return OpCost(0.0, 0.0, 0.0)
+    overhead = machine.op_cycles / machine.clock_hz
+    if op.dims:
+        return _product_cost(op, machine, settings, proportion, overhead)
+    forward, backward = _PASSES[op.kind]
+    moving = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
+    rate = moving if op.kind in ("copy", "gather") else machine.vector_bytes_per_cycle
+    once = op.traffic_bytes / (rate * machine.tiles * machine.clock_hz)
+    back = backward * once + overhead if op.gradients and settings.training else 0.0
+    return OpCost(forward * once + overhead, back, 0.0)
+
+
+def _product_cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float, overhead: float) -> OpCost:
+    parts = _parts(op, settings)
+    wanted = [forward_shape(op.dims)]
+    if settings.training and op.gradients:
+        data, weight = backward_shapes(op.dims)
+        wanted += [data, weight] if op.gradients > 1 else [weight if op.parameters else data]
+    seconds, temporary = [], 0.0
+    for shape in wanted:
+        narrower = _serialised(shape, parts)
+        planned = plan_product(machine, narrower, op.element_bytes, settings.partials_bytes, proportion)
+        seconds.append(parts * (planned.cycles / machine.clock_hz + overhead))
+        temporary = max(temporary, planned.tile_bytes * machine.tiles)
+    return OpCost(seconds[0], sum(seconds[1:]), temporary)
+
+
+def _serialised(shape: Shape, parts: int) -> Shape:
+    return shape._replace(columns=max(1, -(-shape.columns // parts))) if parts > 1 else shape
+
+
+def _parts(op: OpProfile, settings: Settings) -> int:
+    """Parts that a serialised matmul is done in."""
+    if not op.dims:
+        return 1
+    return next(
+        (
+            parts
+            for module, parts in settings.serialized.items()
+            if op.module == module or op.module.startswith(module + ".")
+        ),
+        1,
+    )

@@ -1,0 +1,170 @@
+"""Memory of each IPU: what lives there all the time, what the pipeline keeps, and what comes and goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Dict, List, Set, Tuple
+
+from ipurun.planner.costs import op_costs
+from ipurun.planner.hardware import Machine
+from ipurun.planner.recompute import stage_memories
+from ipurun.planner.stages import boundary_values, ops_of_stage
+from ipurun.planner.types import IpuMemory, Layout, ModelProfile, OpProfile, ParameterProfile, Settings
+
+__all__ = ["ParameterShare", "estimate_memory", "in_flight", "parameter_shares", "proportion_of"]
+
+
+@dataclass(frozen=True)
+class ParameterShare:
+    """The parameters of one IPU.
+
+    Args:
+        weights: Bytes on chip.
+        gradients: Bytes of accumulators on chip.
+        state: Bytes of optimizer state on chip.
+        trained: Values that are updated.
+        streaming: Bytes in streaming memory.
+        streamed: Bytes that one update moves to and from streaming memory.
+        update: Bytes on chip that the update of the largest parameter needs beside.
+        largest: Bytes of the largest gradient.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+    trained: int
+    streaming: int
+    streamed: int
+    update: int
+    largest: int
+
+
+def parameter_shares(profile: ModelProfile, layout: Layout, settings: Settings) -> List[ParameterShare]:
+    """What the parameters take on every IPU."""
+    owned: List[List[ParameterProfile]] = [[] for _ in range(layout.num_ipus)]
+    for parameter in profile.parameters:
+        for ipu in {layout.ipu_of_op(op) for op in parameter.ops}:
+            owned[ipu].append(parameter)
+    return [_share(parameters, settings) for parameters in owned]
+
+
+def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterShare:
+    totals: Dict[str, float] = dict.fromkeys(("weights", "gradients", "state", "streaming", "streamed"), 0.0)
+    trained, update, largest = 0, 0.0, 0
+    for parameter in parameters:
+        count = parameter.elements if parameter.trainable and settings.training else 0
+        trained += count
+        parts = settings.replicas if parameter.elements >= settings.min_elements_sharded else 1
+        is_small = parameter.elements < settings.min_elements_off_chip
+        weight_parts = parts if settings.weights_sharded else 1
+        if settings.weights_on_chip or is_small:
+            totals["weights"] += parameter.num_bytes / weight_parts
+            update = max(update, parameter.num_bytes if weight_parts > 1 else 0.0)
+        else:
+            totals["streaming"] += parameter.num_bytes / weight_parts
+            totals["streamed"] += 2 * parameter.num_bytes / weight_parts
+            update = max(update, parameter.num_bytes)
+        if not count:
+            continue
+        largest = max(largest, parameter.num_bytes)
+        accumulator = count * settings.accumulator_bytes
+        if settings.accumulators_on_chip or is_small:
+            totals["gradients"] += accumulator
+        else:
+            totals["streaming"] += accumulator
+            totals["streamed"] += 2 * accumulator * settings.gradient_accumulation
+        state = count * settings.state_bytes / (parts if settings.state_sharded else 1)
+        if settings.state_on_chip or is_small:
+            totals["state"] += state
+        else:
+            totals["streaming"] += state
+            totals["streamed"] += 2 * state
+            update = max(update, state)
+    return ParameterShare(
+        trained=trained, update=round(update), largest=largest, **{name: round(size) for name, size in totals.items()}
+    )
+
+
+def in_flight(stage: int, layout: Layout, settings: Settings) -> int:
+    """Micro-batches that are between the forward and the backward pass of a stage."""
+    if settings.strategy != "pipelined" or not settings.training:
+        return 1
+    return 2 * (layout.num_stages - stage) - 1
+
+
+def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
+    """Share of tile memory for matmul and convolution temporaries on an IPU."""
+    given = settings.available_proportion
+    return given[min(ipu, len(given) - 1)] if given else machine.default_proportion
+
+
+def estimate_memory(
+    profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine
+) -> Tuple[IpuMemory, ...]:
+    """The memory of every IPU of one replica."""
+    shares = parameter_shares(profile, layout, settings)
+    activations = stage_memories(profile, layout, settings)
+    received = boundary_values(profile, layout)
+    ipus = []
+    for ipu, share in enumerate(shares):
+        stages = [stage for stage, at in enumerate(layout.ipu_of_stage) if at == ipu]
+        ops = [op for stage in stages for op in ops_of_stage(profile, layout, stage)]
+        stash = sum(activations[stage].kept * in_flight(stage, layout, settings) for stage in stages)
+        streaming = share.streaming
+        if not settings.activations_on_chip:
+            streaming += stash
+            stash = max((activations[stage].kept for stage in stages), default=0)
+        working = max((activations[stage].working for stage in stages), default=0)
+        temporary = working + _largest_op(profile, ops, settings, machine, ipu) + share.largest
+        # Weights are updated when the pipeline is empty: state takes the place of activations.
+        temporary = max(temporary, share.update - stash)
+        io = _transfers(profile, layout, settings, stages) + sum(received[stage] for stage in stages)
+        ipus.append(
+            IpuMemory(
+                ipu=ipu,
+                weights=share.weights + profile.buffers_bytes // layout.num_ipus,
+                gradients=share.gradients,
+                optimizer_state=share.state,
+                activations=stash,
+                temporary=round(temporary),
+                io=io,
+                code=_code(ops, settings, machine),
+                limit=machine.memory_bytes,
+                imbalance=machine.tile_imbalance,
+                streaming=streaming,
+            )
+        )
+    return tuple(ipus)
+
+
+def _largest_op(profile: ModelProfile, ops: List[OpProfile], settings: Settings, machine: Machine, ipu: int) -> float:
+    """Operands, results or their gradients, and temporaries of the operation that needs most."""
+    if not ops:
+        return 0.0
+    costs = op_costs(profile, machine, settings, proportion_of(settings, machine, ipu))
+    largest = 0.0
+    for op in ops:
+        if op.kind == "view":
+            continue
+        operands = max((profile.ops[i].output_bytes for i in op.inputs), default=0)
+        # Operations value by value write over what they read.
+        live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
+        largest = max(largest, live + costs[op.index].temporary)
+    return largest
+
+
+def _transfers(profile: ModelProfile, layout: Layout, settings: Settings, stages: List[int]) -> int:
+    """Buffers of data from and to the host: the first stage reads, the last one returns."""
+    size = profile.input_bytes if 0 in stages else 0
+    if layout.num_stages - 1 in stages:
+        size += round(profile.output_bytes * min(1.0, settings.returned))
+    return size
+
+
+def _code(ops: List[OpProfile], settings: Settings, machine: Machine) -> int:
+    """Vertices, exchange code and control code: code is shared by operations that are equal."""
+    distinct: Set[Tuple[str, int]] = {(op.signature, op.gradients) for op in ops if op.kind != "view"}
+    total = sum(op.kind != "view" for op in ops)
+    programs = sum(1 + (gradients if settings.training else 0) for _, gradients in distinct)
+    per_tile = machine.code_bytes_per_tile + machine.code_bytes_per_op * programs + machine.code_bytes_per_call * total
+    return round(per_tile * machine.tiles)

@@ -1,0 +1,77 @@
+"""What is kept of a stage between its forward and its backward pass, and what is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import List, Sequence, Set
+
+from ipurun.planner.stages import ops_of_stage, received_values
+from ipurun.planner.types import Layout, ModelProfile, OpProfile, Settings
+
+__all__ = ["StageMemory", "stage_memories"]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Activations of one stage, in bytes for one micro-batch.
+
+    Args:
+        kept: What waits for the backward pass, once per micro-batch in flight.
+        working: What is computed again, or just computed, at a time: the largest part between checkpoints.
+        recomputed: Operations that run twice.
+    """
+
+    kept: int
+    working: int
+    recomputed: Set[int]
+
+
+def stage_memories(profile: ModelProfile, layout: Layout, settings: Settings) -> List[StageMemory]:
+    """Activations of every stage."""
+    received = received_values(profile, layout)
+    last = layout.num_stages - 1
+    memories = []
+    for stage, producers in enumerate(received):
+        ops = ops_of_stage(profile, layout, stage)
+        inputs = sum(profile.ops[producer].output_bytes for producer in producers)
+        if not settings.training or not profile.training:
+            memories.append(StageMemory(0, max((op.output_bytes for op in ops), default=0) + inputs, set()))
+        elif settings.recompute == "none":
+            memories.append(_without_recomputation(ops, inputs, stage == last))
+        elif settings.recompute == "norm_only":
+            memories.append(_norms_recomputed(ops, inputs))
+        else:
+            memories.append(_between_checkpoints(ops, set(layout.checkpoints), inputs, stage == last))
+    return memories
+
+
+def _without_recomputation(ops: Sequence[OpProfile], inputs: int, is_last: bool) -> StageMemory:
+    saved = sum(op.saved_bytes for op in ops)
+    return StageMemory(saved + inputs, 0, set())
+
+
+def _norms_recomputed(ops: Sequence[OpProfile], inputs: int) -> StageMemory:
+    """Normalisations and activation functions after them are computed again from what came before."""
+    cheap = [op for op in ops if op.kind in ("norm", "elementwise") and op.saved_bytes]
+    saved = sum(op.saved_bytes for op in ops)
+    again = sum(op.saved_bytes for op in cheap)
+    return StageMemory(
+        saved - again + inputs, max((op.saved_bytes for op in cheap), default=0), {op.index for op in cheap}
+    )
+
+
+def _between_checkpoints(ops: Sequence[OpProfile], checkpoints: Set[int], inputs: int, is_last: bool) -> StageMemory:
+    kept, segments, current = inputs, [], []
+    for op in ops:
+        if op.index in checkpoints:
+            kept += op.output_bytes
+            segments.append(current)
+            current = []
+        else:
+            current.append(op)
+    # What follows the last checkpoint of the last stage goes straight into the backward pass.
+    recomputed = {op.index for segment in segments for op in segment}
+    if not is_last:
+        recomputed |= {op.index for op in current}
+    working = max((sum(op.saved_bytes for op in segment) for segment in [*segments, current]), default=0)
+    return StageMemory(kept, working, recomputed)

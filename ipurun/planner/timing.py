@@ -1,0 +1,134 @@
+"""Time: what a stage computes, how the pipeline adds it up, and what a weight update costs beside it."""
+
+from __future__ import annotations
+
+from typing import List, Tuple
+
+from ipurun.planner.costs import OpCost, op_costs
+from ipurun.planner.hardware import Machine
+from ipurun.planner.memory import ParameterShare, parameter_shares, proportion_of
+from ipurun.planner.recompute import StageMemory, stage_memories
+from ipurun.planner.stages import boundary_values
+from ipurun.planner.types import IpuTime, Layout, ModelProfile, Settings, TimeEstimate
+
+__all__ = ["estimate_time"]
+
+
+def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine) -> TimeEstimate:
+    """Seconds of one weight update (of one batch in inference), and the throughput that follows."""
+    stages = _stage_seconds(profile, layout, settings, machine)
+    received = boundary_values(profile, layout)
+    ipus = _ipu_times(stages, received, layout, settings, machine)
+    cycle, cycles, bubble = _cycles(ipus, layout, settings)
+    loss = settings.replicas**machine.replica_loss  # every exchange with the host waits for the slowest replica
+    cycle *= loss
+    compute = cycle * cycles
+    shares = parameter_shares(profile, layout, settings)
+    all_reduce = _all_reduce(shares, settings, machine)
+    update = _update(shares, settings, machine)
+    host = machine.host_call_seconds / settings.device_iterations
+    batches = settings.gradient_accumulation if settings.training else 1
+    input_bytes = profile.input_bytes * batches * settings.replicas
+    output_bytes = profile.output_bytes * batches * settings.replicas * settings.returned
+    host_input = (input_bytes + output_bytes) / (machine.host_bytes_per_second * settings.hosts)
+    samples = settings.micro_batch_size * batches * settings.replicas
+    if settings.host_samples_per_second:
+        host_input = max(host_input, samples / settings.host_samples_per_second)
+    device = compute + all_reduce + update
+    total = max(device, host_input) + host
+    throughput = samples / total
+    peak = machine.peak_flops(settings.compute_bytes) * layout.num_ipus * settings.replicas
+    return TimeEstimate(
+        ipus=ipus,
+        stages=tuple((forward, recompute + backward) for forward, recompute, backward in stages),
+        cycle=cycle,
+        cycles=cycles,
+        bubble=bubble,
+        compute=compute,
+        all_reduce=all_reduce,
+        update=update,
+        host=host,
+        host_input=host_input,
+        total=total,
+        samples_per_second=throughput,
+        host_bound=host_input + host > device,
+        flops_share=throughput * profile.flops_per_sample / peak,
+        link_bytes=sum(received) * (2 if settings.training else 1),
+        host_bytes_per_second=input_bytes / total,
+    )
+
+
+def _stage_seconds(
+    profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine
+) -> List[Tuple[float, float, float]]:
+    """(forward, recomputation, backward) of each stage."""
+    memories: List[StageMemory] = stage_memories(profile, layout, settings)
+    by_ipu: List[List[OpCost]] = []
+    for ipu in range(layout.num_ipus):
+        by_ipu.append(op_costs(profile, machine, settings, proportion_of(settings, machine, ipu)))
+    seconds = [[0.0, 0.0, 0.0] for _ in layout.ipu_of_stage]
+    for op, stage in zip(profile.ops, layout.stage_of_op):
+        cost = by_ipu[layout.ipu_of_stage[stage]][op.index]
+        seconds[stage][0] += cost.forward
+        seconds[stage][1] += cost.forward if op.index in memories[stage].recomputed else 0.0
+        seconds[stage][2] += cost.backward
+    return [(forward, recompute, backward) for forward, recompute, backward in seconds]
+
+
+def _ipu_times(
+    stages: List[Tuple[float, float, float]],
+    received: List[int],
+    layout: Layout,
+    settings: Settings,
+    machine: Machine,
+) -> Tuple[IpuTime, ...]:
+    directions = 2 if settings.training else 1
+    times = []
+    for ipu in range(layout.num_ipus):
+        own = [stage for stage, at in enumerate(layout.ipu_of_stage) if at == ipu]
+        moved = sum(received[stage] for stage in own) * directions
+        times.append(
+            IpuTime(
+                ipu=ipu,
+                forward=sum(stages[stage][0] for stage in own),
+                recompute=sum(stages[stage][1] for stage in own),
+                backward=sum(stages[stage][2] for stage in own),
+                links=moved / machine.link_bytes_per_second,
+            )
+        )
+    return tuple(times)
+
+
+def _cycles(ipus: Tuple[IpuTime, ...], layout: Layout, settings: Settings) -> Tuple[float, int, float]:
+    """Length of a cycle, cycles of one update, and the share of them that fills and drains the pipeline."""
+    micro_batches = settings.gradient_accumulation if settings.training else settings.device_iterations
+    if settings.strategy != "pipelined" or layout.num_stages == 1:
+        return sum(time.total for time in ipus), micro_batches if settings.training else 1, 0.0
+    longest = max(time.total for time in ipus)
+    passes = 2 if settings.training else 1
+    extra = passes * (layout.num_stages - 1)
+    cycles = micro_batches + extra
+    if not settings.training:  # the pipeline is filled once for all batches of a host call
+        return longest * cycles / micro_batches, 1, extra / cycles
+    return longest, cycles, extra / cycles
+
+
+def _all_reduce(shares: List[ParameterShare], settings: Settings, machine: Machine) -> float:
+    """Seconds to sum the gradients of all replicas: each IPU with its like, all at the same time."""
+    if not settings.training or settings.replicas < 2:
+        return 0.0
+    part = 2 * (settings.replicas - 1) / settings.replicas
+    largest = max(share.trained for share in shares) * max(settings.accumulator_bytes, settings.compute_bytes)
+    return part * largest / machine.all_reduce_bytes_per_second
+
+
+def _update(shares: List[ParameterShare], settings: Settings, machine: Machine) -> float:
+    """Seconds of the optimizer: its arithmetic on chip, and its state to streaming memory and back."""
+    if not settings.training:
+        return 0.0
+    largest = max(share.trained for share in shares)
+    vector = machine.vector_bytes_per_cycle * machine.tiles * machine.clock_hz
+    # State, accumulator and weight are read and written.
+    seconds = 2 * largest * (settings.state_bytes + settings.accumulator_bytes + settings.compute_bytes) / vector
+    per_ipu = machine.streaming_bytes_per_second / machine.ipus_per_machine
+    return seconds + max(share.streamed for share in shares) / per_ipu
