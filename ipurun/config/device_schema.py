@@ -24,7 +24,34 @@ __all__ = [
 class PipelineConfig:
     """How the model is split over the IPUs of one replica."""
 
-    split: List[str] = option([], "Module names; each next IPU begins at one of them. Empty: the model is not split.")
+    split: Any = option(
+        [],
+        "Module names or patterns; each next IPU begins at one of them. Empty: the model is not split. auto: solved.",
+    )
+    layers: Optional[Any] = option(
+        None,
+        "Name of the repeated stack of layers that layers_per_ipu counts, or a list; null: found by itself.",
+    )
+    layers_per_ipu: List[int] = option(
+        [], "Layers of the stack on IPU 0, 1, ...; -1 shares the rest out evenly. [-1] with pipeline.ipus: over all."
+    )
+    embedding: Optional[Any] = option(
+        None, "Modules that embedding_ipu places; null: everything that runs before the first layer."
+    )
+    embedding_ipu: Optional[int] = option(None, "IPU of the embedding; null: IPU 0.", minimum=0)
+    head: Optional[Any] = option(None, "Modules that head_ipu places; null: what follows the last layer.")
+    head_ipu: Optional[int] = option(
+        None, "IPU of the head; null: the last layer's, or the embedding's where both share weights.", minimum=0
+    )
+    blocks: Any = option(
+        {}, "Module name or pattern -> an IPU, or {ipu: 1, id: B}; a block begins there and lasts until the next."
+    )
+    stages: List[Any] = option(
+        [], "Pipelined and sharded: blocks of each stage: a name, a list of them, or {blocks: [A, B], ipu: 0}."
+    )
+    phases: List[Any] = option(
+        [], "Phased: blocks of each phase, written like a stage, or as a list of stages that run side by side."
+    )
     strategy: str = option(
         "pipelined",
         "How the IPUs of a replica work together.",
@@ -37,7 +64,7 @@ class PipelineConfig:
     )
     ipus: Optional[int] = option(
         None,
-        "IPUs of one replica of a model that begins its blocks itself, in its code; null: as the split says.",
+        "IPUs of one replica: for layers_per_ipu=[-1], or a model that begins its own blocks; null: as placed.",
         minimum=1,
     )
     auto_round: bool = option(False, "Round the number of IPUs up to a power of two (the rest stays idle).")
@@ -77,6 +104,9 @@ class RecomputeConfig:
     checkpoints: List[str] = option(
         [], "Modules (names or patterns) whose outputs are kept; what lies between is recomputed."
     )
+    every: Optional[str] = option(
+        None, "block: the outputs of all layers of the model's repeated stacks are kept, too.", choices=("block",)
+    )
     mode: Optional[str] = option(
         None,
         "PopART's automatic recomputation; null: PopTorch's default (pipeline where the model is pipelined).",
@@ -107,6 +137,19 @@ class MemoryConfig:
     available_proportion: Optional[Any] = option(
         None, "Share of tile memory for matmuls and convolutions: one number, a list by IPU, or {IPU0: 0.2}."
     )
+    module_proportion: Dict[str, Any] = option(
+        {}, "Module name or pattern -> share of tile memory for its matmuls and convolutions (set_available_memory)."
+    )
+    serialize: Dict[str, Any] = option(
+        {},
+        "Linear layer or embedding -> number of parts it is done in, or {factor: 4, mode: output_channels}; modes: "
+        "input_channels, reducing_dim, output_channels.",
+    )
+    overlap_io: str = option(
+        "none",
+        "Overlap host I/O with computation; not when pipelined.",
+        choices=("none", "accumulation_loop", "device_iteration_loop"),
+    )
     io_tiles: Optional[int] = option(None, "Tiles set aside for I/O: even, 32 to 192.")
     prefetch_depth: Optional[int] = option(
         None, "Batches the device fetches ahead (defaultPrefetchBufferingDepth).", minimum=1
@@ -133,6 +176,7 @@ class InferenceConfig:
     micro_batch_size: Optional[int] = option(None, "Samples per forward pass; null: as in training.", minimum=1)
     replicas: Optional[int] = option(None, "Replicas; null: as in training.", minimum=1)
     split: Optional[List[str]] = option(None, "Split over IPUs; null: as in training.")
+    layers_per_ipu: Optional[List[int]] = option(None, "Layers of the stack by IPU; null: as in training.")
     options: Dict[str, Any] = option({}, "poptorch.Options setters for inference only; they win over `options`.")
 
 

@@ -8,7 +8,45 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Tuple
 
-__all__ = ["Batch", "Call", "Devices", "Facts", "ParameterGroup", "Placement", "Plan", "Steps", "Symbol"]
+__all__ = [
+    "Batch",
+    "Call",
+    "Devices",
+    "Facts",
+    "ModuleCall",
+    "OwnBlock",
+    "ParameterGroup",
+    "Placement",
+    "Plan",
+    "Serialized",
+    "Steps",
+    "Symbol",
+]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module in a forward pass; `operations` is how many were done before it."""
+
+    module: str
+    operations: int
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """A block that the model's own code begins.
+
+    Args:
+        module: The module that begins it by ``poptorch.BeginBlock``; None where it is ``poptorch.Block`` in `forward`.
+        ipu: Its IPU; None where the code leaves it to the strategy.
+        block_id: Its name; None where PopTorch gives one.
+        operations: How many operations were done before it; None where the model was not traced.
+    """
+
+    module: Optional[str]
+    ipu: Optional[int] = None
+    block_id: Optional[str] = None
+    operations: Optional[int] = None
 
 
 @dataclass(frozen=True)
@@ -26,6 +64,13 @@ class Facts:
         changing_buffers: Names of buffers that training changes (BatchNorm statistics and the like).
         returns_loss: Whether the model computes its own loss.
         notes: Remarks of the data set or the model for the user ("using the 5,000-digit subset").
+        module_kinds: Module name -> name of its class; "" is the model itself.
+        parameter_shapes: Parameter name -> shape; a tied parameter under each of its names.
+        shared_parameters: Names of parameters that are one tensor, a group for each such tensor.
+        calls: Calls of modules in one forward pass, in order; empty: the model was not traced.
+        operations: Operations of the forward pass, the loss included.
+        own_blocks: Blocks that the model's own code begins.
+        solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
     """
 
     engine: str
@@ -38,6 +83,13 @@ class Facts:
     changing_buffers: Tuple[str, ...] = ()
     returns_loss: bool = False
     notes: Tuple[str, ...] = ()
+    module_kinds: Mapping[str, str] = field(default_factory=dict)
+    parameter_shapes: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
+    shared_parameters: Tuple[Tuple[str, ...], ...] = ()
+    calls: Tuple[ModuleCall, ...] = ()
+    operations: int = 0
+    own_blocks: Tuple[OwnBlock, ...] = ()
+    solved_split: Optional[Tuple[str, ...]] = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +179,25 @@ class Placement:
     module: str
     ipu: int
     block_id: str
+    origin: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Serialized:
+    """A matmul or an embedding that is done in parts, one after another.
+
+    Args:
+        module: Name of a linear layer or an embedding.
+        factor: Number of parts.
+        mode: Dimension of a matmul that is cut: ``input_channels``, ``reducing_dim`` or ``output_channels``; ``rows``
+            for an embedding, whose table is cut.
+        keep_precision: Whether partial sums keep the precision of the inputs (poptorch.serializedMatMul).
+    """
+
+    module: str
+    factor: int
+    mode: str
+    keep_precision: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,3 +234,9 @@ class Plan:
     parameter_groups: Tuple[ParameterGroup, ...] = ()
     recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
     module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved
+    stages: int = 1  # forward stages of training: 1 + switches between IPUs
+    inference_stages: int = 1
+    own_blocks: Tuple[OwnBlock, ...] = ()  # begun by the model's code, and kept
+    serialized: Tuple[Serialized, ...] = ()
+    module_proportions: Mapping[str, float] = field(default_factory=dict)  # linear layer, convolution -> tile memory
+    overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
