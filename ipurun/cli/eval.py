@@ -56,6 +56,7 @@ def run(argv: List[str]) -> int:
         finally:
             screen.close()
             loaded.run.close()
+    assert result is not None  # nothing asks it to stop
     if flags.json:
         print_json(
             {

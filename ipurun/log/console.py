@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from pathlib import Path
-from typing import Dict, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.compose import Changed, Point
 from ipurun.log.format import (
@@ -226,7 +226,7 @@ def _eval_name(key: str) -> str:
     return "eval loss" if key == "loss" else key
 
 
-def _time_split(seconds: Dict[str, float]) -> str:
+def _time_split(seconds: Mapping[str, float]) -> str:
     kinds = [kind for kind in ("compile", "train", "eval", "checkpoint", "data_wait") if kind in seconds]
     return ", ".join(f"{kind.replace('_', ' ')} {duration(seconds[kind])}" for kind in kinds)
 
