@@ -114,7 +114,7 @@ class ExecutorOptimizer:
         if isinstance(self.optimizer, PoptorchOptimizer) and self._device is not None:
             state = self.optimizer._take_state_to_upload()
             if state is not None:
-                self._device.write_state(state)
+                self._device.write_state(self._without_group_counts(state))
 
     def after_run(self) -> None:
         """Notes that the device's state is newer than the host's."""
@@ -144,6 +144,18 @@ class ExecutorOptimizer:
                 if tensor.dim() == 0 and key.endswith(name):
                     state["ipu_state"][key] = tensor.expand(group.count(weights.num_replicas)).clone()
         return dict(state)
+
+    def _without_group_counts(self, state: Dict[str, Any]) -> Dict[str, Any]:
+        """Undoes what `_read_state` adds: the step counts of a parameter's groups are one number here."""
+        assert self._executable is not None
+        names = tuple(self._executable.weights.groups)
+        if not names or not state.get("ipu_state"):
+            return state
+        counted = {
+            key: tensor[0] if key.startswith("Step___") and key.endswith(names) and tensor.dim() else tensor
+            for key, tensor in state["ipu_state"].items()
+        }
+        return {**state, "ipu_state": counted}
 
     def _disconnect(self) -> None:
         if isinstance(self.optimizer, PoptorchOptimizer):

@@ -318,3 +318,29 @@ def test_groups_of_replicas_need_a_leading_dimension_of_their_number():
     executor.weight.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup)
     with pytest.raises(poptorch.Error, match="leading dimension of 2"):
         executor(torch.ones(2, 2))
+
+
+def test_optimizer_state_of_parameters_that_differ_has_a_leading_dimension():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x):
+            product = x @ self.weight
+            return product, poptorch.identity_loss(product**2, reduction="mean")
+
+    model = Product()
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1)
+    executor = poptorch.trainingModel(model, options(replicas=4), optimizer)
+    executor.weight.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup)
+    x = torch.randn(4, 6)
+    executor(x)
+    state = optimizer.state_dict()
+    assert all(tensor.shape[0] == 4 for tensor in state["ipu_state"].values())
+    weights = model.weight.detach().clone()
+    expected = executor(x)[1], model.weight.detach().clone()
+    optimizer.load_state_dict(state)
+    executor.load_state_dict({"weight": weights})
+    assert torch.equal(executor(x)[1], expected[0])
+    assert torch.equal(model.weight.detach(), expected[1])
