@@ -19,25 +19,26 @@ class Machine:
     clock_hz: float = 1.325e9
     half_macs_per_cycle: float = 64.0
     single_macs_per_cycle: float = 16.0
+    exchange_bytes_per_cycle: float = 4.0
     ipus_per_machine: int = 4
     streaming_bytes_per_machine: float = 256e9
-    exchange_bytes_per_cycle: float = 4.0
-    link_bytes_per_second: float = 64e9
-    all_reduce_bytes_per_second: float = 40e9
-    streaming_bytes_per_second: float = 20e9
-    host_bytes_per_second: float = 8e9
-    host_call_seconds: float = 2e-3
     product_efficiency: float = 0.7
     block_load_cycles: float = 48.0
     exchange_efficiency: float = 0.5
     vector_bytes_per_cycle: float = 8.0
     op_cycles: float = 2000.0
+    link_bytes_per_second: float = 64e9
+    all_reduce_bytes_per_second: float = 40e9
+    streaming_bytes_per_second: float = 20e9
+    transfer_seconds: float = 30e-6
+    host_bytes_per_second: float = 8e9
+    host_call_seconds: float = 2e-3
     replica_loss: float = 0.075
-    code_bytes_per_tile: float = 16_000.0
+    code_bytes_per_tile: float = 16_600.0
     code_bytes_per_op: float = 150.0
-    code_bytes_per_call: float = 20.0
+    code_bytes_per_call: float = 42.0
+    tile_imbalance_bytes: float = 36_000.0
     default_proportion: float = 0.6
-    tile_imbalance: float = 1.05
     tight_margin: float = 0.18
 
     @property

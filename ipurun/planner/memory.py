@@ -25,6 +25,7 @@ class ParameterShare:
         trained: Values that are updated.
         streaming: Bytes in streaming memory.
         streamed: Bytes that one update moves to and from streaming memory.
+        transfers: Tensors that it moves.
         update: Bytes on chip that the update of the largest parameter needs beside.
         largest: Bytes of the largest gradient.
     """
@@ -35,6 +36,7 @@ class ParameterShare:
     trained: int
     streaming: int
     streamed: int
+    transfers: int
     update: int
     largest: int
 
@@ -49,7 +51,9 @@ def parameter_shares(profile: ModelProfile, layout: Layout, settings: Settings) 
 
 
 def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterShare:
-    totals: Dict[str, float] = dict.fromkeys(("weights", "gradients", "state", "streaming", "streamed"), 0.0)
+    totals: Dict[str, float] = dict.fromkeys(
+        ("weights", "gradients", "state", "streaming", "streamed", "transfers"), 0.0
+    )
     trained, update, largest = 0, 0.0, 0
     for parameter in parameters:
         count = parameter.elements if parameter.trainable and settings.training else 0
@@ -63,6 +67,7 @@ def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterS
         else:
             totals["streaming"] += parameter.num_bytes / weight_parts
             totals["streamed"] += 2 * parameter.num_bytes / weight_parts
+            totals["transfers"] += 2
             update = max(update, parameter.num_bytes)
         if not count:
             continue
@@ -73,12 +78,14 @@ def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterS
         else:
             totals["streaming"] += accumulator
             totals["streamed"] += 2 * accumulator * settings.gradient_accumulation
+            totals["transfers"] += 2 * settings.gradient_accumulation
         state = count * settings.state_bytes / (parts if settings.state_sharded else 1)
         if settings.state_on_chip or is_small:
             totals["state"] += state
         else:
             totals["streaming"] += state
             totals["streamed"] += 2 * state
+            totals["transfers"] += 2 * settings.state_tensors
             update = max(update, state)
     return ParameterShare(
         trained=trained, update=round(update), largest=largest, **{name: round(size) for name, size in totals.items()}
@@ -130,7 +137,7 @@ def estimate_memory(
                 io=io,
                 code=_code(ops, settings, machine),
                 limit=machine.memory_bytes,
-                imbalance=machine.tile_imbalance,
+                imbalance=round(machine.tile_imbalance_bytes * machine.tiles),
                 streaming=streaming,
             )
         )
@@ -164,7 +171,8 @@ def _transfers(profile: ModelProfile, layout: Layout, settings: Settings, stages
 def _code(ops: List[OpProfile], settings: Settings, machine: Machine) -> int:
     """Vertices, exchange code and control code: code is shared by operations that are equal."""
     distinct: Set[Tuple[str, int]] = {(op.signature, op.gradients) for op in ops if op.kind != "view"}
-    total = sum(op.kind != "view" for op in ops)
-    programs = sum(1 + (gradients if settings.training else 0) for _, gradients in distinct)
-    per_tile = machine.code_bytes_per_tile + machine.code_bytes_per_op * programs + machine.code_bytes_per_call * total
+    backward = 1 if settings.training else 0
+    programs = sum(1 + backward * gradients for _, gradients in distinct)
+    calls = sum(1 + backward * op.gradients for op in ops if op.kind != "view")
+    per_tile = machine.code_bytes_per_tile + machine.code_bytes_per_op * programs + machine.code_bytes_per_call * calls
     return round(per_tile * machine.tiles)

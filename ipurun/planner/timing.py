@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import List, Tuple
 
 from ipurun.planner.costs import OpCost, op_costs
@@ -21,7 +22,8 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
     ipus = _ipu_times(stages, received, layout, settings, machine)
     cycle, cycles, bubble = _cycles(ipus, layout, settings)
     loss = settings.replicas**machine.replica_loss  # every exchange with the host waits for the slowest replica
-    cycle *= loss
+    # Data comes in at every cycle, and all IPUs wait for it to be announced.
+    cycle = cycle * loss + machine.transfer_seconds
     compute = cycle * cycles
     shares = parameter_shares(profile, layout, settings)
     all_reduce = _all_reduce(shares, settings, machine)
@@ -30,7 +32,8 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
     batches = settings.gradient_accumulation if settings.training else 1
     input_bytes = profile.input_bytes * batches * settings.replicas
     output_bytes = profile.output_bytes * batches * settings.replicas * settings.returned
-    host_input = (input_bytes + output_bytes) / (machine.host_bytes_per_second * settings.hosts)
+    machines = math.ceil(layout.num_ipus * settings.replicas / machine.ipus_per_machine)
+    host_input = (input_bytes + output_bytes) / (machine.host_bytes_per_second * machines)
     samples = settings.micro_batch_size * batches * settings.replicas
     if settings.host_samples_per_second:
         host_input = max(host_input, samples / settings.host_samples_per_second)
@@ -131,4 +134,5 @@ def _update(shares: List[ParameterShare], settings: Settings, machine: Machine) 
     # State, accumulator and weight are read and written.
     seconds = 2 * largest * (settings.state_bytes + settings.accumulator_bytes + settings.compute_bytes) / vector
     per_ipu = machine.streaming_bytes_per_second / machine.ipus_per_machine
-    return seconds + max(share.streamed for share in shares) / per_ipu
+    streams = max(share.streamed / per_ipu + share.transfers * machine.transfer_seconds for share in shares)
+    return seconds + streams

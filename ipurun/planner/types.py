@@ -217,7 +217,7 @@ class Settings:
         host_samples_per_second: What the host can load and prepare; None where it is unknown.
         min_elements_off_chip: Tensors with fewer values stay on chip.
         min_elements_sharded: Tensors with fewer values are not sharded.
-        hosts: Host processes that feed the IPUs.
+        state_tensors: Tensors of optimizer state of one parameter.
     """
 
     micro_batch_size: int = 1
@@ -247,7 +247,7 @@ class Settings:
     host_samples_per_second: Optional[float] = None
     min_elements_off_chip: int = 2
     min_elements_sharded: int = 2
-    hosts: int = 1
+    state_tensors: int = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -277,7 +277,7 @@ class IpuMemory:
         io: Buffers of host and inter-IPU transfers.
         code: Vertices, exchange code and control code.
         limit: Memory of the chip.
-        imbalance: What the fullest tile holds over the average tile, as a factor.
+        imbalance: What the fullest tile holds above the average tile, times the number of tiles.
         streaming: Streaming memory (off chip) that this IPU uses.
     """
 
@@ -290,7 +290,7 @@ class IpuMemory:
     io: int
     code: int
     limit: int
-    imbalance: float = 1.0
+    imbalance: int = 0
     streaming: int = 0
 
     @property
@@ -309,7 +309,7 @@ class IpuMemory:
     @property
     def fullest(self) -> int:
         """The total that the fullest tile stands for: what is compared with the limit."""
-        return round(self.total * self.imbalance)
+        return self.total + self.imbalance
 
     @property
     def share(self) -> float:
