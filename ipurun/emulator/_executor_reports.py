@@ -11,6 +11,7 @@ import torch
 from ipurun.emulator._executable import Executable
 from ipurun.emulator._graph import Placement
 from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._logging import native_logger
 from ipurun.emulator._lowering import lowered_ops
 
 __all__ = ["ExecutorReports"]
@@ -58,6 +59,16 @@ class ExecutorReports:
         if seconds == 0.0:
             raise createPoptorchError("Please run the model at least once before obtaining cycle count.")
         return int(seconds * _CYCLES_PER_SECOND)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """What is compiled is not pickled: the copy compiles at its first call. See `save` for files."""
+        kept = dict(self.__dict__)
+        kept.update(_executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False)
+        return kept
+
+    def _log_cycles(self) -> None:
+        if self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
+            native_logger.info("Total number of IPU cycles: %d", self.cycleCount())
 
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:
         """Returns when each tensor of the last call was read, read whole, computed and handed over, in seconds."""

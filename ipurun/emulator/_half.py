@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch.nn import functional
@@ -80,6 +80,15 @@ class HalfThroughFloat:
         self._schema = op._schema
         self.__name__ = op._schema.name
 
+    def _written(self, args: Tuple[Any, ...]) -> List[Any]:
+        if self._schema.name == "aten::native_batch_norm":
+            return list(args[3:5])  # its schema does not say that it updates the running statistics
+        return [
+            given
+            for argument, given in zip(self._schema.arguments, args)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         widened: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -96,8 +105,8 @@ class HalfThroughFloat:
 
         result = self.widened(*[widen(a) for a in args], **{k: widen(v) for k, v in kwargs.items()})
         originals = {id(wide): original for original, wide in widened.values()}
-        for argument, given in zip(self._schema.arguments, args):
-            if argument.alias_info is not None and argument.alias_info.is_write and id(given) in widened:
+        for given in self._written(args):
+            if id(given) in widened:
                 given.copy_(self._to_half(widened[id(given)][1]))
         if kwargs.get("dtype") is torch.float32:
             return result

@@ -149,6 +149,7 @@ class PoplarExecutor(ExecutorReports):
             if self._training:
                 self._dirty_host_weights = True
         self._executable.write_back(host_tensors, tensors)
+        self._log_cycles()
         if self._optimizer is not None:
             self._optimizer.after_run()
         return result

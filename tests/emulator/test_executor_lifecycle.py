@@ -1,6 +1,7 @@
 """Compiling, attaching, detaching, destroying, and the questions an executor answers."""
 
 import datetime
+import pickle
 
 import pytest
 import torch
@@ -281,7 +282,7 @@ def test_too_many_ipus_and_powers_of_two(monkeypatch):
         poptorch.inferenceModel(Double(), options(replicas=128))(torch.ones(128))
     poptorch.inferenceModel(Double(), options(replicas=3))(torch.ones(3))
     monkeypatch.setenv("POPTORCH_EMULATOR_HARDWARE", "1")
-    with pytest.raises(poptorch.Error, match="power of 2"):
+    with pytest.raises(poptorch.Error, match="must reserve a minimum of 4"):
         poptorch.inferenceModel(Double(), options(replicas=3))(torch.ones(3))
     poptorch.inferenceModel(Double(), options(replicas=3, autoRoundNumIPUs=True))(torch.ones(3))
 
@@ -295,3 +296,11 @@ def test_the_loss_scale_can_be_anchored():
     data, labels = images(4)
     executor(data.half(), labels)
     assert float(executor.getAnchoredTensor("scale")) == 8.0
+
+
+def test_an_executor_can_be_pickled_and_compiles_again():
+    executor = poptorch.inferenceModel(Double())
+    executor(torch.ones(2))
+    copied = pickle.loads(pickle.dumps(executor))
+    assert not copied.isCompiled()
+    assert copied(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
