@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, List, Optional, Sequence
 
+from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.schema import RunConfig
 from ipurun.plan.batch import check_stages, solve_accumulation
 from ipurun.plan.chosen import is_set
@@ -49,10 +50,8 @@ class Numbers:
 
 def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
     """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
-    pipeline, modules = config.pipeline, facts.module_names
     named = names_first_block(given.argument("setExecutionStrategy"))
-    layout = lay_out(pipeline.split, pipeline.strategy, modules, "pipeline.split", found, named_start=named)
-    layout = _self_placed(config, layout, found)
+    layout = lay_out(config.pipeline, facts, found, named_start=named)
     auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
     request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus)
@@ -62,27 +61,29 @@ def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Nu
     training = _training_batch(config, given, devices, group_size, layout, pipelined, found)
     inference_layout = layout
     named = named or names_first_block(given.inference_argument("setExecutionStrategy"))
-    split = pipeline.split if config.inference.split is None else config.inference.split
-    if config.inference.split is not None or named:
-        key = "pipeline.split" if config.inference.split is None else "inference.split"
-        inference_layout = lay_out(split, pipeline.strategy, modules, key, found, named_start=named)
+    placement = _inference_placement(config)
+    if placement is not None or named:
+        room = "pipeline" if placement is None else "inference"
+        inference_layout = lay_out(placement or config.pipeline, facts, found, room, named_start=named)
     inference = _inference_batch(config, given, devices, training, inference_layout, auto_round, found)
     return Numbers(devices, training, inference, layout, inference_layout)
 
 
-def _self_placed(config: RunConfig, layout: Layout, found: Findings) -> Layout:
-    """The layout of a model that begins blocks in its own code: only their number is known."""
-    ipus = config.pipeline.ipus
-    if ipus is None or ipus == layout.ipus:
-        return layout
-    if layout.placements:
-        found.problem(
-            "`pipeline.ipus` and `pipeline.split` contradict each other",
-            seen=f"pipeline.ipus={ipus}, pipeline.split makes {layout.ipus}",
-            fix="pipeline.ipus=null",
+def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
+    """The placement of inference where it has keys of its own."""
+    split, layers = config.inference.split, config.inference.layers_per_ipu
+    if split is None and layers is None:
+        return None
+    bare = replace(config.pipeline, blocks={}, stages=[], phases=[], ipus=None)
+    if split is not None:
+        return replace(
+            bare, split=split, layers_per_ipu=layers or [], embedding=None, embedding_ipu=None, head=None, head_ipu=None
         )
-        return layout
-    return Layout((), ipus, ipus)
+    ends = {
+        key: ipu if ipu is None or ipu < len(layers or ()) else None
+        for key, ipu in (("embedding_ipu", bare.embedding_ipu), ("head_ipu", bare.head_ipu))
+    }
+    return replace(bare, split=[], layers_per_ipu=layers or [], **ends)
 
 
 def is_pipelined(config: RunConfig, *sources: Sequence[Call]) -> bool:
@@ -124,7 +125,7 @@ def _training_batch(
     accumulation = config.gradient_accumulation
     if accumulation is None and config.global_batch_size is None:
         accumulation = given.argument("Training.gradientAccumulation")
-    stages = layout.blocks if pipelined else 1
+    stages = layout.stages if pipelined else 1
     solved = solve_accumulation(
         config.micro_batch_size,
         devices.replicas // group_size,
@@ -157,7 +158,7 @@ def _inference_batch(
     pipelined = is_pipelined(config, given.options, given.file)
     if strategy is not None:
         pipelined = strategy.args[0].path.endswith("PipelinedExecution")
-    stages = layout.blocks if pipelined else 1
+    stages = layout.stages if pipelined else 1
     chosen = config.inference.device_iterations or given.inference_argument("deviceIterations")
     iterations = chosen or training.device_iterations
     if iterations < stages and chosen:

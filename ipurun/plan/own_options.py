@@ -11,7 +11,7 @@ from ipurun.plan.chosen import is_set
 from ipurun.plan.findings import Findings
 from ipurun.plan.locations import memory_calls
 from ipurun.plan.numbers import Given, Numbers
-from ipurun.plan.placement import strategy_call
+from ipurun.plan.placement_strategy import strategy_call
 from ipurun.plan.types import Batch, Call, Facts, Symbol
 
 __all__ = ["OwnCalls", "input_group_type", "resolved_calls", "shared_calls", "training_calls"]

@@ -1,40 +1,150 @@
-"""Module names and patterns of a config, matched with the modules of the model."""
+"""Module names and patterns of a config, matched with the modules of the model.
+
+A name is dotted (``layer1.0``; ``layer1/0`` is taken, too). In a pattern ``*`` stands for any text within one part of
+a name, and at its very beginning for any parts before; ``**`` for any text; ``?`` and ``[0-9]`` for one character.
+``re:`` before a pattern makes it a regular expression that has to fit the whole name.
+"""
 
 from __future__ import annotations
 
-import fnmatch
-from typing import List, Optional, Sequence
+import re
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional, Pattern, Sequence, Tuple
 
 from ipurun.config.suggest import listing, nearest
 from ipurun.plan.findings import Findings
 
-__all__ = ["find_module", "match_modules"]
+__all__ = ["Match", "find_module", "flat_names", "is_pattern", "match_modules", "match_names", "names_in", "unmatched"]
+
+_REGEX = "re:"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A name that fits a pattern, and the texts that its wildcards or groups stand for."""
+
+    name: str
+    texts: Tuple[str, ...] = ()
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text is a pattern rather than a name."""
+    return text.startswith(_REGEX) or any(character in text for character in "*?[")
 
 
 def find_module(name: str, key: str, known: Sequence[str], found: Findings) -> Optional[str]:
     """The module that a name means (``layer1.0``, or ``layer1/0``); None, and a problem, when there is none."""
-    dotted = name.replace("/", ".").strip(".")
+    dotted = _dotted(name)
     if dotted in known and dotted:
         return dotted
-    _unmatched(name, key, known, found)
+    unmatched(name, key, known, found)
     return None
 
 
 def match_modules(pattern: str, key: str, known: Sequence[str], found: Findings) -> List[str]:
     """Modules whose name fits a name or a pattern (``encoder.*.attention``); none is a problem."""
-    dotted = pattern.replace("/", ".")
-    names = [name for name in known if name and fnmatch.fnmatchcase(name, dotted)]
-    if not names:
-        _unmatched(pattern, key, known, found)
-    return names
+    return [match.name for match in match_names(pattern, key, known, found)]
 
 
-def _unmatched(name: str, key: str, known: Sequence[str], found: Findings) -> None:
+def match_names(
+    pattern: str, key: str, known: Sequence[str], found: Findings, what: str = "module", owner: str = "the model has"
+) -> List[Match]:
+    """Names that fit a name or a pattern, in their own order, with what the wildcards stand for.
+
+    Args:
+        pattern: A name or a pattern.
+        key: The config key it comes from.
+        known: All names.
+        found: Takes a problem where nothing fits.
+        what: What the names are names of, for the message.
+        owner: Who has them, for the message.
+    """
+    try:
+        expression = _compiled(pattern)
+    except re.error as error:
+        found.problem(
+            f"`{key}`: `{pattern}` is not a regular expression",
+            seen=str(error),
+            fix="see Python's `re`; without `re:` the text is a name or a pattern such as layers.*.attn",
+        )
+        return []
+    fitting = [(name, expression.fullmatch(name)) for name in known if name]
+    matches = [Match(name, tuple(text or "" for text in fit.groups())) for name, fit in fitting if fit]
+    if not matches:
+        unmatched(pattern, key, known, found, what, owner)
+    return matches
+
+
+def names_in(value: Any, key: str, found: Findings) -> List[str]:
+    """A key that takes one name or a list of names, as a list."""
+    if value is None:
+        return []
+    entries = [value] if isinstance(value, (str, int)) else list(value) if isinstance(value, (list, tuple)) else None
+    if entries is None or not all(isinstance(entry, (str, int)) and not isinstance(entry, bool) for entry in entries):
+        found.problem(f"`{key}` takes a module name or a list of them", seen=str(value), fix=f"{key}=[NAME, ...]")
+        return []
+    return [str(entry) for entry in entries]  # a name may look like a number: `0` of a Sequential
+
+
+def flat_names(value: Mapping[Any, Any], fields: Sequence[str]) -> Dict[str, Any]:
+    """A mapping by module name, whose names the command line has cut at their dots (``blocks.h.3.ipu=1``)."""
+    flat: Dict[str, Any] = {}
+    for name, entry in value.items():
+        if isinstance(entry, Mapping) and entry and not any(field in entry for field in fields):
+            flat.update({f"{name}.{inner}": deeper for inner, deeper in flat_names(entry, fields).items()})
+        else:
+            flat[str(name)] = entry
+    return flat
+
+
+def unmatched(
+    name: str, key: str, known: Sequence[str], found: Findings, what: str = "module", owner: str = "the model has"
+) -> None:
+    """Report a name that nothing fits, or that is only the end of several names."""
     names = [module for module in known if module]
-    close = nearest(name, names)
+    ends = [module for module in names if module.endswith("." + _dotted(name))]
+    if len(ends) > 1:
+        found.problem(
+            f"`{key}` names `{name}`, which may be any of {len(ends)} {what}s",
+            known=listing(ends),
+            fix=f"the full name, such as `{ends[0]}`, or the pattern `**.{_dotted(name)}` for all of them",
+        )
+        return
+    close = ends or nearest(name, names)
     top = [module for module in names if "." not in module]
     found.problem(
-        f"`{key}` names `{name}`, and the model has no such module",
+        f"`{key}` names `{name}`, and {owner} no such {what}",
         known=listing(close or top or names),
         fix=f"`{close[0]}` instead of `{name}`" if close else "one of the names above",
     )
+
+
+def _dotted(name: str) -> str:
+    return name.replace("/", ".").strip(".")
+
+
+def _compiled(pattern: str) -> Pattern[str]:
+    if pattern.startswith(_REGEX):
+        return re.compile(pattern[len(_REGEX) :])
+    text = _dotted(pattern)
+    parts: List[str] = []
+    position = 0
+    while position < len(text):
+        rest = text[position:]
+        bracket = re.match(r"\[!?\]?[^\]]*\]", rest)
+        if rest.startswith("**") or (position == 0 and rest.startswith("*")):
+            parts.append("(.*)")
+            position += 2 if rest.startswith("**") else 1
+        elif rest[0] == "*":
+            parts.append("([^.]*)")
+            position += 1
+        elif rest[0] == "?":
+            parts.append("([^.])")
+            position += 1
+        elif bracket:
+            parts.append("(" + bracket.group().replace("[!", "[^", 1).replace("\\", "\\\\") + ")")
+            position += bracket.end()
+        else:
+            parts.append(re.escape(rest[0]))
+            position += 1
+    return re.compile("".join(parts))

@@ -1,4 +1,4 @@
-"""Where the parts of the model run: blocks, IPUs and the execution strategy."""
+"""Where the parts of the model run: blocks and IPUs, from whatever form of placement the config uses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, List, Optional, Sequence, Tuple
 
 from ipurun.config.device_schema import PipelineConfig
+from ipurun.plan import placement_checks as checks
 from ipurun.plan.findings import Findings
-from ipurun.plan.patterns import find_module
-from ipurun.plan.types import Call, Placement, Symbol
+from ipurun.plan.placement_forms import wanted_blocks
+from ipurun.plan.placement_order import Begin, begins_of, count_stages, order_names
+from ipurun.plan.placement_stages import FIRST_BLOCK, StageList, gather
+from ipurun.plan.types import Call, Facts, Placement
 
-__all__ = ["Layout", "lay_out", "names_first_block", "strategy_call"]
-
-_AUTO_STAGES = {"auto": "SameAsIpu", "same_as_ipu": "SameAsIpu", "auto_increment": "AutoIncrement"}
-_FIRST_BLOCK = "first"
+__all__ = ["Layout", "lay_out", "names_first_block"]
 
 
 @dataclass(frozen=True)
@@ -23,53 +23,70 @@ class Layout:
     Args:
         placements: Modules that begin a block.
         ipus: IPUs of one replica.
-        blocks: Number of blocks, the model's beginning included.
+        stages: Forward stages: one more than there are switches between IPUs.
+        auto_increment: Whether stages are numbered as they come, because an IPU comes back.
+        listed: Stages or phases that the strategy has to be given.
     """
 
     placements: Tuple[Placement, ...]
     ipus: int
-    blocks: int
+    stages: int
+    auto_increment: bool = False
+    listed: Optional[StageList] = None
 
 
 def lay_out(
-    split: Sequence[str],
-    strategy: str,
-    module_names: Sequence[str],
-    key: str,
-    found: Findings,
-    *,
-    named_start: bool = False,
+    pipeline: PipelineConfig, facts: Facts, found: Findings, room: str = "pipeline", named_start: bool = False
 ) -> Layout:
-    """Blocks for a list of modules at which the next IPU (or phase) begins.
+    """Blocks, IPUs and stages of one mode.
 
     Args:
-        split: Module names.
-        strategy: `pipeline.strategy`.
-        module_names: Modules of the model in order of definition; empty: not known, and not checked.
-        key: The config key of the split.
-        found: Takes the problems.
+        pipeline: The placement.
+        facts: The model; without module names nothing is checked against it.
+        found: Takes problems and notes.
+        room: ``pipeline`` or ``inference``, where the keys are.
         named_start: Whether the beginning of the model has to be a block with a name, too.
     """
-    modules: List[str] = []
-    for name in split:
-        module = find_module(name, key, module_names, found) if module_names else name
-        if module in modules:
-            found.problem(f"`{key}` names `{name}` twice", seen=str(list(split)), fix="name each module once")
-        modules.append(module or name)
-    placements = [Placement(module, _ipu(index, strategy), module) for index, module in enumerate(modules, start=1)]
-    phased = strategy.endswith("phased")
-    if named_start or (phased and modules):
-        # Phases list their blocks, so that nothing may run outside of one.
-        placements.insert(0, Placement("", 0, _FIRST_BLOCK))
-    if phased and not modules and key == "pipeline.split":
+    wanted = wanted_blocks(pipeline, facts, room, found)
+    placements, listed = gather(pipeline, wanted, facts, found)
+    phased = pipeline.strategy.endswith("phased")
+    if phased and not placements and room == "pipeline":
         found.problem(
             "phased execution needs phases",
-            seen=f"pipeline.strategy={strategy}, {key}=[]",
-            fix=f"{key}=[MODULE, ...], each next phase beginning at one of them",
+            seen=f"pipeline.strategy={pipeline.strategy}, {room}.split=[]",
+            fix=f"{room}.split=[MODULE, ...], each next phase beginning at one of them",
         )
-    _check_order(modules, module_names, key, found)
-    ipus = {"serial_phased": 1, "parallel_phased": 2}.get(strategy, len(modules) + 1)
-    return Layout(tuple(placements), ipus, len(modules) + 1)
+    if (named_start or (phased and placements)) and all(placement.module for placement in placements):
+        # Phases list their blocks, so that nothing may run outside of one.
+        placements.insert(0, Placement("", 0, FIRST_BLOCK, pipeline.strategy))
+    own = [
+        Placement(block.module, block.ipu, block.block_id or block.module, "the model's code")
+        for block in facts.own_blocks
+        if block.module is not None and block.ipu is not None
+    ]
+    from_split = all(placement.origin.endswith(".split") or not placement.module for placement in placements)
+    begins = begins_of([*placements, *own], facts, listed=from_split and not own)
+    in_code = [block.ipu for block in facts.own_blocks if block.ipu is not None]
+    ipus = 1 + max([*(placement.ipu for placement in placements), *in_code], default=0)
+    ipus, stages = _ipus_as_given(pipeline, ipus, begins, bool(placements), room, found)
+    if facts.module_names:
+        checks.check_blocks(placements, facts, found)
+        checks.check_begins(begins, facts, found)
+        if len({begin.placement.ipu for begin in begins} | {0}) > 1:
+            checks.check_shared([*placements, *own], facts, found)
+    checks.check_idle(begins, ipus, len(placements), found)
+    _note_order(begins, facts, from_split, room, found)
+    increment, listed = _numbering(pipeline, begins, listed, bool(facts.own_blocks), found)
+    if phased:
+        listed = listed or _one_block_each(begins)
+        names = [", ".join(blocks) for blocks in listed.blocks]
+        checks.check_phases(pipeline.strategy, listed.ipus, listed.phases or (), names, found)
+    elif listed is not None and all(placement.module for placement in placements):
+        placements.insert(0, Placement("", 0, FIRST_BLOCK, "rule: the first stage has a name"))
+    ordered = list(dict.fromkeys(begin.placement for begin in begins if begin.placement in placements))
+    ordered += [placement for placement in placements if placement not in ordered]
+    ordered.sort(key=lambda placement: placement.module != "")
+    return Layout(tuple(ordered), ipus, stages, increment, listed)
 
 
 def names_first_block(value: Any) -> bool:
@@ -78,70 +95,80 @@ def names_first_block(value: Any) -> bool:
         return any(names_first_block(argument) for argument in value.args)
     if isinstance(value, (list, tuple)):
         return any(names_first_block(item) for item in value)
-    return bool(value == _FIRST_BLOCK)
+    return bool(value == FIRST_BLOCK)
 
 
-def _ipu(index: int, strategy: str) -> int:
-    if strategy == "serial_phased":
-        return 0
-    return index % 2 if strategy == "parallel_phased" else index
+def _ipus_as_given(
+    pipeline: PipelineConfig, ipus: int, begins: Sequence[Begin], placed: bool, room: str, found: Findings
+) -> Tuple[int, int]:
+    """IPUs and stages, where `pipeline.ipus` speaks of a model that begins blocks itself in unknown places."""
+    given = pipeline.ipus if room == "pipeline" else None
+    stages = count_stages(begins)
+    if given is None or given == ipus:
+        return ipus, stages
+    if placed:
+        found.problem(
+            "`pipeline.ipus` and the placement contradict each other",
+            seen=f"pipeline.ipus={given}, the blocks of the config make {ipus}",
+            fix="pipeline.ipus=null",
+        )
+        return ipus, stages
+    return given, max(given, stages)
 
 
-def _check_order(modules: Sequence[str], known: Sequence[str], key: str, found: Findings) -> None:
+def _numbering(
+    pipeline: PipelineConfig,
+    begins: Sequence[Begin],
+    listed: Optional[StageList],
+    has_own: bool,
+    found: Findings,
+) -> Tuple[bool, Optional[StageList]]:
+    """How stages get their numbers: by IPU where those ascend, else one after another."""
+    increment = pipeline.auto_stage == "auto_increment"
+    if pipeline.strategy != "pipelined":
+        return increment, listed
+    ipus = [0, *(begin.placement.ipu for begin in begins)]
+    ascending = ipus == sorted(ipus)
+    if pipeline.auto_stage == "auto" and listed is None and not ascending:
+        ids = [begin.placement.block_id for begin in begins]
+        increment = True
+        if len(set(ids)) == len(ids) and not has_own and any(a == b for a, b in zip(ipus, ipus[1:])):
+            # One after another would make stages of neighbours on one IPU, too.
+            listed = _merged(begins)
+    same = not increment and pipeline.auto_stage != "auto"
+    checks.check_ascending(begins, listed, same, found)
+    return increment, listed
+
+
+def _merged(begins: Sequence[Begin]) -> StageList:
+    blocks: List[List[str]] = [[FIRST_BLOCK]] if begins[0].placement.module else [[]]
+    ipus = [0 if begins[0].placement.module else begins[0].placement.ipu]
+    for begin in begins:
+        if begin.placement.ipu != ipus[-1]:
+            blocks.append([])
+            ipus.append(begin.placement.ipu)
+        blocks[-1].append(begin.placement.block_id)
+    return StageList(tuple(map(tuple, blocks)), tuple(ipus))
+
+
+def _one_block_each(begins: Sequence[Begin]) -> StageList:
+    placements = list(dict.fromkeys(begin.placement for begin in begins))
+    placements.sort(key=lambda placement: placement.module != "")
+    ids = [placement.block_id for placement in placements]
+    return StageList(tuple((one,) for one in ids), tuple(p.ipu for p in placements), tuple(range(len(ids))))
+
+
+def _note_order(begins: Sequence[Begin], facts: Facts, from_split: bool, room: str, found: Findings) -> None:
+    if facts.calls or not begins or not from_split:
+        return
+    known = order_names(facts)
+    modules = [begin.placement.module for begin in begins if begin.placement.module]
     positions = [known.index(module) for module in modules if module in known]
     if positions != sorted(positions):
         found.note(
-            f"{key} is not in the order in which the model defines its modules; stages have to follow the order "
+            f"{room}.split is not in the order in which the model defines its modules; stages have to follow the order "
             "in which they run"
         )
-    first = next((name for name in known if name), None)
+    first = next((name for name in facts.module_names if name), None)
     if modules and modules[0] == first:
-        found.note(f"{key} begins with the first module, {first}: IPU 0 gets only what runs before it")
-
-
-def strategy_call(pipeline: PipelineConfig, layout: Layout, found: Findings) -> Call:
-    """The execution strategy of a layout, as the object that setExecutionStrategy takes."""
-    if pipeline.strategy in ("pipelined", "sharded"):
-        if pipeline.liveness is not None or pipeline.separate_backward_phase is not None:
-            found.problem(
-                "`pipeline.liveness` and `pipeline.separate_backward_phase` belong to phased execution",
-                seen=f"pipeline.strategy={pipeline.strategy}",
-                fix="pipeline.strategy=serial_phased, or leave both out",
-            )
-        name = "PipelinedExecution" if pipeline.strategy == "pipelined" else "ShardedExecution"
-        stage = Symbol(f"poptorch.AutoStage.{_AUTO_STAGES[pipeline.auto_stage]}")
-        return Call(f"poptorch.{name}", (stage,))
-    phases = tuple([placement.block_id] for placement in layout.placements)
-    if pipeline.strategy == "serial_phased":
-        return Call("poptorch.SerialPhasedExecution", phases, chain=_serial_setters(pipeline))
-    return Call("poptorch.ParallelPhasedExecution", phases, chain=_parallel_setters(pipeline, found))
-
-
-def _serial_setters(pipeline: PipelineConfig) -> Tuple[Call, ...]:
-    liveness = pipeline.liveness
-    calls = (
-        None if liveness is None else Call("setTensorsLiveness", (Symbol(f"poptorch.Liveness.{liveness}"),)),
-        _separate(pipeline),
-    )
-    return tuple(call for call in calls if call is not None)
-
-
-def _parallel_setters(pipeline: PipelineConfig, found: Findings) -> Tuple[Call, ...]:
-    if pipeline.liveness in ("OffChipAfterFwdNoOverlap", "OffChipAfterEachPhase"):
-        found.problem(
-            f"parallel phased execution cannot keep tensors {pipeline.liveness}",
-            seen=f"pipeline.liveness={pipeline.liveness}",
-            known="AlwaysLive, OffChipAfterFwd",
-            fix="pipeline.liveness=OffChipAfterFwd",
-        )
-    off_chip = pipeline.liveness == "OffChipAfterFwd"
-    calls = (
-        None if pipeline.liveness is None else Call("sendTensorsOffChipAfterFwd", (off_chip,)),
-        _separate(pipeline),
-    )
-    return tuple(call for call in calls if call is not None)
-
-
-def _separate(pipeline: PipelineConfig) -> Optional[Call]:
-    use = pipeline.separate_backward_phase
-    return None if use is None else Call("useSeparateBackwardPhase", (use,))
+        found.note(f"{room}.split begins with the first module, {first}: IPU 0 gets only what runs before it")
