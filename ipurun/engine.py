@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import platform
 import sys
@@ -103,7 +104,20 @@ def _emulator() -> Engine:
     if not _poptorch_is_installed():
         # Models written for IPUs import poptorch for their annotations; on the CPU the emulator answers.
         module.install()
+    _hush_index_casts()
     return Engine(module, "cpu", f"emulator of PopTorch {_version(module)}")
+
+
+def _hush_index_casts() -> None:
+    # PopTorch warns once that int64 inputs become int32. Class labels always are int64, so every run would say so.
+    logger = logging.getLogger("poptorch::python")
+    if not any(isinstance(known, _IndexCasts) for known in logger.filters):
+        logger.addFilter(_IndexCasts())
+
+
+class _IndexCasts(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "torch.int64" not in record.getMessage()
 
 
 def _poptorch_is_installed() -> bool:

@@ -18,7 +18,7 @@ from ipurun.build.targets import check_node, make
 from ipurun.checkpoint import Checkpoint, latest
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
-from ipurun.log.console import Console
+from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
 from ipurun.prepare import Prepared, prepare
@@ -99,11 +99,7 @@ def _train_in(
 ) -> Summary:
     point, plan = prepared.point, prepared.plan
     with closing(folder.log_file.open("a", encoding="utf-8")) as log:
-        on_device = prepared.engine.kind != "cpu"
-        consoles = [
-            Console(screen, plan.cache_dir, engine_draws_bar=on_device),
-            Console(PlainScreen(log), plan.cache_dir),
-        ]
+        consoles = [console_for(plan, screen), console_for(plan, PlainScreen(log))]
         for console in consoles:
             console.show_panel(point, plan, str(folder))
         observers = [*consoles, *_loggers(point, folder)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Dict, Optional
 
+import torch
 from torch import nn
 
 from ipurun.build.annotate import Annotations
@@ -100,6 +101,8 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
     Raises:
         ConfigError: Something that only building shows.
     """
+    if engine.kind == "cpu" and config.threads is not None:
+        torch.set_num_threads(config.threads)
     module = engine.module
     model = subject.model
     cast_weights(model, plan.precision, plan.module_precision)

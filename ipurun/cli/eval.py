@@ -40,7 +40,7 @@ def run(argv: List[str]) -> int:
     path, words = run_folder_of(rest, "eval")
     with only_json(flags.json):
         from ipurun.loaded import load_run, split_to_use
-        from ipurun.log.console import Console
+        from ipurun.log.console import console_for
         from ipurun.log.format import duration, metric, plural
         from ipurun.log.screen import make_screen
         from ipurun.rundir import RunFolder
@@ -50,9 +50,7 @@ def run(argv: List[str]) -> int:
         name = split_to_use(loaded.run, text(flags.values.get("split")))
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         try:
-            result = evaluate(
-                loaded.run, Console(screen, loaded.run.plan.cache_dir, loaded.run.engine.kind != "cpu"), name
-            )
+            result = evaluate(loaded.run, console_for(loaded.run.plan, screen), name)
         finally:
             screen.close()
             loaded.run.close()

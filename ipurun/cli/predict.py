@@ -42,7 +42,7 @@ def run(argv: List[str]) -> int:
     path, words = run_folder_of(rest, "predict")
     with only_json(flags.json):
         from ipurun.loaded import load_run, split_to_use
-        from ipurun.log.console import Console
+        from ipurun.log.console import console_for
         from ipurun.log.predictions import check_file, describe, write_predictions
         from ipurun.log.screen import make_screen
         from ipurun.rundir import RunFolder
@@ -58,9 +58,7 @@ def run(argv: List[str]) -> int:
         check_file(file)
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         try:
-            outputs = gathered(
-                predict(loaded.run, name, Console(screen, loaded.run.plan.cache_dir, loaded.run.engine.kind != "cpu"))
-            )
+            outputs = gathered(predict(loaded.run, name, console_for(loaded.run.plan, screen)))
         finally:
             screen.close()
             loaded.run.close()

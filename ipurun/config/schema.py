@@ -20,6 +20,7 @@ from ipurun.config.device_schema import (
     RecomputeConfig,
     ReplicationConfig,
 )
+from ipurun.config.machine_schema import MachineConfig
 from ipurun.config.option import node, option
 
 __all__ = [
@@ -162,6 +163,9 @@ class RunConfig:
     engine: str = option(
         "auto", "ipu: hardware; ipu_model: PopTorch's simulator.", choices=("auto", "ipu", "ipu_model", "cpu")
     )
+    threads: Optional[int] = option(
+        None, "CPU threads of the CPU engine; null: torch's choice. One is quickest for small models.", minimum=1
+    )
     seed: int = option(0, "Seed of weights, shuffling and on-device random numbers.", minimum=0)
     epochs: Optional[int] = option(None, "Passes over the training set; null: 1 unless max_steps is set.", minimum=1)
     max_steps: Optional[int] = option(
@@ -199,6 +203,7 @@ class RunConfig:
     inference: InferenceConfig = node(InferenceConfig, "What differs for evaluation and prediction.")
     cache: CacheConfig = node(CacheConfig, "Executable cache.")
     profile: ProfileConfig = node(ProfileConfig, "Profiling for PopVision.")
+    machine: MachineConfig = node(MachineConfig, "The kind of IPU that `plan` estimates for: machine=gc200 or bow.")
     options: Dict[str, Any] = option(
         {}, "Any other poptorch.Options setter by its own name, such as Training.gradientAccumulation."
     )

@@ -34,7 +34,7 @@ from ipurun.train.events import (
     Summary,
 )
 
-__all__ = ["Console", "final_line", "panel_rows", "summary_rows"]
+__all__ = ["Console", "console_for", "final_line", "panel_rows", "summary_rows"]
 
 _MOST_CHANGES = 6  # of one file: the panel shows what was chosen, config.yaml has all
 _LONGEST_CHANGE = 70
@@ -116,6 +116,12 @@ class Console(Observer):
         if summary.resume_command:
             self._screen.line(f"  resume      {summary.resume_command}")
         self._screen.line(f"  reproduce   {reproduce}")
+
+
+def console_for(plan: Plan, screen: Screen) -> Console:
+    """The console of a run: PopTorch draws its own bar and keeps executables, the CPU engine does neither."""
+    on_device = plan.engine != "cpu"
+    return Console(screen, plan.cache_dir if on_device else None, engine_draws_bar=on_device)
 
 
 def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
