@@ -1,0 +1,166 @@
+"""Fitting the free constants of a machine to measured throughputs, and telling how well that predicts.
+
+The logarithm of a throughput is nearly linear in the logarithms of the constants, so a few Gauss-Newton steps do.
+Every constant is held near the value that physics suggests, by as much as that value is uncertain: a handful of
+measurements must not move what they say nothing about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, List, Mapping, Sequence, Tuple
+
+from ipurun.planner.hardware import Machine
+from ipurun.planner.timing import estimate_time
+from ipurun.planner.types import Layout, ModelProfile, Settings
+
+__all__ = ["FREE", "Measurement", "calibrate", "leave_one_out", "measured_throughput", "ratio"]
+
+# Constant -> how far it may be from its physical value, as a standard deviation of its logarithm.
+FREE: Mapping[str, float] = {
+    "product_efficiency": 0.15,
+    "exchange_efficiency": 0.3,
+    "vector_bytes_per_cycle": 0.3,
+    "op_cycles": 0.7,
+    "streaming_bytes_per_second": 0.3,
+    "transfer_seconds": 0.7,
+    "host_call_seconds": 0.7,
+}
+# A published throughput of one SDK and one data set, as a standard deviation of its logarithm.
+_NOISE = 0.1
+_STEP = 0.05
+_ITERATIONS = 4
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured run.
+
+    Args:
+        name: What to call it.
+        family: Runs of the same model, which are left out together.
+        profile: Its model.
+        layout: Where it ran.
+        settings: How it ran.
+        clock_hz: Clock of the chip it ran on: all that tells a Bow from a GC200.
+        samples_per_second: What was measured.
+    """
+
+    name: str
+    family: str
+    profile: ModelProfile
+    layout: Layout
+    settings: Settings
+    clock_hz: float
+    samples_per_second: float
+
+
+def ratio(row: Measurement, machine: Machine) -> float:
+    """Estimated over measured throughput."""
+    own = dataclasses.replace(machine, clock_hz=row.clock_hz)
+    found = estimate_time(row.profile, row.layout, row.settings, own).samples_per_second
+    return found / row.samples_per_second
+
+
+def calibrate(rows: Sequence[Measurement], prior: Machine, free: Mapping[str, float] = FREE) -> Machine:
+    """The machine whose estimates come nearest to the measurements.
+
+    Args:
+        rows: What was measured. Rows of one family count as one, however many there are.
+        prior: Physical values of the constants.
+        free: Constants to fit, with the uncertainty of each.
+    """
+    names = list(free)
+    weights = _weights(rows)
+    machine = prior
+    for _ in range(_ITERATIONS if rows else 0):
+        residuals = [math.log(ratio(row, machine)) for row in rows]
+        slopes = [_slopes(row, machine, names, before) for row, before in zip(rows, residuals)]
+        moved = [math.log(getattr(machine, name) / getattr(prior, name)) for name in names]
+        matrix = [[0.0] * len(names) for _ in names]
+        right = [0.0] * len(names)
+        for weight, slope, residual in zip(weights, slopes, residuals):
+            for i in range(len(names)):
+                right[i] -= weight * slope[i] * residual
+                for j in range(len(names)):
+                    matrix[i][j] += weight * slope[i] * slope[j]
+        for i, name in enumerate(names):
+            matrix[i][i] += 1 / free[name] ** 2
+            right[i] -= moved[i] / free[name] ** 2
+        changes = _solve(matrix, right)
+        machine = _changed(machine, names, [max(-0.5, min(0.5, change)) for change in changes])
+    return machine
+
+
+def leave_one_out(rows: Sequence[Measurement], prior: Machine, free: Mapping[str, float] = FREE) -> Dict[str, float]:
+    """Estimated over measured throughput of every row, with its whole family left out of the fit."""
+    machines: Dict[str, Machine] = {}
+    for family in dict.fromkeys(row.family for row in rows):
+        machines[family] = calibrate([row for row in rows if row.family != family], prior, free)
+    return {row.name: ratio(row, machines[row.family]) for row in rows}
+
+
+def measured_throughput(folder: Path) -> float:
+    """Samples per second of a run: the median of its steps, because the first ones compile and load.
+
+    Args:
+        folder: A run folder.
+
+    Raises:
+        ValueError: The run has no throughput in its metrics.
+    """
+    found: List[float] = []
+    with open(folder / "metrics.jsonl", encoding="utf-8") as lines:
+        for line in lines:
+            value = json.loads(line).get("samples_per_second") if line.strip() else None
+            if isinstance(value, (int, float)) and value > 0:
+                found.append(float(value))
+    if not found:
+        raise ValueError(f"{folder}: no samples_per_second in metrics.jsonl")
+    return statistics.median(found)
+
+
+def _weights(rows: Sequence[Measurement]) -> List[float]:
+    sizes: Dict[str, int] = {}
+    for row in rows:
+        sizes[row.family] = sizes.get(row.family, 0) + 1
+    return [1 / (_NOISE**2 * sizes[row.family]) for row in rows]
+
+
+def _slopes(row: Measurement, machine: Machine, names: Sequence[str], before: float) -> List[float]:
+    slopes = []
+    for name in names:
+        after = math.log(ratio(row, _changed(machine, [name], [_STEP])))
+        slopes.append((after - before) / _STEP)
+    return slopes
+
+
+def _changed(machine: Machine, names: Sequence[str], logarithms: Sequence[float]) -> Machine:
+    values = {name: getattr(machine, name) * math.exp(change) for name, change in zip(names, logarithms)}
+    for name, value in values.items():
+        if name.endswith("_efficiency"):
+            values[name] = min(value, 1.0)
+    return dataclasses.replace(machine, **values)
+
+
+def _solve(matrix: List[List[float]], right: List[float]) -> List[float]:
+    """Gaussian elimination; the matrix is positive definite, so no pivots are needed."""
+    size = len(right)
+    rows: List[Tuple[List[float], float]] = [(list(row), value) for row, value in zip(matrix, right)]
+    for pivot in range(size):
+        head, value = rows[pivot]
+        for other in range(pivot + 1, size):
+            row, at = rows[other]
+            factor = row[pivot] / head[pivot]
+            rows[other] = ([a - factor * b for a, b in zip(row, head)], at - factor * value)
+    solution = [0.0] * size
+    for index in reversed(range(size)):
+        row, value = rows[index]
+        known = sum(row[j] * solution[j] for j in range(index + 1, size))
+        solution[index] = (value - known) / row[index]
+    return solution
