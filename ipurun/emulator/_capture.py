@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -72,7 +74,8 @@ def capture(
         recorder.add_input("input", f"input_{index}", tensor)
     constants = _ConstantGuard(recorder)
     modules = modules or {}
-    with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules):
+    plain = _without_mask_check(modules)
+    with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules), plain:
         with _without_validation(), torch.set_grad_enabled(training), recorder, _mutation_allowed(training, inputs):
             with FunctionWatcher(recorder):
                 returned = call()
@@ -161,6 +164,35 @@ def _attention_by_parts() -> Any:
     if attention is None or not hasattr(attention, "sdpa_kernel"):
         return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
     return attention.sdpa_kernel(attention.SDPBackend.MATH)
+
+
+@contextlib.contextmanager
+def _without_mask_check(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
+    """Keeps torch's transformers from comparing a mask with the causal one, which reads its values.
+
+    The comparison only picks a faster kernel: the mask is applied all the same.
+    """
+    flags = {torch.nn.TransformerEncoder: "is_causal", torch.nn.TransformerDecoder: "tgt_is_causal"}
+    handles = []
+    for module in modules.values():
+        flag = next((flag for kind, flag in flags.items() if isinstance(module, kind)), None)
+        parameters = list(inspect.signature(module.forward).parameters) if flag is not None else []
+        if flag in parameters:
+            hook = functools.partial(_say_not_causal, flag, parameters.index(flag))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _say_not_causal(
+    flag: str, position: int, module: torch.nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Optional[Tuple[Tuple[Any, ...], Dict[str, Any]]]:
+    if len(args) > position or kwargs.get(flag) is not None:
+        return None
+    return args, {**kwargs, flag: False}
 
 
 @contextlib.contextmanager

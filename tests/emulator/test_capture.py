@@ -288,3 +288,13 @@ class _Function(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+def test_a_transformer_takes_its_mask_as_an_input():
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, 1, 1, dim_feedforward=8, dropout=0.0, batch_first=True).eval()
+    source, target = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    masks = torch.triu(torch.full((3, 3), float("-inf")), diagonal=1), torch.zeros(3, 3)
+    expected = model(source, target, *masks)
+    assert torch.allclose(poptorch.inferenceModel(model)(source, target, *masks), expected, atol=1e-5)
+    assert torch.allclose(model(source, target, *masks), expected)
