@@ -1,9 +1,11 @@
-"""Files that a compile leaves behind where asked to: the exported model and the profile report."""
+"""What a compile leaves behind where asked to: the exported model, the profile report, the traced program."""
 
 from __future__ import annotations
 
 import os
 from typing import Any, Callable, Mapping
+
+from ipurun.emulator._logging import TRACE, native_logger, trace
 
 __all__ = ["write_compile_files"]
 
@@ -15,7 +17,7 @@ _PROFILE_NAME = "profile.pop"
 def write_compile_files(
     program: Callable[[], str], options: Any, default_name: str, environment: Mapping[str, str]
 ) -> None:
-    """Writes the program where options or environment ask for it.
+    """Writes the program where options, environment or the log level ask for it.
 
     On a device these files hold the compiled code and its memory profile. Here each of them holds the
     captured program as JSON: which operations there are, and where they run.
@@ -26,6 +28,8 @@ def write_compile_files(
         default_name: Name of the model where the options give none.
         environment: Environment variables.
     """
+    if native_logger.isEnabledFor(TRACE):
+        trace("PopART IR: %s", program())
     proto = environment.get(_PROTO_VARIABLE, "")
     if proto:
         _write(proto if os.path.splitext(proto)[1] else os.path.join(proto, _PROTO_NAME), program())

@@ -134,15 +134,25 @@ class ExecutorReports:
     def _debugGetPopartIR(self) -> str:
         executable = self._compiled("_debugGetPopartIR")
         graph = executable.graph
+        backend = self._options._Popart.options
         forward = [
-            _dumped(op.type, op.name, op.placement)
+            _dumped(op.type, op.name, op.placement, **_partials(op.type, backend))
             for op in lowered_ops(graph, self._options._module_namescope_enabled)
         ]
         backward = [_dumped(node.name, node.name, node.placement) for node in graph.nodes if node.is_backward]
         optimizer = executable.optimizer
         updates = [] if optimizer is None else [_dumped(name, name, Placement()) for name in optimizer.operations()]
-        return json.dumps({"maingraph": forward + backward + updates})
+        return json.dumps({"maingraph": forward + backward + updates}, separators=(",", ":"))
 
 
-def _dumped(op_type: str, name: str, placement: Placement) -> Dict[str, Any]:
-    return {"type": op_type, "name": name, "attributes": placement._asdict()}
+def _dumped(op_type: str, name: str, placement: Placement, **attributes: str) -> Dict[str, Any]:
+    return {"type": op_type, "name": name, "attributes": {**placement._asdict(), **attributes}}
+
+
+def _partials(op_type: str, backend: Dict[str, Any]) -> Dict[str, str]:
+    """Returns the type of partial results that the options ask for (Precision.setPartialsType)."""
+    if op_type == "MatMul":
+        return {"partialsType": f"MatMulPartialsType::{backend.get('partialsTypeMatMuls', 'float').upper()}"}
+    if op_type in ("Conv", "MultiConv"):
+        return {"partialsType[0]": backend.get("convolutionOptions", {}).get("partialsType", "float")}
+    return {}

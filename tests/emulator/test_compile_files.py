@@ -33,3 +33,18 @@ def test_nothing_is_written_unasked(tmp_path, monkeypatch):
     monkeypatch.delenv("POPTORCH_EXPORT_PROTO_FILE", raising=False)
     compiled()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("dtype", "word"), [(torch.float16, "half"), (torch.float32, "float")])
+def test_the_traced_program_tells_the_type_of_partials(capfd, dtype, word):
+    options = poptorch.Options()
+    options.Precision.setPartialsType(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Conv1d(3, 3, 1))
+    poptorch.setLogLevel("TRACE")
+    try:
+        poptorch.inferenceModel(model, options).compile(torch.ones(1, 3, 2))
+    finally:
+        poptorch.setLogLevel("WARN")
+    log = capfd.readouterr().err
+    assert f'"partialsType":"MatMulPartialsType::{word.upper()}"' in log
+    assert f'"partialsType[0]":"{word}"' in log
