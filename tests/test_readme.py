@@ -12,7 +12,6 @@ from ipurun.cli.main import COMMANDS, main
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
-    ROOT / "docs" / "tutorials" / "own-model-and-data.md",
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
 SHORT = ["max_steps=2", "eval.max_samples=20"]  # the pages train for longer
