@@ -57,10 +57,12 @@ def assert_trains_like_torch(model, inputs, steps=3, lr=0.05, tolerance=1e-5):
     reference = copy.deepcopy(model)
     executor = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
     optimizer = torch.optim.SGD(reference.parameters(), lr=lr)
-    for _ in range(steps):
-        got = last_loss(executor(*inputs))
+    for step in range(steps):
+        # Other values each time: what was captured must not hold those of the first call.
+        varied = [t * (1 + 0.1 * step) if t.is_floating_point() else t.roll(step, 0) for t in inputs]
+        got = last_loss(executor(*varied))
         optimizer.zero_grad()
-        expected = last_loss(reference(*inputs))
+        expected = last_loss(reference(*varied))
         expected.backward()
         optimizer.step()
         torch.testing.assert_close(got, expected.detach(), rtol=tolerance, atol=tolerance)

@@ -7,6 +7,7 @@ import torch
 from executor_models import Classifier, assert_trains_like_torch, images, options
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import ipurun.emulator as poptorch
 
@@ -139,6 +140,29 @@ class _Gradients(nn.Module):
         return poptorch.identity_loss((copied**2).mean(), reduction="none")
 
 
+class _Aliases(nn.Module):
+    """Views of views written in place, writes into fresh tensors, a gradient used in forward, a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        hidden.register_hook(lambda gradient: gradient * 2)
+        turned = hidden.view(2, 2, -1).transpose(0, 1).contiguous()
+        turned[0] += 1
+        turned.reshape(-1)[::2].mul_(3)
+        fresh = torch.zeros(4, 4)
+        fresh += hidden
+        fresh[0] = hidden[1]
+        fresh.t().add_(1)
+        inner = torch.autograd.grad((self.other(hidden) ** 2).sum(), hidden, create_graph=True)[0]
+        recomputed = checkpoint(lambda h: torch.tanh(self.other(h)) * h, hidden, use_reentrant=False)
+        return functional.mse_loss(turned.sum() + fresh + inner + recomputed, x)
+
+
 @pytest.mark.parametrize(
     ("build", "sample"),
     [
@@ -147,8 +171,9 @@ class _Gradients(nn.Module):
         (lambda: _Recurrent(nn.GRU), lambda: torch.randn(3, 5, 4)),
         (_Tied, lambda: torch.randint(0, 7, (3, 5))),
         (_Gradients, lambda: torch.randn(3, 4)),
+        (_Aliases, lambda: torch.randn(4, 4)),
     ],
-    ids=["attention", "lstm", "gru", "tied", "gradients"],
+    ids=["attention", "lstm", "gru", "tied", "gradients", "aliases"],
 )
 def test_models_train_as_in_torch(build, sample):
     torch.manual_seed(3)

@@ -33,7 +33,7 @@ LOSSES = {
     "smooth_l1": (functional.smooth_l1_loss, FLOATS),
     "cross_entropy": (functional.cross_entropy, CLASSES),
     "nll": (lambda y, t: functional.nll_loss(functional.log_softmax(y, 1), t), CLASSES),
-    "bce": (lambda y, t: functional.binary_cross_entropy(torch.sigmoid(y), t.abs()), FLOATS),
+    "bce": (lambda y, t: functional.binary_cross_entropy(torch.sigmoid(y), t.abs().clamp(max=1)), FLOATS),
     "bce_logits": (lambda y, t: functional.binary_cross_entropy_with_logits(y, t.abs()), FLOATS),
     "kl_div": (lambda y, t: functional.kl_div(functional.log_softmax(y, 1), t.softmax(1)), FLOATS),
     "poisson": (functional.poisson_nll_loss, FLOATS.abs()),
