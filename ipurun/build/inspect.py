@@ -15,7 +15,9 @@ from ipurun.build.optimizer import check_groups, check_optimizer
 from ipurun.build.sampling import seeded
 from ipurun.build.schedule import check_schedule
 from ipurun.build.step import check_loss
+from ipurun.build.structure import begins_blocks, first_item, structure, walked
 from ipurun.build.targets import check_node, make
+from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
@@ -133,18 +135,39 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         train_samples = samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
         if not is_stream(splits["train"]):
             first_sample = splits["train"]
+    parts = structure(model)
+    walk, failure = None, ""
+    if _is_placed(config, engine, model):
+        walk, failure = walked(config, None if first_sample is None else first_item(first_sample))
+    if walk is not None:
+        parts["own_blocks"] += tuple(walk.blocks)
     return Facts(
         engine=engine.kind,
         engine_version=engine.version,
         available_ipus=engine.available_ipus,
         train_samples=train_samples,
         split_samples={name: length_of(data) for name, data in splits.items() if name != "train"},
-        module_names=tuple(name for name, _ in model.named_modules() if name),
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         changing_buffers=changing_buffers(model, first_sample, config.loss, config.seed),
         returns_loss=config.loss.name is None,
-        notes=(*notes_of(*splits.values(), model), *_worker_notes(config, splits)),
+        notes=(*notes_of(*splits.values(), model), *_worker_notes(config, splits), *_trace_notes(failure)),
+        calls=() if walk is None else tuple(walk.calls),
+        operations=0 if walk is None else walk.operations,
+        **parts,
     )
+
+
+def _is_placed(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
+    """Whether it matters in which order the modules run."""
+    keys = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks", "stages", "phases", "ipus")
+    asked = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in keys)
+    return asked or bool(config.inference.split) or begins_blocks(model, engine.module)
+
+
+def _trace_notes(failure: str) -> Tuple[str, ...]:
+    if not failure:
+        return ()
+    return (f"blocks are checked in the order in which modules are defined: {failure}",)
 
 
 def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:

@@ -1,0 +1,147 @@
+"""What a model is made of, and in which order its modules run: the facts that placement is checked against."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+import ipurun.emulator as emulator
+from ipurun.build.sampling import seeded
+from ipurun.build.step import Step
+from ipurun.config.schema import RunConfig
+from ipurun.emulator._tracing import current
+from ipurun.errors import ConfigError
+from ipurun.plan.types import ModuleCall, OwnBlock
+
+__all__ = ["Walk", "begins_blocks", "first_item", "own_blocks", "record_walk", "structure", "walked"]
+
+_HOOKS = ("BlockHook", "_BlockHook")
+_LEGACY = ("LegacyBeginBlockFn",)
+
+
+@dataclass
+class Walk:
+    """The order in which a forward pass calls modules, and what its code says of blocks.
+
+    Args:
+        calls: Calls in order, under the names of the user's model; those of the loss are left out.
+        operations: Operations of the whole pass.
+        blocks: Blocks that `forward` itself begins.
+    """
+
+    calls: List[ModuleCall] = field(default_factory=list)
+    operations: int = 0
+    blocks: List[OwnBlock] = field(default_factory=list)
+
+
+def structure(model: nn.Module) -> Dict[str, Any]:
+    """Fields of `Facts` that can be read off a model as it stands, on any device and without running it."""
+    names: Dict[int, List[str]] = {}
+    shapes: Dict[str, Tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        shapes[name] = tuple(parameter.shape)
+    return {
+        "module_names": tuple(name for name, _ in model.named_modules() if name),
+        "module_kinds": {name: type(module).__name__ for name, module in model.named_modules()},
+        "parameter_shapes": shapes,
+        "shared_parameters": tuple(tuple(several) for several in names.values() if len(several) > 1),
+        "own_blocks": tuple(own_blocks(model)),
+    }
+
+
+def own_blocks(model: nn.Module) -> List[OwnBlock]:
+    """Blocks that the model's code begins at modules, by ``poptorch.BeginBlock``."""
+    blocks = []
+    for name, module in model.named_modules():
+        marks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _HOOKS]
+        marks += [module] if type(module).__name__ in _LEGACY else []  # type: ignore[list-item]  # it has the same fields
+        for mark in marks:
+            ipu, block_id = getattr(mark, "_ipu_id", None), getattr(mark, "_user_id", None)
+            blocks.append(OwnBlock(name, ipu, block_id))
+    return blocks
+
+
+def begins_blocks(model: nn.Module, engine_module: ModuleType) -> bool:
+    """Whether the files of the model's classes know PopTorch, so that `forward` may begin blocks."""
+    own = {id(engine_module), id(emulator)} | {
+        id(getattr(engine_module, name)) for name in ("Block", "BeginBlock", "BlockFunction")
+    }
+    files: Set[str] = {type(module).__module__ for module in model.modules()}
+    return any(
+        id(value) in own
+        for file in files
+        if not file.startswith("torch.") and file in sys.modules
+        for value in vars(sys.modules[file]).values()
+    )
+
+
+@contextlib.contextmanager
+def record_walk() -> Iterator[Walk]:
+    """Record the forward pass of a `Step` that is captured inside (by `profile_model`); the last one counts."""
+    walk = Walk()
+    names: Dict[int, str] = {}
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        recorder = current()
+        if recorder is None:
+            return
+        if isinstance(module, Step):
+            walk.calls.clear()
+            names.clear()
+            names.update({id(part): name for name, part in module.model.named_modules()})
+        elif id(module) in names:
+            walk.calls.append(ModuleCall(names[id(module)], len(recorder.graph.nodes)))
+
+    def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        recorder = current()
+        if recorder is None or not isinstance(module, Step):
+            return
+        walk.operations = len(recorder.graph.nodes)
+        at_modules = {block.block_id for block in own_blocks(module.model)}
+        walk.blocks = [
+            OwnBlock(None, event.info["placement"].ipu_id, event.info["placement"].block_id, event.position)
+            for event in recorder.graph.events
+            if event.kind == "begin_block" and event.info["placement"].block_id not in at_modules
+        ]
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield walk
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def walked(config: RunConfig, sample: Any = None) -> Tuple[Optional[Walk], str]:
+    """Trace the model of a config with its loss; the walk, or None and why there is none.
+
+    Args:
+        config: The run. Its `sample` tells the shapes where no item of the data is given.
+        sample: One item of the data set.
+    """
+    from ipurun.build.profile import profile_model  # deferred: few runs need it
+
+    if sample is None and not config.sample:
+        return None, "without an item of the data the model cannot be traced"
+    try:
+        with seeded(config.seed), record_walk() as walk:
+            profile_model(config, sample=sample, training=False)
+    except ConfigError as error:
+        problem = error.problems[0]
+        return None, f"{problem.what} ({problem.where}: {problem.seen})"
+    return walk, ""
+
+
+def first_item(data: Any) -> Optional[Any]:
+    """The first sample of a data set that has an order, None of any other."""
+    try:
+        return data[0]
+    except Exception:  # user code of any kind: loading will show what is wrong with it
+        return None
