@@ -19,22 +19,30 @@ from ipurun.planner.hardware import Machine
 from ipurun.planner.timing import estimate_time
 from ipurun.planner.types import Layout, ModelProfile, Settings
 
-__all__ = ["FREE", "Measurement", "calibrate", "leave_one_out", "measured_throughput", "ratio"]
+__all__ = [
+    "FREE",
+    "Measurement",
+    "calibrate",
+    "calibrate_to_run",
+    "leave_one_out",
+    "measured_throughput",
+    "ratio",
+]
 
-# Constant -> how far it may be from its physical value, as a standard deviation of its logarithm.
-FREE: Mapping[str, float] = {
-    "product_efficiency": 0.15,
-    "exchange_efficiency": 0.3,
-    "vector_bytes_per_cycle": 0.3,
-    "op_cycles": 0.7,
-    "streaming_bytes_per_second": 0.3,
-    "transfer_seconds": 0.7,
-    "host_call_seconds": 0.7,
+# Constant -> what physics suggests, and how far off that may be, as a standard deviation of its logarithm.
+FREE: Mapping[str, Tuple[float, float]] = {
+    "product_efficiency": (0.75, 0.15),  # an inner loop that also has to fetch and store
+    "exchange_efficiency": (0.5, 0.3),  # messages have headers, and not all tiles receive all the time
+    "vector_bytes_per_cycle": (8.0, 0.3),  # a third of the 24 bytes a tile can load and store in a cycle
+    "op_cycles": (3000.0, 0.5),  # a few synchronisations, calls and copies of 500 to 1000 cycles
+    "streaming_bytes_per_second": (20e9, 0.3),  # one bank of DDR4 behind a gateway
+    "transfer_seconds": (50e-6, 0.5),  # a synchronisation with the host over PCIe
+    "host_call_seconds": (3e-3, 0.5),  # Python, copies and a launch
 }
 # A published throughput of one SDK and one data set, as a standard deviation of its logarithm.
 _NOISE = 0.1
 _STEP = 0.05
-_ITERATIONS = 4
+_ITERATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -67,17 +75,17 @@ def ratio(row: Measurement, machine: Machine) -> float:
     return found / row.samples_per_second
 
 
-def calibrate(rows: Sequence[Measurement], prior: Machine, free: Mapping[str, float] = FREE) -> Machine:
+def calibrate(rows: Sequence[Measurement], machine: Machine, free: Mapping[str, Tuple[float, float]] = FREE) -> Machine:
     """The machine whose estimates come nearest to the measurements.
 
     Args:
         rows: What was measured. Rows of one family count as one, however many there are.
-        prior: Physical values of the constants.
-        free: Constants to fit, with the uncertainty of each.
+        machine: All other constants.
+        free: Constants to fit, with the physical value and the uncertainty of each.
     """
     names = list(free)
     weights = _weights(rows)
-    machine = prior
+    prior = machine = dataclasses.replace(machine, **{name: value for name, (value, _) in free.items()})
     for _ in range(_ITERATIONS if rows else 0):
         residuals = [math.log(ratio(row, machine)) for row in rows]
         slopes = [_slopes(row, machine, names, before) for row, before in zip(rows, residuals)]
@@ -90,19 +98,30 @@ def calibrate(rows: Sequence[Measurement], prior: Machine, free: Mapping[str, fl
                 for j in range(len(names)):
                     matrix[i][j] += weight * slope[i] * slope[j]
         for i, name in enumerate(names):
-            matrix[i][i] += 1 / free[name] ** 2
-            right[i] -= moved[i] / free[name] ** 2
+            matrix[i][i] += 1 / free[name][1] ** 2
+            right[i] -= moved[i] / free[name][1] ** 2
         changes = _solve(matrix, right)
         machine = _changed(machine, names, [max(-0.5, min(0.5, change)) for change in changes])
     return machine
 
 
-def leave_one_out(rows: Sequence[Measurement], prior: Machine, free: Mapping[str, float] = FREE) -> Dict[str, float]:
+def leave_one_out(
+    rows: Sequence[Measurement], machine: Machine, free: Mapping[str, Tuple[float, float]] = FREE
+) -> Dict[str, float]:
     """Estimated over measured throughput of every row, with its whole family left out of the fit."""
     machines: Dict[str, Machine] = {}
     for family in dict.fromkeys(row.family for row in rows):
-        machines[family] = calibrate([row for row in rows if row.family != family], prior, free)
+        machines[family] = calibrate([row for row in rows if row.family != family], machine, free)
     return {row.name: ratio(row, machines[row.family]) for row in rows}
+
+
+def calibrate_to_run(row: Measurement, machine: Machine) -> Machine:
+    """A machine whose estimate of one measured run is right, or as near as its constants can honestly move.
+
+    The constants of the machine at hand take the place of the physical ones: they move from there.
+    """
+    free = {name: (getattr(machine, name), spread) for name, (_, spread) in FREE.items()}
+    return calibrate([row], machine, free)
 
 
 def measured_throughput(folder: Path) -> float:

@@ -11,15 +11,29 @@ from ipurun.planner.types import ModelProfile, OpProfile, Settings
 
 __all__ = ["OpCost", "op_costs"]
 
-# Times that an operation goes over its data, forward and backward: statistics come before what uses them.
-_PASSES: Dict[str, Tuple[float, float]] = {
+# Work per value, forward and backward, in units of an addition: reading, writing and one instruction. Statistics come
+# before what uses them, so norms and softmax go over their data several times; functions such as exp take the
+# time of several additions.
+_WORK: Dict[str, Tuple[float, float]] = {
     "elementwise": (1.0, 1.0),
     "copy": (1.0, 1.0),
     "gather": (1.0, 1.0),
-    "pool": (1.0, 1.0),
+    "pool": (2.0, 2.0),
     "reduce": (1.0, 1.0),
-    "softmax": (3.0, 2.0),
-    "norm": (3.0, 3.0),
+    "softmax": (8.0, 4.0),  # maximum, exp, sum, division; product, sum, difference, product
+    "norm": (6.0, 8.0),  # mean, variance, normalisation, scale and shift; two sums more going back
+}
+_WORK_BY_NAME: Dict[str, Tuple[float, float]] = {
+    "gelu": (6.0, 8.0),
+    "silu": (5.0, 6.0),
+    "tanh": (4.0, 2.0),
+    "sigmoid": (4.0, 2.0),
+    "exp": (4.0, 1.0),
+    "log": (4.0, 1.0),
+    "erf": (6.0, 6.0),
+    "hardswish": (3.0, 3.0),
+    "bernoulli_": (3.0, 3.0),  # random numbers; drawn again in the backward pass
+    "native_dropout": (4.0, 4.0),
 }
 
 
@@ -63,7 +77,7 @@ def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float
     overhead = machine.op_cycles / machine.clock_hz
     if op.dims:
         return _product_cost(op, machine, settings, proportion, overhead)
-    forward, backward = _PASSES[op.kind]
+    forward, backward = _WORK_BY_NAME.get(op.name, _WORK[op.kind])
     moving = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
     rate = moving if op.kind in ("copy", "gather") else machine.vector_bytes_per_cycle
     once = op.traffic_bytes / (rate * machine.tiles * machine.clock_hz)

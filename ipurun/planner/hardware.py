@@ -1,4 +1,4 @@
-"""The constants of one kind of device, as conf/device/*.yaml gives them."""
+"""The constants of one kind of device, as conf/machine/*.yaml gives them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Machine", "machine_from"]
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of IPU and the machine around it. Meanings, units and sources are in conf/device/*.yaml."""
+    """One kind of IPU and the machine around it. Meanings, units and sources are in conf/machine/*.yaml."""
 
     name: str = "GC200"
     tiles: int = 1472
@@ -22,17 +22,17 @@ class Machine:
     exchange_bytes_per_cycle: float = 4.0
     ipus_per_machine: int = 4
     streaming_bytes_per_machine: float = 256e9
-    product_efficiency: float = 0.74
+    product_efficiency: float = 0.79
     block_load_cycles: float = 48.0
-    exchange_efficiency: float = 0.56
-    vector_bytes_per_cycle: float = 8.0
+    exchange_efficiency: float = 0.58
+    vector_bytes_per_cycle: float = 8.4
     op_cycles: float = 3200.0
     link_bytes_per_second: float = 64e9
     all_reduce_bytes_per_second: float = 40e9
-    streaming_bytes_per_second: float = 17.6e9
-    transfer_seconds: float = 65e-6
+    streaming_bytes_per_second: float = 18.4e9
+    transfer_seconds: float = 69e-6
     host_bytes_per_second: float = 8e9
-    host_call_seconds: float = 3.5e-3
+    host_call_seconds: float = 3.8e-3
     replica_loss: float = 0.075
     code_bytes_per_tile: float = 16_600.0
     code_bytes_per_op: float = 150.0

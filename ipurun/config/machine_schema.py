@@ -1,0 +1,47 @@
+"""Config keys of the `machine` group: constants of one kind of IPU and the machine around it, for the planner.
+
+They change no run, only estimates. Sources are in conf/machine/*.yaml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ipurun.config.option import option
+
+__all__ = ["MachineConfig"]
+
+
+@dataclass
+class MachineConfig:
+    """Constants that `plan` estimates with."""
+
+    name: str = option("GC200", "Name of the chip, for display.")
+    tiles: int = option(1472, "Tiles of an IPU.", minimum=1)
+    tile_bytes: int = option(638976, "Memory of a tile, in bytes.", minimum=1)
+    clock_hz: float = option(1.325e9, "Clock, in cycles per second.")
+    half_macs_per_cycle: float = option(64.0, "Multiply-adds of half values that a tile does in a cycle.")
+    single_macs_per_cycle: float = option(16.0, "Multiply-adds of single values that a tile does in a cycle.")
+    exchange_bytes_per_cycle: float = option(4.0, "Bytes that a tile receives from other tiles in a cycle.")
+    ipus_per_machine: int = option(4, "IPUs of one machine.", minimum=1)
+    streaming_bytes_per_machine: float = option(256e9, "Streaming memory of one machine, in bytes.")
+    product_efficiency: float = option(0.79, "Share of its rate that the matrix unit reaches while it multiplies.")
+    block_load_cycles: float = option(48.0, "Cycles to load one block of weights into the matrix unit.")
+    exchange_efficiency: float = option(0.58, "Share of its rate that the exchange reaches.")
+    vector_bytes_per_cycle: float = option(
+        8.4, "Bytes that a tile reads and writes in a cycle, outside the matrix unit."
+    )
+    op_cycles: float = option(3200.0, "Cycles to begin and end an operation.")
+    link_bytes_per_second: float = option(64e9, "From one IPU of a replica to another, bytes per second.")
+    all_reduce_bytes_per_second: float = option(40e9, "Gradients over replicas, bytes per second and IPU.")
+    streaming_bytes_per_second: float = option(18.4e9, "Streaming memory of one machine, bytes per second.")
+    transfer_seconds: float = option(69e-6, "Delay of one transfer from outside the IPU, in seconds.")
+    host_bytes_per_second: float = option(8e9, "From the host to one machine, bytes per second.")
+    host_call_seconds: float = option(3.8e-3, "What one host call adds, in seconds.")
+    replica_loss: float = option(0.075, "Exponent: a cycle of R replicas takes R to its power times longer.")
+    code_bytes_per_tile: float = option(16600.0, "Code on every tile: vertices that all programs have, in bytes.")
+    code_bytes_per_op: float = option(150.0, "Code and vertex state of one different operation on a tile, in bytes.")
+    code_bytes_per_call: float = option(42.0, "Control code of one call of an operation on a tile, in bytes.")
+    tile_imbalance_bytes: float = option(36000.0, "What the fullest tile holds above the average, in bytes.")
+    default_proportion: float = option(0.6, "Share of a tile for matmul temporaries where none is set.")
+    tight_margin: float = option(0.18, "Within this share of the limit the verdict is tight.")
