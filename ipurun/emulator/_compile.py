@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional
 import torch
 
 from ipurun.emulator import _compile_checks, _executable_cache, _supported
+from ipurun.emulator._backend_log import log_program
 from ipurun.emulator._batching import BatchLayout
 from ipurun.emulator._capture import Captured, capture
 from ipurun.emulator._executable import Executable
@@ -76,6 +77,7 @@ def compile_model(
             )
     strategy.onEndTracing()
     log_placement(captured.graph, options)
+    log_program(captured.graph, options)
     add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
     executable = Executable(
         captured, weights, layout, streams, options.anchored_tensors, interpreter_for(options) or generate

@@ -61,6 +61,7 @@ class LoweredOp(NamedTuple):
         shape: Text of the output's type and shape.
         placement: Where it runs.
         source: Line of the model that it comes from, "" where unknown.
+        attributes: Attributes in force where it was called (poptorch.Attribute).
     """
 
     type: str
@@ -68,6 +69,7 @@ class LoweredOp(NamedTuple):
     shape: str
     placement: Placement
     source: str
+    attributes: Dict[str, Dict[str, str]]
 
 
 def lowered_ops(graph: Graph, module_names: bool = True) -> List[LoweredOp]:
@@ -108,6 +110,7 @@ class _Lowering:
         self._uses: Dict[str, int] = {}
         self._producer = {value: node for node in graph.nodes for value in values_in(node.outputs)}
         self._multi_conv: Optional[int] = None
+        self._attributes: Dict[str, Dict[str, str]] = {}
 
     def note(self, event: Event) -> None:
         """Takes in what happened between two ops."""
@@ -115,6 +118,8 @@ class _Lowering:
             self._scopes.append(event.info["name"])
         elif event.kind == "pop_name_scope":
             self._scopes.pop()
+        elif event.kind == "attributes":
+            self._attributes = event.info["attributes"]
         elif event.kind == "begin_multi_conv":
             self._multi_conv = len(self.ops)
         elif event.kind == "end_multi_conv":
@@ -142,7 +147,7 @@ class _Lowering:
         self._uses[name] = repeat + 1
         shape = _shape_text(self._graph.specs[value])
         name = f"{name}/{repeat}" if repeat else name
-        self.ops.append(LoweredOp(backend_type, name, shape, node.placement, node.source))
+        self.ops.append(LoweredOp(backend_type, name, shape, node.placement, node.source, self._attributes))
 
     def _join_convolutions(self) -> None:
         begin, self._multi_conv = self._multi_conv, None
