@@ -1,0 +1,236 @@
+"""The search for a config: split, micro-batch, accumulation and replication for a number of IPUs and a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Collection, Iterator, List, Optional, Sequence, Tuple
+
+from ipurun.planner.estimate import estimate
+from ipurun.planner.hardware import Machine
+from ipurun.planner.split import Split, solve_split
+from ipurun.planner.stages import single_ipu
+from ipurun.planner.types import Estimate, Layout, ModelProfile, Settings, Verdict
+
+__all__ = ["Goal", "Solution", "Variant", "powers_up_to", "search", "split_for", "split_overrides", "variants_of"]
+
+_MOST_MICRO_BATCHES = 9
+# Micro-batches of one update for each stage, where nobody says how many samples an update has.
+_FREE_ACCUMULATION = 16
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be found.
+
+    Args:
+        devices: IPUs to use, a power of two.
+        global_batch: Samples of one weight update; None: free.
+        micro_batch: Samples of a micro-batch; None: free.
+        largest_pipeline: Most IPUs of one replica; None: all.
+    """
+
+    devices: int
+    global_batch: Optional[int] = None
+    micro_batch: Optional[int] = None
+    largest_pipeline: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to save memory that a search may use.
+
+    Args:
+        settings: The settings with it.
+        overrides: What to type for it.
+        checkpoints: Operations whose results are kept where the rest is recomputed.
+    """
+
+    settings: Settings
+    overrides: Tuple[str, ...] = ()
+    checkpoints: Tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One config that was found.
+
+    Args:
+        settings: Its batch numbers and the rest.
+        layout: Its layout.
+        split: Its split; None: on one IPU.
+        overrides: Exactly what to type for it.
+        estimate: What it would take.
+    """
+
+    settings: Settings
+    layout: Layout
+    split: Optional[Split]
+    overrides: Tuple[str, ...]
+    estimate: Estimate
+
+    @property
+    def ipus(self) -> int:
+        """IPUs of one replica."""
+        return self.layout.num_ipus
+
+
+def powers_up_to(most: int) -> List[int]:
+    """1, 2, 4, ... up to a number."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+def variants_of(settings: Settings, block_checkpoints: Sequence[int]) -> List[Variant]:
+    """Ways to run a model, from as it is to those that save most memory.
+
+    Args:
+        settings: As the config has it.
+        block_checkpoints: Operations that end the layers of the model's repeated stacks.
+    """
+    found = [Variant(settings, (), ())]
+    if not settings.training:
+        return found
+    recomputing = dataclasses.replace(settings, recompute="checkpoints")
+    words: Tuple[str, ...] = ("recompute.mode=pipeline", "recompute.every=block")
+    if block_checkpoints:
+        found.append(Variant(recomputing, words, tuple(block_checkpoints)))
+    elif settings.recompute == "none":
+        found.append(Variant(recomputing, words[:1], ()))
+    if settings.state_on_chip and settings.state_bytes:
+        last = found[-1]
+        off_chip = dataclasses.replace(last.settings, state_on_chip=False, state_sharded=True)
+        extra = ("memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true")
+        found.append(Variant(off_chip, last.overrides + extra, last.checkpoints))
+    return found
+
+
+def split_for(
+    profile: ModelProfile,
+    num_ipus: int,
+    settings: Settings,
+    machine: Machine,
+    names: Optional[Collection[str]] = None,
+    checkpoints: Collection[int] = (),
+) -> Optional[Split]:
+    """The best split that fits or, failing that, the best that is tight."""
+    scaled = profile.with_micro_batch(settings.micro_batch_size)
+    for share in (1 - machine.tight_margin, 1 + machine.tight_margin):
+        room = share * machine.memory_bytes
+        found = solve_split(scaled, num_ipus, settings, machine, names=names, checkpoints=checkpoints, room=room)
+        if found is not None:
+            return found
+    return None
+
+
+def search(
+    profile: ModelProfile,
+    goal: Goal,
+    variants: Sequence[Variant],
+    machine: Machine,
+    names: Optional[Collection[str]] = None,
+) -> List[Solution]:
+    """Configs that fit, the quickest first; tight ones come behind all that fit.
+
+    Args:
+        profile: The model.
+        goal: What is to be found.
+        variants: Ways to run it; a later one is tried only for numbers of IPUs at which no earlier one fits.
+        machine: On what it runs.
+        names: Modules at which a block can begin; None: any.
+    """
+    solutions: List[Solution] = []
+    for ipus in powers_up_to(min(goal.devices, goal.largest_pipeline or goal.devices)):
+        for variant in variants:
+            found = list(_of_size(profile, goal, ipus, variant, machine, names))
+            solutions += found
+            if any(solution.estimate.verdict is Verdict.FITS for solution in found):
+                break
+    return sorted(solutions, key=_rank)
+
+
+def _rank(solution: Solution) -> Tuple[int, float]:
+    return int(solution.estimate.verdict is not Verdict.FITS), -solution.estimate.time.samples_per_second
+
+
+def _of_size(
+    profile: ModelProfile,
+    goal: Goal,
+    ipus: int,
+    variant: Variant,
+    machine: Machine,
+    names: Optional[Collection[str]],
+) -> Iterator[Solution]:
+    """Solutions with one number of IPUs in a replica, one for each micro-batch until they stop fitting."""
+    replicas = goal.devices // ipus
+    for micro_batch, accumulation in _batches(goal, ipus, replicas):
+        settings = dataclasses.replace(
+            variant.settings,
+            micro_batch_size=micro_batch,
+            gradient_accumulation=accumulation,
+            replicas=replicas,
+            strategy="pipelined",
+            accumulator_bytes=_accumulator_bytes(variant.settings, accumulation),
+        )
+        if ipus == 1:
+            split, layout = None, single_ipu(profile)
+            layout = dataclasses.replace(layout, checkpoints=variant.checkpoints)
+            if settings.recompute == "checkpoints" and not variant.overrides:
+                settings = dataclasses.replace(settings, recompute="none")
+        else:
+            if settings.recompute == "none" and not variant.overrides:
+                settings = dataclasses.replace(settings, recompute="checkpoints")  # PopTorch's default in a pipeline
+            split = split_for(profile, ipus, settings, machine, names, variant.checkpoints)
+            if split is None:
+                return
+            layout = split.layout
+            if settings.training and accumulation < 2 * layout.num_stages - 1:
+                continue
+        found = estimate(profile, layout, settings, machine)
+        if found.verdict is Verdict.DOES_NOT_FIT:
+            return
+        yield Solution(settings, layout, split, _overrides(goal, settings, split, variant), found)
+
+
+def _accumulator_bytes(settings: Settings, accumulation: int) -> float:
+    return (settings.accumulator_bytes or float(settings.compute_bytes)) if accumulation > 1 else 0.0
+
+
+def _batches(goal: Goal, ipus: int, replicas: int) -> Iterator[Tuple[int, int]]:
+    """(micro-batch, accumulation) worth trying, small micro-batches first."""
+    least = 2 * ipus - 1
+    if goal.global_batch is None:
+        accumulation = _FREE_ACCUMULATION * ipus if ipus > 1 else 1
+        sizes = [goal.micro_batch] if goal.micro_batch else powers_up_to(1 << (_MOST_MICRO_BATCHES - 1))
+        yield from ((size, accumulation) for size in sizes)
+        return
+    if goal.global_batch % replicas:
+        return
+    own = goal.global_batch // replicas
+    sizes = [size for size in range(1, own + 1) if own % size == 0 and own // size >= least]
+    if goal.micro_batch:
+        sizes = [size for size in sizes if size == goal.micro_batch]
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    chosen = sizes if len(sizes) <= _MOST_MICRO_BATCHES else powers or sizes
+    yield from ((size, own // size) for size in chosen[:_MOST_MICRO_BATCHES])
+
+
+def _overrides(goal: Goal, settings: Settings, split: Optional[Split], variant: Variant) -> Tuple[str, ...]:
+    words = [f"devices={goal.devices}"]
+    if split is None:
+        words += ["pipeline.split=[]", "pipeline.blocks={}"]
+    else:
+        words += split_overrides(split)
+    words += [f"micro_batch_size={settings.micro_batch_size}"]
+    if goal.global_batch is None:
+        words += [f"gradient_accumulation={settings.gradient_accumulation}"]
+    else:
+        words += [f"global_batch_size={goal.global_batch}", "gradient_accumulation=null"]
+    return (*words, *variant.overrides)
+
+
+def split_overrides(split: Split) -> List[str]:
+    """What to type for a split."""
+    words = [f"pipeline.split=[{','.join(split.modules)}]"]
+    if split.head is not None:
+        words.append(f"pipeline.blocks={{{split.head}: 0}}")
+    return words

@@ -1,0 +1,205 @@
+"""The best split of a model over IPUs: dynamic programming over its cut points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Collection, List, Optional, Sequence, Tuple
+
+from ipurun.planner.cuts import Cell, CutPoint, Segment, cells_of, cut_points, segment_memory, segments_ending_at
+from ipurun.planner.hardware import Machine
+from ipurun.planner.stages import layout_of_cuts
+from ipurun.planner.types import Layout, ModelProfile, Settings
+
+__all__ = ["Split", "solve_split", "tied_head"]
+
+_MOST_CUTS = 400
+# Cutting inside layers has to be worth this much to be preferred to cutting between them.
+_WORTH_DEPTH = 0.97
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model over the IPUs of a replica.
+
+    Args:
+        blocks: (module, IPU) of every block behind the first.
+        layout: The same, by operation.
+        slowest: Seconds of the slowest IPU for one micro-batch.
+        fullest: Bytes of the fullest IPU.
+        evenness: Time of an IPU if all had the same work, over that of the slowest.
+    """
+
+    blocks: Tuple[Tuple[str, int], ...]
+    layout: Layout
+    slowest: float
+    fullest: float
+    evenness: float
+
+    @property
+    def modules(self) -> Tuple[str, ...]:
+        """Modules at which the next IPU begins, for `pipeline.split`; without a head that goes back to IPU 0."""
+        return tuple(module for module, ipu in self.blocks if ipu)
+
+    @property
+    def head(self) -> Optional[str]:
+        """Module whose block goes back to IPU 0, if one does."""
+        return next((module for module, ipu in self.blocks if not ipu), None)
+
+
+def tied_head(profile: ModelProfile, points: Sequence[CutPoint]) -> Optional[CutPoint]:
+    """Where a head begins that shares a weight with the model's beginning: both have to be on one IPU."""
+    early = len(profile.ops) // 2
+    users = [
+        max(parameter.ops)
+        for parameter in profile.parameters
+        if parameter.ops and min(parameter.ops) < early <= max(parameter.ops)
+    ]
+    before = [point for point in points if users and early <= point.op <= min(users)]
+    return before[-1] if before else None
+
+
+def solve_split(
+    profile: ModelProfile,
+    num_ipus: int,
+    settings: Settings,
+    machine: Machine,
+    *,
+    names: Optional[Collection[str]] = None,
+    checkpoints: Collection[int] = (),
+    room: Optional[float] = None,
+) -> Optional[Split]:
+    """The split whose slowest IPU is quickest among those that fit.
+
+    Cuts between large modules come first; cuts inside them are taken where they fit better or are clearly quicker.
+
+    Args:
+        profile: The model, scaled to the settings' micro-batch.
+        num_ipus: IPUs of one replica.
+        settings: How it runs.
+        machine: On what it runs.
+        names: Modules at which a block can begin; None: any.
+        checkpoints: Operations whose results are kept where the rest is recomputed.
+        room: Bytes that may be taken on each IPU; None: what gives the verdict "fits".
+
+    Returns:
+        None where no split keeps within the room.
+    """
+    if room is None:
+        room = machine.memory_bytes * (1 - machine.tight_margin)
+    points = cut_points(profile, names)
+    best: Optional[Split] = None
+    for depth in sorted({point.depth for point in points}) or [0]:
+        usable = [point for point in points if point.depth <= depth]
+        if best is not None and len(usable) > _MOST_CUTS:
+            break
+        if len(usable) + 1 < num_ipus or len(usable) > 4 * _MOST_CUTS:
+            continue
+        found = _solve(profile, usable, num_ipus, settings, machine, checkpoints, room)
+        if found is not None and (best is None or found.slowest < best.slowest * _WORTH_DEPTH):
+            best = found
+        if best is not None and best.evenness > _WORTH_DEPTH:
+            break  # no finer cuts could make the slowest IPU clearly quicker
+    return best
+
+
+def _solve(
+    profile: ModelProfile,
+    points: List[CutPoint],
+    num_ipus: int,
+    settings: Settings,
+    machine: Machine,
+    checkpoints: Collection[int],
+    room: float,
+) -> Optional[Split]:
+    head = tied_head(profile, points) if num_ipus > 1 else None
+    cells = cells_of(profile, points, checkpoints, settings, machine)
+    end = len(cells) if head is None else points.index(head) + 1
+    # A parameter that both ends share is counted in both of their cells: the head's own comes in without it.
+    behind = _head_segment(cells, end, profile, settings, machine) if head is not None else None
+    stages = num_ipus + (head is not None)
+    starts = _partition(cells[:end], profile, num_ipus, stages, behind, settings, machine, room)
+    if starts is None:
+        return None
+    cuts = [points[start - 1] for start in starts[0]]
+    blocks = [(point.module, ipu) for ipu, point in enumerate(cuts, start=1)]
+    ipus = list(range(num_ipus))
+    if head is not None:
+        cuts.append(head)
+        blocks.append((head.module, 0))
+        ipus.append(0)
+    layout = layout_of_cuts(profile, [point.op for point in cuts], ipus, sorted(checkpoints))
+    again = 2 if settings.recompute == "checkpoints" and settings.training else 1
+    work = sum(again * cell.forward + cell.backward for cell in cells)
+    return Split(tuple(blocks), layout, starts[1], starts[2], work / num_ipus / starts[1] if starts[1] else 1.0)
+
+
+def _head_segment(cells: List[Cell], end: int, profile: ModelProfile, settings: Settings, machine: Machine) -> Segment:
+    tables = segments_ending_at(len(cells), cells, profile, settings, machine, float("inf"))
+    segment = next(segment for segment in tables if segment.begin == end)
+    shared = cells[end].share
+    twice = shared.weights + shared.gradients + shared.state
+    return Segment(**{**vars(segment), "fixed": max(0, segment.fixed - twice)})
+
+
+def _partition(
+    cells: List[Cell],
+    profile: ModelProfile,
+    num_ipus: int,
+    stages: int,
+    head: Optional[Segment],
+    settings: Settings,
+    machine: Machine,
+    room: float,
+) -> Optional[Tuple[List[int], float, float]]:
+    """First cells of IPUs 1, 2, ..., the seconds of the slowest IPU and the bytes of the fullest; None: none fits.
+
+    ``best[j]`` after n rounds is the smallest possible time of the slowest of n stages that hold the first j cells.
+    """
+    count = len(cells)
+    never = float("inf")
+    tables = [segments_ending_at(end, cells, profile, settings, machine, room) for end in range(count + 1)]
+    best: List[Tuple[float, float]] = [(0.0, 0.0)] + [(never, never)] * count
+    choices: List[List[int]] = []
+    directions = 2 if settings.training else 1
+    for stage in range(num_ipus):
+        in_flight = _in_flight(stage, stages, settings)
+        now: List[Tuple[float, float]] = [(never, never)] * (count + 1)
+        choice = [-1] * (count + 1)
+        is_last = stage == stages - 1
+        ends = range(stage + 1, count - (num_ipus - stage - 1) + 1)
+        for end in ends if stage < num_ipus - 1 else (count,):
+            for segment in tables[end]:
+                work = segment.forward + segment.backward + segment.again - (segment.tail if is_last else 0.0)
+                if work >= now[end][0]:
+                    break  # longer stages only take longer
+                before = best[segment.begin]
+                if before[0] == never or (stage == 0) != (segment.begin == 0):
+                    continue
+                behind = head if stage == 0 else None
+                memory = segment_memory(segment, in_flight, machine, behind)
+                received = segment.received
+                if behind is not None:
+                    work += behind.forward + behind.backward + behind.again - behind.tail
+                    received += behind.received
+                if memory > room:
+                    continue
+                seconds = work + directions * received / machine.link_bytes_per_second
+                reached = (max(before[0], seconds), max(before[1], memory))
+                if reached < now[end]:
+                    now[end] = reached
+                    choice[end] = segment.begin
+        best = now
+        choices.append(choice)
+    if best[count][0] == never:
+        return None
+    starts, end = [], count
+    for choice in reversed(choices):
+        end = choice[end]
+        starts.append(end)
+    return starts[-2::-1] if num_ipus > 1 else [], best[count][0], best[count][1]
+
+
+def _in_flight(stage: int, stages: int, settings: Settings) -> int:
+    if settings.strategy != "pipelined" or not settings.training:
+        return 1
+    return 2 * (stages - stage) - 1
