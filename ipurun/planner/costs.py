@@ -9,7 +9,7 @@ from ipurun.planner.hardware import Machine
 from ipurun.planner.products import Shape, backward_shapes, forward_shape, plan_product
 from ipurun.planner.types import ModelProfile, OpProfile, Settings
 
-__all__ = ["OpCost", "op_costs"]
+__all__ = ["OpCost", "costs_by_ipu", "op_costs", "proportion_of"]
 
 # Work per value, forward and backward, in units of an addition: reading, writing and one instruction. Statistics come
 # before what uses them, so norms and softmax go over their data several times; functions such as exp take the
@@ -69,6 +69,24 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
             known[key] = _cost(op, machine, settings, proportion)
         costs.append(known[key])
     return costs
+
+
+def costs_by_ipu(profile: ModelProfile, machine: Machine, settings: Settings, num_ipus: int) -> List[List[OpCost]]:
+    """For each IPU, the cost that every operation would have there."""
+    known: Dict[float, List[OpCost]] = {}
+    by_ipu = []
+    for ipu in range(num_ipus):
+        proportion = proportion_of(settings, machine, ipu)
+        if proportion not in known:
+            known[proportion] = op_costs(profile, machine, settings, proportion)
+        by_ipu.append(known[proportion])
+    return by_ipu
+
+
+def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
+    """Share of tile memory for matmul and convolution temporaries on an IPU."""
+    given = settings.available_proportion
+    return given[min(ipu, len(given) - 1)] if given else machine.default_proportion
 
 
 def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float) -> OpCost:

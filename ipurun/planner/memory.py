@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Dict, List, Set, Tuple
 
-from ipurun.planner.costs import op_costs
+from ipurun.planner.costs import OpCost, costs_by_ipu, proportion_of
 from ipurun.planner.hardware import Machine
 from ipurun.planner.recompute import stage_memories
 from ipurun.planner.stages import boundary_values, ops_of_stage
@@ -99,12 +99,6 @@ def in_flight(stage: int, layout: Layout, settings: Settings) -> int:
     return 2 * (layout.num_stages - stage) - 1
 
 
-def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
-    """Share of tile memory for matmul and convolution temporaries on an IPU."""
-    given = settings.available_proportion
-    return given[min(ipu, len(given) - 1)] if given else machine.default_proportion
-
-
 def estimate_memory(
     profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine
 ) -> Tuple[IpuMemory, ...]:
@@ -112,6 +106,7 @@ def estimate_memory(
     shares = parameter_shares(profile, layout, settings)
     activations = stage_memories(profile, layout, settings)
     received = boundary_values(profile, layout)
+    costs = costs_by_ipu(profile, machine, settings, layout.num_ipus)
     ipus = []
     for ipu, share in enumerate(shares):
         stages = [stage for stage, at in enumerate(layout.ipu_of_stage) if at == ipu]
@@ -122,7 +117,7 @@ def estimate_memory(
             streaming += stash
             stash = max((activations[stage].kept for stage in stages), default=0)
         working = max((activations[stage].working for stage in stages), default=0)
-        temporary = working + _largest_op(profile, ops, settings, machine, ipu) + share.largest
+        temporary = working + _largest_op(profile, ops, costs[ipu]) + share.largest
         # Weights are updated when the pipeline is empty: state takes the place of activations.
         temporary = max(temporary, share.update - stash)
         io = _transfers(profile, layout, settings, stages) + sum(received[stage] for stage in stages)
@@ -144,11 +139,8 @@ def estimate_memory(
     return tuple(ipus)
 
 
-def _largest_op(profile: ModelProfile, ops: List[OpProfile], settings: Settings, machine: Machine, ipu: int) -> float:
+def _largest_op(profile: ModelProfile, ops: List[OpProfile], costs: List[OpCost]) -> float:
     """Operands, results or their gradients, and temporaries of the operation that needs most."""
-    if not ops:
-        return 0.0
-    costs = op_costs(profile, machine, settings, proportion_of(settings, machine, ipu))
     largest = 0.0
     for op in ops:
         if op.kind == "view":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import List, Tuple
 
-from ipurun.planner.costs import OpCost, op_costs
+from ipurun.planner.costs import costs_by_ipu
 from ipurun.planner.hardware import Machine
-from ipurun.planner.memory import ParameterShare, parameter_shares, proportion_of
+from ipurun.planner.memory import ParameterShare, parameter_shares
 from ipurun.planner.recompute import StageMemory, stage_memories
 from ipurun.planner.stages import boundary_values
 from ipurun.planner.types import IpuTime, Layout, ModelProfile, Settings, TimeEstimate
@@ -66,9 +66,7 @@ def _stage_seconds(
 ) -> List[Tuple[float, float, float]]:
     """(forward, recomputation, backward) of each stage."""
     memories: List[StageMemory] = stage_memories(profile, layout, settings)
-    by_ipu: List[List[OpCost]] = []
-    for ipu in range(layout.num_ipus):
-        by_ipu.append(op_costs(profile, machine, settings, proportion_of(settings, machine, ipu)))
+    by_ipu = costs_by_ipu(profile, machine, settings, layout.num_ipus)
     seconds = [[0.0, 0.0, 0.0] for _ in layout.ipu_of_stage]
     for op, stage in zip(profile.ops, layout.stage_of_op):
         cost = by_ipu[layout.ipu_of_stage[stage]][op.index]
