@@ -37,7 +37,10 @@ def split_target(
         KeyError: There is no such item; the message lists those that exist.
     """
     named = dict(kwargs)
-    key = target if target is not None else next((name for name in _TARGET_KEYS if name in named), None)
+    key = target
+    if key is None:
+        usual = [name for name in _TARGET_KEYS if name in named]
+        key = usual[0] if usual else None
     if key is not None and key in named:
         value = named.pop(key)
         return tuple(args), named, value

@@ -71,7 +71,8 @@ def make_metrics(nodes: Mapping[str, Any], place: str, engine_module: Optional[M
 
 def monitored(monitor: Optional[str], nodes: Mapping[str, Any]) -> str:
     """Name of the metric that tells the best checkpoint: as asked, else the first one, else the loss."""
-    return monitor or next((name for name in nodes if "eval" in _parts(nodes[name])[1]), "loss")
+    evaluated = [name for name in nodes if "eval" in _parts(nodes[name])[1]]
+    return monitor or (evaluated[0] if evaluated else "loss")
 
 
 def _make(name: str, arguments: Dict[str, Any], higher: Optional[bool], engine_module: Optional[ModuleType]) -> Any:

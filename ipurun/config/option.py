@@ -57,7 +57,7 @@ def walk_keys(schema: type, prefix: str = "") -> Iterator[Key]:
     for field in dataclasses.fields(schema):
         path = prefix + field.name
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from walk_keys(hint, path + ".")
             continue
         default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]  # mypy: MISSING is not callable, excluded above

@@ -162,7 +162,7 @@ def _check(
         return None if override.is_delete() else _check_choice(key, values, groups, where)
     if override.is_delete() or not keys.is_known(key):
         return None
-    parts = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    parts: List[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
     for value in parts:
         wrong = keys.type_problem(key, value)
         if wrong is not None:
