@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 
 from ipurun.emulator._capture_functions import FunctionWatcher
 from ipurun.emulator._graph import Graph, Node, Value
+from ipurun.emulator._host_constants import HostConstantCheck
 from ipurun.emulator._losses import find_loss
 from ipurun.emulator._prune import prune
 from ipurun.emulator._structures import rebuild, tensors_in
@@ -65,7 +66,10 @@ def capture(
     Raises:
         Error: If the model does what a graph cannot hold, or if no loss is found in training.
     """
-    recorder = Recorder(training, options, check_op)
+    modules = modules or {}
+    check_constants = HostConstantCheck(modules, check_op)
+    recorder = Recorder(training, options, check_constants)
+    check_constants.recorder = recorder
     for name, tensor in parameters.items():
         recorder.add_input("parameter", name, tensor)
     for name, tensor in buffers.items():
@@ -73,7 +77,6 @@ def capture(
     for index, tensor in enumerate(inputs):
         recorder.add_input("input", f"input_{index}", tensor)
     constants = _ConstantGuard(recorder)
-    modules = modules or {}
     plain = _without_mask_check(modules)
     with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules), plain:
         with _without_validation(), torch.set_grad_enabled(training), recorder, _mutation_allowed(training, inputs):
@@ -106,9 +109,28 @@ def _backward(
     with recorder.paused():
         seed = torch.ones_like(loss)
     recorder.add_input("seed", "loss_scaling", seed)
+    if _has_own_gradients(loss, trained.values()):
+        recorder.graph.has_own_gradients = True
     recorder.in_backward = True
     grads = torch.autograd.grad(loss, list(trained.values()), grad_outputs=seed, allow_unused=True)
     return {name: grad for name, grad in zip(trained, grads) if grad is not None}
+
+
+def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a Python function or a hook of a parameter takes part in the backward pass of a loss."""
+    if any(parameter._backward_hooks for parameter in parameters):
+        return True
+    seen: Set[Any] = set()
+    pending = [loss.grad_fn]
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        if isinstance(function, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(function)
+        pending.extend(following for following, _ in function.next_functions)
+    return False
 
 
 class _ConstantGuard:

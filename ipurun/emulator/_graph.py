@@ -132,6 +132,7 @@ class Graph:
         loss: The value that training minimises, None in inference.
         grads: The gradient of each trained parameter, by parameter name.
         events: Marks and scopes.
+        has_own_gradients: Whether hooks or functions of the user's own took part in the backward pass.
         varying: Values that depend on an input, a parameter, a buffer or a random draw.
     """
 
@@ -143,6 +144,7 @@ class Graph:
     loss: Optional[Value] = None
     grads: Dict[str, Value] = dataclasses.field(default_factory=dict)
     events: List[Event] = dataclasses.field(default_factory=list)
+    has_own_gradients: bool = False
     varying: set = dataclasses.field(default_factory=set)
 
     def inputs_of(self, *kinds: str) -> List[GraphInput]:

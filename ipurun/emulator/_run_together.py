@@ -27,8 +27,11 @@ def can_run_together(graph: Graph) -> bool:
     """Whether nothing in a graph forbids computing micro-batches at once.
 
     Random operations draw from one stream for each micro-batch, written tensors carry state from one to the
-    next, and where autograd did not watch the recorded backward pass is not what autograd would do.
+    next, and where autograd did not watch, or hooks and functions of the user's own took part, the recorded
+    backward pass is not what autograd would do with the recorded forward operations.
     """
+    if graph.has_own_gradients:
+        return False
     written = graph.storages_written()
     outside = {graph.specs[item.value].storage for item in graph.inputs}
     if written & outside:

@@ -298,3 +298,82 @@ def test_a_transformer_takes_its_mask_as_an_input():
     expected = model(source, target, *masks)
     assert torch.allclose(poptorch.inferenceModel(model)(source, target, *masks), expected, atol=1e-5)
     assert torch.allclose(model(source, target, *masks), expected)
+
+
+class _Clips(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1.0, 1.0)
+
+
+def _clip_by_hook(x):
+    x.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
+    return x
+
+
+@pytest.mark.parametrize("clip", [_Clips.apply, _clip_by_hook], ids=["function", "hook"])
+def test_gradients_of_the_users_own_are_exact_for_every_micro_batch(clip):
+    """Clipping does nothing in the first call; a re-derived backward pass would do nothing in the second."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return poptorch.identity_loss((clip(self.weight * 1) * x).sum(), reduction="none")
+
+    model = Model()
+    executor = poptorch.trainingModel(model, options(accumulation=4), torch.optim.SGD(model.parameters(), lr=1.0))
+    executor(torch.full((4,), 0.5))
+    assert float(model.weight) == pytest.approx(0.5)
+    executor(torch.full((4,), 100.0))
+    assert float(model.weight) == pytest.approx(-0.5)
+
+
+class _WithPlainTensors(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.table = {"scales": [torch.tensor([2.0, 3.0])]}
+        self._forward = forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+_OF_THE_HOST = torch.tensor([5.0, 7.0])
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: x * _OF_THE_HOST,
+        lambda self, x: torch.index_select(x, 0, torch.LongTensor([1, 0])),
+    ],
+    ids=["global", "legacy constructor"],
+)
+def test_tensors_of_the_host_are_refused_in_operations_on_the_device(forward, monkeypatch):
+    x = torch.tensor([1.0, 2.0])
+    with pytest.raises(poptorch.Error, match=r"Expected an IPU tensor but got tensor\(device=cpu, shape=\[2\]"):
+        poptorch.inferenceModel(_WithPlainTensors(forward))(x)
+    monkeypatch.setenv("POPTORCH_EMULATOR_STRICT", "0")
+    assert torch.equal(poptorch.inferenceModel(_WithPlainTensors(forward))(x), forward(None, x))
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (lambda self, x: x * self.table["scales"][0], [2.0, 6.0]),
+        (lambda self, x: x * _OF_THE_HOST.to("ipu"), [5.0, 14.0]),
+        (lambda self, x: x * _OF_THE_HOST.to(x.device), [5.0, 14.0]),
+        (lambda self, x: x * torch.tensor([1.0, 4.0]), [1.0, 8.0]),
+        (lambda self, x: x * _OF_THE_HOST[0].detach(), [5.0, 10.0]),
+    ],
+    ids=["attribute", "moved", "moved to the input", "made in forward", "one number"],
+)
+def test_constants_of_the_program(forward, expected):
+    assert poptorch.inferenceModel(_WithPlainTensors(forward))(torch.tensor([1.0, 2.0])).tolist() == expected
