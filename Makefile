@@ -25,15 +25,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# Threads that spin while they wait make a small model many times slower on a machine that has other work to do.
 run: dev  ## Train mnist on this machine.
-	OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive} $(BIN)/ipurun train +recipe=mnist
+	$(BIN)/ipurun train +recipe=mnist
 
 test: dev  ## Run the tests (no network, no IPU).
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2
 
 test-sdk: $(SDK_VENV)/.installed  ## Run the tests on an IPU host's stack: Python 3.8 and torch 2.0.1.
-	$(TEST_ENV) $(SDK_VENV)/bin/python -m pytest
+	$(TEST_ENV) $(SDK_VENV)/bin/python -m pytest --numprocesses 2
 
 $(SDK_VENV)/.installed: pyproject.toml constraints-sdk.txt
 	@python38=$$($(FIND_PYTHON38)); \

@@ -97,6 +97,8 @@ def _command(name: str, rest: List[str]) -> int:
     # Console scripts do not put the working folder on the path; a user's model.py is there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name in _COMPOSING and "--help" not in rest and "-h" not in rest:
         answer = import_module("ipurun.cli.inquiry").answer(name, rest)
         if answer is not None:
