@@ -1,25 +1,32 @@
-"""Placement and recomputation marks on a model whose code is not touched: hooks on its modules."""
+"""Marks of PopTorch on a model whose code is not touched: hooks on its modules, all of which can be taken away."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from types import ModuleType
-from typing import Any, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
-from ipurun.build.batch import map_tensors
+from ipurun.build.matmuls import Forwards
 from ipurun.build.precision import cast_hooks
-from ipurun.plan.types import Placement
+from ipurun.plan.types import Placement, Serialized
 
-__all__ = ["Annotations"]
+__all__ = ["Annotations", "overlap_io"]
+
+_OVERLAPS = {
+    "accumulation_loop": "OverlapAccumulationLoop",
+    "device_iteration_loop": "OverlapDeviceIterationLoop",
+}
 
 
 class Annotations:
     """All hooks that ipurun puts on a model, installed together so that their order is always the same.
 
     PopTorch counts what a pre-hook does before BeginBlock's own hook to the preceding block, so blocks come
-    first, then casts, then recomputation checkpoints.
+    first, then casts, then marks on what modules return.
 
     Args:
         model: The user's model.
@@ -27,6 +34,8 @@ class Annotations:
         precision: Such as ``16.32``.
         rules: Module name -> ``16`` or ``32``.
         checkpoints: Modules whose outputs are kept when the rest is recomputed.
+        serialized: Linear layers and embeddings that are done in parts.
+        proportions: Linear layer or convolution -> share of tile memory for its product.
     """
 
     def __init__(
@@ -36,12 +45,16 @@ class Annotations:
         precision: str,
         rules: Mapping[str, str],
         checkpoints: Sequence[str],
+        serialized: Sequence[Serialized] = (),
+        proportions: Optional[Mapping[str, float]] = None,
     ) -> None:
         self._model = model
         self._engine = engine_module
         self._precision = precision
         self._rules = rules
         self._checkpoints = checkpoints
+        self._proportions = proportions or {}
+        self._forwards = Forwards(model, engine_module, serialized, self._proportions)
         self._blocks: List[Tuple[nn.Module, int]] = []
         self._handles: List[Any] = []
 
@@ -54,27 +67,77 @@ class Annotations:
             self._engine.BeginBlock(module, user_id=placement.block_id, ipu_id=placement.ipu)
             self._blocks += [(module, hook) for hook in module._forward_pre_hooks if hook not in before]
         self._handles += cast_hooks(self._model, self._precision, self._rules)
-        for name in self._checkpoints:
+        self._forwards.install()
+        for name, share in self._proportions.items():
             module = self._model.get_submodule(name)
-            self._handles.append(module.register_forward_hook(_KeepOutput(self._engine)))
+            if "forward" not in module.__dict__:  # a linear layer's own forward marks its product
+                mark = _MarkOutput(self._engine.set_available_memory, share)
+                self._handles.append(module.register_forward_hook(mark))
+        for name in self._checkpoints:
+            mark = _MarkOutput(self._engine.recomputationCheckpoint)
+            self._handles.append(self._model.get_submodule(name).register_forward_hook(mark))
 
     def remove(self) -> None:
         """Take away what `install` put there; blocks written in the model's own code stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._forwards.remove()
         # removeBlocks would also take away the blocks that the model's author wrote further inside.
         for module, hook in self._blocks:
             module._forward_pre_hooks.pop(hook, None)
         self._blocks.clear()
 
 
-class _KeepOutput:
-    def __init__(self, engine_module: ModuleType) -> None:
-        self._engine = engine_module
+def overlap_io(step: nn.Module, engine_module: ModuleType, mode: str) -> None:
+    """Mark what goes into and comes out of a model for transfers that overlap computation.
+
+    Args:
+        step: What the executor is given: its arguments are the model's inputs.
+        engine_module: Answers to PopTorch's names.
+        mode: ``none``, ``accumulation_loop`` or ``device_iteration_loop``.
+    """
+    if mode == "none":
+        return
+    overlap = getattr(engine_module.OverlapMode, _OVERLAPS[mode])
+    step.register_forward_pre_hook(_MarkInputs(engine_module.set_overlap_for_input, overlap), with_kwargs=True)
+    step.register_forward_hook(_MarkOutput(engine_module.set_overlap_for_output, overlap))
+
+
+class _MarkOutput:
+    def __init__(self, mark: Any, *arguments: Any) -> None:
+        self._mark = mark
+        self._arguments = arguments
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            return self._engine.recomputationCheckpoint(tensor)
+        return _marked(lambda tensor: self._mark(tensor, *self._arguments), output)
 
-        return map_tensors(keep, output)
+
+class _MarkInputs:
+    def __init__(self, mark: Any, mode: Any) -> None:
+        self._mark = mark
+        self._mode = mode
+
+    def __call__(
+        self, module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    ) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+        return _marked(lambda tensor: self._mark(tensor, self._mode), (args, kwargs))
+
+
+def _marked(mark: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Every tensor of a structure marked; containers keep their classes, as the model's code goes on with them."""
+    if isinstance(value, torch.Tensor):
+        return mark(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_marked(mark, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_marked(mark, item) for item in value)
+    if isinstance(value, Mapping):
+        copied = copy.copy(value)  # such as transformers' ModelOutput, which has its items as attributes, too
+        for key, item in value.items():
+            copied[key] = _marked(mark, item)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: _marked(mark, getattr(value, name)) for name in names})
+    return value

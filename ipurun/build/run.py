@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional
 import torch
 from torch import nn
 
-from ipurun.build.annotate import Annotations
+from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.data import split_for_eval
 from ipurun.build.inspect import Subject
 from ipurun.build.loader import EvalLoader, TrainLoader, make_collate
@@ -106,10 +106,21 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
     module = engine.module
     model = subject.model
     cast_weights(model, plan.precision, plan.module_precision)
-    annotations = Annotations(model, module, plan.precision, plan.module_precision, plan.recompute)
+    annotations = Annotations(
+        model,
+        module,
+        plan.precision,
+        plan.module_precision,
+        plan.recompute,
+        plan.serialized,
+        plan.module_proportions,
+    )
     loss = make_loss(config.loss, module)
     train_metrics = make_metrics(config.metrics, "train", module)
     step = Step(model, loss, config.loss, returns_output=bool(train_metrics))
+    inference_step = Step(model, loss, config.loss, returns_output=True)
+    for executed in (step, inference_step):
+        overlap_io(executed, module, plan.overlap_io)
     training_options = apply_calls(module.Options(), plan.training_options, module)
     inference_options = apply_calls(module.Options(), plan.inference_options, module)
     optimizer = make_optimizer(plan.optimizer, plan.parameter_groups, step, module)
@@ -128,7 +139,7 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
     }
     try:
         training_model = module.trainingModel(step, training_options, optimizer)
-        inference_model = module.inferenceModel(Step(model, loss, config.loss, returns_output=True), inference_options)
+        inference_model = module.inferenceModel(inference_step, inference_options)
     except (AssertionError, ValueError, module.Error) as error:
         raise ConfigError(Problem("PopTorch refuses these options", seen=str(error))) from error
     return Run(

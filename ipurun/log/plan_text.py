@@ -12,8 +12,8 @@ __all__ = ["num_stages", "plan_dict", "plan_lines", "plan_rows"]
 
 
 def num_stages(plan: Plan) -> int:
-    """Blocks that a training batch passes through."""
-    return len(plan.placements) or 1
+    """Stages that a training batch passes through."""
+    return plan.stages
 
 
 def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
@@ -36,6 +36,10 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
         if every_calls is not None:
             rows.append((label, _interval(every_calls, plan)))
     rows.append(("returns", f"output mode {plan.output_mode}"))
+    for own in plan.own_blocks:
+        where = "the model's forward" if own.module is None else own.module or "the model"
+        ipu = "an IPU that the strategy chooses" if own.ipu is None else f"IPU {own.ipu}"
+        rows.append(("block", f"{where} on {ipu} ({own.block_id or 'no name'}), in the model's own code"))
     for placement in plan.placements:
         rows.append(("block", f"{placement.module or 'the model'} on IPU {placement.ipu} ({placement.block_id})"))
     rows.append(("cache", plan.cache_dir or "off"))

@@ -12,15 +12,17 @@ from ipurun.errors import ConfigError
 from ipurun.plan.cache import executable_dir, profile_dir
 from ipurun.plan.chosen import is_set
 from ipurun.plan.findings import Findings
+from ipurun.plan.layers_memory import module_proportions, serialized_layers
 from ipurun.plan.loading import check_loading
 from ipurun.plan.numbers import Given, Numbers, settle
 from ipurun.plan.optimizer import plan_optimizer
 from ipurun.plan.options_program import Layer, compose_layers, last_call
 from ipurun.plan.output import output_call, output_mode
+from ipurun.plan.overlap import check_overlap, strategy_for_overlap
 from ipurun.plan.own_options import OwnCalls, input_group_type, resolved_calls, shared_calls, training_calls
-from ipurun.plan.patterns import match_modules
 from ipurun.plan.precision import module_precisions, normal_precision, note_loss_scale
 from ipurun.plan.profile import Profile, plan_profile
+from ipurun.plan.recompute import recompute_modules
 from ipurun.plan.sane import sane_config
 from ipurun.plan.steps import count_steps
 from ipurun.plan.types import Call, Facts, Plan
@@ -39,6 +41,8 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
     given = _given(config, found)
     _note_processes(given, environ, found)
     numbers = settle(config, facts, given, found)
+    chooses = given.argument("setExecutionStrategy") is not None
+    config = strategy_for_overlap(config, numbers.layout.ipus > 1, chooses, found)
     steps = count_steps(config, numbers.training, facts.train_samples, found)
     check_loading(config.loader, numbers.training, found)
     precision = normal_precision(config.precision, found)
@@ -55,15 +59,10 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
     inference_options = _inference_options(config, facts, numbers, given, storage, found)
     _note_host_schedule(config, numbers, found)
     _note_never_attached(training_options, found)
-    checkpoints = [
-        module
-        for pattern in config.recompute.checkpoints
-        for module in (
-            match_modules(pattern, "recompute.checkpoints", facts.module_names, found)
-            if facts.module_names
-            else [pattern]
-        )
-    ]
+    check_overlap(config, mode, training_options, found)
+    checkpoints = recompute_modules(config, facts, numbers.layout, found)
+    serialized = serialized_layers(config, facts, found)
+    proportions = module_proportions(config, facts, found)
     rules = module_precisions(config, facts.module_names, found)
     if found.problems:
         raise ConfigError(found.problems)
@@ -89,8 +88,14 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
         parameters=facts.parameters,
         notes=tuple(found.notes),
         parameter_groups=groups,
-        recompute=tuple(dict.fromkeys(checkpoints)),
+        recompute=checkpoints,
         module_precision=rules,
+        stages=numbers.layout.stages,
+        inference_stages=numbers.inference_layout.stages,
+        own_blocks=facts.own_blocks,
+        serialized=serialized,
+        module_proportions=proportions,
+        overlap_io=config.memory.overlap_io,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Iterable, List, Mapping
 
-from ipurun.plan.types import Call, ParameterGroup, Placement, Plan, Symbol
+from ipurun.plan.types import Call, OwnBlock, ParameterGroup, Placement, Plan, Serialized, Symbol
 
 __all__ = ["call_text", "calls_text", "value_text"]
 
@@ -59,18 +59,49 @@ def _model_lines(plan: Plan) -> List[str]:
     lines += [
         f"# {module} computes in float{bits}, with casts at its edges" for module, bits in plan.module_precision.items()
     ]
+    lines += [_own_block(block) for block in plan.own_blocks]
     lines += [_block(placement) for placement in plan.placements]
+    lines += [_serialized(layer) for layer in plan.serialized]
+    lines += [
+        f"# {module} gives its product as poptorch.set_available_memory(product, {share})  # memory.module_proportion"
+        for module, share in plan.module_proportions.items()
+    ]
     lines += [
         f"model.get_submodule({module!r}).register_forward_hook("
-        "lambda module, args, out: poptorch.recomputationCheckpoint(out))  # recompute.checkpoints"
+        "lambda module, args, out: poptorch.recomputationCheckpoint(out))  # recompute"
         for module in plan.recompute
     ]
+    if plan.overlap_io != "none":
+        mode = "".join(word.capitalize() for word in plan.overlap_io.split("_"))
+        lines.append(
+            f"# inputs and outputs go through poptorch.set_overlap_for_input and set_overlap_for_output, "
+            f"poptorch.OverlapMode.Overlap{mode}  # memory.overlap_io"
+        )
     return lines
 
 
 def _block(placement: Placement) -> str:
     module = f"model.get_submodule({placement.module!r})" if placement.module else "model"
-    return f"poptorch.BeginBlock({module}, {placement.block_id!r}, ipu_id={placement.ipu})"
+    origin = f"  # {placement.origin}" if placement.origin else ""
+    return f"poptorch.BeginBlock({module}, {placement.block_id!r}, ipu_id={placement.ipu}){origin}"
+
+
+def _own_block(block: OwnBlock) -> str:
+    where = "in forward" if block.module is None else f"at {block.module or 'the model'}"
+    name = "a block" if block.block_id is None else f"block {block.block_id!r}"
+    ipu = "" if block.ipu is None else f" on IPU {block.ipu}"
+    return f"# {name}{ipu} begins {where}, in the model's own code"
+
+
+def _serialized(layer: Serialized) -> str:
+    if layer.mode == "rows":
+        return f"# {layer.module} looks into {layer.factor} parts of its table in turn  # memory.serialize"
+    mode = "".join(word.capitalize() for word in layer.mode.split("_"))
+    precision = ", keep_precision=True" if layer.keep_precision else ""
+    return (
+        f"# {layer.module} computes poptorch.serializedMatMul(values, weight.t(), "
+        f"poptorch.MatMulSerializationMode.{mode}, {layer.factor}{precision})  # memory.serialize"
+    )
 
 
 def _optimizer_lines(plan: Plan) -> List[str]:

@@ -36,7 +36,7 @@ def test_a_plan_reads_like_a_poptorch_program(plan_of):
         "opts.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))"
         "  # memory.optimizer_state",
         "model.half()  # precision=16.16",
-        "poptorch.BeginBlock(model.get_submodule('fc'), 'fc', ipu_id=1)",
+        "poptorch.BeginBlock(model.get_submodule('fc'), 'fc', ipu_id=1)  # pipeline.split",
         "optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1)  # optimizer",
         "optimizer.variable_attrs.markAsVariable('weight_decay')  # optimizer.variable",
         "training = poptorch.trainingModel(model, opts, optimizer)",
