@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import overrides, search
+from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.document_checks import check_document
 from ipurun.config.documents import Document, read_document, yaml_problem
 from ipurun.config.folders import builtin_folder
@@ -84,7 +85,7 @@ class Session:
         with open_dict(config):
             config.pop("hydra")
         for choice in explicit:
-            self._let_choice_win(config, choice, texts, documents)
+            self._let_choice_win(config, choice, explicit, texts, documents)
         return Composed(config, recipes, tuple(documents))
 
     def _load(self, texts: Sequence[str]) -> Optional[DictConfig]:
@@ -106,6 +107,7 @@ class Session:
         self,
         config: DictConfig,
         choice: overrides.Parsed,
+        explicit: Sequence[overrides.Parsed],
         texts: Sequence[str],
         documents: Sequence[Document],
     ) -> None:
@@ -119,7 +121,9 @@ class Session:
         )
         if group not in config or not set_by_recipe:
             return
-        own = [text for text in texts if text.lstrip("+").startswith(f"{group}=")]
+        # What else the command line chose counts: a pipeline preset may say something of the optimizer.
+        groups = {other.key for other in explicit if other.key != RECIPE_GROUP}
+        own = [text for text in texts if text.lstrip("+").partition("=")[0] in groups]
         inside = [text for text in texts if text.lstrip("+").startswith(f"{group}.")]
         fresh = self.loader.load_configuration(self.config_name, own + inside, RunMode.RUN)
         with open_dict(config):
