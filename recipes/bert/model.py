@@ -15,7 +15,6 @@ __all__ = ["IGNORED", "BertForPretraining"]
 
 # Label of a masked position that is only there to fill the row.
 IGNORED = -100
-_INIT_STD = 0.02
 _EPSILON = 1e-12
 
 
@@ -62,6 +61,7 @@ class BertForPretraining(nn.Module):
         num_layers: Number of layers.
         num_heads: Attention heads of a layer.
         dropout: Share of values dropped in training.
+        init_std: Standard deviation of the first weights; narrow models learn sooner with more than BERT's.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class BertForPretraining(nn.Module):
         num_layers: int = 12,
         num_heads: int = 12,
         dropout: float = 0.1,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
         if hidden_size % num_heads:
@@ -93,7 +94,7 @@ class BertForPretraining(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
-                nn.init.normal_(parameter, std=_INIT_STD)
+                nn.init.normal_(parameter, std=init_std)
 
     def forward(
         self,

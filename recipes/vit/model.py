@@ -114,8 +114,10 @@ class VisionTransformer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2 or name in ("cls_token", "pos_embed"):
-                nn.init.trunc_normal_(parameter, std=_INIT_STD)
+            elif parameter.dim() == 2:
+                nn.init.xavier_uniform_(parameter)
+        for parameter in (self.cls_token, self.pos_embed):
+            nn.init.trunc_normal_(parameter, std=_INIT_STD)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         patches = self.patch_embed(image)
