@@ -1,0 +1,103 @@
+"""Memory of each IPU, worked out on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from planner_toys import chain
+
+from ipurun.planner.hardware import Machine
+from ipurun.planner.memory import estimate_memory, in_flight, parameter_shares
+from ipurun.planner.stages import layout_of_blocks, layout_of_cuts, single_ipu
+from ipurun.planner.types import IpuMemory, Settings, Verdict
+from ipurun.planner.verdict import verdict_of, worst
+
+MACHINE = Machine()
+
+
+def test_the_first_stage_keeps_most_micro_batches() -> None:
+    layout = layout_of_cuts(chain(4), [1, 2, 3])
+    settings = Settings(gradient_accumulation=16)
+    assert [in_flight(stage, layout, settings) for stage in range(4)] == [7, 5, 3, 1]
+    memory = estimate_memory(chain(4), layout, settings, MACHINE)
+    # Each stage keeps its own result and, but for the first, its input.
+    assert [ipu.activations for ipu in memory] == [7 * 1000, 5 * 2000, 3 * 2000, 2000]
+
+
+def test_without_a_pipeline_one_micro_batch_is_kept() -> None:
+    layout = layout_of_cuts(chain(4), [2])
+    memory = estimate_memory(chain(4), layout, Settings(gradient_accumulation=8, strategy="sharded"), MACHINE)
+    assert [ipu.activations for ipu in memory] == [2000, 3000]
+
+
+def test_recomputation_keeps_inputs_of_stages_and_checkpoints() -> None:
+    profile = chain(8)
+    everything = estimate_memory(profile, layout_of_cuts(profile, [4]), Settings(gradient_accumulation=8), MACHINE)
+    settings = Settings(gradient_accumulation=8, recompute="checkpoints")
+    bare = estimate_memory(profile, layout_of_cuts(profile, [4]), settings, MACHINE)
+    checked = estimate_memory(profile, layout_of_cuts(profile, [4], checkpoints=[1]), settings, MACHINE)
+    assert everything[0].activations == 3 * 4000
+    assert bare[0].activations == 0  # its input comes from the host
+    assert bare[1].activations == 1000
+    assert checked[0].activations == 3 * 1000
+    # Between checkpoints lie at most 2 of 4 operations.
+    assert bare[0].temporary - checked[0].temporary == 4000 - 2000
+
+
+def test_optimizer_state_by_place() -> None:
+    profile = chain(2)
+    layout = single_ipu(profile)
+    here = Settings(gradient_accumulation=4, replicas=4, state_bytes=8.0, accumulator_bytes=2.0)
+    (on_chip,) = parameter_shares(profile, layout, here)
+    assert (on_chip.weights, on_chip.gradients, on_chip.state) == (2 * 400 * 2, 2 * 400 * 2, 2 * 400 * 8)
+    (sharded,) = parameter_shares(profile, layout, dataclasses.replace(here, state_sharded=True))
+    assert sharded.state == on_chip.state / 4
+    (off_chip,) = parameter_shares(profile, layout, dataclasses.replace(here, state_on_chip=False))
+    assert (off_chip.state, off_chip.streaming, off_chip.streamed) == (0, 2 * 400 * 8, 2 * 2 * 400 * 8)
+    (stays,) = parameter_shares(
+        profile, layout, dataclasses.replace(here, state_on_chip=False, min_elements_off_chip=401)
+    )
+    assert stays.state == on_chip.state
+
+
+def test_a_tied_weight_counts_once_on_its_ipu() -> None:
+    profile = chain(3)
+    first = dataclasses.replace(profile.parameters[0], ops=(0, 2))
+    tied = dataclasses.replace(profile, parameters=(first, profile.parameters[1]))
+    layout = layout_of_blocks(tied, [("layer.0", 0), ("layer.1", 1), ("layer.2", 0)])
+    assert layout.ipu_of_stage == (0, 1, 0)
+    assert [share.weights for share in parameter_shares(tied, layout, Settings())] == [800, 800]
+
+
+def test_equal_operations_share_code() -> None:
+    different = chain(6)
+    equal = dataclasses.replace(different, ops=tuple(dataclasses.replace(op, signature="mm") for op in different.ops))
+    more, less = (estimate_memory(p, single_ipu(p), Settings(), MACHINE)[0].code for p in (different, equal))
+    # Five forward programs and twice as many backward ones are spared, on every tile.
+    assert more - less == 5 * 3 * MACHINE.code_bytes_per_op * MACHINE.tiles
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"),
+    [
+        (0.5, Verdict.FITS),
+        (0.81, Verdict.FITS),
+        (0.9, Verdict.TIGHT),
+        (1.1, Verdict.TIGHT),
+        (1.2, Verdict.DOES_NOT_FIT),
+    ],
+)
+def test_verdict_leaves_room_for_its_own_error(share: float, verdict: Verdict) -> None:
+    memory = IpuMemory(0, round(share * MACHINE.memory_bytes), 0, 0, 0, 0, 0, 0, limit=MACHINE.memory_bytes)
+    assert verdict_of(memory, MACHINE) is verdict
+
+
+def test_the_worst_ipu_decides() -> None:
+    assert worst([Verdict.FITS, Verdict.DOES_NOT_FIT, Verdict.TIGHT]) is Verdict.DOES_NOT_FIT
+    assert worst([Verdict.FITS, Verdict.TIGHT]) is Verdict.TIGHT
+
+
+def test_limit_is_897_mebibytes() -> None:
+    assert MACHINE.memory_bytes == 940_572_672
+    assert MACHINE.memory_bytes / 2**20 == pytest.approx(897)

@@ -1,0 +1,197 @@
+"""Time: products, the pipeline, updates, the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from planner_toys import chain
+
+from ipurun.planner.calibrate import Measurement, calibrate_to_run, measured_throughput, ratio
+from ipurun.planner.estimate import estimate
+from ipurun.planner.hardware import Machine, machine_from
+from ipurun.planner.products import Shape, backward_shapes, forward_shape, plan_product
+from ipurun.planner.stages import layout_of_blocks, layout_of_cuts, single_ipu
+from ipurun.planner.timing import estimate_time
+from ipurun.planner.types import Settings
+
+MACHINE = Machine()
+
+
+def cycles(
+    rows: int, columns: int, depth: int, *, groups: int = 1, element_bytes: int = 2, share: float = 0.6
+) -> float:
+    return plan_product(MACHINE, Shape(groups, rows, columns, depth), element_bytes, element_bytes, share).cycles
+
+
+def efficiency(rows: int, columns: int, depth: int) -> float:
+    return rows * columns * depth / (64 * 1472) / cycles(rows, columns, depth)
+
+
+def test_products_never_beat_the_matrix_units() -> None:
+    for size in (16, 100, 768, 4096):
+        assert 0 < efficiency(size, size, size) < 1
+
+
+def test_larger_micro_batches_use_the_device_better() -> None:
+    shares = [efficiency(tokens, 3072, 768) for tokens in (16, 128, 1024, 4096)]
+    assert shares == sorted(shares)
+    assert shares[-1] > 3 * shares[0]
+
+
+def test_single_precision_is_slower() -> None:
+    assert 2 < cycles(1024, 1024, 1024, element_bytes=4) / cycles(1024, 1024, 1024) < 4
+
+
+def test_less_memory_takes_more_time() -> None:
+    roomy = plan_product(MACHINE, Shape(1, 8192, 4096, 4096), 2, 2, 0.6)
+    cramped = plan_product(MACHINE, Shape(1, 8192, 4096, 4096), 2, 2, 0.1)
+    assert cramped.cycles > roomy.cycles
+    assert cramped.tile_bytes <= 0.1 * MACHINE.tile_bytes < roomy.tile_bytes <= 0.6 * MACHINE.tile_bytes
+
+
+def test_a_depthwise_convolution_wastes_most_of_the_unit() -> None:
+    # 64 channels, 3 x 3, on 16 pictures of 28 x 28: a 64th of the full convolution's work.
+    rows = 16 * 28 * 28
+    full = plan_product(MACHINE, forward_shape((1, rows, 64, 64, 9)), 2, 2, 0.6)
+    thin = plan_product(MACHINE, forward_shape((64, rows, 1, 1, 9)), 2, 2, 0.6)
+    assert full.cycles / 64 < thin.cycles < full.cycles
+
+
+def test_backward_of_a_product_is_two_products_of_the_same_size() -> None:
+    data, weight = backward_shapes((1, 100, 30, 20, 1))
+    assert (data.rows, data.columns, data.depth) == (100, 20, 30)
+    assert (weight.rows, weight.columns, weight.depth) == (30, 20, 100)
+
+
+def time_of(layers: int, cuts: list, **changes: object):
+    profile = chain(layers)
+    return estimate_time(profile, layout_of_cuts(profile, cuts), Settings(**changes), MACHINE)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_fills_and_drains() -> None:
+    time = time_of(4, [1, 2, 3], gradient_accumulation=16)
+    assert time.cycles == 16 + 2 * 3
+    assert time.bubble == pytest.approx(6 / 22)
+    assert time.compute == pytest.approx(22 * time.cycle)
+
+
+def test_the_busiest_ipu_sets_the_pace() -> None:
+    even, uneven = time_of(4, [2], gradient_accumulation=8), time_of(4, [1], gradient_accumulation=8)
+    assert uneven.cycle > even.cycle
+    busiest = max(ipu.total for ipu in uneven.ipus)
+    assert uneven.cycle == pytest.approx(busiest + MACHINE.transfer_seconds)
+
+
+def test_an_ipu_that_comes_back_does_both_stages() -> None:
+    profile = chain(3)
+    layout = layout_of_blocks(profile, [("layer.0", 0), ("layer.1", 1), ("layer.2", 0)])
+    time = estimate_time(profile, layout, Settings(gradient_accumulation=8), MACHINE)
+    assert time.cycles == 8 + 2 * 2
+    assert time.ipus[0].forward == pytest.approx(2 * time.ipus[1].forward)
+
+
+def test_sharded_ipus_work_in_turn() -> None:
+    together = time_of(4, [2], gradient_accumulation=8)
+    in_turn = time_of(4, [2], gradient_accumulation=8, strategy="sharded")
+    assert in_turn.bubble == 0
+    assert in_turn.cycle > 1.5 * (together.cycle - MACHINE.transfer_seconds)
+
+
+def test_recomputation_costs_the_forward_pass_again_but_for_the_last_stage() -> None:
+    time = time_of(4, [2], gradient_accumulation=8, recompute="checkpoints")
+    assert time.ipus[0].recompute == pytest.approx(time.ipus[0].forward)
+    assert time.ipus[1].recompute == 0
+
+
+def test_state_off_chip_goes_through_the_memory_that_four_ipus_share() -> None:
+    settings = {"gradient_accumulation": 8, "state_bytes": 8.0, "state_tensors": 2}
+    on_chip = time_of(2, [], **settings)
+    off_chip = time_of(2, [], state_on_chip=False, **settings)
+    moved = 2 * 2 * 400 * 8 / (MACHINE.streaming_bytes_per_second / 4)
+    begun = 2 * 2 * 2 * MACHINE.transfer_seconds  # parameters, tensors of state, there and back
+    assert off_chip.update - on_chip.update == pytest.approx(moved + begun)
+
+
+def test_replicas_sum_their_gradients() -> None:
+    assert time_of(2, [], gradient_accumulation=8).all_reduce == 0
+    assert time_of(2, [], gradient_accumulation=8, replicas=4).all_reduce > 0
+
+
+def test_device_iterations_share_the_cost_of_a_host_call() -> None:
+    once, shared = time_of(2, [], device_iterations=1), time_of(2, [], device_iterations=10)
+    assert once.total - shared.total == pytest.approx(0.9 * MACHINE.host_call_seconds)
+
+
+def test_a_slow_host_sets_the_pace() -> None:
+    fast = time_of(2, [], micro_batch_size=1, gradient_accumulation=1000)
+    slow = time_of(2, [], gradient_accumulation=1000, host_samples_per_second=100.0)
+    assert not fast.host_bound
+    assert slow.host_bound
+    assert slow.samples_per_second == pytest.approx(100, rel=0.01)
+
+
+def test_inference_has_no_backward_pass_and_no_update() -> None:
+    time = time_of(4, [2], training=False, device_iterations=8)
+    assert all(ipu.backward == 0 for ipu in time.ipus)
+    assert time.update == time.all_reduce == 0
+    assert time.bubble == pytest.approx(1 / 9)
+
+
+def test_an_estimate_scales_the_profile_to_its_micro_batch() -> None:
+    profile = chain(2)
+    layout = single_ipu(profile)
+    one = estimate(profile, layout, Settings(micro_batch_size=1), MACHINE)
+    four = estimate(profile, layout, Settings(micro_batch_size=4), MACHINE)
+    assert four.ipus[0].activations == 4 * one.ipus[0].activations
+    assert four.ipus[0].weights == one.ipus[0].weights
+
+
+def test_assumptions_follow_the_settings() -> None:
+    profile = chain(2)
+    found = estimate(profile, layout_of_cuts(profile, [1]), Settings(gradient_accumulation=4, replicas=2), MACHINE)
+    text = " ".join(assumption.text for assumption in found.assumptions)
+    assert "estimate" in text
+    assert "2 forward stages on 2 IPUs" in text
+    assert "slowest of 2 replicas" in text
+    alone = estimate(profile, single_ipu(profile), Settings(), MACHINE)
+    assert not any(assumption.topic in ("pipeline", "replicas") for assumption in alone.assumptions)
+
+
+def test_unknown_constants_are_refused() -> None:
+    with pytest.raises(KeyError, match="clok_hz"):
+        machine_from({"clok_hz": 1e9})
+    assert machine_from({"clock_hz": {"value": 1e9, "unit": "Hz"}}).clock_hz == 1e9
+
+
+def test_calibrating_to_a_measured_run(tmp_path: Path) -> None:
+    steps = [{"samples_per_second": speed} for speed in (10.0, 400.0, 410.0, 405.0)] + [{"loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(step) for step in steps))
+    measured = measured_throughput(tmp_path)
+    assert measured == pytest.approx(402.5)
+    profile = chain(2)
+    row = Measurement("run", "run", profile, single_ipu(profile), Settings(), MACHINE.clock_hz, measured)
+    before = abs(ratio(row, MACHINE) - 1)
+    after = abs(ratio(row, calibrate_to_run(row, MACHINE)) - 1)
+    assert after < before / 2
+
+
+def test_a_run_without_throughput_cannot_calibrate(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"loss": 1.0}) + "\n")
+    with pytest.raises(ValueError, match="samples_per_second"):
+        measured_throughput(tmp_path)
+
+
+def test_the_micro_batch_of_a_profile_changes_by_proportion() -> None:
+    op = chain(1).ops[0]
+    still = dataclasses.replace(op, index=1, is_batched=False)
+    attention = dataclasses.replace(op, index=2, dims=(12, 64, 64, 32, 1))
+    profile = dataclasses.replace(chain(1), ops=(op, still, attention)).with_micro_batch(8)
+    assert [scaled.flops_forward / op.flops_forward for scaled in profile.ops] == [8, 1, 8]
+    assert [scaled.dims for scaled in profile.ops] == [
+        (1, 512, 32, 32, 1),
+        (1, 64, 32, 32, 1),
+        (96, 64, 64, 32, 1),
+    ]

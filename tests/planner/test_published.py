@@ -1,0 +1,124 @@
+"""The planner against published runs: throughput, scaling, memory of a compiled model, and its own constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Dict
+
+import pytest
+from planner_published import (
+    ADAM,
+    BOW_HZ,
+    GC200_HZ,
+    GPT2_SMALL,
+    HALF,
+    bert_base,
+    bert_demo,
+    gpt2_small,
+    measurements,
+    resnet50,
+    vit_base,
+)
+
+from ipurun.config.compose import one
+from ipurun.planner.calibrate import FREE, Measurement, calibrate, leave_one_out, ratio
+from ipurun.planner.estimate import estimate
+from ipurun.planner.hardware import Machine, machine_from
+from ipurun.planner.stages import single_ipu
+from ipurun.planner.types import Estimate, Settings, Verdict
+
+DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "planner.md"
+
+
+def machine(kind: str = "gc200") -> Machine:
+    return machine_from(dataclasses.asdict(one(["+recipe=mnist", f"machine={kind}"]).config.machine))
+
+
+def estimated(row: Measurement, clock_hz: float, **changes: object) -> Estimate:
+    settings = dataclasses.replace(row.settings, **changes)
+    return estimate(row.profile, row.layout, settings, dataclasses.replace(machine(), clock_hz=clock_hz))
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_published_throughput_comes_out_within_half_as_much_again(index: int) -> None:
+    row = measurements()[index]
+    assert 1 / 1.5 < ratio(row, machine()) < 1.5, row.name
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_published_configs_do_fit(index: int) -> None:
+    row = measurements()[index]
+    found = estimated(row, row.clock_hz)
+    assert found.verdict in (Verdict.FITS, Verdict.TIGHT), [ipu.share for ipu in found.ipus]
+
+
+def test_a_weight_update_of_gpt2_small_has_a_fixed_cost_and_one_per_micro_batch() -> None:
+    seconds = {
+        accumulation: estimated(gpt2_small(accumulation, measured), GC200_HZ).time.total
+        for accumulation, measured in GPT2_SMALL.items()
+    }
+    per_micro_batch = (seconds[4096] - seconds[16]) / (4096 - 16)
+    fixed = seconds[16] - 16 * per_micro_batch
+    assert per_micro_batch == pytest.approx(5.1e-3, rel=0.2)
+    assert fixed == pytest.approx(0.16, rel=0.3)
+
+
+@pytest.mark.parametrize("make", [bert_base, resnet50, vit_base])
+def test_bow_is_a_third_faster_where_the_device_sets_the_pace(make: object) -> None:
+    row = make()  # type: ignore[operator]
+    faster = estimated(row, BOW_HZ).time
+    slower = estimated(row, GC200_HZ).time
+    assert not faster.host_bound
+    assert 1.3 <= faster.samples_per_second / slower.samples_per_second <= 1.4
+
+
+@pytest.mark.parametrize(("make", "replicas"), [(resnet50, 16), (vit_base, 4), (bert_base, 4)])
+def test_pod64_is_three_and_a_half_times_a_pod16(make: object, replicas: int) -> None:
+    row = make()  # type: ignore[operator]
+    small = estimated(row, row.clock_hz, replicas=replicas).time.samples_per_second
+    large = estimated(row, row.clock_hz, replicas=4 * replicas).time.samples_per_second
+    assert 3.3 <= large / small <= 3.7
+
+
+def test_memory_of_a_compiled_tiny_bert() -> None:
+    """Popliner's profile: 103.1 MB on one IPU, 62.6 MB of it code, 106,267 bytes on the fullest tile."""
+    model = bert_demo().profile
+    settings = Settings(gradient_accumulation=16, **HALF, **{**ADAM, "state_on_chip": True})
+    (ipu,) = estimate(model, single_ipu(model), settings, machine()).ipus
+    assert ipu.total == pytest.approx(103_077_866, rel=0.2)
+    assert ipu.code == pytest.approx(62_643_519, rel=0.2)
+    assert ipu.fullest / 1472 == pytest.approx(106_267, rel=0.2)
+
+
+def test_shipped_constants_are_those_of_the_fit() -> None:
+    shipped = machine()
+    fitted = calibrate(measurements(), shipped)
+    for name in FREE:
+        assert getattr(fitted, name) == pytest.approx(getattr(shipped, name), rel=0.1), name
+
+
+def test_the_docs_state_the_leave_one_out_error() -> None:
+    found: Dict[str, float] = leave_one_out(measurements(), machine())
+    stated = _stated_ratios()
+    assert set(stated) == set(found)
+    for name, value in found.items():
+        assert stated[name] == pytest.approx(value, rel=0.1), name
+    assert math.exp(sum(abs(math.log(value)) for value in found.values()) / len(found)) < 1.25
+
+
+def test_bow_differs_from_gc200_in_name_and_clock_only() -> None:
+    bow = machine("bow")
+    assert dataclasses.replace(bow, name="GC200", clock_hz=GC200_HZ) == machine()
+    assert bow.peak_flops(2) == pytest.approx(348.6e12, rel=0.01)
+
+
+def _stated_ratios() -> Dict[str, float]:
+    """Run -> the leave-one-out column of the table in the docs."""
+    stated = {}
+    for line in DOCS.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[4].replace(".", "").isdigit():
+            stated[cells[0]] = float(cells[4])
+    return stated
