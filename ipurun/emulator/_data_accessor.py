@@ -78,6 +78,7 @@ class AsynchronousDataAccessor:
             keep_remainder=getattr(dataset, "_keeps_remainder", False),
             sharing_strategy=torch_strategy,
             seed=torch.initial_seed(),
+            start_method=torch.multiprocessing.get_start_method(allow_none=True),
         )
         self._worker = _Worker(dataset, buffer_size, settings, start_method)
         _running.add(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any, Dict, Iterator
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -98,6 +98,15 @@ class GlobalShuffleSampler(Sampler):
         permutation = torch.randperm(self._length, generator=self._generator)
         offset = self._partition.offset + (self._partition.left_over if self._epochs % 2 else 0)
         return iter(permutation[offset : offset + self._partition.length].tolist())
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # Not every torch can send a generator to another process; its numbers can always be sent.
+        return {**self.__dict__, "_generator": self._generator.get_state().tolist()}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._generator = torch.Generator()
+        self._generator.set_state(torch.tensor(state["_generator"], dtype=torch.uint8))
 
     def __len__(self) -> int:
         return self._partition.length

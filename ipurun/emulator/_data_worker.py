@@ -36,6 +36,7 @@ class WorkerSettings:
         keep_remainder: With `rebatched_size`, also pass on the rows left at the end of an epoch.
         sharing_strategy: torch's way of sharing memory, None for its default.
         seed: Seed of torch's random numbers in the worker.
+        start_method: How a data loader's own workers start, None for the platform's way.
     """
 
     pause_seconds: float
@@ -45,6 +46,7 @@ class WorkerSettings:
     keep_remainder: bool
     sharing_strategy: Optional[str]
     seed: int
+    start_method: Optional[str]
 
 
 class _Interrupted(Exception):
@@ -66,6 +68,8 @@ def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSetti
     # The worker must not compete with the model for cores, and threads do not survive a fork.
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
+    # Python hands down the way this process was started; the data loader's workers start as they would without it.
+    multiprocessing.set_start_method(settings.start_method, force=True)
     if settings.sharing_strategy is not None:
         torch.multiprocessing.set_sharing_strategy(settings.sharing_strategy)
     threading.Thread(target=_stop_with_parent, args=(ring,), daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import time
 from typing import Any, Iterator, List, Optional
@@ -49,6 +50,13 @@ class GrowingShapes(Counting):
 class ProcessIds(Counting):
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(os.getpid())
+
+
+class StartMethods(Counting):
+    """Every item is the number, among all, of the way in which its process would start another one."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(multiprocessing.get_all_start_methods().index(multiprocessing.get_start_method()))
 
 
 class Stuck(Counting):

@@ -1,5 +1,7 @@
 """The asynchronous modes of the DataLoader, with real worker processes."""
 
+import multiprocessing
+
 import pytest
 from data_sources import (
     Counting,
@@ -7,6 +9,7 @@ from data_sources import (
     CountingIterable,
     CountingIterableWithLength,
     ProcessIds,
+    StartMethods,
     divide_between_workers,
     flat,
     labels,
@@ -21,6 +24,7 @@ from ipurun.emulator.poptorch_core import Error
 Mode = enums.DataLoaderMode
 # Forking is quick; the default way of starting is covered by its own tests.
 FORK = {"sharing_strategy": enums.SharingStrategy.Fork}
+DEFAULT_START = {"sharing_strategy": enums.SharingStrategy.ForkServer}
 
 
 @pytest.fixture
@@ -78,6 +82,21 @@ def test_shuffle_differs_between_epochs(load):
     first, second = flat(labels(loader)), flat(labels(loader))
     assert sorted(first) == sorted(second) == list(range(64))
     assert first != second
+
+
+def test_shuffle_of_one_process_of_several(load):
+    opts = Options().randomSeed(42)
+    opts.Distributed.configureProcessId(1, 2)
+    loader = load(Counting(20), opts=opts, batch_size=2, shuffle=True, async_options={**DEFAULT_START})
+    seen = flat(labels(loader))
+    assert len(seen) == len(set(seen)) == 10
+
+
+def test_workers_of_the_loader_start_as_without_the_accessor(load):
+    loader = load(StartMethods(4), batch_size=1, num_workers=1, async_options={**DEFAULT_START})
+    assert {int(item) for item in loader} == {
+        multiprocessing.get_all_start_methods().index(multiprocessing.get_start_method())
+    }
 
 
 def test_dictionaries(load):
