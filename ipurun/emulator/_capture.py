@@ -12,7 +12,6 @@ import torch
 
 from ipurun.emulator._capture_functions import FunctionWatcher
 from ipurun.emulator._graph import Graph, Node, Value
-from ipurun.emulator._host_constants import HostConstantCheck
 from ipurun.emulator._losses import find_loss
 from ipurun.emulator._prune import prune
 from ipurun.emulator._structures import rebuild, tensors_in
@@ -66,10 +65,7 @@ def capture(
     Raises:
         Error: If the model does what a graph cannot hold, or if no loss is found in training.
     """
-    modules = modules or {}
-    check_constants = HostConstantCheck(modules, check_op)
-    recorder = Recorder(training, options, check_constants)
-    check_constants.recorder = recorder
+    recorder = Recorder(training, options, check_op)
     for name, tensor in parameters.items():
         recorder.add_input("parameter", name, tensor)
     for name, tensor in buffers.items():
@@ -77,6 +73,7 @@ def capture(
     for index, tensor in enumerate(inputs):
         recorder.add_input("input", f"input_{index}", tensor)
     constants = _ConstantGuard(recorder)
+    modules = modules or {}
     plain = _without_mask_check(modules)
     with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules), plain:
         with _without_validation(), torch.set_grad_enabled(training), recorder, _mutation_allowed(training, inputs):

@@ -54,8 +54,6 @@ class FunctionWatcher(TorchFunctionMode):
             refuse_backward()
         if func in _HOOKS:
             self._recorder.graph.has_own_gradients = True
-        if func is torch.Tensor.to and not self._recorder.varies(args[0]) and _names_device(args, kwargs):
-            args = (args[0].clone(), *args[1:])  # a constant of the host becomes one of the program
         if func in _TO_DEVICE:
             args = tuple(_without_ipu(a) for a in args)
         args, kwargs = _half.cast_weights(func, args, kwargs)
@@ -70,10 +68,6 @@ class FunctionWatcher(TorchFunctionMode):
 
 
 _TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
-
-
-def _names_device(args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
-    return "device" in kwargs or any(isinstance(item, (str, torch.device, torch.Tensor)) for item in args[1:])
 
 
 def _without_ipu(argument: Any) -> Any:
