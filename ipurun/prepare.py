@@ -16,6 +16,7 @@ from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
 from ipurun.plan import make_plan
 from ipurun.plan.types import Facts, Plan
+from ipurun.planning import auto_split
 
 __all__ = ["Prepared", "prepare"]
 
@@ -30,24 +31,29 @@ class Prepared:
     plan: Plan
 
 
-def prepare(point: Point) -> Prepared:
+def prepare(point: Point, on_paper: bool = False) -> Prepared:
     """Load the engine, make model and data, and plan the run.
+
+    Args:
+        point: The point.
+        on_paper: Whether it is only for planning: a large model is then made without memory for its weights.
 
     Raises:
         ConfigError: With the problems of every room that could be asked.
     """
     problems: List[Problem] = list(point.problems)
     engine = subject = plan = None
+    config = point.config
     try:
         engine = engines.load(point.config.engine)
-        subject = inspect(point.config, engine)
-        facts = subject.facts
+        subject = inspect(config, engine, on_paper=on_paper)
+        config, facts = auto_split(config, subject)
     except ConfigError as error:
         problems += [_located(problem, point) for problem in error.problems]
         # Without the model and the data much can still be checked.
         facts = Facts("cpu", "") if engine is None else Facts(engine.kind, engine.version, engine.available_ipus)
     try:
-        plan = make_plan(point.config, facts)
+        plan = make_plan(config, facts)
     except ConfigError as error:
         told = {key for problem in problems for key in _keys(problem)}
         problems += [_located(problem, point) for problem in error.problems if not told & set(_keys(problem)[:1])]

@@ -12,6 +12,7 @@ from ipurun.build.data import check_data, length_of, make_splits, notes_of, spli
 from ipurun.build.loader import check_loader, is_stream, samples_drawn
 from ipurun.build.metrics import check_metrics, check_monitor
 from ipurun.build.optimizer import check_groups, check_optimizer
+from ipurun.build.profile import meta_model
 from ipurun.build.sampling import seeded
 from ipurun.build.schedule import check_schedule
 from ipurun.build.step import check_loss
@@ -25,6 +26,8 @@ from ipurun.plan.types import Facts
 
 __all__ = ["Subject", "inspect"]
 
+_LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
+
 
 @dataclass
 class Subject:
@@ -35,13 +38,14 @@ class Subject:
     facts: Facts
 
 
-def inspect(config: RunConfig, engine: Engine, need_data: bool = True) -> Subject:
+def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper: bool = False) -> Subject:
     """Make the model and the data, and read off them what a plan needs.
 
     Args:
         config: The run.
         engine: The engine it is for.
         need_data: Whether to make the data; without it the facts have no sample counts.
+        on_paper: Whether it is only for planning: a large model is then made without memory for its weights.
 
     Raises:
         ConfigError: With the problems of all targets.
@@ -50,7 +54,7 @@ def inspect(config: RunConfig, engine: Engine, need_data: bool = True) -> Subjec
     wrong = {_root(problem) for problem in problems}
     model = splits = None
     if "model" not in wrong:
-        model = _collect(lambda: _make_model(config, engine), problems)
+        model = _collect(lambda: _make_model(config, engine, on_paper), problems)
     if need_data and "data" not in wrong:
         splits = _collect(lambda: _make_data(config, engine), problems)
     if model is not None:
@@ -97,7 +101,11 @@ def _collect(action: Callable[[], Any], problems: List[Problem]) -> Optional[Any
         return None
 
 
-def _make_model(config: RunConfig, engine: Engine) -> nn.Module:
+def _make_model(config: RunConfig, engine: Engine, on_paper: bool) -> nn.Module:
+    if on_paper:
+        outline = meta_model(config)
+        if sum(parameter.numel() for parameter in outline.parameters()) > _LARGEST_MADE_TO_PLAN:
+            return outline
     with seeded(config.seed):
         model = make(config.model, "model", engine_module=engine.module)
     if not isinstance(model, nn.Module):

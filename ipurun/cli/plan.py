@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-from typing import List
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
-from ipurun.cli.flags import split
+from ipurun.cli.flags import Flags, split
 from ipurun.cli.output import only_json, print_json
+from ipurun.errors import ConfigError, Problem
 
-__all__ = ["HELP", "run"]
+if TYPE_CHECKING:
+    from ipurun.planner.outlook import Outlook
+    from ipurun.planner.solve import Solution
+    from ipurun.prepare import Prepared
+
+__all__ = ["EXIT_DOES_NOT_FIT", "HELP", "run"]
 
 HELP = "Compose, check and show everything that would happen; touch nothing."
+EXIT_DOES_NOT_FIT = 3
 
 _USAGE = """\
 usage: ipurun plan +recipe=NAME [key=value ...] [flags]
 
 Shows the devices, the batch equation, the steps, what is rounded or dropped, and the PopTorch calls that a config
-stands for. Writes nothing. With -m it shows every point of a sweep.
+stands for; then an estimate of memory and speed on IPUs, from a trace of the model: nothing is compiled. Writes
+nothing. With -m it shows every point of a sweep. The exit code is 3 where a config is estimated not to fit.
 
 flags
-  --quiet     one line a plan
-  --json      one JSON document on standard output (a list with -m)
-  --debug     show tracebacks
+  --explain       list what the estimate takes for granted
+  --solve         find split, micro-batch, accumulation and replication for `devices` and the global batch
+  --solve=FILE    the same, and write the config to a YAML file
+  --html FILE     write the estimate as one self-contained page
+  --quiet         one line a plan
+  --json          one JSON document on standard output (a list with -m)
+  --debug         show tracebacks
 
 examples
   ipurun plan +recipe=mnist devices=8
+  ipurun plan +recipe=gpt model=gpt2_medium devices=16 global_batch_size=1024 precision=16 --solve
   ipurun plan +recipe=mnist devices=8 device_iterations=32 --json
 """
 
 
 def run(argv: List[str]) -> int:
     """Show the plan of every point of the command line."""
-    flags, rest = split(argv)
+    argv, solve_file = _take_solve(argv)
+    flags, rest = split(argv, switches=("--explain", "--solve"), with_value=("--html",))
     if flags.help:
         print(_USAGE, end="")
         return 0
@@ -46,21 +61,118 @@ def run(argv: List[str]) -> int:
         from ipurun.sweep.check import planned
 
         found = points(rest)
-        plans = planned(found.points)
+        shown = [_look(prepared, flags) for prepared in planned(found.points)]
+        _write_files(shown, flags, solve_file, rest)
     if flags.json:
-        from ipurun.log.plan_text import plan_dict
-
-        documents = [plan_dict(plan) for plan in plans]
+        documents = [_document(item) for item in shown]
         print_json(documents if found.multirun else documents[0])
-        return 0
+    else:
+        for number, item in enumerate(shown):
+            if number and not flags.quiet:
+                print()
+            print("\n".join(_lines(item, flags)))
+    return EXIT_DOES_NOT_FIT if any(item.does_not_fit for item in shown) else 0
+
+
+class _Shown:
+    """One plan with its estimate, or with the reason why there is none."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.outlook: Optional[Outlook] = None
+        self.obstacle: Optional[Problem] = None
+        self.solutions: Optional[List[Solution]] = None
+
+    @property
+    def does_not_fit(self) -> bool:
+        """Whether the plan as it stands is estimated not to fit; a solution that fits takes its place."""
+        from ipurun.planner.types import Verdict
+
+        if self.solutions is not None:
+            return not self.solutions
+        return self.outlook is not None and self.outlook.estimate.verdict is Verdict.DOES_NOT_FIT
+
+
+def _take_solve(argv: List[str]) -> Tuple[List[str], Optional[str]]:
+    """``--solve=FILE`` as ``--solve`` and the file."""
+    named = [word for word in argv if word.startswith("--solve=")]
+    if not named:
+        return argv, None
+    kept = ["--solve" if word.startswith("--solve=") else word for word in argv]
+    return kept, named[-1].partition("=")[2]
+
+
+def _look(prepared: Prepared, flags: Flags) -> _Shown:
+    from ipurun.planning import look_ahead, solve
+
+    shown = _Shown(prepared)
+    config = prepared.point.config
+    try:
+        shown.outlook = look_ahead(config, prepared.plan, prepared.subject)
+    except ConfigError as error:
+        if flags.values.get("solve") or flags.values.get("html"):
+            raise
+        shown.obstacle = error.problems[0]
+    if flags.values.get("solve") and shown.outlook is not None:
+        shown.solutions = solve(config, prepared.plan, shown.outlook)
+    return shown
+
+
+def _write_files(shown: List[_Shown], flags: Flags, solve_file: Optional[str], words: List[str]) -> None:
+    page = flags.values.get("html")
+    if (page or solve_file) and len(shown) > 1:
+        raise ConfigError(Problem("a file is written for one plan", seen=f"{len(shown)} points", fix="leave -m out"))
+    item = shown[0]
+    if page and item.outlook is not None:
+        from ipurun.log.planner_html import page_of
+
+        _write(str(page), page_of(item.prepared.plan, item.outlook), "--html")
+    if solve_file and item.solutions:
+        from ipurun.log.planner_text import solution_yaml
+
+        _write(solve_file, solution_yaml(item.solutions[0], words), "--solve")
+
+
+def _write(path: str, text: str, flag: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            Problem(f"`{flag}` cannot write its file", seen=str(error), fix=f"{flag}=FILE in a folder that exists")
+        ) from error
+
+
+def _document(item: _Shown) -> Dict[str, Any]:
+    from ipurun.log.plan_text import plan_dict
+    from ipurun.log.planner_text import outlook_dict, solution_dict
+
+    document = plan_dict(item.prepared.plan)
+    document["estimate"] = None if item.outlook is None else outlook_dict(item.outlook)
+    if item.obstacle is not None:
+        document["no_estimate"] = item.obstacle.to_dict()
+    if item.solutions is not None:
+        document["solutions"] = [solution_dict(solution) for solution in item.solutions]
+    return document
+
+
+def _lines(item: _Shown, flags: Flags) -> List[str]:
     from ipurun.log.format import batch_equation
     from ipurun.log.plan_text import plan_lines
+    from ipurun.log.planner_text import explain_lines, outlook_lines, quiet_text, solution_lines
 
-    for number, plan in enumerate(plans):
-        if flags.quiet:
-            print(f"{plan.name}: {batch_equation(plan.training)}")
-            continue
-        if number:
-            print()
-        print("\n".join(plan_lines(plan)))
-    return 0
+    plan = item.prepared.plan
+    if flags.quiet:
+        estimate = "" if item.outlook is None else f"; {quiet_text(item.outlook)}"
+        lines = [f"{plan.name}: {batch_equation(plan.training)}{estimate}"]
+    else:
+        lines = plan_lines(plan)
+        if item.outlook is not None:
+            lines += ["", *outlook_lines(item.outlook)]
+        elif item.obstacle is not None:
+            why = " ".join(part for part in (item.obstacle.where, item.obstacle.seen) if part)
+            lines += ["", f"no estimate: {item.obstacle.what} ({why})"]
+    if item.outlook is not None and flags.values.get("explain"):
+        lines += explain_lines(item.outlook)
+    if item.solutions is not None:
+        lines += ["", *solution_lines(item.solutions)]
+    return lines

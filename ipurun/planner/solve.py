@@ -11,6 +11,7 @@ from ipurun.planner.hardware import Machine
 from ipurun.planner.split import Split, solve_split
 from ipurun.planner.stages import single_ipu
 from ipurun.planner.types import Estimate, Layout, ModelProfile, Settings, Verdict
+from ipurun.planner.words import Words
 
 __all__ = ["Goal", "Solution", "Variant", "powers_up_to", "search", "split_for", "split_overrides", "variants_of"]
 
@@ -28,12 +29,14 @@ class Goal:
         global_batch: Samples of one weight update; None: free.
         micro_batch: Samples of a micro-batch; None: free.
         largest_pipeline: Most IPUs of one replica; None: all.
+        words: Overrides that undo what stands in the way.
     """
 
     devices: int
     global_batch: Optional[int] = None
     micro_batch: Optional[int] = None
     largest_pipeline: Optional[int] = None
+    words: Words = Words()
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def split_for(
 ) -> Optional[Split]:
     """The best split that fits or, failing that, the best that is tight."""
     scaled = profile.with_micro_batch(settings.micro_batch_size)
-    for share in (1 - machine.tight_margin, 1 + machine.tight_margin):
+    for share in (1 - machine.tight_margin, 1.0, 1 + machine.tight_margin):
         room = share * machine.memory_bytes
         found = solve_split(scaled, num_ipus, settings, machine, names=names, checkpoints=checkpoints, room=room)
         if found is not None:
@@ -215,22 +218,20 @@ def _batches(goal: Goal, ipus: int, replicas: int) -> Iterator[Tuple[int, int]]:
 
 
 def _overrides(goal: Goal, settings: Settings, split: Optional[Split], variant: Variant) -> Tuple[str, ...]:
-    words = [f"devices={goal.devices}"]
+    words = [f"devices={goal.devices}", *split_overrides(split, goal.words), *goal.words.resized]
+    words += [
+        f"micro_batch_size={settings.micro_batch_size}",
+        f"gradient_accumulation={settings.gradient_accumulation}",
+        *goal.words.batch,
+    ]
+    # PopART's recomputation for pipelines leaves a model on one IPU alone.
+    own = [word.replace("mode=pipeline", "mode=standard") if split is None else word for word in variant.overrides]
+    return (*words, *own)
+
+
+def split_overrides(split: Optional[Split], words: Words) -> List[str]:
+    """What to type for a split; None: everything on one IPU."""
     if split is None:
-        words += ["pipeline.split=[]", "pipeline.blocks={}"]
-    else:
-        words += split_overrides(split)
-    words += [f"micro_batch_size={settings.micro_batch_size}"]
-    if goal.global_batch is None:
-        words += [f"gradient_accumulation={settings.gradient_accumulation}"]
-    else:
-        words += [f"global_batch_size={goal.global_batch}", "gradient_accumulation=null"]
-    return (*words, *variant.overrides)
-
-
-def split_overrides(split: Split) -> List[str]:
-    """What to type for a split."""
-    words = [f"pipeline.split=[{','.join(split.modules)}]"]
-    if split.head is not None:
-        words.append(f"pipeline.blocks={{{split.head}: 0}}")
-    return words
+        return ["pipeline.split=[]", *words.placement, *words.blocks]
+    head = words.blocks if split.head is None else (f"pipeline.blocks={{{split.head}: 0}}",)
+    return [f"pipeline.split=[{','.join(split.modules)}]", *words.placement, *head]

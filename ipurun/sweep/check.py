@@ -13,7 +13,7 @@ from ipurun.errors import ConfigError, Problem
 from ipurun.job import prepare_job
 from ipurun.plan import make_plan
 from ipurun.plan.types import Plan
-from ipurun.prepare import prepare
+from ipurun.prepare import Prepared, prepare
 from ipurun.sweep.manifest import point_id
 
 __all__ = ["Checked", "check_points", "planned"]
@@ -58,21 +58,21 @@ def check_points(points: Sequence[Point]) -> List[Checked]:
     return checked
 
 
-def planned(points: Sequence[Point]) -> List[Plan]:
-    """The plan of every point, for showing.
+def planned(points: Sequence[Point]) -> List[Prepared]:
+    """Every point, inspected and planned, for showing.
 
     Raises:
         ConfigError: With the problems of all points.
     """
-    plans: List[Plan] = []
+    prepared: List[Prepared] = []
     problems = _Problems()
     for point in points:
         try:
-            plans.append(prepare(point).plan)
+            prepared.append(prepare(point, on_paper=True))
         except ConfigError as error:
             problems.add(point, error)
     problems.raise_any()
-    return plans
+    return prepared
 
 
 def _check(point: Point, identity: str) -> Checked:

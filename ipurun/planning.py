@@ -1,0 +1,179 @@
+"""From a prepared point to what the planner can tell of it: trace, layout, estimate, schedule and remedies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import FrozenSet, List, Optional, Tuple
+
+from torch import nn
+
+from ipurun.build.inspect import Subject
+from ipurun.build.loader import is_stream
+from ipurun.build.profile import profile_model
+from ipurun.build.sampling import seeded
+from ipurun.build.structure import first_item
+from ipurun.config.schema import RunConfig
+from ipurun.errors import ConfigError
+from ipurun.plan import make_plan
+from ipurun.plan.placement_forms import is_auto
+from ipurun.plan.stacks import stacks
+from ipurun.plan.types import Facts, Plan
+from ipurun.planner.estimate import estimate
+from ipurun.planner.needs import needs_of
+from ipurun.planner.outlook import Outlook
+from ipurun.planner.point import block_checkpoints, layout_of_plan, machine_of
+from ipurun.planner.remedies import Situation, remedies_for
+from ipurun.planner.schedule import schedule_of
+from ipurun.planner.settings import settings_of
+from ipurun.planner.solve import Goal, Solution, powers_up_to, search, split_for, variants_of
+from ipurun.planner.split import Split
+from ipurun.planner.types import Layout, ModelProfile, Settings, Verdict
+from ipurun.planner.words import words_of
+
+__all__ = ["auto_split", "look_ahead", "solve"]
+
+_MOST_IPUS = 64
+
+
+def look_ahead(config: RunConfig, plan: Plan, subject: Subject) -> Outlook:
+    """Estimates a plan.
+
+    Raises:
+        ConfigError: The model cannot be traced.
+    """
+    profile = _profile(config, subject, plan)
+    machine = machine_of(config)
+    settings = settings_of(plan)
+    layout = layout_of_plan(profile, plan)
+    found = estimate(profile, layout, settings, machine)
+    situation = Situation(
+        profile=profile,
+        layout=layout,
+        settings=settings,
+        machine=machine,
+        estimate=found,
+        names=_callable(subject.model),
+        block_checkpoints=block_checkpoints(profile, stacks(subject.facts)),
+        words=words_of(config),
+    )
+    needs = None
+    remedies = tuple(remedies_for(situation))
+    if found.verdict is Verdict.DOES_NOT_FIT and all(r.verdict is Verdict.DOES_NOT_FIT for r in remedies):
+        variant = variants_of(settings, situation.block_checkpoints)[-1]
+        needs = needs_of(profile, variant, plan.devices.total, machine, situation.names)
+    return Outlook(situation, schedule_of(layout, settings, found.time), _cached(plan), remedies, needs)
+
+
+def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
+    """Configs for the plan's number of IPUs and its global batch, the quickest that fits first."""
+    batch = plan.training
+    is_free = config.global_batch_size is None and config.gradient_accumulation is None
+    goal = Goal(
+        devices=plan.devices.total,
+        global_batch=None if is_free else config.global_batch_size or batch.samples_per_update,
+        words=words_of(config),
+    )
+    situation = outlook.situation
+    variants = variants_of(situation.settings, situation.block_checkpoints)
+    return search(situation.profile, goal, variants, situation.machine, situation.names)
+
+
+def auto_split(config: RunConfig, subject: Subject) -> Tuple[RunConfig, Facts]:
+    """A config whose `pipeline.split=auto` is solved; as it was where it is not auto, or where nothing fits."""
+    facts = subject.facts
+    if not is_auto(config.pipeline.split):
+        return config, facts
+    unsplit = dataclasses.replace(config.pipeline, split=[], ipus=None)
+    trial = dataclasses.replace(config, pipeline=unsplit, devices="auto", gradient_accumulation=None)
+    trial = dataclasses.replace(trial, replication=dataclasses.replace(config.replication, factor=None))
+    try:
+        plan = make_plan(trial, dataclasses.replace(facts, available_ipus=None))
+        profile = _profile(config, subject, plan)
+    except ConfigError:
+        return config, facts
+    found = _best_auto(config, profile, settings_of(plan), plan, subject)
+    if found is None:
+        return config, facts
+    split = found[0]
+    if split is None:
+        return config, dataclasses.replace(facts, solved_split=())
+    if split.head is not None:
+        blocks = {**dict(config.pipeline.blocks or {}), split.head: 0}
+        config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, blocks=blocks))
+    return config, dataclasses.replace(facts, solved_split=split.modules)
+
+
+def _best_auto(
+    config: RunConfig, profile: ModelProfile, settings: Settings, plan: Plan, subject: Subject
+) -> Optional[Tuple[Optional[Split], float]]:
+    """The quickest split that fits, with its throughput, over the numbers of IPUs that the config allows."""
+    machine = machine_of(config)
+    names = _callable(subject.model)
+    devices = config.devices if isinstance(config.devices, int) else None
+    best: Optional[Tuple[Optional[Split], float]] = None
+    for ipus in _sizes(config, devices):
+        replicas = max(1, (devices or ipus) // ipus)
+        accumulation = config.gradient_accumulation or _accumulation(config, replicas, ipus)
+        own = dataclasses.replace(
+            settings,
+            replicas=replicas,
+            gradient_accumulation=accumulation,
+            accumulator_bytes=settings.accumulator_bytes or (settings.compute_bytes if accumulation > 1 else 0.0),
+            recompute="checkpoints" if config.recompute.mode is None and ipus > 1 else settings.recompute,
+        )
+        kept = layout_of_plan(profile, plan).checkpoints
+        if ipus == 1:
+            split: Optional[Split] = None
+            layout: Layout = layout_of_plan(profile, plan)
+        else:
+            split = split_for(profile, ipus, own, machine, names, kept)
+            if split is None or accumulation < 2 * split.layout.num_stages - 1:
+                continue
+            layout = split.layout
+        found = estimate(profile, layout, own, machine)
+        if found.verdict is Verdict.DOES_NOT_FIT and config.pipeline.ipus is None:
+            continue
+        speed = found.time.samples_per_second
+        if best is None or speed > best[1]:
+            best = (split, speed)
+        if devices is None:
+            break  # as few IPUs as will do
+    return best
+
+
+def _sizes(config: RunConfig, devices: Optional[int]) -> List[int]:
+    if config.pipeline.ipus is not None:
+        return [config.pipeline.ipus]
+    if devices is not None and config.replication.factor:
+        return [max(1, devices // config.replication.factor)]
+    return powers_up_to(devices or _MOST_IPUS)
+
+
+def _accumulation(config: RunConfig, replicas: int, ipus: int) -> int:
+    if config.global_batch_size is None:
+        return 2 * ipus + 1 if ipus > 1 else 1
+    return config.global_batch_size // (config.micro_batch_size * replicas)
+
+
+def _profile(config: RunConfig, subject: Subject, plan: Plan) -> ModelProfile:
+    data = subject.splits.get("train")
+    sample = None if data is None or is_stream(data) else first_item(data)
+    with seeded(config.seed):
+        return profile_model(config, sample=sample, module_precision=plan.module_precision)
+
+
+def _callable(model: nn.Module) -> FrozenSet[str]:
+    """Modules that are called: a list of modules is not, so no block can begin at it."""
+    return frozenset(
+        name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward and name
+    )
+
+
+def _cached(plan: Plan) -> Optional[int]:
+    if plan.cache_dir is None:
+        return None
+    try:
+        return sum(name.endswith(".popef") for name in os.listdir(plan.cache_dir))
+    except OSError:
+        return 0
