@@ -110,13 +110,23 @@ def unmatched(
             fix=f"the full name, such as `{ends[0]}`, or the pattern `**.{_dotted(name)}` for all of them",
         )
         return
-    close = ends or nearest(name, names)
+    close = ends or nearest(name, names) or _siblings(_dotted(name), names)
     top = [module for module in names if "." not in module]
     found.problem(
         f"`{key}` names `{name}`, and {owner} no such {what}",
         known=listing(close or top or names),
         fix=f"`{close[0]}` instead of `{name}`" if close else "one of the names above",
     )
+
+
+def _siblings(name: str, names: Sequence[str]) -> List[str]:
+    """What the innermost module that exists of a dotted name holds."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        inside = [module for module in names if module.rpartition(".")[0] == name]
+        if inside:
+            return inside
+    return []
 
 
 def _dotted(name: str) -> str:

@@ -47,6 +47,7 @@ def lay_out(
         room: ``pipeline`` or ``inference``, where the keys are.
         named_start: Whether the beginning of the model has to be a block with a name, too.
     """
+    before = len(found.problems)
     wanted = wanted_blocks(pipeline, facts, room, found)
     placements, listed = gather(pipeline, wanted, facts, found)
     phased = pipeline.strategy.endswith("phased")
@@ -74,7 +75,6 @@ def lay_out(
         checks.check_begins(begins, facts, found)
         if len({begin.placement.ipu for begin in begins} | {0}) > 1:
             checks.check_shared([*placements, *own], facts, found)
-    checks.check_idle(begins, ipus, len(placements), found)
     _note_order(begins, facts, from_split, room, found)
     increment, listed = _numbering(pipeline, begins, listed, bool(facts.own_blocks), found)
     if phased:
@@ -83,6 +83,8 @@ def lay_out(
         checks.check_phases(pipeline.strategy, listed.ipus, listed.phases or (), names, found)
     elif listed is not None and all(placement.module for placement in placements):
         placements.insert(0, Placement("", 0, FIRST_BLOCK, "rule: the first stage has a name"))
+    if len(found.problems) == before:  # else blocks are missing that the other problems are about
+        checks.check_idle(begins, ipus, len(placements), found)
     ordered = list(dict.fromkeys(begin.placement for begin in begins if begin.placement in placements))
     ordered += [placement for placement in placements if placement not in ordered]
     ordered.sort(key=lambda placement: placement.module != "")

@@ -81,17 +81,23 @@ def check_begins(begins: Sequence[Begin], facts: Facts, found: Findings) -> None
         )
         if nothing_between or first_inside:
             found.problem(
-                f"the block at `{here.module or 'the model'}` on IPU {here.ipu} has no operations",
-                seen=f"the next block, at `{there.module}` on IPU {there.ipu}, begins before anything is computed",
-                fix=f"leave `{here.module}` out, or begin the next block later",
+                f"the block {_named(here)} on IPU {here.ipu} has no operations",
+                seen=f"the next block, {_named(there)} on IPU {there.ipu}, begins before anything is computed",
+                fix="leave it out, or begin the next block later",
             )
     if begins and begins[-1].operations is not None and begins[-1].operations >= facts.operations:
         last = begins[-1].placement
         found.problem(
-            f"the block at `{last.module}` on IPU {last.ipu} has no operations",
+            f"the block {_named(last)} on IPU {last.ipu} has no operations",
             seen="nothing is computed after it begins",
-            fix=f"leave `{last.module}` out",
+            fix="leave it out",
         )
+
+
+def _named(placement: Placement) -> str:
+    if placement.module:
+        return f"at `{placement.module}`"
+    return f"`{placement.block_id}`" if placement.block_id else "at the model's beginning"
 
 
 def check_idle(begins: Sequence[Begin], ipus: int, placed: int, found: Findings) -> None:

@@ -55,7 +55,7 @@ def head_blocks(
         if not tied or ipu == last_ipu:
             return []
         found.note(f"the head ({modules[0]}) runs on IPU {ipu}, because {tied[-1]} and {tied[0]} are one tensor")
-    elif not modules:
+    elif not modules and not names and facts.module_names:
         found.problem("`pipeline.head_ipu` is set, and no head was found", fix="pipeline.head=MODULE")
     if ipu == last_ipu and not names:
         return []

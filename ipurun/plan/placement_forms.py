@@ -109,6 +109,9 @@ def _by_layers(
     pipeline: PipelineConfig, facts: Facts, room: str, found: Findings
 ) -> Tuple[Sequence[str], List[Wanted]]:
     key = f"{room}.layers_per_ipu"
+    if not facts.module_names:  # the model could not be made: only the number of IPUs is known
+        parts = range(1, pipeline.ipus or len(pipeline.layers_per_ipu))
+        return (), [Wanted(f"{key}[{part}]", ipu_of_part(part, pipeline.strategy), str(part), key) for part in parts]
     layers = find_layers(names_in(pipeline.layers, "pipeline.layers", found), facts, key, found)
     if not layers:
         return (), []

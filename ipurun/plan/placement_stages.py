@@ -123,7 +123,7 @@ def _resolve(
     for part, stages in enumerate(parsed):
         for position, stage in enumerate(stages):
             ids = [block for name in stage.blocks for block in _ids(name, wanted, facts, key, found)]
-            if not ids:
+            if not stage.blocks:
                 found.problem(f"`{key}`: entry {part} has no blocks", seen=str(list(stage.blocks)))
             for block in ids:
                 if block in places:
