@@ -1,0 +1,190 @@
+"""The planner's estimate as one page that needs nothing else: memory by IPU, the pipeline, the module tree."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Dict, List, Sequence, Tuple
+
+from ipurun.log.planner_parts import PARTS, STYLE, ipu_colour
+from ipurun.log.planner_text import count_short
+from ipurun.plan.types import Plan
+from ipurun.planner.outlook import Outlook
+from ipurun.planner.schedule import gantt
+from ipurun.planner.types import IpuMemory, Layout, ModelProfile
+
+__all__ = ["page_of"]
+
+_MIB = 1 << 20
+_WIDTH = 920
+_LEFT = 64
+_ROW = 26
+
+
+def page_of(plan: Plan, outlook: Outlook) -> str:
+    """The whole page."""
+    title = f"{escape(plan.name)}: {outlook.estimate.verdict.value} (estimate)"
+    time = outlook.estimate.time
+    facts = (
+        ("verdict", outlook.estimate.verdict.value),
+        ("throughput", f"{count_short(time.samples_per_second)} samples/s"),
+        ("share of peak", f"{time.flops_share:.1%}"),
+        ("IPUs", f"{plan.devices.replicas} x {plan.devices.per_replica}"),
+        ("bubble", f"{outlook.schedule.bubble:.0%}"),
+        ("limited by", "the host" if time.host_bound else "the IPUs"),
+    )
+    tiles = "".join(f"<div class=tile><b>{escape(text)}</b><span>{label}</span></div>" for label, text in facts)
+    sections = (
+        _section("Memory by IPU", _legend(), _memory(outlook.estimate.ipus)),
+        _section("One update of the pipeline", _schedule_legend(), _pipeline(outlook)),
+        _section("Modules by IPU", "", _tree(outlook.situation.profile, outlook.situation.layout)),
+        _section("What would help", "", _remedies(outlook)),
+        _section("Assumptions", "", _assumptions(outlook)),
+    )
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width">'
+        f"<title>{title}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{title}</h1><p class=note>Every figure on this page is an estimate for "
+        f"{escape(outlook.situation.machine.name)}; nothing was compiled or run.</p>"
+        f"<div class=tiles>{tiles}</div>{''.join(sections)}</body></html>\n"
+    )
+
+
+def _section(title: str, legend: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>{legend}{body}</section>" if body else ""
+
+
+def _legend() -> str:
+    entries = "".join(f'<span><i style="background:{colour}"></i>{escape(label)}</span>' for _, label, colour in PARTS)
+    return f"<p class=legend>{entries}</p>"
+
+
+def _memory(ipus: Sequence[IpuMemory]) -> str:
+    """Stacked bars against the limit, which is a line."""
+    most = max(1.1, *(ipu.share for ipu in ipus)) * ipus[0].limit
+    scale = (_WIDTH - _LEFT - 120) / most
+    height = _ROW * len(ipus) + 24
+    shapes: List[str] = []
+    for row, ipu in enumerate(ipus):
+        top, left = row * _ROW + 20, float(_LEFT)
+        shapes.append(_text(4, top + 14, f"IPU {ipu.ipu}"))
+        for name, label, colour in PARTS:
+            size = getattr(ipu, name)
+            wide = size * scale
+            shapes.append(_rect(left, top, wide, _ROW - 7, colour, f"IPU {ipu.ipu} {label}: {size / _MIB:,.0f} MiB"))
+            left += wide
+        shapes.append(_text(left + 6, top + 14, f"{ipu.fullest / _MIB:,.0f} MiB, {ipu.share:,.0%}"))
+    at = _LEFT + ipus[0].limit * scale
+    shapes.append(f"<line x1={at:.1f} x2={at:.1f} y1=14 y2={height} class=limit />")
+    shapes.append(_text(at - 40, 11, f"{ipus[0].limit // _MIB} MiB"))
+    return _svg(_WIDTH, height, shapes, "Memory of each IPU against the limit")
+
+
+def _schedule_legend() -> str:
+    return (
+        '<p class=legend><span><i style="background:#3b76c4"></i>forward</span>'
+        '<span><i style="background:#d9822b"></i>backward, recomputation included</span></p>'
+    )
+
+
+def _pipeline(outlook: Outlook) -> str:
+    """A Gantt chart of the first cycles."""
+    situation, schedule = outlook.situation, outlook.schedule
+    bars = gantt(situation.layout, situation.settings, situation.estimate.time)
+    end = max((bar.start + bar.seconds for bar in bars), default=0.0)
+    if not end:
+        return ""
+    scale = (_WIDTH - _LEFT - 10) / end
+    shapes = [_text(4, ipu * _ROW + 16, f"IPU {ipu}") for ipu in range(situation.layout.num_ipus)]
+    for bar in bars:
+        colour = "#3b76c4" if bar.kind == "forward" else "#d9822b"
+        label = f"{bar.kind} of micro-batch {bar.micro_batch}, stage {bar.stage}: {bar.seconds * 1e3:.3g} ms"
+        left, top, wide = _LEFT + bar.start * scale, bar.ipu * _ROW, bar.seconds * scale
+        shapes.append(_rect(left, top + 2, max(wide - 0.6, 0.3), _ROW - 6, colour, label))
+        if wide > 15:
+            shapes.append(f"<text x={left + 3:.1f} y={top + 15} class=on>{bar.micro_batch}</text>")
+    drawn = _svg(_WIDTH, _ROW * situation.layout.num_ipus + 4, shapes, "Pipeline schedule")
+    cycles = f"{schedule.fill} cycles to fill, {schedule.steady} steady, {schedule.drain} to drain"
+    shown = len({bar.start for bar in bars if bar.ipu == 0})
+    return (
+        f"{drawn}<p class=note>{cycles}; bubble {schedule.bubble:.0%}. The first {shown} pieces of IPU 0 are drawn.</p>"
+    )
+
+
+def _tree(profile: ModelProfile, layout: Layout) -> str:
+    """Modules as nested lists, each with the IPUs that run it."""
+    ipus: Dict[str, List[int]] = {}
+    flops: Dict[str, float] = {}
+    sizes: Dict[str, int] = {}
+    elements = {parameter.name: parameter.elements for parameter in profile.parameters}
+    counted: Dict[str, set] = {}
+    for op in profile.ops:
+        parts = op.module.split(".") if op.module else []
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
+            ipu = layout.ipu_of_op(op.index)
+            if ipu not in ipus.setdefault(name, []):
+                ipus[name].append(ipu)
+            flops[name] = flops.get(name, 0.0) + op.flops_forward + op.flops_backward
+            fresh = set(op.parameters) - counted.setdefault(name, set())
+            counted[name] |= fresh
+            sizes[name] = sizes.get(name, 0) + sum(elements.get(parameter, 0) for parameter in fresh)
+    children: Dict[str, List[str]] = {}
+    for name in ipus:
+        children.setdefault(name.rpartition(".")[0], []).append(name)
+    total = sum(op.flops_forward + op.flops_backward for op in profile.ops) or 1.0
+    return _branch("", children, ipus, {name: (flops[name] / total, sizes[name]) for name in ipus})
+
+
+def _branch(
+    name: str,
+    children: Dict[str, List[str]],
+    ipus: Dict[str, List[int]],
+    shares: Dict[str, Tuple[float, int]],
+) -> str:
+    items = []
+    for child in children.get(name, ()):
+        marks = "".join(f'<i class=ipu style="background:{ipu_colour(ipu)}">{ipu}</i>' for ipu in ipus[child][:8])
+        share, size = shares[child]
+        label = (
+            f"{marks} {escape(child.rpartition('.')[2])} <small>{share:.1%} of the work, {size:,} parameters</small>"
+        )
+        inner = _branch(child, children, ipus, shares)
+        is_open = " open" if len(ipus[child]) > 1 or not name else ""
+        items.append(
+            f"<li><details{is_open}><summary>{label}</summary>{inner}</details></li>" if inner else f"<li>{label}</li>"
+        )
+    return f"<ul class=tree>{''.join(items)}</ul>" if items else ""
+
+
+def _remedies(outlook: Outlook) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(remedy.title)}<br><code>{escape(' '.join(remedy.overrides))}</code></td>"
+        f"<td>{-remedy.saved_bytes / _MIB:+,.0f} MiB</td><td>{remedy.speed:.2f}x</td>"
+        f"<td>{remedy.verdict.value}</td></tr>"
+        for remedy in outlook.remedies
+    )
+    head = "<tr><th>change</th><th>fullest IPU</th><th>speed</th><th>verdict</th></tr>"
+    return f"<table>{head}{rows}</table>" if rows else ""
+
+
+def _assumptions(outlook: Outlook) -> str:
+    items = "".join(
+        f"<li><b>{escape(item.topic)}</b>: {escape(item.text)}</li>" for item in outlook.estimate.assumptions
+    )
+    return f"<ul>{items}</ul>"
+
+
+def _svg(width: int, height: int, shapes: Sequence[str], label: str) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" role=img aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str, label: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.2f}" height="{height:.1f}" fill="{colour}">'
+        f"<title>{escape(label)}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
