@@ -9,7 +9,7 @@ from ipurun.planner.hardware import Machine
 from ipurun.planner.products import Shape, backward_shapes, forward_shape, plan_product
 from ipurun.planner.types import ModelProfile, OpProfile, Settings
 
-__all__ = ["OpCost", "costs_by_ipu", "op_costs", "proportion_of"]
+__all__ = ["OpCost", "costs_by_ipu", "op_costs", "proportion_of", "serial_parts"]
 
 # Work per value, forward and backward, in units of an addition: reading, writing and one instruction. Statistics come
 # before what uses them, so norms and softmax go over their data several times; functions such as exp take the
@@ -64,7 +64,7 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
     known: Dict[Tuple[str, int, int, int], OpCost] = {}
     costs = []
     for op in profile.ops:
-        key = (op.signature, op.gradients, op.traffic_bytes, _parts(op, settings))
+        key = (op.signature, op.gradients, op.traffic_bytes, serial_parts(op, settings))
         if op.kind == "view" or key not in known:
             known[key] = _cost(op, machine, settings, proportion)
         costs.append(known[key])
@@ -104,7 +104,7 @@ def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float
 
 
 def _product_cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float, overhead: float) -> OpCost:
-    parts = _parts(op, settings)
+    parts = serial_parts(op, settings)
     wanted = [forward_shape(op.dims)]
     if settings.training and op.gradients:
         data, weight = backward_shapes(op.dims)
@@ -122,7 +122,7 @@ def _serialised(shape: Shape, parts: int) -> Shape:
     return shape._replace(columns=max(1, -(-shape.columns // parts))) if parts > 1 else shape
 
 
-def _parts(op: OpProfile, settings: Settings) -> int:
+def serial_parts(op: OpProfile, settings: Settings) -> int:
     """Parts that a serialised matmul is done in."""
     if not op.dims:
         return 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Dict, List, Set, Tuple
 
-from ipurun.planner.costs import OpCost, costs_by_ipu, proportion_of
+from ipurun.planner.costs import OpCost, costs_by_ipu, proportion_of, serial_parts
 from ipurun.planner.hardware import Machine
 from ipurun.planner.recompute import stage_memories
 from ipurun.planner.stages import boundary_values, ops_of_stage
@@ -117,7 +117,7 @@ def estimate_memory(
             streaming += stash
             stash = max((activations[stage].kept for stage in stages), default=0)
         working = max((activations[stage].working for stage in stages), default=0)
-        temporary = working + _largest_op(profile, ops, costs[ipu]) + share.largest
+        temporary = working + _largest_op(profile, ops, settings, costs[ipu])
         # Weights are updated when the pipeline is empty: state takes the place of activations.
         temporary = max(temporary, share.update - stash)
         io = _transfers(profile, layout, settings, stages) + sum(received[stage] for stage in stages)
@@ -139,8 +139,9 @@ def estimate_memory(
     return tuple(ipus)
 
 
-def _largest_op(profile: ModelProfile, ops: List[OpProfile], costs: List[OpCost]) -> float:
-    """Operands, results or their gradients, and temporaries of the operation that needs most."""
+def _largest_op(profile: ModelProfile, ops: List[OpProfile], settings: Settings, costs: List[OpCost]) -> float:
+    """What the operation needs that needs most: operands and results or their gradients, and temporaries."""
+    sizes = {parameter.name: parameter.num_bytes for parameter in profile.parameters if parameter.trainable}
     largest = 0.0
     for op in ops:
         if op.kind == "view":
@@ -148,7 +149,8 @@ def _largest_op(profile: ModelProfile, ops: List[OpProfile], costs: List[OpCost]
         operands = max((profile.ops[i].output_bytes for i in op.inputs), default=0)
         # Operations value by value write over what they read.
         live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
-        largest = max(largest, live + costs[op.index].temporary)
+        gradient = sum(sizes.get(name, 0) for name in op.parameters) if settings.training and op.gradients else 0
+        largest = max(largest, live + gradient / serial_parts(op, settings) + costs[op.index].temporary)
     return largest
 
 
