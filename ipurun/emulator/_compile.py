@@ -25,6 +25,7 @@ from ipurun.emulator._weights import DeviceWeights, ReplicaGroups
 __all__ = ["compile_model"]
 
 
+@torch.inference_mode(False)  # inference mode would hand composite operations over whole
 def compile_model(
     model: Callable[..., Any],
     arguments: Arguments,

@@ -88,3 +88,14 @@ def test_loading_optimizer_state_brings_the_weights_home_first():
     training.copyWeightsToHost = lambda: copies.append("weights")
     training(torch.ones(1, 2))
     assert copies == ["weights"]
+
+
+def test_compiles_and_runs_in_inference_mode():
+    layer = torch.nn.Linear(2, 1)
+    model = inference(lambda x, y: torch.nn.functional.mse_loss(layer(x), y))
+    x, y = torch.randn(3, 2), torch.randn(3, 1)
+    with torch.inference_mode():
+        first = model(x, y)
+    expected = torch.nn.functional.mse_loss(layer(x), y).detach()
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(model(x, y), expected)
