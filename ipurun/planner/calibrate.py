@@ -13,7 +13,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from ipurun.planner.hardware import Machine
 from ipurun.planner.timing import estimate_time
@@ -85,7 +85,8 @@ def calibrate(rows: Sequence[Measurement], machine: Machine, free: Mapping[str, 
     """
     names = list(free)
     weights = _weights(rows)
-    prior = machine = dataclasses.replace(machine, **{name: value for name, (value, _) in free.items()})
+    physical: Dict[str, Any] = {name: value for name, (value, _) in free.items()}
+    prior = machine = dataclasses.replace(machine, **physical)
     for _ in range(_ITERATIONS if rows else 0):
         residuals = [math.log(ratio(row, machine)) for row in rows]
         slopes = [_slopes(row, machine, names, before) for row, before in zip(rows, residuals)]
@@ -160,7 +161,9 @@ def _slopes(row: Measurement, machine: Machine, names: Sequence[str], before: fl
 
 
 def _changed(machine: Machine, names: Sequence[str], logarithms: Sequence[float]) -> Machine:
-    values = {name: getattr(machine, name) * math.exp(change) for name, change in zip(names, logarithms)}
+    values: Dict[str, Any] = {
+        name: getattr(machine, name) * math.exp(change) for name, change in zip(names, logarithms)
+    }
     for name, value in values.items():
         if name.endswith("_efficiency"):
             values[name] = min(value, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Dict, Mapping
 
 __all__ = ["Machine", "machine_from"]
 
@@ -62,6 +62,9 @@ def machine_from(values: Mapping[str, Any]) -> Machine:
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise KeyError(f"unknown device constants: {', '.join(unknown)}; known: {', '.join(known)}")
-    plain = {key: given["value"] if isinstance(given, Mapping) else given for key, given in values.items()}
+    plain: Dict[str, Any] = {
+        key: given["value"] if isinstance(given, Mapping) else given for key, given in values.items()
+    }
     whole = ("tiles", "tile_bytes", "ipus_per_machine")
-    return Machine(**{key: int(given) if key in whole else given for key, given in plain.items()})
+    plain.update({key: int(given) for key, given in plain.items() if key in whole})
+    return Machine(**plain)

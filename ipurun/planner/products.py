@@ -45,7 +45,8 @@ class Product:
 
 def forward_shape(dims: Tuple[int, ...]) -> Shape:
     """The product of a forward operation, from the `dims` of its profile."""
-    return _merged(Shape(*dims))
+    groups, rows, columns, depth, kernel = dims
+    return _merged(Shape(groups, rows, columns, depth, kernel))
 
 
 def backward_shapes(dims: Tuple[int, ...]) -> Tuple[Shape, Shape]:

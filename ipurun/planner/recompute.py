@@ -37,17 +37,12 @@ def stage_memories(profile: ModelProfile, layout: Layout, settings: Settings) ->
         if not settings.training or not profile.training:
             memories.append(StageMemory(0, max((op.output_bytes for op in ops), default=0) + inputs, set()))
         elif settings.recompute == "none":
-            memories.append(_without_recomputation(ops, inputs, stage == last))
+            memories.append(StageMemory(sum(op.saved_bytes for op in ops) + inputs, 0, set()))
         elif settings.recompute == "norm_only":
             memories.append(_norms_recomputed(ops, inputs))
         else:
             memories.append(_between_checkpoints(ops, set(layout.checkpoints), inputs, stage == last))
     return memories
-
-
-def _without_recomputation(ops: Sequence[OpProfile], inputs: int, is_last: bool) -> StageMemory:
-    saved = sum(op.saved_bytes for op in ops)
-    return StageMemory(saved + inputs, 0, set())
 
 
 def _norms_recomputed(ops: Sequence[OpProfile], inputs: int) -> StageMemory:
@@ -61,7 +56,9 @@ def _norms_recomputed(ops: Sequence[OpProfile], inputs: int) -> StageMemory:
 
 
 def _between_checkpoints(ops: Sequence[OpProfile], checkpoints: Set[int], inputs: int, is_last: bool) -> StageMemory:
-    kept, segments, current = inputs, [], []
+    kept = inputs
+    segments: List[List[OpProfile]] = []
+    current: List[OpProfile] = []
     for op in ops:
         if op.index in checkpoints:
             kept += op.output_bytes

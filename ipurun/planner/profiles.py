@@ -1,0 +1,143 @@
+"""The profile of a model: what one micro-batch computes, moves and keeps, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Optional, Tuple
+
+__all__ = ["ModelProfile", "OpProfile", "ParameterProfile"]
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """One operation of the forward pass, for one micro-batch on one replica.
+
+    Args:
+        index: Position in the forward pass.
+        name: Name of the operation, as torch has it: ``addmm``.
+        module: Dotted name of the user's module that called it, "" for the model itself or the loss.
+        kind: ``matmul``, ``conv``, ``norm``, ``softmax``, ``elementwise``, ``reduce``, ``gather``, ``copy``,
+            ``pool`` or ``view`` (moves nothing and costs nothing).
+        flops_forward: Floating-point operations.
+        flops_backward: Those of its share of the backward pass.
+        output_bytes: Memory that its results take; 0 for a view and for an operation in place.
+        saved_bytes: The part of it that the backward pass reads.
+        traffic_bytes: Bytes it reads and writes, whoever they belong to.
+        parameters: Names of the parameters it reads.
+        inputs: Operations whose results it reads, views looked through.
+        dims: Of a matmul or convolution: (groups, rows, columns, depth, points of the kernel).
+        gradients: How many of its operands get a gradient; 0 where nothing before it is trained.
+        element_bytes: Size of one number of its result: 2 in half precision.
+        signature: Equal for operations of the same kind, shapes and attributes: a compiler shares their code.
+        source: ``file:line`` of the model that called it.
+        is_batched: Whether its cost grows with the micro-batch.
+        ipu: IPU of the block that the model's own code has begun for it; None where the code begins none.
+    """
+
+    index: int
+    name: str
+    module: str
+    kind: str
+    flops_forward: float = 0.0
+    flops_backward: float = 0.0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    traffic_bytes: int = 0
+    parameters: Tuple[str, ...] = ()
+    inputs: Tuple[int, ...] = ()
+    dims: Tuple[int, ...] = ()
+    gradients: int = 0
+    element_bytes: int = 2
+    signature: str = ""
+    source: str = ""
+    is_batched: bool = True
+    ipu: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class ParameterProfile:
+    """One parameter of the model, under the user's name; tied parameters appear once.
+
+    Args:
+        name: Dotted name.
+        elements: Number of values.
+        element_bytes: Size of one value on the device.
+        trainable: Whether it gets a gradient.
+        ops: Operations that read it, by index.
+    """
+
+    name: str
+    elements: int
+    element_bytes: int
+    trainable: bool
+    ops: Tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the parameter on the device."""
+        return self.elements * self.element_bytes
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model with its loss, as one micro-batch goes through it.
+
+    Args:
+        ops: The forward pass.
+        parameters: All parameters.
+        buffers_bytes: Size of all buffers (running statistics, tables).
+        input_bytes: What one micro-batch takes from the host.
+        output_bytes: What one micro-batch returns.
+        micro_batch_size: Samples of the micro-batch that was traced.
+        training: Whether the backward pass was traced.
+        unsupported: Operations that PopTorch is not known to support, with the line that calls them.
+    """
+
+    ops: Tuple[OpProfile, ...]
+    parameters: Tuple[ParameterProfile, ...]
+    buffers_bytes: int
+    input_bytes: int
+    output_bytes: int
+    micro_batch_size: int
+    training: bool = True
+    unsupported: Tuple[str, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of values of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of one sample, forward and backward, without recomputation."""
+        return sum(op.flops_forward + op.flops_backward for op in self.ops) / self.micro_batch_size
+
+    def with_micro_batch(self, micro_batch_size: int) -> ModelProfile:
+        """The profile of another micro-batch, by proportion: exact for what is computed sample by sample."""
+        if micro_batch_size == self.micro_batch_size:
+            return self
+        factor = micro_batch_size / self.micro_batch_size
+        return replace(
+            self,
+            ops=tuple(_scaled(op, factor) if op.is_batched else op for op in self.ops),
+            input_bytes=round(self.input_bytes * factor),
+            output_bytes=round(self.output_bytes * factor),
+            micro_batch_size=micro_batch_size,
+        )
+
+
+def _scaled(op: OpProfile, factor: float) -> OpProfile:
+    dims = op.dims
+    if dims:
+        # Products that are batched (attention) get more groups, all others more rows.
+        grows = 0 if dims[0] > 1 and op.kind == "matmul" else 1
+        dims = tuple(max(1, round(size * factor)) if axis == grows else size for axis, size in enumerate(dims))
+    return replace(
+        op,
+        flops_forward=op.flops_forward * factor,
+        flops_backward=op.flops_backward * factor,
+        output_bytes=round(op.output_bytes * factor),
+        saved_bytes=round(op.saved_bytes * factor),
+        traffic_bytes=round(op.traffic_bytes * factor),
+        dims=dims,
+    )
