@@ -106,14 +106,12 @@ class SentencePairs(Dataset):
 
     def _pair(self, draw: random.Random) -> Tuple[List[int], List[int], bool]:
         room = self.sequence_length - 3
-        # The last sentence has none behind it.
-        start = draw.randrange(len(self.sentences) - 1)
-        first, following = self._stretch(start, max(1, room // 2))
-        unrelated = draw.random() < 0.5
-        if unrelated:
-            following = draw.randrange(len(self.sentences))
-        second, _ = self._stretch(following % len(self.sentences), room - len(first))
-        return first, second, unrelated
+        first, following = self._stretch(draw.randrange(len(self.sentences)), max(1, room // 2))
+        second_start = following
+        if following == len(self.sentences) or draw.random() < 0.5:
+            second_start = draw.randrange(len(self.sentences))
+        second, _ = self._stretch(second_start, room - len(first))
+        return first, second, second_start != following
 
     def _stretch(self, start: int, room: int) -> Tuple[List[int], int]:
         """Whole sentences while there is room, the first of them cut where it is too long; and the next one."""

@@ -1,0 +1,152 @@
+import pytest
+import torch
+from recipe_runs import assert_learns, assert_same_training, parameters_of
+from torch.nn import functional
+
+from ipurun.config.compose import one
+from ipurun.datasets.synthetic import parse_sample
+from ipurun.errors import ConfigError
+from ipurun.recipes.gpt.dataset import CHARACTERS, decode, encode, splits
+from ipurun.recipes.gpt.loss import next_token_loss
+from ipurun.recipes.gpt.model import GPT, CausalSelfAttention
+
+SMALL = {"vocab_size": 11, "max_positions": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("option", "published"),
+    [
+        ("gpt2_small", 124_439_808),
+        ("gpt2_medium", 354_823_168),
+        ("gpt2_large", 774_030_080),
+        ("gpt2_xl", 1_557_611_200),
+    ],
+)
+def test_sizes_are_the_published_ones(option, published):
+    assert parameters_of(option) == published
+
+
+def test_gpt3_is_made_without_its_memory():
+    # Weights of a layer (12 d^2) with their biases and norms (13 d), both embeddings and the last norm.
+    width, layers = 12288, 96
+    expected = layers * (12 * width**2 + 13 * width) + (50257 + 2048) * width + 2 * width
+    assert parameters_of("gpt3_175b") == expected
+    assert round(expected / 1e9) == 175
+
+
+def test_attention_is_torchs_own():
+    torch.manual_seed(0)
+    attention = CausalSelfAttention(16, 4, 0.0)
+    hidden = torch.randn(3, 7, 16)
+    query, key, value = (part.view(3, 7, 4, 4).transpose(1, 2) for part in attention.c_attn(hidden).split(16, dim=-1))
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    expected = attention.c_proj(mixed.transpose(1, 2).reshape(3, 7, 16))
+    torch.testing.assert_close(attention(hidden), expected)
+
+
+def test_a_position_does_not_see_what_follows():
+    torch.manual_seed(0)
+    model = GPT(**SMALL)
+    tokens = torch.randint(11, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5:] = (changed[0, 5:] + 1) % 11
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any()
+
+
+def test_the_head_shares_its_weight_with_the_embedding():
+    model = GPT(**SMALL)
+    assert model.lm_head.weight is model.wte.weight
+    assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+def test_heads_have_to_divide_the_width():
+    with pytest.raises(ValueError, match="16 cannot be divided among 3 heads"):
+        GPT(hidden_size=16, num_heads=3)
+
+
+def test_the_loss_is_the_mean_over_all_positions():
+    scores = torch.zeros(2, 3, 4)
+    scores[0, 0, 1] = 1.0
+    tokens = torch.tensor([[1, 0, 0], [0, 0, 0]])
+    sure = -torch.log(torch.e ** torch.tensor(1.0) / (torch.e ** torch.tensor(1.0) + 3))
+    assert next_token_loss(scores, tokens) == pytest.approx((sure.item() + 5 * torch.log(torch.tensor(4.0))) / 6)
+
+
+def test_each_character_is_followed_by_the_next():
+    data = splits(16)
+    text = decode(data["train"].tokens)
+    characters, following = data["train"][100]
+    assert decode(characters) == text[100:116]
+    assert decode(following) == text[101:117]
+    assert decode(data["eval"][1][0]) == decode(data["eval"].tokens)[16:32]
+
+
+def test_every_piece_of_the_text_can_be_had_and_no_more():
+    data = splits(16)
+    for split in data.values():
+        assert all(len(item) == 16 for item in split[len(split) - 1])
+        with pytest.raises(IndexError):
+            split[len(split)]
+    assert len(data["train"]) == len(data["train"].tokens) - 16
+
+
+def test_the_text_that_ships_has_no_unknown_characters_and_is_named():
+    data = splits(16)
+    assert "?" in CHARACTERS
+    text = decode(torch.cat([data["train"].tokens, data["eval"].tokens]))
+    assert text.startswith("ALICE'S ADVENTURES IN WONDERLAND\n")
+    assert "Alice's Adventures" in data["train"].notes[0]
+
+
+def test_characters_outside_of_ascii_become_question_marks():
+    assert decode(encode("caf\u00e9 \u2014 ok\n")) == "caf? ? ok\n"
+
+
+def test_another_text_is_read_without_a_remark(tmp_path):
+    (tmp_path / "own.txt").write_text("abc " * 100, encoding="utf-8")
+    data = splits(8, file=str(tmp_path / "own.txt"))
+    assert decode(data["train"][0][0]) == "abc abc "
+    assert data["train"].notes == ()
+
+
+def test_a_text_that_is_missing_or_too_short_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.file=.*nowhere"):
+        splits(8, file=str(tmp_path / "nowhere"))
+    (tmp_path / "short.txt").write_text("abc", encoding="utf-8")
+    with pytest.raises(ConfigError, match="too short for sequences of 8 characters"):
+        splits(8, file=str(tmp_path / "short.txt"))
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "gpt2_xl"])
+def test_the_declared_sample_is_what_the_data_give(model):
+    config = one(["+recipe=gpt", f"model={model}"]).config
+    declared = parse_sample(config.sample)
+    real = splits(config.data["sequence_length"])["train"][0]
+    assert [(item.shape, item.dtype) for item in declared] == [(tuple(item.shape), item.dtype) for item in real]
+    assert declared[0].high >= len(CHARACTERS)
+
+
+def loss_of(model, batch):
+    return next_token_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.usefixtures("empty_folder")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["pipeline=gpt_tiny_4ipu"],
+        ["pipeline.layers_per_ipu=[2,1]", "pipeline.head_ipu=0", "pipeline.strategy=sharded"],
+        ["pipeline.split=[h.0,h.2]", "pipeline.strategy=serial_phased"],
+    ],
+    ids=["pipelined", "sharded", "phased"],
+)
+def test_over_several_ipus_the_numbers_are_those_of_plain_torch(layout):
+    sizes = ["model.max_positions=16", "model.hidden_size=32", "micro_batch_size=2", "gradient_accumulation=9"]
+    assert_same_training(["+recipe=gpt", *layout, *sizes], loss_of)
+
+
+@pytest.mark.usefixtures("empty_folder")
+def test_it_learns_to_write():
+    assert_learns(["+recipe=gpt"], steps=60, falls_by=1.2)
