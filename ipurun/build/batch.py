@@ -6,6 +6,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
+from ipurun.errors import ConfigError, Problem
+
 __all__ = ["as_call", "leading_rows", "map_tensors", "pick", "split_target", "target_of"]
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
@@ -34,7 +36,7 @@ def split_target(
             is its own target, as autoencoders want it.
 
     Raises:
-        KeyError: There is no such item; the message lists those that exist.
+        ConfigError: There is no such item; the message lists those that exist.
     """
     named = dict(kwargs)
     key = target
@@ -50,7 +52,7 @@ def split_target(
     index = _index(key, len(items))
     if index is None:
         asked = "a target" if target is None else f"`{target}`"
-        raise KeyError(f"a batch has no item {asked}; it has {_shown(items, named)}")
+        raise _absent("loss.target", f"a batch has no item {asked}; it has {_shown(items, named)}")
     value = items.pop(index)
     return tuple(items), named, value
 
@@ -60,7 +62,7 @@ def target_of(batch: Any, target: Optional[str]) -> Any:
     args, kwargs = as_call(batch)
     try:
         return split_target(args, kwargs, target)[2]
-    except KeyError:
+    except ConfigError:
         return None
 
 
@@ -74,11 +76,11 @@ def pick(output: Any, which: Optional[str], *, loss: bool = False) -> Any:
         loss: Whether the loss is wanted.
 
     Raises:
-        KeyError: There is no such part; the message lists those that exist.
+        ConfigError: There is no such part; the message lists those that exist.
     """
     if isinstance(output, torch.Tensor):
         if which not in (None, "0"):
-            raise KeyError(f"the model returns one tensor, so there is no output `{which}`")
+            raise _absent("loss.output", f"the model returns one tensor, so there is no output `{which}`")
         return output
     if isinstance(output, Mapping):
         names = (which,) if which is not None else _LOSS_KEYS if loss else _OUTPUT_KEYS
@@ -86,11 +88,12 @@ def pick(output: Any, which: Optional[str], *, loss: bool = False) -> Any:
         if found is None and which is None and not loss and output:
             found = next((name for name in output if name not in _LOSS_KEYS), None)
         if found is None:
-            raise KeyError(f"the model's output has no `{names[0]}`; it has {', '.join(map(str, output))}")
+            has = ", ".join(map(str, output))
+            raise _absent("loss.output", f"the model's output has no `{names[0]}`; it has {has}")
         return output[found]
     index = _index(which, len(output)) if which is not None else (len(output) - 1 if loss else 0)
     if index is None:
-        raise KeyError(f"the model's output has no item `{which}`; it has {len(output)} items")
+        raise _absent("loss.output", f"the model's output has no item `{which}`; it has {len(output)} items")
     return output[index]
 
 
@@ -122,6 +125,10 @@ def _index(key: Optional[str], size: int) -> Optional[int]:
     except ValueError:
         return None
     return index if -size <= index < size else None
+
+
+def _absent(key: str, what: str) -> ConfigError:
+    return ConfigError(Problem(f"`{key}`: {what}", fix=f"{key}=an index or a key that is there"))
 
 
 def _shown(items: Sequence[Any], named: Mapping[str, Any]) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 
 from ipurun.build.targets import check_node, make
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["check_data", "length_of", "make_splits", "notes_of", "split_for_eval"]
+__all__ = ["check_data", "check_sample", "length_of", "make_splits", "notes_of", "split_for_eval"]
 
 _OVERRIDES = {"_eval_": "eval", "_test_": "test"}
 _ORDER = ("train", "eval", "test")
@@ -39,6 +39,30 @@ def check_data(node: Mapping[str, Any], engine_module: Optional[ModuleType] = No
         key = "data" if name == "train" else f"data._{name}_"
         problems += check_node(arguments, key, engine_module)
     return problems
+
+
+def check_sample(sample: Any) -> List[Problem]:
+    """Problems of a sample that torch's own collate would let pass, and no device can take."""
+    unfit = sorted({type(leaf).__name__ for leaf in _leaves(sample) if isinstance(leaf, (str, bytes))})
+    if not unfit:
+        return []
+    return [
+        Problem(
+            "`data` gives samples with text in them, and a device takes tensors",
+            seen=f"{', '.join(unfit)} in the first sample",
+            fix="turn it into numbers in __getitem__, or name a function that does: loader.collate=module.function",
+        )
+    ]
+
+
+def _leaves(sample: Any) -> Iterator[Any]:
+    if isinstance(sample, Mapping):
+        sample = list(sample.values())
+    if isinstance(sample, (list, tuple)):
+        for item in sample:
+            yield from _leaves(item)
+    else:
+        yield sample
 
 
 def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> Dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from torch import nn
 
 from ipurun.build.buffers import changing_buffers
-from ipurun.build.data import check_data, length_of, make_splits, notes_of, split_for_eval
+from ipurun.build.data import check_data, check_sample, length_of, make_splits, notes_of, split_for_eval
 from ipurun.build.loader import check_loader, is_stream, samples_drawn
 from ipurun.build.metrics import check_metrics, check_monitor
 from ipurun.build.optimizer import check_groups, check_optimizer
@@ -133,6 +133,9 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
     stream = is_stream(splits["train"])
     if stream and (config.loader.sampler or config.loader.batch_sampler):
         problems.append(Problem("`loader`: an iterable data set has no sampler", fix="leave loader.sampler out"))
+    if not stream and config.loader.collate is None:
+        with seeded(config.seed):
+            problems += check_sample(first_item(splits["train"]))
     return problems
 
 

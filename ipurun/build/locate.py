@@ -57,9 +57,9 @@ def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, 
         except ModuleNotFoundError as error:
             # Only the absence of this very path (or a parent that is no package) means: try a shorter one.
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise _import_problem(path, key, name, error) from error
+                raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
         except Exception as error:
-            raise _import_problem(path, key, name, error) from error
+            raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
     raise ConfigError(
         Problem(
             f"`{key}`: no module named `{parts[0]}`",
@@ -67,6 +67,14 @@ def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, 
             fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that has it",
         )
     )
+
+
+def _loaded_from(error: Exception, parts: List[str]) -> str:
+    """The module of the path whose own code failed: asking for ``net.Model`` first runs net.py."""
+    where = innermost_line(error).rpartition(":")[0]
+    stem = os.path.basename(os.path.dirname(where) if where.endswith("__init__.py") else where)
+    name = os.path.splitext(stem)[0]
+    return ".".join(parts[: parts.index(name) + 1]) if name in parts else ""
 
 
 def _import_problem(path: str, key: str, module: str, error: Exception) -> ConfigError:

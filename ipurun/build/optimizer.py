@@ -59,8 +59,9 @@ def make_optimizer(call: Call, groups: Sequence[ParameterGroup], step: nn.Module
     Raises:
         ConfigError: The optimizer refuses its arguments.
     """
+    grouped = _groups(groups, step, engine_module)
     try:
-        return construct(call, engine_module, _groups(groups, step, engine_module))
+        return construct(call, engine_module, grouped)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             Problem(f"`optimizer`: {call.path} refuses its arguments", seen=f"{type(error).__name__}: {error}")
@@ -70,7 +71,10 @@ def make_optimizer(call: Call, groups: Sequence[ParameterGroup], step: nn.Module
 def _groups(groups: Sequence[ParameterGroup], step: nn.Module, engine_module: ModuleType) -> List[Dict[str, Any]]:
     left = trainable(step)
     if not left:
-        raise ConfigError(Problem("the model has no parameter to train", seen="requires_grad is false everywhere"))
+        seen = "requires_grad is false everywhere" if any(True for _ in step.parameters()) else "no parameters at all"
+        raise ConfigError(
+            Problem("the model has no parameter to train", seen=seen, fix="`model._target_`: a module with parameters")
+        )
     special: List[Dict[str, Any]] = []
     for group in groups:
         names = [name for pattern in group.match for name in matching(pattern, list(left))]

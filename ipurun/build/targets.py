@@ -138,6 +138,7 @@ def make(
                 f"`{key}`: {node['_target_']} failed when it was made",
                 where=innermost_line(error),
                 seen=f"{type(error).__name__}: {error}",
+                fix="--debug shows the whole traceback",
             )
         ) from error
 

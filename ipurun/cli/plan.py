@@ -60,7 +60,7 @@ def run(argv: List[str]) -> int:
         from ipurun.config.compose import points
         from ipurun.sweep.check import planned
 
-        found = points(rest)
+        found = points(rest, "plan")
         shown = [_look(prepared, flags) for prepared in planned(found.points)]
         _write_files(shown, flags, solve_file, rest)
     if flags.json:

@@ -70,7 +70,7 @@ def _check(argv: List[str]) -> List[Tuple[str, List[Problem]]]:
 
     label = " ".join(argv) or "the default config"
     try:
-        found = points(argv)
+        found = points(argv, "validate")
     except ConfigError as error:
         return [(label, list(error.problems))]
     results: List[Tuple[str, List[Problem]]] = []

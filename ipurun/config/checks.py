@@ -30,6 +30,9 @@ def check_values(config: RunConfig, where_set: Callable[[str], str]) -> List[Pro
         elif key.minimum is not None and isinstance(value, (int, float)) and value < key.minimum:
             fix = f"{path}={max(key.minimum, 1)}"
             problems.append(Problem(f"`{path}` must be {key.minimum} or more", where, seen=str(value), fix=fix))
+        elif key.maximum is not None and isinstance(value, (int, float)) and value > key.maximum:
+            fix = f"{path}={key.maximum}"
+            problems.append(Problem(f"`{path}` must be {key.maximum} or less", where, seen=str(value), fix=fix))
     return problems
 
 

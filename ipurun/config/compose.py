@@ -139,15 +139,10 @@ def _compose_point(
     chosen: Sequence[Tuple[overrides.Parsed, str]],
     problems: Sequence[Problem],
 ) -> Point:
-    composed = session.compose(
-        [text for _, text in chosen if text], [override for override, _ in chosen if override.is_group]
-    )
+    composed = session.compose(chosen)
     found = list(problems) + list(composed.problems)
     if composed.config is None:
         raise ConfigError(found)
-    for override, _ in chosen:
-        if override.late is not None:
-            OmegaConf.update(composed.config, override.key, override.late, force_add=True)
     config, more = _typed(composed.config, composed.recipes)
     found += more
     if config is None:

@@ -65,13 +65,13 @@ class Session:
             raise ConfigError(problems)
         return found
 
-    def compose(self, texts: Sequence[str], explicit: Sequence[overrides.Parsed]) -> Composed:
-        """Compose a config.
+    def compose(self, chosen: Sequence[Tuple[overrides.Parsed, str]]) -> Composed:
+        """Compose a config. Groups that the command line chose win over what a recipe says inside them.
 
         Args:
-            texts: Overrides as Hydra takes them.
-            explicit: Groups that the command line chose; they win over what a recipe says inside them.
+            chosen: Overrides, each with its text as Hydra takes it.
         """
+        texts = [text for _, text in chosen if text]
         documents: List[Document] = []
         try:
             documents = self._documents(texts)
@@ -84,8 +84,12 @@ class Session:
             return Composed(None, documents=tuple(documents), problems=tuple(self._explain(error)))
         with open_dict(config):
             config.pop("hydra")
+        explicit = [override for override, _ in chosen if override.is_group]
         for choice in explicit:
             self._let_choice_win(config, choice, explicit, texts, documents)
+        for override, _ in chosen:
+            if override.late is not None:
+                OmegaConf.update(config, override.key, override.late, force_add=True)
         return Composed(config, recipes, tuple(documents))
 
     def _load(self, texts: Sequence[str]) -> Optional[DictConfig]:

@@ -12,7 +12,7 @@ from ipurun.config.option import Key, walk_keys
 from ipurun.config.schema import RunConfig
 from ipurun.config.suggest import nearest
 
-__all__ = ["all_keys", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
+__all__ = ["all_keys", "example", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
 
 
 @functools.lru_cache(maxsize=None)
@@ -53,8 +53,8 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
         ``(takes, seen)``, or None when the value fits.
     """
     if open_node_above(path) is not None or path not in all_keys():
-        if is_node(path) and not isinstance(value, dict) and value is not None:
-            return "a mapping of keys", repr(value)
+        if is_node(path) and not isinstance(value, dict):
+            return "a mapping of keys", _shown(value)
         return None
     if isinstance(value, str) and "${" in value:
         return None  # an interpolation: its value is known only after composing
@@ -63,8 +63,26 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
     try:
         OmegaConf.update(_scratch(), path, value, merge=False)
     except OmegaConfBaseException:
-        return all_keys()[path].type_name, str(value)
+        return all_keys()[path].type_name, _shown(value)
     return None
+
+
+def example(path: str) -> str:
+    """An override that the key takes, or that a key inside it takes."""
+    key = all_keys().get(path)
+    if key is None:
+        inside = [name for name in all_keys() if name.startswith(path + ".")]
+        return f"{inside[0]}=VALUE, or another key of `{path}`" if inside else ""
+    if key.is_open:
+        return f"{path}.NAME=VALUE"
+    value = key.default_text if key.default is not None else (key.choices[0] if key.choices else "")
+    if not value and "int" in key.type_name:
+        value = str(max(key.minimum or 1, 1))
+    return f"{path}={value}" if value else ""
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 @functools.lru_cache(maxsize=None)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import Iterable, List, Sequence
+from typing import Iterable, List, Optional, Sequence
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from ipurun.config.hydra_session import CONFIG_PATH, prepare_hydra
+from ipurun.config import overrides
+from ipurun.config.hydra_session import CONFIG_PATH, opened, prepare_hydra
 from ipurun.config.words import Words
+from ipurun.errors import ConfigError, Problem
 
 __all__ = ["complete", "inquire"]
 
@@ -20,6 +22,10 @@ _COMPOSING = ("train", "plan", "validate", "eval", "predict")
 
 def inquire(command: str, words: Words) -> int:
     """Let Hydra answer a question about the composed config; `words.inquiry` says which."""
+    asked = dict(zip(words.inquiry, words.inquiry[1:]))
+    if asked.get("--cfg") == "job":
+        _show_job(words, asked.get("--package"), "--resolve" in words.inquiry)
+        return 0
     prepare_hydra(words)
     return _enter_hydra(command, words.for_hydra())
 
@@ -44,6 +50,21 @@ def complete(argv: Sequence[str], commands: Iterable[str]) -> int:
         # Hydra knows no subcommands: it must see `ipurun +recipe=m`, not `ipurun train +recipe=m`.
         os.environ["COMP_LINE"] = f"{parts.group(1)}{parts.group(3)}"
     return _enter_hydra("", ["--shell-completion", *argv])
+
+
+def _show_job(words: Words, package: Optional[str], resolve: bool) -> None:
+    # Hydra's own answer would show a recipe's keys inside a group that the command line chose, which a run drops.
+    with opened(words) as session:
+        parsed, _ = overrides.parse(words.overrides, session.groups, words.multirun, session.loader)
+        for number, chosen in enumerate(overrides.spread(parsed)):
+            composed = session.compose(chosen)
+            if composed.config is None:
+                raise ConfigError(composed.problems)
+            shown = composed.config if package is None else OmegaConf.select(composed.config, package)
+            if shown is None:
+                raise ConfigError(Problem(f"the config has no `{package}`", "command line: --package"))
+            text = OmegaConf.to_yaml(shown, resolve=resolve) if OmegaConf.is_config(shown) else f"{shown}\n"
+            print(("---\n" if number else "") + text, end="")
 
 
 def _enter_hydra(command: str, argv: List[str]) -> int:

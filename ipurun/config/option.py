@@ -11,7 +11,13 @@ from typing import Any, Iterator, Optional, Sequence, Tuple
 __all__ = ["Key", "node", "option", "walk_keys"]
 
 
-def option(default: Any, help: str, choices: Sequence[str] = (), minimum: Optional[int] = None) -> Any:
+def option(
+    default: Any,
+    help: str,
+    choices: Sequence[str] = (),
+    minimum: Optional[int] = None,
+    maximum: Optional[int] = None,
+) -> Any:
     """A config key with its default and the line that ``ipurun ls keys`` prints for it.
 
     Args:
@@ -20,8 +26,9 @@ def option(default: Any, help: str, choices: Sequence[str] = (), minimum: Option
         choices: The words a string key takes. A tuple rather than an enum, because users type words that
             Python cannot name (``async``, ``32.32``).
         minimum: The smallest number that makes sense.
+        maximum: The largest one.
     """
-    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum}
+    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -29,7 +36,7 @@ def option(default: Any, help: str, choices: Sequence[str] = (), minimum: Option
 
 def node(schema: type, help: str) -> Any:
     """A group of keys with a schema of its own."""
-    return dataclasses.field(default_factory=schema, metadata={"help": help, "choices": (), "minimum": None})
+    return dataclasses.field(default_factory=schema, metadata={"help": help, "choices": ()})
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Key:
     help: str
     choices: Tuple[str, ...]
     minimum: Optional[int]
+    maximum: Optional[int]
     is_open: bool  # a mapping whose keys are not in the schema: arguments of a target, setters, names
 
     @property
@@ -65,7 +73,8 @@ def walk_keys(schema: type, prefix: str = "") -> Iterator[Key]:
         choices = field.metadata["choices"]
         nullable = type(None) in typing.get_args(hint)
         type_name = " | ".join(choices + (("null",) if nullable else ())) if choices else _type_name(hint)
-        yield Key(path, type_name, default, field.metadata["help"], choices, field.metadata["minimum"], is_open)
+        limits = field.metadata["minimum"], field.metadata["maximum"]
+        yield Key(path, type_name, default, field.metadata["help"], choices, *limits, is_open)
 
 
 def _type_name(hint: Any) -> str:

@@ -166,15 +166,24 @@ def _check(
     for value in parts:
         wrong = keys.type_problem(key, value)
         if wrong is not None:
-            return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1])
+            return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1], fix=keys.example(key))
     return None
 
 
 def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: str) -> Optional[Problem]:
     chosen = [name for value in values for name in value.strip("[]").split(",")]
     for name in (name.strip() for name in chosen):
-        if name in groups[group] or name == "null":
+        if name in groups[group]:
             continue
+        if name in ("", "null"):
+            fix = f"{group}=none" if "none" in groups[group] else f"~{group} leaves it out"
+            return Problem(
+                f"`{group}` takes the name of a config",
+                where,
+                seen=name or "nothing",
+                known=listing(groups[group], most=40),
+                fix="ipurun ls" if group == "recipe" else fix,
+            )
         close = nearest(name, groups[group], most=1)
         return Problem(
             f"unknown {group} `{name}`",

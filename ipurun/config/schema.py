@@ -166,7 +166,7 @@ class RunConfig:
     threads: Optional[int] = option(
         None, "CPU threads of the CPU engine; null: torch's choice. One is quickest for small models.", minimum=1
     )
-    seed: int = option(0, "Seed of weights, shuffling and on-device random numbers.", minimum=0)
+    seed: int = option(0, "Seed of weights, shuffling and on-device random numbers.", minimum=0, maximum=2**63 - 1)
     epochs: Optional[int] = option(None, "Passes over the training set; null: 1 unless max_steps is set.", minimum=1)
     max_steps: Optional[int] = option(
         None, "Stop after so many weight updates, rounded up to whole host calls.", minimum=1

@@ -16,6 +16,7 @@ __all__ = ["OptimizerPlan", "plan_optimizer"]
 _POPTORCH = "poptorch.optim."
 _TORCH = "torch.optim."
 _SUPPORTED_TORCH = ("SGD", "Adam", "AdamW", "RMSprop")
+_NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "alpha", "max_grad_norm")
 _OWN_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_", "variable", "constant", "groups")
 
 OptimizerPlan = Tuple[Call, Tuple[ParameterGroup, ...]]
@@ -38,6 +39,10 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
         return Call(f"{_POPTORCH}SGD", kwargs={"lr": 0.01}, origin="optimizer"), ()
     described = _described(target, found)
     values = {key: value for key, value in node.items() if key not in _OWN_KEYS and value is not None}
+    for entry in described["init"] if described is not None else ():
+        if "default" not in entry and node.get(entry["name"], "") is None:
+            name = entry["name"]
+            found.problem(f"`optimizer.{name}` has no value, and {target} needs one", fix=f"optimizer.{name}=0.01")
     arguments = _arguments(values, target, described, "optimizer", found)
     _add_loss_scaling(config, arguments, described, found)
     marks = _marks(node, arguments, described, bool(config.schedule), found)
@@ -79,6 +84,7 @@ def _described(target: str, found: Findings) -> Optional[Mapping[str, Any]]:
 def _arguments(
     values: Mapping[str, Any], target: str, described: Optional[Mapping[str, Any]], key: str, found: Findings
 ) -> Dict[str, Any]:
+    _check_signs(values, key, found)
     if described is None:
         if "max_grad_norm" in values and target.startswith(_TORCH):
             _refuse_clipping(target, key, values, found)
@@ -101,6 +107,13 @@ def _arguments(
     if arguments.get("amsgrad"):
         found.problem("PopTorch has no amsgrad", seen=f"{key}.amsgrad=true", fix=f"{key}.amsgrad=false")
     return arguments
+
+
+def _check_signs(values: Mapping[str, Any], key: str, found: Findings) -> None:
+    for name in _NEVER_NEGATIVE:
+        value = values.get(name)
+        if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
+            found.problem(f"`{key}.{name}` must be a number of 0 or more", seen=f"{key}.{name}={value}")
 
 
 def _argument(value: Any, annotation: str, key: str, found: Findings) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from types import ModuleType
 from typing import Iterator, Optional
@@ -11,6 +12,7 @@ from ipurun.errors import IpurunError, Problem, RunError
 
 __all__ = ["explained"]
 
+_REMOTE = "Original Traceback"
 _RESETS = {
     "IPU_RESET": "the IPUs have to be reset (PopTorch does that when it attaches again)",
     "LINK_RESET": "the links between the IPUs have to be reset (`gc-reset`, or the partition's administrator)",
@@ -60,14 +62,25 @@ def explained(
             Problem(
                 f"{doing} failed",
                 where=_where(error),
-                seen=f"{type(error).__name__}: {error}",
+                seen=_told(error),
                 fix="--debug shows the whole traceback",
             )
         ) from error
 
 
+def _told(error: BaseException) -> str:
+    """The error in a line. What failed in a loader's worker comes with that process's traceback in its text."""
+    lines = str(error).rstrip().splitlines()
+    if any(line.startswith(_REMOTE) for line in lines):
+        return f"{lines[-1]} (in a worker process of the loader)"
+    return f"{type(error).__name__}: {error}"
+
+
 def _where(error: BaseException) -> str:
     """The innermost line that is neither PyTorch's nor ipurun's: most likely the user's own."""
+    remote = re.findall(r'File "([^"]+)", line (\d+)', str(error)) if _REMOTE in str(error) else []
+    if remote:
+        return ":".join(remote[-1])
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "/ipurun/" not in f.filename]
     chosen = own[-1] if own else frames[-1]

@@ -34,7 +34,7 @@ def splits(root: Optional[str] = None, download: bool = False) -> Dict[str, Labe
     """
     if download:
         folder = fetch(MNIST, Path(root).expanduser() if root else cached_folder(MNIST))
-    elif root:
+    elif root is not None:
         folder = Path(root).expanduser()
     else:
         return load_splits(SUBSET, mean=MEAN, std=STD, notes=(SUBSET_NOTE,))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ipurun.build.data import check_data, length_of, make_splits, notes_of, split_for_eval
+from ipurun.build.data import check_data, check_sample, length_of, make_splits, notes_of, split_for_eval
 from ipurun.errors import ConfigError
 
 HERE = __name__
@@ -90,3 +90,15 @@ def test_notes_are_gathered_once() -> None:
         notes = "one line"
 
     assert notes_of(Noted(), Noted(), Said(), object()) == ("a subset", "one line")
+
+
+@pytest.mark.parametrize("sample", [("a word", 1), {"text": "a word", "label": 1}, (b"raw", 1), ([1, ["deep"]], 1)])
+def test_text_in_a_sample_is_refused(sample: Any) -> None:
+    (problem,) = check_sample(sample)
+    assert "takes tensors" in problem.what
+    assert "loader.collate" in problem.fix
+
+
+@pytest.mark.parametrize("sample", [None, (1.0, 2), {"x": [1, 2], "y": 3}, 4])
+def test_samples_of_numbers_pass(sample: Any) -> None:
+    assert check_sample(sample) == []

@@ -13,6 +13,7 @@ from ipurun import emulator
 from ipurun.build.batch import leading_rows, map_tensors, pick, split_target, target_of
 from ipurun.build.step import Step, check_loss, make_loss
 from ipurun.config.schema import LossConfig
+from ipurun.errors import ConfigError
 
 
 def _loss(name: Any = "CrossEntropyLoss", **keys: Any) -> LossConfig:
@@ -129,9 +130,9 @@ def test_right_losses() -> None:
 
 
 def test_a_missing_item_lists_those_that_exist() -> None:
-    with pytest.raises(KeyError, match="the keys a, b"):
+    with pytest.raises(ConfigError, match="the keys a, b"):
         split_target((), {"a": 1, "b": 2}, None)
-    with pytest.raises(KeyError, match="2 items by position"):
+    with pytest.raises(ConfigError, match="2 items by position"):
         split_target((1, 2), {}, "5")
     assert target_of({"a": 1}, None) is None
 
@@ -150,7 +151,7 @@ def test_picking_from_outputs() -> None:
     assert pick({"loss": 1, "logits": t}, None) is t and pick((t, 1), None) is t
     assert pick({"loss": 1, "other": t}, None) is t
     for output, which in ((t, "3"), ((1, 2), "5"), ({"a": 1}, "b")):
-        with pytest.raises(KeyError):
+        with pytest.raises(ConfigError, match="loss.output"):
             pick(output, which)
 
 

@@ -102,3 +102,25 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert ended.returncode == 0
     assert "Traceback" not in ended.stderr
     assert "BrokenPipe" not in ended.stderr
+
+
+def test_cfg_shows_what_a_run_would_get_where_a_group_was_chosen(capsys: pytest.CaptureFixture) -> None:
+    Path("conf/recipe").mkdir(parents=True)
+    Path("conf/recipe/mine.yaml").write_text(
+        "# @package _global_\noptimizer:\n  _target_: poptorch.optim.AdamW\n  lr: 0.5\n  betas: [0.8, 0.9]\n"
+    )
+    assert main(["train", "+recipe=mine", "optimizer=sgd", "--cfg", "job", "--package", "optimizer"]) == 0
+    shown = capsys.readouterr().out
+    assert "poptorch.optim.SGD" in shown
+    assert "betas" not in shown
+
+
+def test_cfg_shows_patterns_that_hydra_cannot_read(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "+recipe=mnist", 'precision_rules={"*.norm": 32}', "--cfg", "job"]) == 0
+    assert "'*.norm': '32'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "validate", "train"])
+def test_advice_names_the_command_that_was_typed(command: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([command, "+recipe=mnist", "device=8"]) == 2
+    assert f"ipurun {command} +recipe=mnist devices=8" in capsys.readouterr().err

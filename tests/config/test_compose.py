@@ -208,3 +208,34 @@ class TestBadInput:
     def test_a_config_dir_that_is_not_there(self) -> None:
         (problem,) = problems_of("+recipe=mnist", "--config-dir", "nowhere")
         assert "--config-dir" in problem.what
+
+
+class TestOddValues:
+    @pytest.mark.parametrize(
+        ("typed", "fix"),
+        [
+            ("devices=[1,2]", "devices=auto"),
+            ("device_iterations=null", "device_iterations=1"),
+            ("loader.shuffle=maybe", "loader.shuffle=true"),
+            ("epochs=0.5", "epochs=1"),
+            ("metrics=null", "metrics.NAME=VALUE"),
+            ("loss=null", "loss.name=VALUE, or another key of `loss`"),
+        ],
+    )
+    def test_a_value_of_the_wrong_type_comes_with_one_that_fits(self, typed: str, fix: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", typed)
+        assert problem.what.startswith(f"`{typed.partition('=')[0]}` takes ")
+        assert (problem.where, problem.fix) == (f"command line: {typed}", fix)
+
+    def test_a_seed_that_no_generator_takes(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", f"seed={2**63}")
+        assert (problem.what, problem.fix) == (f"`seed` must be {2**63 - 1} or less", f"seed={2**63 - 1}")
+
+    @pytest.mark.parametrize(
+        ("typed", "fix"),
+        [("model=null", "~model leaves it out"), ("profile=null", "profile=none"), ("+recipe=", "ipurun ls")],
+    )
+    def test_a_group_without_a_name(self, typed: str, fix: str) -> None:
+        (problem,) = problems_of(typed)
+        assert "takes the name of a config" in problem.what
+        assert problem.fix == fix

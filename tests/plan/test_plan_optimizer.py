@@ -133,3 +133,15 @@ def test_bad_optimizers(problems_of, node, what, fix):
 def test_a_scheduled_learning_rate_cannot_be_constant(problems_of):
     schedule = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1}
     assert "`lr`" in problems_of({**optimizer(constant=["lr"]), "schedule": schedule})[0].what
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_values_that_no_optimizer_takes(problems_of, name, value):
+    (problem,) = problems_of(optimizer(**{name: value}))
+    assert problem.what == f"`optimizer.{name}` must be a number of 0 or more"
+
+
+def test_a_learning_rate_taken_away_from_sgd(problems_of):
+    (problem,) = problems_of(optimizer(lr=None))
+    assert problem.what == "`optimizer.lr` has no value, and poptorch.optim.SGD needs one"

@@ -1,0 +1,32 @@
+"""What a failing model or data set is told as."""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ipurun import emulator
+from ipurun.errors import RunError
+from ipurun.train.failures import explained
+
+
+class _Torn(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
+        raise OSError(f"picture {index} is torn")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_one_line_with_its_place(workers: int) -> None:
+    with pytest.raises(RunError) as caught, explained(emulator, "reading the training data"):
+        next(iter(DataLoader(_Torn(), num_workers=workers)))
+    (problem,) = caught.value.problems
+    assert problem.what == "reading the training data failed"
+    assert "OSError: picture 0 is torn" in problem.seen
+    assert "Traceback" not in str(problem)
+    assert problem.where.rpartition(":")[0].endswith("test_failures.py")
