@@ -133,7 +133,7 @@ def _marked(mark: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_marked(mark, item) for item in value)
     if isinstance(value, Mapping):
-        copied = copy.copy(value)  # such as transformers' ModelOutput, which has its items as attributes, too
+        copied: Any = copy.copy(value)  # such as transformers' ModelOutput, which has its items as attributes, too
         for key, item in value.items():
             copied[key] = _marked(mark, item)
         return copied

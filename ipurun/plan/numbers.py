@@ -79,11 +79,11 @@ def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
         return replace(
             bare, split=split, layers_per_ipu=layers or [], embedding=None, embedding_ipu=None, head=None, head_ipu=None
         )
-    ends = {
-        key: ipu if ipu is None or ipu < len(layers or ()) else None
-        for key, ipu in (("embedding_ipu", bare.embedding_ipu), ("head_ipu", bare.head_ipu))
-    }
-    return replace(bare, split=[], layers_per_ipu=layers or [], **ends)
+    # An end that training has on an IPU which inference does not use goes where it goes by itself.
+    embedding, head = (
+        ipu if ipu is None or ipu < len(layers or ()) else None for ipu in (bare.embedding_ipu, bare.head_ipu)
+    )
+    return replace(bare, split=[], layers_per_ipu=layers or [], embedding_ipu=embedding, head_ipu=head)
 
 
 def is_pipelined(config: RunConfig, *sources: Sequence[Call]) -> bool:

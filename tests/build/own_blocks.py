@@ -1,0 +1,35 @@
+"""A model whose author knows PopTorch and begins blocks in the code."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import ipurun.emulator as poptorch
+
+
+class InForward(nn.Module):
+    """Begins a block in `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(x))
+        poptorch.Block.start("late", ipu_id=1)
+        return self.second(hidden)
+
+
+class AtModules(nn.Module):
+    """Begins a block at a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.middle = nn.Linear(8, 8)
+        self.second = poptorch.BeginBlock(nn.Linear(8, 3), "own", ipu_id=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.middle(self.first(x))))

@@ -1,0 +1,150 @@
+"""Marks on a model, as the engine meets them: blocks, parts of matmuls, memory shares, overlapped I/O."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from run_harness import built, config, inspected
+from torch import nn
+from torch.nn import functional
+
+from ipurun import emulator
+from ipurun.build.annotate import Annotations
+from ipurun.build.batch import as_call
+from ipurun.errors import ConfigError
+from ipurun.plan import make_plan
+from ipurun.plan.show import calls_text
+from ipurun.plan.types import Serialized
+
+PLACED: Dict[str, Any] = {"gradient_accumulation": 3, "micro_batch_size": 2, "metrics": {}}
+
+
+def ipus_of(run: Any, operation: str) -> List[int]:
+    run.train_loader.start()
+    run.enter_training()
+    run.training_model(*as_call(next(run.train_loader.epoch()))[0])
+    return [placement.ipu_id for name, placement, _ in run.training_model.placements() if name == operation]
+
+
+def test_operations_run_where_the_plan_says() -> None:
+    assert ipus_of(built(**PLACED, pipeline__split=["second"]), "addmm") == [0, 1]
+    blocks = {"first": 1, "second": 0}
+    assert ipus_of(built(**PLACED, pipeline__blocks=blocks, pipeline__strategy="sharded"), "addmm") == [1, 0]
+
+
+def own(model: str, **changes: Any) -> Dict[str, Any]:
+    return {**PLACED, "model": {"_target_": f"own_blocks.{model}"}, **changes}
+
+
+@pytest.mark.parametrize("model", ["InForward", "AtModules"])
+def test_blocks_of_the_models_code_count(model: str) -> None:
+    run = built(**own(model))
+    assert (run.plan.stages, run.plan.devices.per_replica) == (2, 2)
+    assert any("in the model's own code" in line for line in calls_text(run.plan))
+    assert ipus_of(run, "addmm")[-1] == 1
+
+
+def test_blocks_of_the_models_code_and_of_the_config_go_together() -> None:
+    settings = config(**own("AtModules", pipeline__blocks={"middle": 2}, gradient_accumulation=5))
+    settings.pipeline.auto_round = True
+    plan = make_plan(settings, inspected(settings).facts)
+    assert plan.stages == 3
+    run = built(settings)
+    assert ipus_of(run, "addmm") == [0, 2, 1]
+
+
+def test_a_module_with_a_block_of_its_own_cannot_begin_another() -> None:
+    settings = config(**own("AtModules", pipeline__split=["second"]))
+    with pytest.raises(ConfigError, match="in the model's code already"):
+        make_plan(settings, inspected(settings).facts)
+
+
+def test_products_in_parts_with_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: List[Tuple[Any, ...]] = []
+    product = emulator.serializedMatMul
+
+    def serialized(lhs: torch.Tensor, rhs: torch.Tensor, *how: Any) -> torch.Tensor:
+        seen.append((tuple(lhs.shape), tuple(rhs.shape), *how))
+        return product(lhs, rhs, *how)
+
+    def share(tensor: torch.Tensor, proportion: float) -> torch.Tensor:
+        seen.append((tuple(tensor.shape), proportion))
+        return tensor
+
+    monkeypatch.setattr(emulator, "serializedMatMul", serialized)
+    monkeypatch.setattr(emulator, "set_available_memory", share)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3))
+    x = torch.randn(5, 4)
+    expected = net(x)
+    layers = (Serialized("0", 3, "output_channels", keep_precision=True),)
+    annotations = Annotations(net, emulator, "32.32", {}, (), layers, {"0": 0.1, "2": 0.2})
+    annotations.install(())
+    torch.testing.assert_close(net(x), expected)
+    mode = emulator.MatMulSerializationMode.OutputChannels
+    assert seen == [((5, 4), (4, 6), mode, 3, True), ((5, 6), 0.1), ((5, 2, 4), 0.2)]
+    annotations.remove()
+    net(x)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("rows", [8, 9, 3])
+@pytest.mark.parametrize("padding", [None, 0, 2])
+def test_a_table_in_parts_gives_the_same_rows_and_gradients(rows: int, padding: Any) -> None:
+    table = nn.Embedding(rows, 4, padding_idx=padding)
+    indices = torch.randint(0, rows, (3, 5))
+    expected = functional.embedding(indices, table.weight, padding)
+    (gradient,) = torch.autograd.grad(expected.sin().sum(), table.weight)
+    Annotations(nn.ModuleDict({"t": table}), emulator, "32.32", {}, (), (Serialized("t", 3, "rows"),)).install(())
+    found = table(indices)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), table.weight)[0], gradient)
+
+
+def test_a_table_that_renormalises_cannot_be_cut() -> None:
+    net = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(ConfigError, match="max_norm"):
+        Annotations(net, emulator, "32.32", {}, (), (Serialized("0", 2, "rows"),)).install(())
+
+
+class TestOverlappedIo:
+    keys: Dict[str, Any] = {**PLACED, "memory__overlap_io": "accumulation_loop", "memory__io_tiles": 32}
+
+    def test_inputs_and_outputs_are_marked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        marked = []
+
+        def record(name: str) -> Any:
+            mark = getattr(emulator, name)
+
+            def call(structure: Any, mode: Any) -> Any:
+                marked.append((name, mode))
+                return mark(structure, mode)
+
+            return call
+
+        for name in ("set_overlap_for_input", "set_overlap_for_output"):
+            monkeypatch.setattr(emulator, name, record(name))
+        run = built(**self.keys)
+        ipus_of(run, "addmm")
+        mode = emulator.OverlapMode.OverlapAccumulationLoop
+        assert set(marked) == {("set_overlap_for_input", mode), ("set_overlap_for_output", mode)}
+        run.enter_inference()
+        run.inference_model(*as_call(next(iter(run.eval_loaders["eval"]))[0])[0])
+
+    def test_one_ipu_runs_sharded_by_itself(self) -> None:
+        plan = built(**self.keys).plan
+        assert any("ShardedExecution" in line for line in calls_text(plan))
+        assert any("sharded" in note for note in plan.notes)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"pipeline__split": ["second"]}, "does not go with pipelined"),
+            ({"memory__io_tiles": None}, "needs tiles"),
+            ({"output__mode": "final"}, "output mode all or sum"),
+        ],
+    )
+    def test_what_poptorch_would_refuse(self, changes: Dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            built(**{**self.keys, **changes})
