@@ -151,7 +151,7 @@ def test_picking_from_outputs() -> None:
     assert pick({"loss": 1, "logits": t}, None) is t and pick((t, 1), None) is t
     assert pick({"loss": 1, "other": t}, None) is t
     for output, which in ((t, "3"), ((1, 2), "5"), ({"a": 1}, "b")):
-        with pytest.raises(ConfigError, match="loss.output"):
+        with pytest.raises(ConfigError, match=r"loss\.output"):
             pick(output, which)
 
 
