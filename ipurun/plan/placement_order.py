@@ -7,7 +7,7 @@ from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.plan.types import Facts, Placement
 
-__all__ = ["Begin", "begins_of", "block_at_calls", "count_stages", "order_names", "stages_of_operations"]
+__all__ = ["Begin", "begins_of", "block_at_calls", "count_stages", "order_names"]
 
 
 @dataclass(frozen=True)
@@ -77,37 +77,3 @@ def block_at_calls(placements: Sequence[Placement], facts: Facts) -> Iterator[Tu
             current = Placement("", int(block.ipu or 0), block.block_id or "", "the model's code")
         current = begun.get(module, current)
         yield module, current
-
-
-def stages_of_operations(
-    modules: Sequence[str], placements: Sequence[Placement]
-) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
-    """Stage of every operation of a forward pass, and IPU of every stage.
-
-    A block begins where operations of its module begin, and lasts until the next one; neighbouring blocks on one IPU
-    are one stage.
-
-    Args:
-        modules: Module that does each operation, in order of running.
-        placements: Where blocks begin.
-    """
-    ipus = [0]
-    stage_of: List[int] = []
-    inside: Tuple[str, ...] = ()
-    by_module = {placement.module: placement for placement in placements}
-    for module in modules:
-        around = _around(module)
-        for name in around:
-            if name in by_module and name not in inside and by_module[name].ipu != ipus[-1]:
-                if not stage_of and len(ipus) == 1:
-                    ipus.clear()
-                ipus.append(by_module[name].ipu)
-        inside = around
-        stage_of.append(len(ipus) - 1)
-    return tuple(stage_of), tuple(ipus)
-
-
-def _around(module: str) -> Tuple[str, ...]:
-    """A module and all that it lies in, the outermost (the model itself) first."""
-    parts = module.split(".") if module else []
-    return ("", *(".".join(parts[:length]) for length in range(1, len(parts) + 1)))
