@@ -79,8 +79,15 @@ def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
     return search(situation.profile, goal, variants, situation.machine, situation.names)
 
 
-def auto_split(config: RunConfig, subject: Subject) -> Tuple[RunConfig, Facts]:
-    """A config whose `pipeline.split=auto` is solved; as it was where it is not auto, or where nothing fits."""
+def auto_split(config: RunConfig, subject: Subject, on_paper: bool = False) -> Tuple[RunConfig, Facts]:
+    """A config whose `pipeline.split=auto` is solved, and the facts with the solution; both as they were if it is not.
+
+    Args:
+        config: The config.
+        subject: Its model and data.
+        on_paper: Whether it is only for planning: where no split fits, the model is then left whole, so that the plan
+            can tell what it would take.
+    """
     facts = subject.facts
     if not is_auto(config.pipeline.split):
         return config, facts
@@ -93,6 +100,9 @@ def auto_split(config: RunConfig, subject: Subject) -> Tuple[RunConfig, Facts]:
     except ConfigError:
         return config, facts
     found = _best_auto(config, profile, settings_of(plan), plan, subject)
+    if found is None and on_paper:
+        note = "pipeline.split=auto found no split that fits; shown is the model as a whole"
+        return config, dataclasses.replace(facts, solved_split=(), notes=(*facts.notes, note))
     if found is None:
         return config, facts
     split = found[0]

@@ -47,7 +47,7 @@ def prepare(point: Point, on_paper: bool = False) -> Prepared:
     try:
         engine = engines.load(point.config.engine)
         subject = inspect(config, engine, on_paper=on_paper)
-        config, facts = auto_split(config, subject)
+        config, facts = auto_split(config, subject, on_paper)
     except ConfigError as error:
         problems += [_located(problem, point) for problem in error.problems]
         # Without the model and the data much can still be checked.

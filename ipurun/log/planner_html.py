@@ -18,6 +18,7 @@ _MIB = 1 << 20
 _WIDTH = 920
 _LEFT = 64
 _ROW = 26
+_CYCLES = 24
 
 
 def page_of(plan: Plan, outlook: Outlook) -> str:
@@ -73,7 +74,11 @@ def _memory(ipus: Sequence[IpuMemory]) -> str:
             wide = size * scale
             shapes.append(_rect(left, top, wide, _ROW - 7, colour, f"IPU {ipu.ipu} {label}: {size / _MIB:,.0f} MiB"))
             left += wide
-        shapes.append(_text(left + 6, top + 14, f"{ipu.fullest / _MIB:,.0f} MiB, {ipu.share:,.0%}"))
+        shapes.append(
+            _text(
+                max(left, _LEFT + ipu.limit * scale) + 6, top + 14, f"{ipu.fullest / _MIB:,.0f} MiB, {ipu.share:,.0%}"
+            )
+        )
     at = _LEFT + ipus[0].limit * scale
     shapes.append(f"<line x1={at:.1f} x2={at:.1f} y1=14 y2={height} class=limit />")
     shapes.append(_text(at - 40, 11, f"{ipus[0].limit // _MIB} MiB"))
@@ -90,7 +95,7 @@ def _schedule_legend() -> str:
 def _pipeline(outlook: Outlook) -> str:
     """A Gantt chart of the first cycles."""
     situation, schedule = outlook.situation, outlook.schedule
-    bars = gantt(situation.layout, situation.settings, situation.estimate.time)
+    bars = gantt(situation.layout, situation.settings, situation.estimate.time, _CYCLES)
     end = max((bar.start + bar.seconds for bar in bars), default=0.0)
     if not end:
         return ""
@@ -105,10 +110,10 @@ def _pipeline(outlook: Outlook) -> str:
             shapes.append(f"<text x={left + 3:.1f} y={top + 15} class=on>{bar.micro_batch}</text>")
     drawn = _svg(_WIDTH, _ROW * situation.layout.num_ipus + 4, shapes, "Pipeline schedule")
     cycles = f"{schedule.fill} cycles to fill, {schedule.steady} steady, {schedule.drain} to drain"
-    shown = len({bar.start for bar in bars if bar.ipu == 0})
-    return (
-        f"{drawn}<p class=note>{cycles}; bubble {schedule.bubble:.0%}. The first {shown} pieces of IPU 0 are drawn.</p>"
-    )
+    shown = min(_CYCLES, schedule.cycles) if schedule.stages > 1 else 1 + max(bar.micro_batch for bar in bars)
+    what = "cycles" if schedule.stages > 1 else "forward and backward passes"
+    note = f"{cycles}; bubble {schedule.bubble:.0%}. The first {shown} {what} are drawn; numbers are micro-batches."
+    return f"{drawn}<p class=note>{note}</p>"
 
 
 def _tree(profile: ModelProfile, layout: Layout) -> str:

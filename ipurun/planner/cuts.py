@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Collection, Dict, FrozenSet, List, Optional, Set, Tuple
 
@@ -196,9 +197,15 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, head: Opt
 
 
 def segments_ending_at(
-    end: int, cells: List[Cell], profile: ModelProfile, settings: Settings, machine: Machine, limit: float
+    end: int,
+    cells: List[Cell],
+    profile: ModelProfile,
+    settings: Settings,
+    machine: Machine,
+    limit: float = math.inf,
+    longest: float = math.inf,
 ) -> List[Segment]:
-    """All stages that end before a cell, the shortest first, as long as their parameters stay below a limit."""
+    """All stages that end before a cell, the shortest first, up to a limit of memory and a longest time."""
     found: List[Segment] = []
     external: Set[int] = set()
     code: Set[Tuple[str, int]] = set()
@@ -252,7 +259,10 @@ def segments_ending_at(
             code=code_bytes,
             update=update,
         )
-        if found and fixed > limit:
+        # All but what is received only grows with a stage.
+        if found and segment_memory(segment, 1, machine) - 2 * received > limit:
+            break
+        if found and forward + backward + again > longest:
             break
         found.append(segment)
     return found

@@ -20,6 +20,7 @@ __all__ = ["Change", "Remedy", "Situation", "remedies_for"]
 _WORTH_SECONDS = 1.02
 _WORTH_BYTES = 4 << 20
 _PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
+_PROPORTIONS = (0.3, 0.15)
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _changes(situation: Situation) -> Iterator[Change]:
     if settings.training:
         yield from _recomputation(situation)
         yield from _locations(situation)
+    yield from _proportion(situation)
     yield from _serialisation(situation)
     yield from _batches(situation)
     if settings.strategy == "pipelined":
@@ -183,6 +185,14 @@ def _locations(situation: Situation) -> Iterator[Change]:
     if settings.accumulator_bytes > 2 and settings.compute_bytes == 2:
         title = "gradients accumulated in half precision"
         yield _change(situation, title, ["optimizer.accum_type=float16"], accumulator_bytes=2.0)
+
+
+def _proportion(situation: Situation) -> Iterator[Change]:
+    given = situation.settings.available_proportion or (situation.machine.default_proportion,)
+    for share in _PROPORTIONS:
+        if share < min(given) and situation.estimate.verdict is not Verdict.FITS:
+            word = f"memory.available_proportion={share:g}"
+            yield _change(situation, "less room for matmuls and convolutions", [word], available_proportion=(share,))
 
 
 def _serialisation(situation: Situation) -> Iterator[Change]:

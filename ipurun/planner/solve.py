@@ -16,6 +16,8 @@ from ipurun.planner.words import Words
 __all__ = ["Goal", "Solution", "Variant", "powers_up_to", "search", "split_for", "split_overrides", "variants_of"]
 
 _MOST_MICRO_BATCHES = 9
+# A small share of tile memory for temporaries of matmuls, as published configs of large models have it.
+_LEAN_PROPORTION = 0.2
 # Micro-batches of one update for each stage, where nobody says how many samples an update has.
 _FREE_ACCUMULATION = 16
 
@@ -104,6 +106,13 @@ def variants_of(settings: Settings, block_checkpoints: Sequence[int]) -> List[Va
         off_chip = dataclasses.replace(last.settings, state_on_chip=False, state_sharded=True)
         extra = ("memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true")
         found.append(Variant(off_chip, last.overrides + extra, last.checkpoints))
+    last = found[-1]
+    lean = dataclasses.replace(last.settings, available_proportion=(_LEAN_PROPORTION,))
+    extra = (f"memory.available_proportion={_LEAN_PROPORTION:g}",)
+    if settings.compute_bytes == 2 and settings.accumulator_bytes != 2:
+        lean = dataclasses.replace(lean, accumulator_bytes=2.0)
+        extra += ("optimizer.accum_type=float16",)
+    found.append(Variant(lean, last.overrides + extra, last.checkpoints))
     return found
 
 
@@ -117,12 +126,17 @@ def split_for(
 ) -> Optional[Split]:
     """The best split that fits or, failing that, the best that is tight."""
     scaled = profile.with_micro_batch(settings.micro_batch_size)
-    for share in (1 - machine.tight_margin, 1.0, 1 + machine.tight_margin):
-        room = share * machine.memory_bytes
-        found = solve_split(scaled, num_ipus, settings, machine, names=names, checkpoints=checkpoints, room=room)
-        if found is not None:
-            return found
-    return None
+    limit, margin = machine.memory_bytes, machine.tight_margin
+
+    def within(share: float) -> Optional[Split]:
+        return solve_split(
+            scaled, num_ipus, settings, machine, names=names, checkpoints=checkpoints, room=share * limit
+        )
+
+    quickest = within(1 + margin)
+    if quickest is None or quickest.fullest <= (1 - margin) * limit:
+        return quickest
+    return within(1 - margin) or within(1.0) or quickest
 
 
 def search(
@@ -173,6 +187,7 @@ def _of_size(
             replicas=replicas,
             strategy="pipelined",
             accumulator_bytes=_accumulator_bytes(variant.settings, accumulation),
+            available_proportion=variant.settings.available_proportion[:1],
         )
         if ipus == 1:
             split, layout = None, single_ipu(profile)
@@ -218,7 +233,9 @@ def _batches(goal: Goal, ipus: int, replicas: int) -> Iterator[Tuple[int, int]]:
 
 
 def _overrides(goal: Goal, settings: Settings, split: Optional[Split], variant: Variant) -> Tuple[str, ...]:
-    words = [f"devices={goal.devices}", *split_overrides(split, goal.words), *goal.words.resized]
+    own_keys = {word.partition("=")[0] for word in variant.overrides}
+    resized = [word for word in goal.words.resized if word.partition("=")[0] not in own_keys]
+    words = [f"devices={goal.devices}", *split_overrides(split, goal.words), *resized]
     words += [
         f"micro_batch_size={settings.micro_batch_size}",
         f"gradient_accumulation={settings.gradient_accumulation}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Collection, List, Optional, Sequence, Tuple
 
@@ -13,8 +14,9 @@ from ipurun.planner.types import Layout, ModelProfile, Settings
 __all__ = ["Split", "solve_split", "tied_head"]
 
 _MOST_CUTS = 400
+_SHORT = 1.6  # times the even share of the work
 # Cutting inside layers has to be worth this much to be preferred to cutting between them.
-_WORTH_DEPTH = 0.97
+_WORTH_DEPTH = 0.9
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,30 @@ class Split:
 def tied_head(profile: ModelProfile, points: Sequence[CutPoint]) -> Optional[CutPoint]:
     """Where a head begins that shares a weight with the model's beginning: both have to be on one IPU."""
     early = len(profile.ops) // 2
-    users = [
-        max(parameter.ops)
-        for parameter in profile.parameters
-        if parameter.ops and min(parameter.ops) < early <= max(parameter.ops)
-    ]
-    before = [point for point in points if users and early <= point.op <= min(users)]
+    late = [min(op for op in ops if op >= early) for ops in _users(profile) if ops[0] < early <= ops[-1]]
+    before = [point for point in points if late and early <= point.op <= min(late)]
     return before[-1] if before else None
+
+
+def _users(profile: ModelProfile) -> List[List[int]]:
+    return [sorted(parameter.ops) for parameter in profile.parameters if len(parameter.ops) > 1]
+
+
+def _allowed(profile: ModelProfile, points: Sequence[CutPoint], head: Optional[CutPoint]) -> List[CutPoint]:
+    """Cut points that leave all users of a parameter on one IPU, given where the head goes back to IPU 0."""
+    forbidden: List[Tuple[int, int]] = []
+    for ops in _users(profile):
+        if head is not None and ops[0] < head.op <= ops[-1]:
+            # The beginning stays on IPU 0 until its last use of what the head shares with it.
+            forbidden.append((0, max(op for op in ops if op < head.op)))
+            forbidden.append((head.op, ops[-1]))
+        else:
+            forbidden.append((ops[0], ops[-1]))
+    return [
+        point
+        for point in points
+        if (head is None or point.op <= head.op) and not any(first < point.op <= last for first, last in forbidden)
+    ]
 
 
 def solve_split(
@@ -90,11 +109,13 @@ def solve_split(
     best: Optional[Split] = None
     for depth in sorted({point.depth for point in points}) or [0]:
         usable = [point for point in points if point.depth <= depth]
+        head = tied_head(profile, usable) if num_ipus > 1 else None
+        usable = _allowed(profile, usable, head)
         if best is not None and len(usable) > _MOST_CUTS:
             break
-        if len(usable) + 1 < num_ipus or len(usable) > 4 * _MOST_CUTS:
+        if len(usable) + 1 - (head is not None) < num_ipus or len(usable) > 4 * _MOST_CUTS:
             continue
-        found = _solve(profile, usable, num_ipus, settings, machine, checkpoints, room)
+        found = _solve(profile, usable, head, num_ipus, settings, machine, checkpoints, room)
         if found is not None and (best is None or found.slowest < best.slowest * _WORTH_DEPTH):
             best = found
         if best is not None and best.evenness > _WORTH_DEPTH:
@@ -105,19 +126,28 @@ def solve_split(
 def _solve(
     profile: ModelProfile,
     points: List[CutPoint],
+    head: Optional[CutPoint],
     num_ipus: int,
     settings: Settings,
     machine: Machine,
     checkpoints: Collection[int],
     room: float,
 ) -> Optional[Split]:
-    head = tied_head(profile, points) if num_ipus > 1 else None
     cells = cells_of(profile, points, checkpoints, settings, machine)
     end = len(cells) if head is None else points.index(head) + 1
     # A parameter that both ends share is counted in both of their cells: the head's own comes in without it.
     behind = _head_segment(cells, end, profile, settings, machine) if head is not None else None
     stages = num_ipus + (head is not None)
-    starts = _partition(cells[:end], profile, num_ipus, stages, behind, settings, machine, room)
+    again = 2 if settings.recompute == "checkpoints" and settings.training else 1
+    work = [again * cell.forward + cell.backward for cell in cells]
+    starts = None
+    if _could_fit(cells, profile, num_ipus, settings, machine, room):
+        # Stages are first taken to be short: whatever is found that way is no worse than what longer ones give.
+        short = max(work) + _SHORT * sum(work) / num_ipus
+        for longest in (short, math.inf) if short < sum(work) else (math.inf,):
+            starts = _partition(cells[:end], profile, num_ipus, stages, behind, settings, machine, room, longest)
+            if starts is not None:
+                break
     if starts is None:
         return None
     cuts = [points[start - 1] for start in starts[0]]
@@ -128,13 +158,24 @@ def _solve(
         blocks.append((head.module, 0))
         ipus.append(0)
     layout = layout_of_cuts(profile, [point.op for point in cuts], ipus, sorted(checkpoints))
-    again = 2 if settings.recompute == "checkpoints" and settings.training else 1
-    work = sum(again * cell.forward + cell.backward for cell in cells)
-    return Split(tuple(blocks), layout, starts[1], starts[2], work / num_ipus / starts[1] if starts[1] else 1.0)
+    even = sum(work) / num_ipus / starts[1] if starts[1] else 1.0
+    return Split(tuple(blocks), layout, starts[1], starts[2], even)
+
+
+def _could_fit(
+    cells: List[Cell], profile: ModelProfile, num_ipus: int, settings: Settings, machine: Machine, room: float
+) -> bool:
+    """Whether parameters fit all IPUs together, and every cell an IPU of its own."""
+    if sum(cell.share.weights + cell.share.gradients + cell.share.state for cell in cells) > 2 * num_ipus * room:
+        return False
+    return all(
+        segment_memory(segments_ending_at(end, cells, profile, settings, machine, 0.0)[0], 1, machine) <= room
+        for end in range(1, len(cells) + 1)
+    )
 
 
 def _head_segment(cells: List[Cell], end: int, profile: ModelProfile, settings: Settings, machine: Machine) -> Segment:
-    tables = segments_ending_at(len(cells), cells, profile, settings, machine, float("inf"))
+    tables = segments_ending_at(len(cells), cells, profile, settings, machine)
     segment = next(segment for segment in tables if segment.begin == end)
     shared = cells[end].share
     twice = shared.weights + shared.gradients + shared.state
@@ -150,6 +191,7 @@ def _partition(
     settings: Settings,
     machine: Machine,
     room: float,
+    longest: float,
 ) -> Optional[Tuple[List[int], float, float]]:
     """First cells of IPUs 1, 2, ..., the seconds of the slowest IPU and the bytes of the fullest; None: none fits.
 
@@ -157,7 +199,7 @@ def _partition(
     """
     count = len(cells)
     never = float("inf")
-    tables = [segments_ending_at(end, cells, profile, settings, machine, room) for end in range(count + 1)]
+    tables = [segments_ending_at(end, cells, profile, settings, machine, room, longest) for end in range(count + 1)]
     best: List[Tuple[float, float]] = [(0.0, 0.0)] + [(never, never)] * count
     choices: List[List[int]] = []
     directions = 2 if settings.training else 1
