@@ -28,7 +28,7 @@ from ipurun.planner.types import ModelProfile
 __all__ = ["meta_model", "profile_model"]
 
 # Above this, a model is not made for real only because it cannot be made without memory.
-_LARGEST_REAL_MODEL = 2_000_000_000
+_LARGEST_REAL_MODEL = 500_000_000
 # A trace with real numbers is done on few samples and scaled.
 _REAL_SAMPLES = 2
 

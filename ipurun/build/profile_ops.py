@@ -171,8 +171,11 @@ class _Profiler:
             if kind != "view":
                 self._owner[spec.storage] = index
             self._size[spec.storage] = device_bytes(spec)
-        for value in node.mutated:
-            self._owner[self._specs[value].storage] = index
+        for storage in {self._specs[value].storage for value in node.mutated}:
+            self._owner[storage] = index
+            if storage not in self._masks:
+                # What reads the tensor from now on reads this operation's result. Buffers are counted elsewhere.
+                fresh += self._size.get(storage, 0)
         return fresh
 
     def _gradients(self, node: Node, kind: str, reads: List[Value]) -> int:

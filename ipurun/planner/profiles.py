@@ -20,7 +20,7 @@ class OpProfile:
             ``pool`` or ``view`` (moves nothing and costs nothing).
         flops_forward: Floating-point operations.
         flops_backward: Those of its share of the backward pass.
-        output_bytes: Memory that its results take; 0 for a view and for an operation in place.
+        output_bytes: Memory that its results take; 0 for a view.
         saved_bytes: The part of it that the backward pass reads.
         traffic_bytes: Bytes it reads and writes, whoever they belong to.
         parameters: Names of the parameters it reads.

@@ -37,12 +37,18 @@ def stage_memories(profile: ModelProfile, layout: Layout, settings: Settings) ->
         if not settings.training or not profile.training:
             memories.append(StageMemory(0, max((op.output_bytes for op in ops), default=0) + inputs, set()))
         elif settings.recompute == "none":
-            memories.append(StageMemory(sum(op.saved_bytes for op in ops) + inputs, 0, set()))
+            memories.append(_everything_kept(ops, inputs))
         elif settings.recompute == "norm_only":
             memories.append(_norms_recomputed(ops, inputs))
         else:
             memories.append(_between_checkpoints(ops, set(layout.checkpoints), inputs, stage == last))
     return memories
+
+
+def _everything_kept(ops: Sequence[OpProfile], inputs: int) -> StageMemory:
+    # What does not depend on the data, such as a weight in another precision, is the same for all micro-batches.
+    shared = sum(op.saved_bytes for op in ops if not op.is_batched)
+    return StageMemory(sum(op.saved_bytes for op in ops) - shared + inputs, shared, set())
 
 
 def _norms_recomputed(ops: Sequence[OpProfile], inputs: int) -> StageMemory:

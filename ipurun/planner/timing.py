@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import List, Tuple
 
@@ -66,7 +67,8 @@ def _stage_seconds(
 ) -> List[Tuple[float, float, float]]:
     """(forward, recomputation, backward) of each stage."""
     memories: List[StageMemory] = stage_memories(profile, layout, settings)
-    by_ipu = costs_by_ipu(profile, machine, settings, layout.num_ipus)
+    computing = dataclasses.replace(machine, tiles=machine.tiles - settings.io_tiles)
+    by_ipu = costs_by_ipu(profile, computing, settings, layout.num_ipus)
     seconds = [[0.0, 0.0, 0.0] for _ in layout.ipu_of_stage]
     for op, stage in zip(profile.ops, layout.stage_of_op):
         cost = by_ipu[layout.ipu_of_stage[stage]][op.index]

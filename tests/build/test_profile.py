@@ -42,6 +42,11 @@ class ConvNet(nn.Module):
         return self.depthwise(torch.relu(self.norm(self.conv(data)))).mean((2, 3))
 
 
+class InPlace(Mlp):
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu_(self.first(data)))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -200,6 +205,13 @@ def test_data_flow_looks_through_views() -> None:
     first, second = products(profile)
     assert second.inputs == (op_of(profile, "relu").index,)
     assert op_of(profile, "relu").inputs == (first.index,)
+
+
+def test_an_operation_in_place_owns_its_result() -> None:
+    profile = profile_model(config_of(InPlace))
+    relu, (_, second) = op_of(profile, "relu_"), products(profile)
+    assert second.inputs == (relu.index,)
+    assert relu.output_bytes == relu.saved_bytes == 4 * 30 * 4
 
 
 def test_equal_layers_have_equal_signatures() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,8 @@ def test_the_micro_batch_of_a_profile_changes_by_proportion() -> None:
         (1, 64, 32, 32, 1),
         (96, 64, 64, 32, 1),
     ]
+
+
+def test_the_planner_needs_no_torch() -> None:
+    program = "import sys, ipurun.planner.estimate, ipurun.planner.calibrate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
