@@ -34,6 +34,8 @@ def check_options(options: Any, layout: BatchLayout) -> None:
                 "popart_exception",
             )
     uses_model = bool(options.use_model) if options.exists("use_model") else _hardware.uses_ipu_model()
+    if options.exists("use_model"):
+        native_logger.info("From the user configuration: Ipu model: %s", "Enabled" if uses_model else "Disabled")
     never = options.connection_type == ConnectionType.Never.value
     if never and uses_model:
         raise createNativeError("ConnectionType.Never is not supported with the IPU model")

@@ -148,3 +148,9 @@ def test_source_lines_follow_the_excludes(capfd, excludes, in_model, in_torch):
     assert line.endswith("was lowered to MatMul")
     assert (__file__ in line) == in_model
     assert ("torch/nn/modules/linear.py" in line) == in_torch
+
+
+@pytest.mark.parametrize(("use_model", "word"), [(True, "Enabled"), (False, "Disabled")])
+def test_the_choice_of_the_simulator_is_told(capfd, use_model, word):
+    poptorch.inferenceModel(TwoLayers(), poptorch.Options().useIpuModel(use_model)).compile(torch.ones(1, 4))
+    assert f"From the user configuration: Ipu model: {word}" in capfd.readouterr().err
