@@ -84,7 +84,10 @@ def begins_blocks(model: nn.Module, engine_module: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def record_walk() -> Iterator[Walk]:
-    """Record the forward pass of a `Step` that is captured inside (by `profile_model`); the last one counts."""
+    """Record the forward pass of a `Step` that is captured inside (by `profile_model`); the last one counts.
+
+    It runs as in training, whose modules may be more (auxiliary heads), without the cost of a backward pass.
+    """
     walk = Walk()
     names: Dict[int, str] = {}
 
@@ -93,6 +96,7 @@ def record_walk() -> Iterator[Walk]:
         if recorder is None:
             return
         if isinstance(module, Step):
+            module.train()
             walk.calls.clear()
             names.clear()
             names.update({id(part): name for name, part in module.model.named_modules()})

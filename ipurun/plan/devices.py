@@ -49,7 +49,7 @@ def share_devices(request: Request, found: Findings) -> Devices:
     if total % per_replica and not request.auto_round:
         found.problem(
             f"`devices` is not divisible by the {per_replica} IPUs that one replica takes",
-            seen=f"devices={total}, {per_replica} IPUs by pipeline.split or pipeline.ipus",
+            seen=f"devices={total}, {per_replica} IPUs by the keys of `pipeline`",
             fix=f"devices={_ceil_to(total, per_replica)}",
         )
     replicas = request.factor or max(total // per_replica, 1)
@@ -60,7 +60,7 @@ def share_devices(request: Request, found: Findings) -> Devices:
             seen=f"replication.factor={replicas}, devices={total}",
             fix=f"replication.factor={max(total // per_replica, 1)} or devices={next_power_of_two(used)}",
         )
-    elif not is_power_of_two(used) and not request.auto_round:
+    elif not is_power_of_two(used) and is_power_of_two(per_replica) and not request.auto_round:
         lower = 1 << (max(total // per_replica, 1).bit_length() - 1)
         found.problem(
             f"{replicas} replicas of {per_replica} IPUs make {used} IPUs, which is not a power of two",
@@ -79,8 +79,8 @@ def _usable_per_replica(request: Request, found: Findings) -> int:
     if not is_power_of_two(stages) and not request.auto_round:
         found.problem(
             f"the model is split over {stages} IPUs, which is not a power of two",
-            seen=f"pipeline.split names {stages - 1} modules, or pipeline.ipus={stages}",
-            fix="name 1, 3, 7 or 15 modules, or pipeline.auto_round=true (the IPUs rounded up stay idle)",
+            seen=f"IPUs 0 to {stages - 1} by the keys of `pipeline`, or by the model's own blocks",
+            fix="2, 4, 8, ... IPUs, or pipeline.auto_round=true (the IPUs rounded up stay idle)",
         )
     return stages
 

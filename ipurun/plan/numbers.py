@@ -203,7 +203,7 @@ def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_ro
             seen=f"{replicas} replicas x {used // replicas} IPUs, devices={devices.total}",
             fix=f"inference.replicas={max(limit // (used // replicas), 1)}",
         )
-    elif not is_power_of_two(rounded):
+    elif not is_power_of_two(rounded) and used != devices.replicas * devices.per_replica:
         found.problem(
             f"inference takes {used} IPUs, which is not a power of two",
             seen=f"{replicas} replicas x {used // replicas} IPUs",

@@ -115,8 +115,16 @@ def unmatched(
     found.problem(
         f"`{key}` names `{name}`, and {owner} no such {what}",
         known=listing(close or top or names),
-        fix=f"`{close[0]}` instead of `{name}`" if close else "one of the names above",
+        fix=f"`{_in_the_form_of(name, close[0])}` instead of `{name}`" if close else "one of the names above",
     )
+
+
+def _in_the_form_of(pattern: str, name: str) -> str:
+    """A name with the wildcards of a pattern: ``h.*.attn`` for ``h.*.atn`` and ``h.2.attn``."""
+    parts, exact = _dotted(pattern).split("."), name.split(".")
+    if pattern.startswith(_REGEX) or len(parts) != len(exact):
+        return name
+    return ".".join(part if is_pattern(part) else text for part, text in zip(parts, exact))
 
 
 def _siblings(name: str, names: Sequence[str]) -> List[str]:

@@ -180,3 +180,19 @@ class Tokens(torch.utils.data.Dataset):
 
 def tokens() -> Tuple[Tokens, Tokens]:
     return Tokens(), Tokens()
+
+
+class AuxiliaryNet(nn.Module):
+    """Has a second head in training only, as GoogLeNet has, and runs its modules in another order than it names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.aux = nn.Linear(WIDTH, VOCAB)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(self.embed(tokens).mean(dim=1))
+        scores = self.head(hidden)
+        return scores + 0.3 * self.aux(hidden) if self.training else scores

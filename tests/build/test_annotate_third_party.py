@@ -147,3 +147,10 @@ def test_a_block_may_begin_at_a_module_that_computes_nothing() -> None:
     run = built(**keys_of("TimmViT", pipeline__split=["fc_norm"]))
     assert run.plan.stages == 2
     assert_same(run, "TimmViT")
+
+
+def test_the_order_of_running_is_that_of_training() -> None:
+    settings = config(**keys_of("AuxiliaryNet", pipeline__split=["body", "head", "aux"]))
+    facts = inspected(settings).facts
+    assert [call.module for call in facts.calls] == ["", "embed", "body", "head", "aux"]
+    assert make_plan(settings, facts).stages == 4

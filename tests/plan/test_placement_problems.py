@@ -36,6 +36,15 @@ def test_every_name_must_match(problems_of, keys, name, near):
     assert near in problem.known
 
 
+def test_a_pattern_is_mended_as_a_pattern(problems_of):
+    assert the_problem(problems_of, {"recompute.checkpoints": ["h.*.atn"]}).fix.startswith("`h.*.attn` instead")
+
+
+def test_a_number_of_ipus_that_is_no_power_of_two_is_one_problem(problems_of):
+    problem = the_problem(problems_of, {"pipeline.layers_per_ipu": [2, 2, 2], "pipeline.auto_round": False})
+    assert "3 IPUs" in problem.what and "pipeline.auto_round=true" in problem.fix
+
+
 def test_an_ambiguous_name(problems_of):
     problem = the_problem(problems_of, {"pipeline.split": ["attn"]})
     assert "6 modules" in problem.what
