@@ -50,9 +50,14 @@ class Split:
 
 def tied_head(profile: ModelProfile, points: Sequence[CutPoint]) -> Optional[CutPoint]:
     """Where a head begins that shares a weight with the model's beginning: both have to be on one IPU."""
-    early = len(profile.ops) // 2
-    late = [min(op for op in ops if op >= early) for ops in _users(profile) if ops[0] < early <= ops[-1]]
-    before = [point for point in points if late and early <= point.op <= min(late)]
+    # Used at both ends and nowhere between.
+    early, late = len(profile.ops) // 3, 2 * len(profile.ops) // 3
+    first_uses = [
+        min(op for op in ops if op >= late)
+        for ops in _users(profile)
+        if ops[0] < early and ops[-1] >= late and not any(early <= op < late for op in ops)
+    ]
+    before = [point for point in points if first_uses and early <= point.op <= min(first_uses)]
     return before[-1] if before else None
 
 

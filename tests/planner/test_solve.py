@@ -1,0 +1,130 @@
+"""The solver against all splits there are, and the numbers it finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import List, Optional, Sequence, Tuple
+
+import pytest
+from planner_toys import chain
+
+from ipurun.planner.cuts import cut_points
+from ipurun.planner.estimate import estimate
+from ipurun.planner.hardware import Machine
+from ipurun.planner.solve import Goal, search, split_for, variants_of
+from ipurun.planner.split import solve_split
+from ipurun.planner.stages import layout_of_cuts
+from ipurun.planner.types import ModelProfile, Settings, Verdict
+
+MACHINE = Machine()
+SETTINGS = Settings(gradient_accumulation=64, compute_bytes=2, accumulator_bytes=2.0)
+
+
+def _uneven(rows: Sequence[int], values: Sequence[int]) -> ModelProfile:
+    """A chain whose layers take different time and have weights of different size."""
+    plain = chain(len(rows))
+    ops = tuple(
+        dataclasses.replace(op, dims=(1, count, 512, 512, 1), signature=f"mm {count}")
+        for op, count in zip(plain.ops, rows)
+    )
+    parameters = tuple(
+        dataclasses.replace(parameter, elements=size) for parameter, size in zip(plain.parameters, values)
+    )
+    return dataclasses.replace(plain, ops=ops, parameters=parameters)
+
+
+def _best_by_hand(profile: ModelProfile, ipus: int, settings: Settings) -> Optional[Tuple[float, Tuple[int, ...]]]:
+    found: List[Tuple[float, Tuple[int, ...]]] = []
+    for cuts in itertools.combinations(range(1, len(profile.ops)), ipus - 1):
+        tried = estimate(profile, layout_of_cuts(profile, cuts), settings, MACHINE)
+        if tried.verdict is Verdict.FITS:
+            found.append((max(ipu.total for ipu in tried.time.ipus), cuts))
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("ipus", [2, 3, 4])
+@pytest.mark.parametrize("recompute", ["none", "checkpoints"])
+def test_the_split_is_the_best_of_all(ipus: int, recompute: str) -> None:
+    rows = [40000, 900, 30000, 7000, 60000, 500, 20000, 12000]
+    profile = _uneven(rows, [1000] * len(rows))
+    settings = dataclasses.replace(SETTINGS, recompute=recompute)
+    best = _best_by_hand(profile, ipus, settings)
+    split = solve_split(profile, ipus, settings, MACHINE)
+    assert best is not None and split is not None
+    assert split.slowest == pytest.approx(best[0])
+    tried = estimate(profile, split.layout, settings, MACHINE)
+    assert max(ipu.total for ipu in tried.time.ipus) == pytest.approx(best[0])
+    assert len(split.modules) == ipus - 1
+
+
+def test_memory_moves_the_split_away_from_even_work() -> None:
+    heavy = 80_000_000  # 160 MB, and as much for the accumulator
+    profile = _uneven([10000] * 6, [heavy, heavy, 1000, 1000, 1000, 1000])
+    assert split_for(_uneven([10000] * 6, [1000] * 6), 2, SETTINGS, MACHINE).modules == ("layer.3",)  # type: ignore[union-attr]
+    best = _best_by_hand(profile, 2, SETTINGS)
+    split = solve_split(profile, 2, SETTINGS, MACHINE)
+    assert best is not None and split is not None
+    assert split.modules == ("layer.1",) == tuple(f"layer.{cut}" for cut in best[1])
+
+
+def test_what_does_not_fit_has_no_split() -> None:
+    profile = _uneven([1000] * 4, [600_000_000, 10, 10, 10])
+    assert split_for(profile, 2, SETTINGS, MACHINE) is None
+    assert search(profile, Goal(devices=4, global_batch=64), variants_of(SETTINGS, ()), MACHINE) == []
+
+
+def _with_tied_head(layers: int) -> ModelProfile:
+    plain = chain(layers)
+    first, last = plain.parameters[0], plain.parameters[-1]
+    ops = (*plain.ops[:-1], dataclasses.replace(plain.ops[-1], module="head", parameters=(first.name,)))
+    tied = dataclasses.replace(first, ops=(0, layers - 1))
+    return dataclasses.replace(plain, ops=ops, parameters=(tied, *(p for p in plain.parameters[1:] if p is not last)))
+
+
+def test_a_head_that_shares_the_first_weight_goes_back_to_its_ipu() -> None:
+    profile = _with_tied_head(9)
+    split = solve_split(profile, 4, SETTINGS, MACHINE)
+    assert split is not None
+    assert split.head == "head"
+    assert split.layout.ipu_of_stage == (0, 1, 2, 3, 0)
+    ipus = {split.layout.ipu_of_op(op) for op in profile.parameters[0].ops}
+    assert ipus == {0}
+
+
+def test_layers_that_share_a_weight_stay_together() -> None:
+    plain = chain(8)
+    shared = dataclasses.replace(plain.parameters[3], ops=(3, 4, 5))
+    parameters = (*plain.parameters[:3], shared, *plain.parameters[4:])
+    profile = dataclasses.replace(plain, parameters=parameters)
+    split = solve_split(profile, 2, SETTINGS, MACHINE)
+    assert split is not None
+    assert len({split.layout.ipu_of_op(op) for op in shared.ops}) == 1
+
+
+def test_blocks_begin_only_at_modules_that_are_called_once() -> None:
+    plain = chain(6)
+    modules = ["a", "stack.0", "stack.1", "a", "b", "b.inner"]
+    ops = tuple(dataclasses.replace(op, module=module) for op, module in zip(plain.ops, modules))
+    points = cut_points(dataclasses.replace(plain, ops=ops), names={"a", "stack.0", "stack.1", "b", "b.inner"})
+    assert [(point.op, point.module) for point in points] == [(1, "stack.0"), (2, "stack.1"), (4, "b"), (5, "b.inner")]
+
+
+def test_solutions_keep_the_global_batch_and_feed_the_pipeline() -> None:
+    profile = _uneven([20000] * 8, [30_000_000] * 8)
+    found = search(profile, Goal(devices=8, global_batch=96), variants_of(SETTINGS, ()), MACHINE)
+    assert found
+    for solution in found:
+        settings = solution.settings
+        assert settings.micro_batch_size * settings.gradient_accumulation * settings.replicas == 96
+        assert settings.replicas * solution.ipus == 8
+        assert settings.gradient_accumulation >= 2 * solution.layout.num_stages - 1 or solution.ipus == 1
+        assert solution.estimate.verdict is not Verdict.DOES_NOT_FIT
+    fitting = [solution for solution in found if solution.estimate.verdict is Verdict.FITS]
+    speeds = [solution.estimate.time.samples_per_second for solution in fitting]
+    assert found[: len(fitting)] == fitting and speeds == sorted(speeds, reverse=True)
+
+
+def test_an_impossible_global_batch_has_no_solution() -> None:
+    # Three samples feed neither 2 nor 4 replicas, and a pipeline of 4 stages needs 7 micro-batches.
+    assert search(chain(4), Goal(devices=4, global_batch=3), variants_of(SETTINGS, ()), MACHINE) == []
