@@ -12,6 +12,7 @@ from ipurun.plan.types import Facts
 __all__ = ["find_layers", "is_minor", "is_within", "named_layers", "outermost", "share_layers", "stacks"]
 
 _REST = -1
+_CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")
 # Modules that compute next to nothing: a head does not begin at one of them.
 _MINOR = ("norm", "drop", "identity", "relu", "gelu", "silu", "tanh", "activation", "flatten", "pool")
 
@@ -43,6 +44,8 @@ def stacks(facts: Facts) -> Dict[str, List[str]]:
         if len(layers) > 1
         and len({facts.module_kinds.get(layer, layer) for layer in layers}) == 1
         and all(layer in children for layer in layers)
+        # Two parts of a network may both be a Sequential and have nothing else in common.
+        and (facts.module_kinds.get(name) in _CONTAINERS or facts.module_kinds.get(layers[0]) not in _CONTAINERS)
     }
     return {name: found[name] for name in outermost(list(found))}
 
@@ -92,7 +95,7 @@ def named_layers(names: Sequence[str], facts: Facts, found: Findings) -> List[st
 def _layers_of(module: str, facts: Facts) -> List[str]:
     inside = [name for name in facts.module_names if name.rpartition(".")[0] == module]
     kinds = {facts.module_kinds.get(name, name) for name in inside}
-    container = facts.module_kinds.get(module) in ("ModuleList", "ModuleDict", "Sequential")
+    container = facts.module_kinds.get(module) in _CONTAINERS
     return inside if inside and (container or (len(inside) > 1 and len(kinds) == 1)) else [module]
 
 

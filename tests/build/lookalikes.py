@@ -183,7 +183,7 @@ def tokens() -> Tuple[Tokens, Tokens]:
 
 
 class AuxiliaryNet(nn.Module):
-    """Has a second head in training only, as GoogLeNet has, and runs its modules in another order than it names them."""
+    """Has a second head in training only, as GoogLeNet has, and defines its modules in another order than they run."""
 
     def __init__(self) -> None:
         super().__init__()

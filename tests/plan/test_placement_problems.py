@@ -92,6 +92,13 @@ def test_several_stacks_have_to_be_told_apart(problems_of):
     assert "pipeline.layers=" in problem.fix
 
 
+def test_two_parts_of_one_container_class_are_no_stack(problems_of):
+    kinds = {"": "AlexNet", "features": "Sequential", "features.0": "Conv2d", "classifier": "Sequential"}
+    kinds["classifier.0"] = "Linear"
+    facts = {"module_names": tuple(name for name in kinds if name), "module_kinds": kinds}
+    assert "no stack of layers" in the_problem(problems_of, {"pipeline.layers_per_ipu": [1, 1]}, facts).what
+
+
 def test_one_stack_may_be_much_longer_than_the_others(plan_of):
     plan = plan_of({**ENOUGH, "pipeline.layers_per_ipu": [10, 13]}, facts=resnet((3, 4, 23, 3)))
     assert plan.placements[0].module == "layer3.10"
