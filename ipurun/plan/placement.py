@@ -132,11 +132,12 @@ def _numbering(
     ipus = [0, *(begin.placement.ipu for begin in begins)]
     ascending = ipus == sorted(ipus)
     if pipeline.auto_stage == "auto" and listed is None and not ascending:
-        ids = [begin.placement.block_id for begin in begins]
         increment = True
-        if len(set(ids)) == len(ids) and not has_own and any(a == b for a, b in zip(ipus, ipus[1:])):
+        merged = _merged(begins)
+        each_once = len({block for blocks in merged.blocks for block in blocks}) == sum(map(len, merged.blocks))
+        if each_once and not has_own and any(a == b for a, b in zip(ipus, ipus[1:])):
             # One after another would make stages of neighbours on one IPU, too.
-            listed = _merged(begins)
+            listed = merged
     same = not increment and pipeline.auto_stage != "auto"
     checks.check_ascending(begins, listed, same, found)
     return increment, listed
@@ -149,7 +150,8 @@ def _merged(begins: Sequence[Begin]) -> StageList:
         if begin.placement.ipu != ipus[-1]:
             blocks.append([])
             ipus.append(begin.placement.ipu)
-        blocks[-1].append(begin.placement.block_id)
+        if begin.placement.block_id not in blocks[-1]:
+            blocks[-1].append(begin.placement.block_id)
     return StageList(tuple(map(tuple, blocks)), tuple(ipus))
 
 

@@ -93,6 +93,17 @@ def test_ends_may_be_named(plan_of):
     ]
 
 
+def test_blocks_of_one_name_are_one_block(plan_of):
+    written = {"h.[1-4]": {"ipu": 1, "id": "layer{}"}, "re:(ln_f|lm_head)": {"ipu": 0, "id": "head"}}
+    plan = plan_of({"pipeline.blocks": written, **ENOUGH}, facts=gpt())
+    assert plan.stages == 3
+    assert [call.args for call in strategy(plan).args] == [
+        ("first",),
+        ("layer1", "layer2", "layer3", "layer4"),
+        ("head",),
+    ]
+
+
 @pytest.mark.parametrize(
     "written",
     [
