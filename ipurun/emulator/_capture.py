@@ -76,7 +76,9 @@ def capture(
     modules = modules or {}
     plain = _without_mask_check(modules)
     with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules), plain:
-        with _without_validation(), torch.set_grad_enabled(training), recorder, _mutation_allowed(training, inputs):
+        with _without_validation(), _seeded_by_options(), torch.set_grad_enabled(training), recorder, _mutation_allowed(
+            training, inputs
+        ):
             with FunctionWatcher(recorder):
                 returned = call()
                 tensors = list(tensors_in(returned))
@@ -236,3 +238,14 @@ def _without_validation() -> Iterator[None]:
         yield
     finally:
         distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def _seeded_by_options() -> Iterator[None]:
+    """Lets forward call `torch.manual_seed` without effect: a device draws from the seed of the options."""
+    original = torch.manual_seed
+    torch.manual_seed = torch.random.manual_seed = lambda seed: torch.default_generator
+    try:
+        yield
+    finally:
+        torch.manual_seed = torch.random.manual_seed = original

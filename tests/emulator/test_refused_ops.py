@@ -99,3 +99,20 @@ def test_compiles_and_runs_in_inference_mode():
     expected = torch.nn.functional.mse_loss(layer(x), y).detach()
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(model(x, y), expected)
+
+
+def test_seeding_in_forward_does_not_seed_the_device():
+    def noise(x):
+        torch.manual_seed(7)
+        return torch.rand_like(x)
+
+    torch.manual_seed(7)
+    on_host = torch.rand(8)
+    model = torch.nn.Module()
+    model.forward = noise
+    on_device = poptorch.inferenceModel(model, poptorch.Options().randomSeed(3))
+    first, second = on_device(torch.zeros(8)), on_device(torch.zeros(8))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, on_host)
+    torch.manual_seed(7)  # the real function is back
+    assert torch.equal(torch.rand(8), on_host)
