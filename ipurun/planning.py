@@ -56,6 +56,7 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject) -> Outlook:
         names=_callable(subject.model),
         block_checkpoints=block_checkpoints(profile, stacks(subject.facts)),
         words=words_of(config),
+        is_batch_free=_is_batch_free(config),
     )
     needs = None
     remedies = tuple(remedies_for(situation))
@@ -68,10 +69,9 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject) -> Outlook:
 def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
     """Configs for the plan's number of IPUs and its global batch, the quickest that fits first."""
     batch = plan.training
-    is_free = config.global_batch_size is None and config.gradient_accumulation is None
     goal = Goal(
         devices=plan.devices.total,
-        global_batch=None if is_free else config.global_batch_size or batch.samples_per_update,
+        global_batch=None if _is_batch_free(config) else config.global_batch_size or batch.samples_per_update,
         words=words_of(config),
     )
     situation = outlook.situation
@@ -164,6 +164,10 @@ def _accumulation(config: RunConfig, replicas: int, ipus: int) -> int:
     if config.global_batch_size is None:
         return 2 * ipus + 1 if ipus > 1 else 1
     return config.global_batch_size // (config.micro_batch_size * replicas)
+
+
+def _is_batch_free(config: RunConfig) -> bool:
+    return config.global_batch_size is None and config.gradient_accumulation is None
 
 
 def _profile(config: RunConfig, subject: Subject, plan: Plan) -> ModelProfile:

@@ -10,7 +10,7 @@ from ipurun.planner.costs import op_costs
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
 from ipurun.planner.memory import proportion_of
-from ipurun.planner.solve import split_for, split_overrides
+from ipurun.planner.solve import Goal, search, split_for, split_overrides, variants_of
 from ipurun.planner.stages import single_ipu
 from ipurun.planner.types import Estimate, Layout, ModelProfile, OpProfile, Settings, Verdict
 from ipurun.planner.words import Words
@@ -18,7 +18,7 @@ from ipurun.planner.words import Words
 __all__ = ["Change", "Remedy", "Situation", "remedies_for"]
 
 _WORTH_SECONDS = 1.02
-_WORTH_BYTES = 4 << 20
+_WORTH_SHARE = 0.005  # of an IPU's memory
 _PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
 _PROPORTIONS = (0.3, 0.15)
 
@@ -36,6 +36,7 @@ class Situation:
         names: Modules at which a block can begin; None: any.
         block_checkpoints: Operations that end the layers of the model's repeated stacks.
         words: Overrides that undo what stands in a change's way.
+        is_batch_free: Whether nobody has said how many samples a weight update has.
     """
 
     profile: ModelProfile
@@ -46,6 +47,7 @@ class Situation:
     names: Optional[Collection[str]] = None
     block_checkpoints: Tuple[int, ...] = ()
     words: Words = Words()
+    is_batch_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,27 @@ def remedies_for(situation: Situation) -> List[Remedy]:
         remedy = _remedy(change, before, after)
         if _helps(remedy, before):
             found.append(remedy)
+    if before.verdict is not Verdict.FITS and all(remedy.verdict is not Verdict.FITS for remedy in found):
+        found += _together(situation)
     return sorted(found, key=lambda remedy: _rank(remedy, before))
+
+
+def _together(situation: Situation) -> List[Remedy]:
+    """All that saves memory at once, over as many IPUs as that takes: what the solver finds best."""
+    settings = situation.settings
+    goal = Goal(
+        devices=situation.layout.num_ipus * settings.replicas,
+        global_batch=None if situation.is_batch_free else settings.global_batch_size,
+        micro_batch=settings.micro_batch_size,
+        words=situation.words,
+    )
+    leanest = variants_of(settings, situation.block_checkpoints)[-1:]
+    found = search(situation.profile, goal, leanest, situation.machine, situation.names)
+    title = "all that saves memory, together with another split"
+    return [
+        _remedy(Change(title, best.overrides, best.settings, best.layout), situation.estimate, best.estimate)
+        for best in found[:1]
+    ]
 
 
 def _remedy(change: Change, before: Estimate, after: Estimate) -> Remedy:
@@ -120,7 +142,7 @@ def _remedy(change: Change, before: Estimate, after: Estimate) -> Remedy:
 def _helps(remedy: Remedy, before: Estimate) -> bool:
     if before.verdict is Verdict.FITS:
         return remedy.verdict is Verdict.FITS and remedy.speed >= _WORTH_SECONDS
-    return remedy.saved_bytes >= _WORTH_BYTES
+    return remedy.saved_bytes >= _WORTH_SHARE * before.ipus[0].limit
 
 
 def _rank(remedy: Remedy, before: Estimate) -> Tuple[int, float]:

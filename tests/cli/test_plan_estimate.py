@@ -1,0 +1,133 @@
+"""`plan` with its estimate: what it tells, what it exits with, and that what it tells to type does what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+
+from ipurun.cli.main import main
+
+# An IPU of little memory, so that a small model does not fit one.
+SMALL = ["machine.tiles=8", "machine.tile_bytes=160000", "machine.tile_imbalance_bytes=1000"]
+SMALL += ["machine.code_bytes_per_tile=1000", "machine.code_bytes_per_op=10", "machine.code_bytes_per_call=10"]
+GPT = ["+recipe=gpt", "model=gpt_tiny", "micro_batch_size=1", "model.max_positions=32"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _json(capsys: Any, code: int, *argv: str) -> Any:
+    assert main(["plan", *argv, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_figure_is_called_an_estimate(capsys: Any) -> None:
+    assert main(["plan", "+recipe=mnist", "devices=4"]) == 0
+    text = capsys.readouterr().out
+    told: List[str] = text[text.index("estimate for") :].splitlines()
+    assert told[0] == "estimate for GC200: fits"
+    assert "memory of each IPU in MiB, of 897 (estimate)" in told
+    for label in ("throughput", "one update", "host I/O", "links"):
+        (line,) = [line for line in told if line.strip().startswith(label)]
+        assert line.endswith("(estimate)")
+    assert "assumptions" not in told
+
+
+def test_assumptions_are_listed_when_asked_for(capsys: Any) -> None:
+    assert main(["plan", "+recipe=mnist", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "assumptions" in text and "conf/machine" in text
+
+
+def test_what_does_not_fit_exits_with_3_and_tells_what_helps(capsys: Any) -> None:
+    assert main(["plan", *GPT, *SMALL, "devices=4", "gradient_accumulation=32"]) == 3
+    text = capsys.readouterr().out
+    assert "estimate for GC200: does not fit: IPU 0" in text
+    assert "what would help it fit (each tried by the planner; estimates)" in text
+
+
+def test_json_has_memory_time_and_remedies(capsys: Any) -> None:
+    found = _json(capsys, 0, "+recipe=mnist", "devices=2")["estimate"]
+    (ipu,) = found["ipus"]
+    parts = ("weights", "gradients", "optimizer_state", "activations", "temporary", "io", "code")
+    assert ipu["total"] == sum(ipu[part] for part in parts)
+    assert ipu["limit"] == 1472 * 638976
+    assert ipu["weights"] >= 46_730 * 4  # the recipe's model has as many float32 parameters
+    assert found["is_estimate"] is True and found["verdict"] == "fits"
+    assert found["time"]["samples_per_second"] > 0
+
+
+def test_every_remedy_does_what_it_says_when_typed(capsys: Any) -> None:
+    words = [*GPT, *SMALL, "devices=4", "gradient_accumulation=32"]
+    remedies = _json(capsys, 3, *words)["estimate"]["remedies"]
+    assert len(remedies) > 3
+    for remedy in remedies[:6]:
+        code = 3 if remedy["verdict"] == "does not fit" else 0
+        found = _json(capsys, code, *words, *remedy["overrides"])["estimate"]
+        assert found["verdict"] == remedy["verdict"], remedy["overrides"]
+        assert max(ipu["share"] for ipu in found["ipus"]) == pytest.approx(remedy["fullest_share"], rel=0.01)
+        assert found["time"]["samples_per_second"] == pytest.approx(remedy["samples_per_second"], rel=0.01)
+
+
+def test_a_solution_does_what_it_says_when_typed(capsys: Any) -> None:
+    words = [*GPT, *SMALL, "devices=4", "global_batch_size=64"]
+    document = _json(capsys, 0, *words, "--solve")
+    solution = document["solutions"][0]
+    assert document["estimate"]["verdict"] == "does not fit"
+    again = _json(capsys, 0, *words, *solution["overrides"])
+    assert again["training"]["samples_per_update"] == 64
+    assert again["devices"]["total"] == 4
+    assert again["estimate"]["verdict"] == solution["verdict"]
+    assert again["estimate"]["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"], rel=0.01)
+
+
+def test_a_solution_can_be_written_and_used(capsys: Any) -> None:
+    words = [*GPT, *SMALL, "devices=4", "global_batch_size=64"]
+    assert main(["plan", *words, "--solve=conf/recipe/solved.yaml"]) != 0  # its folder does not exist
+    assert "cannot write" in capsys.readouterr().err
+    Path("conf/recipe").mkdir(parents=True)
+    assert main(["plan", *words, "--solve=conf/recipe/solved.yaml"]) == 0
+    capsys.readouterr()
+    written = Path("conf/recipe/solved.yaml").read_text(encoding="utf-8")
+    assert "pipeline:\n  split: [" in written
+    found = _json(capsys, 0, "+recipe=[gpt,solved]", *GPT[1:], *SMALL[:], "micro_batch_size=1")
+    assert found["devices"]["per_replica"] > 1
+
+
+def test_split_auto_is_solved(capsys: Any) -> None:
+    words = [*GPT, "devices=4", "pipeline.ipus=4", "pipeline.split=auto", "gradient_accumulation=16"]
+    found = _json(capsys, 0, *words)
+    assert found["devices"]["per_replica"] == 4
+    assert {placement["ipu"] for placement in found["placements"]} == {0, 1, 2, 3}  # the head shares IPU 0's embedding
+    assert found["placements"][-1]["module"] == "lm_head"
+
+
+def test_a_model_that_cannot_be_traced_still_has_a_plan(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("untraceable.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(784, 10)\n"
+        "    def forward(self, x):\n"
+        "        raise RuntimeError('needs a moon in the third house')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    words = ["+recipe=mnist", "model._target_=untraceable.Net"]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert "no estimate: the model cannot be traced" in text and "untraceable.py:7" in text
+    assert main(["plan", *words, "--solve"]) == 2
+    assert "the model cannot be traced" in capsys.readouterr().err
+
+
+def test_a_page_is_written(capsys: Any) -> None:
+    assert main(["plan", "+recipe=mnist", "--html", "page.html", "--quiet"]) == 0
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and "mnist: fits (estimate)" in page
