@@ -1,0 +1,84 @@
+"""The planner's page: whole in itself, and true to the estimate."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any, List
+
+import pytest
+from test_planner_text import toy_outlook
+
+from ipurun.log.planner_html import page_of
+from ipurun.plan import make_plan
+from ipurun.plan.types import Facts, Plan
+from ipurun.planner.remedies import Remedy
+from ipurun.planner.types import Verdict
+
+
+class _Tags(HTMLParser):
+    """Collects what is open, and all attributes that could load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: List[str] = []
+        self.links: List[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in ("meta", "br", "line"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def _plan() -> Plan:
+    from ipurun.config.schema import RunConfig
+
+    config = RunConfig(name="toy <b>", micro_batch_size=1)
+    return make_plan(config, Facts("cpu", "emulator"))
+
+
+def test_the_page_is_well_formed_and_loads_nothing() -> None:
+    page = page_of(_plan(), toy_outlook())
+    tags = _Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.links == []
+    assert "http" not in page and "@import" not in page and "url(" not in page
+
+
+def test_names_are_escaped() -> None:
+    remedy = Remedy("a < b", ("x=<y>",), Verdict.FITS, 0, 1.5, 10.0, 0.4)
+    page = page_of(_plan(), toy_outlook(remedies=(remedy,)))
+    assert "toy &lt;b&gt;" in page and "toy <b>" not in page
+    assert "x=&lt;y&gt;" in page
+
+
+def test_bars_are_as_long_as_the_memory_they_stand_for() -> None:
+    outlook = toy_outlook()
+    page = page_of(_plan(), outlook)
+    ipu = outlook.estimate.ipus[0]
+    widths = {
+        label: float(width)
+        for width, label in re.findall(r'width="([\d.]+)" height="[\d.]+" fill="[^"]+"><title>IPU 0 ([^:]+):', page)
+    }
+    assert widths["code"] / widths["uneven tiles"] == pytest.approx(ipu.code / ipu.imbalance, rel=0.01)
+
+
+def test_every_module_is_coloured_by_its_ipu() -> None:
+    page = page_of(_plan(), toy_outlook())
+    tree = page[page.index("class=tree") :]
+    marks = re.findall(r'<i class=ipu style="background:([^"]+)">(\d)</i>', tree)
+    assert [number for _, number in marks] == ["0", "1", "0", "1"]  # `layer` is on both, its layers on one each
+    assert len({colour for colour, _ in marks}) == 2
+
+
+def test_the_chart_has_a_bar_for_each_pass() -> None:
+    page = page_of(_plan(), toy_outlook())
+    assert len(re.findall("<title>forward of micro-batch", page)) == 2 * 8
+    assert len(re.findall("<title>backward of micro-batch", page)) == 2 * 8

@@ -1,0 +1,125 @@
+"""The planner's tables, bars and files."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List
+
+import pytest
+import yaml
+
+from ipurun.log.planner_text import bar, outlook_dict, outlook_lines, solution_lines, solution_yaml
+from ipurun.planner.estimate import estimate
+from ipurun.planner.hardware import Machine
+from ipurun.planner.outlook import Outlook
+from ipurun.planner.remedies import Remedy, Situation
+from ipurun.planner.schedule import schedule_of
+from ipurun.planner.solve import Solution
+from ipurun.planner.stages import layout_of_cuts
+from ipurun.planner.types import IpuMemory, ModelProfile, OpProfile, ParameterProfile, Settings, Verdict
+
+
+def toy_outlook(**changes: Any) -> Outlook:
+    """Two layers on two IPUs."""
+    ops = tuple(
+        OpProfile(
+            index,
+            "mm",
+            f"layer.{index}",
+            "matmul",
+            flops_forward=1e6,
+            output_bytes=1000,
+            saved_bytes=1000,
+            parameters=(f"layer.{index}.weight",),
+            inputs=tuple(range(index)),
+            dims=(1, 64, 32, 32, 1),
+            gradients=2,
+            signature="mm",
+        )
+        for index in range(2)
+    )
+    parameters = tuple(ParameterProfile(f"layer.{index}.weight", 1024, 2, True, (index,)) for index in range(2))
+    profile = ModelProfile(ops, parameters, 0, 100, 4, 1)
+    layout, settings, machine = layout_of_cuts(profile, [1]), Settings(gradient_accumulation=8), Machine()
+    found = estimate(profile, layout, settings, machine)
+    situation = Situation(profile, layout, settings, machine, found)
+    values: Dict[str, Any] = {"cached": 0, **changes}
+    return Outlook(situation, schedule_of(layout, settings, found.time), **values)
+
+
+def with_memory(outlook: Outlook, *ipus: IpuMemory) -> Outlook:
+    """The same outlook with other memory."""
+    verdicts = tuple(Verdict.DOES_NOT_FIT if ipu.share > 1 else Verdict.FITS for ipu in ipus)
+    overall = Verdict.DOES_NOT_FIT if Verdict.DOES_NOT_FIT in verdicts else Verdict.FITS
+    found = dataclasses.replace(outlook.estimate, ipus=ipus, verdicts=verdicts, verdict=overall)
+    return dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found))
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(0.0, "[........]"), (0.5, "[####....]"), (1.0, "[########]"), (1.3, "[#######>]"), (90.0, "[#######>]")],
+)
+def test_a_bar_is_full_at_the_limit(share: float, shown: str) -> None:
+    assert bar(share, width=8) == shown
+
+
+def test_the_table_shows_every_part_against_the_limit() -> None:
+    mib = 1 << 20
+    sizes = [100, 50, 200, 60, 70, 3, 17]
+    names = ["weights", "gradients", "optimizer_state", "activations", "temporary", "io", "code"]
+    parts = {name: size * mib for name, size in zip(names, sizes)}
+    fits = IpuMemory(ipu=0, limit=1000 * mib, **parts)
+    full = dataclasses.replace(fits, ipu=1, temporary=1070 * mib)
+    lines = outlook_lines(with_memory(toy_outlook(), fits, full))
+    assert lines[0] == "estimate for GC200: does not fit: IPU 1"
+    (first,) = [line.split() for line in lines if line.startswith("    0 ")]
+    assert first[1:8] == [str(size) for size in sizes]
+    assert first[9] == "500" and "50%" in first and first[-1] == "fits"
+    (second,) = [line for line in lines if line.startswith("    1 ")]
+    assert second.endswith(">] 150% does not fit")
+
+
+def test_the_schedule_and_the_cache_are_told() -> None:
+    text = "\n".join(outlook_lines(toy_outlook()))
+    assert "2 stages: fill 2, steady 6, drain 2 cycles" in text
+    assert "bubble 20%" in text  # 2 of 10 cycles
+    assert "cache      miss" in text
+    assert "cache      off" in "\n".join(outlook_lines(toy_outlook(cached=None)))
+    assert "a hit unless" in "\n".join(outlook_lines(toy_outlook(cached=3)))
+
+
+def test_remedies_can_be_copied_into_a_shell() -> None:
+    remedy = Remedy("another split", ("pipeline.split=[a,b]", "devices=4"), Verdict.FITS, 12 << 20, 1.5, 10.0, 0.4)
+    lines: List[str] = outlook_lines(toy_outlook(remedies=(remedy,)))
+    assert lines[-1].strip() == "'pipeline.split=[a,b]' devices=4"
+    assert "-12 MiB on the fullest IPU (40%), 1.50x the speed, fits" in lines[-2]
+
+
+def test_json_holds_plain_values() -> None:
+    import json
+
+    document = json.loads(json.dumps(outlook_dict(toy_outlook())))
+    assert document["is_estimate"] is True
+    assert [ipu["ipu"] for ipu in document["ipus"]] == [0, 1]
+    assert document["schedule"]["cycles"] == 10
+
+
+def _solution(*overrides: str) -> Solution:
+    situation = toy_outlook().situation
+    return Solution(situation.settings, situation.layout, None, overrides, situation.estimate)
+
+
+def test_a_solution_is_valid_yaml() -> None:
+    solution = _solution("devices=4", "pipeline.split=[h.1,h.2]", "pipeline.blocks={lm_head: 0}", "optimizer.lr=0.1")
+    text = solution_yaml(solution, ["+recipe=gpt"])
+    assert text.startswith("# @package _global_\n")
+    assert yaml.safe_load(text) == {
+        "devices": 4,
+        "pipeline": {"split": ["h.1", "h.2"], "blocks": {"lm_head": 0}},
+        "optimizer": {"lr": 0.1},
+    }
+
+
+def test_no_solution_says_so() -> None:
+    assert solution_lines([])[0].startswith("solve: no split")
+    assert "  'pipeline.split=[a]'" in solution_lines([_solution("pipeline.split=[a]")])
