@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import shutil
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Callable, List, Optional, Sequence
@@ -27,6 +28,9 @@ from ipurun.train.events import Observer, Summary
 from ipurun.train.loop import train
 
 __all__ = ["Finished", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
         if resume_folder is None:
             folder.discard()
         raise
+    except OSError as error:  # the log itself: all else that fails inside is told by `_guarded`
+        raise _unwritable(folder, error) from error
     _bring_profile_home(prepared, folder)
     if summary.samples or not folder.finished:
         folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
@@ -146,11 +152,14 @@ def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, l
         return action()
     except BaseException as error:
         screen.close()
-        log.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        folder.write_summary({"status": status, "reason": _reason(error)})
+        with suppress(OSError):  # on a full disk the reason is worth more than its record
+            log.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+            folder.write_summary({"status": status, "reason": _reason(error)})
         if isinstance(error, (IpurunError, KeyboardInterrupt, SystemExit)):
             raise
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise _unwritable(folder, error) from error
         raise RunError(
             Problem(
                 f"the run failed: {_reason(error)}",
@@ -158,6 +167,18 @@ def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, l
                 fix=f"the whole traceback is in {folder.log_file}",
             )
         ) from error
+
+
+def _unwritable(folder: RunFolder, error: OSError) -> RunError:
+    saved = latest(folder)
+    go_on = f"ipurun train resume={folder}" if saved is not None else "start again"
+    return RunError(
+        Problem(
+            f"the run folder `{folder}` cannot be written any more",
+            seen=str(error.strerror or error),
+            fix=f"make room, then {go_on}; runs_dir=FOLDER puts runs elsewhere, checkpoint.keep=1 takes less",
+        )
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -197,7 +197,7 @@ def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: 
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes none",
-        fix=f"{key}.{nearest[0]}={value}" if nearest else "",
+        fix=f"{key}.{nearest[0]}={value}" if nearest else f"~{key}.{name} leaves it out",
     )
 
 

@@ -196,16 +196,21 @@ def _inference_batch(
 
 def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_round: bool, found: Findings) -> None:
     limit = min(max(devices.total, 1), MAX_IPUS)
+    per_replica = used // replicas
+    if devices.replicas * devices.per_replica > limit:
+        return  # training does not fit either, and that has been told
     rounded = next_power_of_two(used) if auto_round else used
     if rounded > limit:
         found.problem(
             f"inference needs {rounded} IPUs, more than `devices`",
-            seen=f"{replicas} replicas x {used // replicas} IPUs, devices={devices.total}",
-            fix=f"inference.replicas={max(limit // (used // replicas), 1)}",
+            seen=f"{replicas} replicas x {per_replica} IPUs, devices={devices.total}",
+            fix=f"inference.replicas={limit // per_replica}" if per_replica <= limit else f"devices={rounded}",
         )
     elif not is_power_of_two(rounded) and used != devices.replicas * devices.per_replica:
         found.problem(
             f"inference takes {used} IPUs, which is not a power of two",
-            seen=f"{replicas} replicas x {used // replicas} IPUs",
-            fix=f"inference.replicas={next_power_of_two(replicas) // 2}",
+            seen=f"{replicas} replicas x {per_replica} IPUs",
+            fix=f"inference.replicas={next_power_of_two(replicas) // 2}"
+            if is_power_of_two(per_replica)
+            else "pipeline.auto_round=true",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -253,6 +254,18 @@ def test_loggers_from_the_config_are_fed() -> None:
 def test_a_chosen_run_folder_is_used() -> None:
     assert _train("hydra.run.dir=here/it/is", "max_steps=1") == 0
     assert RunFolder("here/it/is").finished and not Path("runs").exists()
+
+
+def test_a_full_disk_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def fill(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ipurun.job.train", fill)
+    monkeypatch.setattr(RunFolder, "write_summary", fill)
+    assert _train() == 1
+    told = capsys.readouterr().err
+    assert f"the run folder `{_only_run()}` cannot be written any more" in told
+    assert "No space left on device" in told and "inside ipurun" not in told
 
 
 def test_hydra_answers_its_own_questions(capsys: Any) -> None:

@@ -113,3 +113,8 @@ def test_single_values_out_of_range_do_not_hide_other_problems(problems_of):
     for key in ("device_iterations", "micro_batch_size", "sideways", "double", "max", "some", "most", "`devices`"):
         assert key in named
     assert len(problems) == 8
+
+
+def test_inference_is_not_told_of_what_training_was_told(problems_of):
+    told = problems_of({"pipeline.split": ["fc"], "devices": 1, "gradient_accumulation": 8})
+    assert [problem.fix for problem in told] == ["devices=2"]
