@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Collection, Iterator, List, Optional, Sequence, Tuple
+from typing import Collection, Iterator, List, Optional, Sequence, Set, Tuple
 
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
@@ -151,17 +151,18 @@ def search(
     Args:
         profile: The model.
         goal: What is to be found.
-        variants: Ways to run it; a later one is tried only for numbers of IPUs at which no earlier one fits.
+        variants: Ways to run it, from the quickest to the one that saves most memory; a later one is tried only with
+            micro-batches at which no earlier one fits.
         machine: On what it runs.
         names: Modules at which a block can begin; None: any.
     """
     solutions: List[Solution] = []
     for ipus in powers_up_to(min(goal.devices, goal.largest_pipeline or goal.devices)):
+        fitting: Set[int] = set()
         for variant in variants:
-            found = list(_of_size(profile, goal, ipus, variant, machine, names))
+            found = list(_of_size(profile, goal, ipus, variant, machine, names, fitting))
             solutions += found
-            if any(solution.estimate.verdict is Verdict.FITS for solution in found):
-                break
+            fitting |= {x.settings.micro_batch_size for x in found if x.estimate.verdict is Verdict.FITS}
     return sorted(solutions, key=_rank)
 
 
@@ -176,10 +177,13 @@ def _of_size(
     variant: Variant,
     machine: Machine,
     names: Optional[Collection[str]],
+    solved: Collection[int],
 ) -> Iterator[Solution]:
-    """Solutions with one number of IPUs in a replica, one for each micro-batch until they stop fitting."""
+    """Solutions with one number of IPUs in a replica, one for each micro-batch not yet solved, as long as they fit."""
     replicas = goal.devices // ipus
     for micro_batch, accumulation in _batches(goal, ipus, replicas):
+        if micro_batch in solved:
+            continue
         settings = dataclasses.replace(
             variant.settings,
             micro_batch_size=micro_batch,

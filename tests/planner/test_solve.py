@@ -128,3 +128,15 @@ def test_solutions_keep_the_global_batch_and_feed_the_pipeline() -> None:
 def test_an_impossible_global_batch_has_no_solution() -> None:
     # Three samples feed neither 2 nor 4 replicas, and a pipeline of 4 stages needs 7 micro-batches.
     assert search(chain(4), Goal(devices=4, global_batch=3), variants_of(SETTINGS, ()), MACHINE) == []
+
+
+def test_recomputation_pays_where_it_makes_room_for_larger_micro_batches() -> None:
+    plain = _uneven([400] * 16, [1000] * 16)
+    ops = tuple(dataclasses.replace(op, output_bytes=5_000_000, saved_bytes=5_000_000) for op in plain.ops)
+    profile = dataclasses.replace(plain, ops=ops)
+    variants = variants_of(dataclasses.replace(SETTINGS, strategy="pipelined"), (3, 7, 11, 15))
+    found = search(profile, Goal(devices=1, global_batch=64), variants, MACHINE)
+    largest_without = max(s.settings.micro_batch_size for s in found if "recompute.mode=standard" not in s.overrides)
+    assert max(s.settings.micro_batch_size for s in found) > largest_without
+    sizes = [s.settings.micro_batch_size for s in found if s.estimate.verdict is Verdict.FITS]
+    assert len(sizes) == len(set(sizes))  # each micro-batch is solved once
