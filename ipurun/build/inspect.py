@@ -149,7 +149,9 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
     parts = structure(model)
     walk, failure = None, ""
     if _is_placed(config, engine, model):
-        walk, failure = walked(config, None if first_sample is None else first_item(first_sample))
+        with seeded(config.seed):  # a sample may be drawn at random
+            sample = None if first_sample is None else first_item(first_sample)
+        walk, failure = walked(config, sample)
     if walk is not None:
         parts["own_blocks"] += tuple(walk.blocks)
     return Facts(
