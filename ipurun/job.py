@@ -9,7 +9,7 @@ import errno
 import shlex
 import shutil
 import traceback
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Callable, List, Optional, Sequence
@@ -81,13 +81,12 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
     run = build_run(point.config, plan, prepared.subject, engine)
-    if resume_folder is None:
-        folder, checkpoint = RunFolder.create(point.config, point, plan, engine), None
-    else:
-        folder, checkpoint = resume_folder, latest(resume_folder)
-        folder.describe(point.config, point, plan, engine)
+    described = (point.config, point, plan, engine)
+    folder = resume_folder or RunFolder.create(*described)
+    checkpoint = latest(folder)
     try:
-        summary = _train_in(folder, prepared, run, screen, checkpoint)
+        with folder.described_as(*described) if resume_folder else nullcontext():
+            summary = _train_in(folder, prepared, run, screen, checkpoint)
     except ConfigError:
         if resume_folder is None:
             folder.discard()

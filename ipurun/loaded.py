@@ -28,7 +28,11 @@ class Loaded:
 
 
 def load_run(
-    folder: RunFolder, argv: Sequence[str], checkpoint_file: Optional[str] = None, use_best: bool = False
+    folder: RunFolder,
+    argv: Sequence[str],
+    checkpoint_file: Optional[str] = None,
+    use_best: bool = False,
+    command: str = "eval",
 ) -> Loaded:
     """Builds the run of a folder and loads its weights.
 
@@ -37,12 +41,13 @@ def load_run(
         argv: Overrides on top of the config that the run stored.
         checkpoint_file: A checkpoint of the folder; None: the newest one.
         use_best: Take the best checkpoint instead of the newest.
+        command: The command that asks, for advice.
 
     Raises:
-        ConfigError: The config does not stand, or there is no such checkpoint.
-        RunError: The checkpoint is damaged, or of another model.
+        ConfigError: The config does not stand, or there is no such checkpoint, or it is of another model.
+        RunError: The checkpoint is damaged.
     """
-    point = stored_point(folder, argv)
+    point = stored_point(folder, argv, f"{command} {folder}")
     checkpoint = _checkpoint(folder, checkpoint_file, use_best)
     prepared = prepare(point)
     run = build_run(point.config, prepared.plan, prepared.subject, prepared.engine)

@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 import traceback
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Union
 
 from ipurun.errors import ConfigError, Problem
 from ipurun.log.plan_text import plan_lines
@@ -110,6 +111,25 @@ class RunFolder:
         difference = git_diff()
         if difference:
             (self.path / "git.diff").write_text(difference, encoding="utf-8")
+
+    @contextmanager
+    def described_as(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> Iterator[None]:
+        """Describes the run anew for what happens inside; if that fails before it saved, the old description is back.
+
+        Without its own config a run could not be evaluated or resumed any more: resuming it with another model must
+        not take that away.
+        """
+        files = (self.config_file, self.overrides_file, self.plan_file, self.env_file)
+        before = {path: path.read_bytes() for path in files if path.is_file()}
+        saved = set(self.checkpoints.glob("*.json"))
+        self.describe(config, point, plan, engine)
+        try:
+            yield
+        except BaseException:
+            if set(self.checkpoints.glob("*.json")) == saved:
+                for path, content in before.items():
+                    path.write_bytes(content)
+            raise
 
     @classmethod
     def open(cls, path: Union[str, Path]) -> RunFolder:

@@ -21,7 +21,7 @@ __all__ = ["stored_point"]
 _CONFIG_NAME = "stored_run"
 
 
-def stored_point(folder: RunFolder, argv: Sequence[str]) -> Point:
+def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train") -> Point:
     """Compose the config of a run folder with the words of a command line.
 
     The stored file stands in for ipurun's primary config, so overrides are read and checked as anywhere else.
@@ -29,6 +29,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str]) -> Point:
     Args:
         folder: The run.
         argv: Overrides; a group choice (``data=synthetic``) replaces what the run had there.
+        command: The command they were typed after, for advice.
 
     Raises:
         ConfigError: The stored config or an override is wrong.
@@ -52,7 +53,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str]) -> Point:
     with tempfile.TemporaryDirectory() as place:
         OmegaConf.save(OmegaConf.create(document), Path(place) / f"{_CONFIG_NAME}.yaml")
         flags = ["--config-dir", place, "--config-name", _CONFIG_NAME]
-        point = compose.one([*flags, *words.overrides])
+        point = compose.one([*flags, *words.overrides], command)
     recipes = [word.partition("=")[2] for word in folder.overrides() if word.lstrip("+").startswith("recipe=")]
     changed = tuple(change for change in point.changed if change.origin == "command line")
     return replace(

@@ -52,7 +52,7 @@ def run(argv: List[str]) -> int:
         given: Optional[str] = text(flags.values.get("out"))
         if given is not None:
             check_file(Path(given))
-        loaded = load_run(folder, words, text(flags.values.get("checkpoint")), "best" in flags.values)
+        loaded = load_run(folder, words, text(flags.values.get("checkpoint")), "best" in flags.values, "predict")
         name = split_to_use(loaded.run, text(flags.values.get("split")))
         file = Path(given) if given is not None else folder.path / f"predictions_{name}.pt"
         check_file(file)

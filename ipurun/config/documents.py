@@ -48,7 +48,11 @@ def read_document(path: Path, package: str) -> Document:
     Raises:
         yaml.YAMLError: If it is not YAML; see `yaml_problem`.
     """
-    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise yaml.YAMLError(f"not UTF-8 text: {error.reason} at byte {error.start}") from error
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
     prefix = package if package not in ("", "_global_") else ""
     entries = list(_entries(root, prefix)) if isinstance(root, yaml.MappingNode) else []
     return Document(path, package, tuple(entry for entry in entries if entry.key.split(".")[0] != "defaults"))

@@ -33,6 +33,7 @@ from ipurun.errors import ConfigError, Problem
 __all__ = ["CONFIG_PATH", "Composed", "Session", "opened", "prepare_hydra"]
 
 CONFIG_PATH = "pkg://ipurun.conf"
+_NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Session:
             if problems:
                 return Composed(None, recipes, tuple(documents), tuple(problems))
             config = self.loader.load_configuration(self.config_name, list(texts), RunMode.RUN)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        except _NOT_COMPOSED as error:
             return Composed(None, documents=tuple(documents), problems=tuple(self._explain(error)))
         with open_dict(config):
             config.pop("hydra")
@@ -95,7 +96,7 @@ class Session:
     def _load(self, texts: Sequence[str]) -> Optional[DictConfig]:
         try:
             return self.loader.load_configuration(self.config_name, list(texts), RunMode.MULTIRUN)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+        except _NOT_COMPOSED:
             return None  # `compose` meets the same fault and explains it
 
     def _documents(self, texts: Sequence[str]) -> List[Document]:
@@ -136,6 +137,8 @@ class Session:
     def _explain(self, error: Exception) -> List[Problem]:
         if isinstance(error, yaml.YAMLError):
             return _find_broken_yaml(error)
+        if isinstance(error, UnicodeDecodeError):
+            return _find_broken_yaml(yaml.YAMLError(str(error)))
         cause = error
         while cause.__cause__ is not None:
             cause = cause.__cause__  # type: ignore[assignment]  # any exception will do for a message

@@ -9,7 +9,7 @@ import torch
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
-from ipurun.errors import Problem, RunError
+from ipurun.errors import ConfigError, Problem
 from ipurun.plan.types import Batch
 from ipurun.train.randomness import random_state, restore_random_state
 
@@ -88,7 +88,8 @@ def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]
         How far the run had come, and the whole state for the random states.
 
     Raises:
-        RunError: The checkpoint is damaged, or of another model.
+        ConfigError: The checkpoint is of another model.
+        RunError: It is damaged.
     """
     state = load(checkpoint)
     _load_model(run, state, checkpoint)
@@ -125,7 +126,8 @@ def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:
     """Put only a checkpoint's weights into a run, for evaluation and prediction.
 
     Raises:
-        RunError: The checkpoint is damaged, or of another model.
+        ConfigError: The checkpoint is of another model.
+        RunError: It is damaged.
     """
     state = load(checkpoint)
     _load_model(run, state, checkpoint)
@@ -136,7 +138,7 @@ def _load_model(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) -> N
     try:
         run.user_model.load_state_dict(state["model"])
     except (RuntimeError, KeyError) as error:
-        raise RunError(
+        raise ConfigError(
             Problem(
                 "the checkpoint does not fit the model",
                 where=str(checkpoint.path),
@@ -151,7 +153,7 @@ def _load_optimizer(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) 
     try:
         run.optimizer.load_state_dict(state)
     except (RuntimeError, KeyError, ValueError) as error:
-        raise RunError(
+        raise ConfigError(
             Problem(
                 "the checkpoint does not fit the optimizer",
                 where=str(checkpoint.path),

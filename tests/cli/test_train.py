@@ -256,6 +256,17 @@ def test_a_chosen_run_folder_is_used() -> None:
     assert RunFolder("here/it/is").finished and not Path("runs").exists()
 
 
+def test_resuming_with_another_model_leaves_the_run_as_it_was(capsys: Any) -> None:
+    assert _train("max_steps=2") == 0
+    folder = _only_run()
+    before = folder.config_file.read_text()
+    other = ["model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=7"]
+    assert main(["train", "+recipe=tiny", *other, f"resume={folder}", "max_steps=4"]) == 2
+    assert "the checkpoint does not fit the model" in capsys.readouterr().err
+    assert folder.config_file.read_text() == before
+    assert main(["train", f"resume={folder}", "max_steps=4"]) == 0
+
+
 def test_a_full_disk_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def fill(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -239,3 +239,9 @@ class TestOddValues:
         (problem,) = problems_of(typed)
         assert "takes the name of a config" in problem.what
         assert problem.fix == fix
+
+    def test_a_recipe_that_is_no_text(self) -> None:
+        write_recipe("binary", "").write_bytes(b"\xff\xfe\x00")
+        (problem,) = problems_of("+recipe=binary")
+        assert "not UTF-8 text" in problem.what
+        assert problem.where.startswith("conf/recipe/binary.yaml")

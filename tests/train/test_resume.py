@@ -14,7 +14,7 @@ import torch
 from run_harness import Folder, Recorder, built
 
 from ipurun.checkpoint import latest, listed, load
-from ipurun.errors import RunError
+from ipurun.errors import ConfigError
 from ipurun.train.events import Observer, StepEnd, Summary
 from ipurun.train.loop import train
 
@@ -246,7 +246,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     train(built(epochs=1), folder, [])
     other = built(model={"_target_": "run_toys.Net", "width": 5})
-    with pytest.raises(RunError, match="does not fit the model"):
+    with pytest.raises(ConfigError, match="does not fit the model"):
         train(other, folder, [], resume_from=latest(folder))
 
 
@@ -254,7 +254,7 @@ def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     train(built(epochs=1), folder, [])
     groups = {**ADAM, "groups": [{"match": "*.bias", "weight_decay": 0.1}]}
-    with pytest.raises(RunError, match="does not fit the optimizer"):
+    with pytest.raises(ConfigError, match="does not fit the optimizer"):
         train(built(optimizer=groups), folder, [], resume_from=latest(folder))
 
 
