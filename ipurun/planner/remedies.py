@@ -10,7 +10,7 @@ from ipurun.planner.costs import op_costs
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
 from ipurun.planner.memory import proportion_of
-from ipurun.planner.solve import Goal, search, split_for, split_overrides, variants_of
+from ipurun.planner.solve import Goal, Solution, search, split_for, split_overrides, variants_of
 from ipurun.planner.stages import single_ipu
 from ipurun.planner.types import Estimate, Layout, ModelProfile, OpProfile, Settings, Verdict
 from ipurun.planner.words import Words
@@ -114,11 +114,13 @@ def _together(situation: Situation) -> List[Remedy]:
     goal = Goal(
         devices=situation.layout.num_ipus * settings.replicas,
         global_batch=None if situation.is_batch_free else settings.global_batch_size,
-        micro_batch=settings.micro_batch_size,
         words=situation.words,
     )
     leanest = variants_of(settings, situation.block_checkpoints)[-1:]
-    found = search(situation.profile, goal, leanest, situation.machine, situation.names)
+    found: List[Solution] = []
+    for size in dict.fromkeys((settings.micro_batch_size, 1)):
+        goal = dataclasses.replace(goal, micro_batch=size)
+        found = found or search(situation.profile, goal, leanest, situation.machine, situation.names)
     title = "all that saves memory, together with another split"
     return [
         _remedy(Change(title, best.overrides, best.settings, best.layout), situation.estimate, best.estimate)

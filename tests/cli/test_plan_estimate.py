@@ -107,6 +107,24 @@ def test_split_auto_is_solved(capsys: Any) -> None:
     assert found["placements"][-1]["module"] == "lm_head"
 
 
+def test_split_auto_takes_as_few_ipus_as_will_do(capsys: Any) -> None:
+    words = [*GPT, "pipeline.split=auto", "gradient_accumulation=32"]
+    assert _json(capsys, 0, *words)["devices"]["total"] == 1
+    small = _json(capsys, 0, *words, *SMALL)
+    assert small["devices"]["total"] > 1
+    assert small["estimate"]["verdict"] != "does not fit"
+    fewer = small["devices"]["total"] // 2
+    forced = _json(capsys, 3, *words, *SMALL, f"pipeline.ipus={fewer}")
+    assert forced["estimate"]["verdict"] == "does not fit"
+
+
+def test_split_auto_that_finds_nothing_still_shows_a_plan(capsys: Any) -> None:
+    words = [*GPT, *SMALL, "machine.tile_bytes=3000", "pipeline.split=auto", "devices=4", "gradient_accumulation=32"]
+    found = _json(capsys, 3, *words)
+    assert any("no split that fits" in note for note in found["notes"])
+    assert found["estimate"]["needs"]["ipus"] is None
+
+
 def test_a_model_that_cannot_be_traced_still_has_a_plan(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("untraceable.py").write_text(
         "from torch import nn\n"

@@ -1,0 +1,24 @@
+"""The planner is arithmetic: it runs where torch is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ipurun.planner
+
+PROGRAM = """
+import importlib, pkgutil, sys
+sys.modules["torch"] = None  # an import of it fails
+import ipurun.planner
+for found in pkgutil.iter_modules(ipurun.planner.__path__):
+    importlib.import_module(f"ipurun.planner.{found.name}")
+import ipurun.log.planner_text, ipurun.log.planner_html
+"""
+
+
+def test_every_module_of_the_planner_loads_without_torch() -> None:
+    root = Path(ipurun.planner.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=str(root), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

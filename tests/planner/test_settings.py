@@ -1,0 +1,92 @@
+"""What the planner reads off a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ipurun.config.compose import one
+from ipurun.plan import make_plan
+from ipurun.plan.types import Facts
+from ipurun.planner.point import machine_of
+from ipurun.planner.settings import settings_of
+from ipurun.planner.types import Settings
+from ipurun.planner.words import words_of
+
+
+def _settings(*words: str) -> Settings:
+    config = one(["+recipe=mnist", *words]).config
+    names = ("conv1", "conv2", "fc1", "fc2")
+    return settings_of(make_plan(config, Facts("cpu", "emulator", train_samples=4000, module_names=names)))
+
+
+@pytest.mark.parametrize(
+    ("words", "state_bytes", "tensors"),
+    [
+        (["optimizer._target_=poptorch.optim.SGD", "~optimizer.weight_decay"], 0.0, 0),
+        (["optimizer._target_=poptorch.optim.SGD", "~optimizer.weight_decay", "optimizer.momentum=0.9"], 4.0, 1),
+        (["optimizer=adamw"], 8.0, 2),
+        (["optimizer=adamw", "optimizer.first_order_momentum_accum_type=float16"], 6.0, 2),
+        (["optimizer=rmsprop"], 4.0, 1),
+    ],
+)
+def test_optimizer_state_by_class_and_types(words: Any, state_bytes: float, tensors: int) -> None:
+    found = _settings(*words)
+    assert (found.state_bytes, found.state_tensors) == (state_bytes, tensors)
+
+
+def test_accumulators_exist_only_where_gradients_accumulate() -> None:
+    assert _settings("gradient_accumulation=1").accumulator_bytes == 0
+    assert _settings("gradient_accumulation=4").accumulator_bytes == 4
+    assert _settings("gradient_accumulation=4", "optimizer.accum_type=float16").accumulator_bytes == 2
+
+
+def test_locations_and_precision() -> None:
+    found = _settings(
+        "precision=16", "partials=half", "memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true"
+    )
+    assert (found.compute_bytes, found.partials_bytes) == (2, 2)
+    assert not found.state_on_chip and found.state_sharded
+    assert found.weights_on_chip and not found.weights_sharded
+
+
+def test_a_pipeline_recomputes_unless_told_otherwise() -> None:
+    split = ["pipeline.split=[fc1]", "gradient_accumulation=8"]
+    assert _settings().recompute == "none"
+    assert _settings(*split).recompute == "checkpoints"
+    assert _settings(*split, "recompute.mode=none").recompute == "none"
+    assert _settings(*split, "recompute.mode=norm_only").recompute == "norm_only"
+
+
+def test_options_of_poptorch_count_as_well() -> None:
+    assert _settings("options.Precision.setPartialsType=torch.half").partials_bytes == 2
+    assert _settings("memory.available_proportion=0.3").available_proportion == (0.3,)
+
+
+def test_the_machine_is_the_one_that_was_chosen() -> None:
+    gc200, bow = machine_of(one(["+recipe=mnist"]).config), machine_of(one(["+recipe=mnist", "machine=bow"]).config)
+    assert gc200.memory_bytes == bow.memory_bytes == 1472 * 638976
+    assert bow.clock_hz > gc200.clock_hz
+    assert machine_of(one(["+recipe=mnist", "machine.tiles=10"]).config).tiles == 10
+
+
+def test_only_what_stands_in_the_way_is_undone() -> None:
+    plain = words_of(one(["+recipe=mnist"]).config)
+    assert (plain.placement, plain.blocks, plain.resized, plain.batch) == ((), (), (), ())
+    placed = words_of(
+        one(
+            [
+                "+recipe=mnist",
+                "pipeline.blocks={fc1: 1}",
+                "pipeline.ipus=2",
+                "global_batch_size=80",
+                "memory.available_proportion=[0.1,0.2]",
+                "inference.device_iterations=4",
+            ]
+        ).config
+    )
+    assert placed.placement == ("pipeline.ipus=null",)
+    assert placed.blocks == ("pipeline.blocks={}",)
+    assert placed.resized == ("memory.available_proportion=null", "inference.device_iterations=null")
+    assert placed.batch == ("global_batch_size=null",)
