@@ -142,7 +142,8 @@ def test_resume_is_exact_in_half_precision(tmp_path: Path) -> None:
 def test_skipped_samples_are_not_loaded(tmp_path: Path) -> None:
     straight, _, resumed, _ = _straight_and_resumed(tmp_path, 11)
     loaded = straight.train_loader._data.loaded
-    assert resumed.train_loader._data.loaded == loaded[44:64]
+    # Inspection reads the first sample of either run.
+    assert resumed.train_loader._data.loaded[1:] == loaded[45:65]
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
