@@ -199,7 +199,7 @@ def test_resume_with_host_calls_of_another_size(tmp_path: Path) -> None:
     summary = train(resumed, folder, [seen], resume_from=latest(folder))
     assert summary.step == 16 and summary.epoch == 2
     assert any("another size" in note.text for note in seen.events["note"])
-    assert sorted(resumed.train_loader._data.loaded[8:]) == list(range(32))
+    assert sorted(resumed.train_loader._data.loaded[9:]) == list(range(32))
 
 
 def test_ctrl_c_while_workers_load_still_saves(tmp_path: Path) -> None:
