@@ -23,7 +23,7 @@ Writes conf/recipe/NAME.yaml from an ipu_config.json of optimum. What has no cou
 the recipe, never dropped. Nothing is overwritten. NAME is the folder's or file's name unless given.
 
 flags
-  --layers MODULE  the model's list of layers, such as bert.encoder.layer: turns layers_per_ipu into pipeline.split
+  --layers MODULE  the model's list of layers, such as bert.encoder.layer; needed where it has several
   --json           one JSON document on standard output
 
 example

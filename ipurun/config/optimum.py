@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.optimum_layers import Layers, read_layers, recompute_patterns
+from ipurun.config.optimum_layers import Layers, read_layers
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["Imported", "import_config"]
@@ -24,7 +24,7 @@ class Imported:
 
     Args:
         source: The values of the file.
-        layers: Dotted name of the model's list of layers, for placement; None: not known.
+        layers: Dotted name of the model's list of layers, for placement; None: found when the model is made.
     """
 
     def __init__(self, source: Mapping[str, Any], layers: Optional[str] = None) -> None:
@@ -70,28 +70,24 @@ class Imported:
         self._place()
 
     def _place(self) -> None:
-        """Layers per IPU become module names, which only a known list of layers has."""
-        training = read_layers(self._source, "", self._layers)
-        self._split(training, "pipeline.split")
-        inference = read_layers(self._source, "inference_", self._layers)
+        training = read_layers(self._source, "")
+        self._set_layers(training, "pipeline.layers_per_ipu")
+        inference = read_layers(self._source, "inference_")
         if inference.given and inference != training:
-            self._split(inference, "inference.split")
-        if (inference if inference.given else training).split:
+            self._set_layers(inference, "inference.layers_per_ipu")
+            if not inference.counts and not inference.note:
+                self.set("inference.split", [])
+        if self._layers and (training.counts or inference.counts):
+            self.set("pipeline.layers", self._layers)
+        if (inference if inference.given else training).counts:
             # optimum shards inference, whatever training does
             self.set("inference.options.setExecutionStrategy", "ShardedExecution")
-        if self._source.get("recompute_checkpoint_every_layer"):
-            if self._layers:
-                self.set("recompute.checkpoints", recompute_patterns(self._layers))
-            else:
-                self.notes.append("recompute_checkpoint_every_layer: name the layers under recompute.checkpoints")
 
-    def _split(self, layers: Layers, key: str) -> None:
-        if layers.split:
-            self.set(key, list(layers.split))
-        elif layers.given and key == "inference.split" and layers.ipus == 1:
-            self.set(key, [])
+    def _set_layers(self, layers: Layers, key: str) -> None:
+        if layers.counts:
+            self.set(key, list(layers.counts))
         if layers.note:
-            self.notes.append(f"{layers.note}: name the first module of each next IPU under {key}")
+            self.notes.append(f"{layers.note}: write {key} by hand")
 
 
 def import_config(text: str, layers: Optional[str] = None) -> Imported:
@@ -99,8 +95,7 @@ def import_config(text: str, layers: Optional[str] = None) -> Imported:
 
     Args:
         text: The file's text.
-        layers: Dotted name of the model's list of layers (``bert.encoder.layer``), so that `layers_per_ipu` can be
-            turned into module names.
+        layers: Dotted name of the model's list of layers (``bert.encoder.layer``), where it has several.
 
     Raises:
         ConfigError: The text is no JSON object.
@@ -171,10 +166,12 @@ def _profile(imported: Imported, value: Any) -> None:
         imported.set("profile.dir", value)
 
 
-def _in_the_model(key: str) -> Callable[[Imported, Any], None]:
+def _by_module(key: str) -> Callable[[Imported, Any], None]:
     def convert(imported: Imported, value: Any) -> None:
         if value not in (1, [], None):
-            imported.notes.append(f"{key}: {json.dumps(value)} is done in the model's code (poptorch.serializedMatMul)")
+            imported.notes.append(
+                f"{key}: {json.dumps(value)} needs a module's name: memory.serialize={{MODULE: {value}}}"
+            )
 
     return convert
 
@@ -194,11 +191,10 @@ _PLACEMENT = (
     "ipus_per_replica",
     "training_ipus_per_replica",
     "inference_ipus_per_replica",
-    "recompute_checkpoint_every_layer",
 )
 
 _SERIALIZED: Sequence[Tuple[str, Callable[[Imported, Any], None]]] = [
-    (key, _in_the_model(key))
+    (key, _by_module(key))
     for mode in ("", "training_", "inference_")
     for part in ("embedding", "projection")
     for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")
@@ -223,6 +219,7 @@ _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
     "seed": _to("seed"),
     "profile_dir": _profile,
     "decompose_grad_sum": _switch("options._Popart.set", {"decomposeGradSum": True}),
+    "recompute_checkpoint_every_layer": _switch("recompute.every", "block"),
     "explicit_ir_inference": _off_only("explicit_ir_inference"),
     "use_popdist": _off_only("use_popdist"),
     "execute_encoder_on_cpu_for_generation": _off_only("execute_encoder_on_cpu_for_generation"),

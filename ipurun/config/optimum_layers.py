@@ -1,12 +1,14 @@
-"""optimum's `layers_per_ipu`, as names of the modules at which each next IPU begins."""
+"""optimum's `layers_per_ipu` and `ipus_per_replica`, as ipurun's `layers_per_ipu`."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Tuple
+from typing import Any, Mapping, Tuple
 
-__all__ = ["Layers", "read_layers", "recompute_patterns"]
+__all__ = ["Layers", "read_layers"]
+
+_REST = -1
 
 
 @dataclass(frozen=True)
@@ -15,25 +17,17 @@ class Layers:
 
     Args:
         given: Whether the file says anything about it.
-        ipus: IPUs of one replica.
-        split: Module names, empty where they are not known or not needed.
-        note: What could not be turned into names.
+        counts: Layers on each IPU, -1 for a share of the rest; empty for a single IPU.
+        note: What contradicts itself.
     """
 
     given: bool
-    ipus: int = 1
-    split: Tuple[str, ...] = ()
+    counts: Tuple[int, ...] = ()
     note: str = ""
 
 
-def read_layers(source: Mapping[str, Any], mode: str, layers: Optional[str]) -> Layers:
-    """The placement of training (mode ``""``) or inference (``inference_``).
-
-    Args:
-        source: The values of ipu_config.json.
-        mode: Prefix of the mode's keys.
-        layers: Dotted name of the list of layers; None: not known.
-    """
+def read_layers(source: Mapping[str, Any], mode: str) -> Layers:
+    """The placement of training (mode ``""``) or inference (``inference_``)."""
     prefixes = [mode] if mode else ["training_", ""]
     counts = next(
         (source[f"{prefix}layers_per_ipu"] for prefix in prefixes if f"{prefix}layers_per_ipu" in source), None
@@ -43,30 +37,12 @@ def read_layers(source: Mapping[str, Any], mode: str, layers: Optional[str]) -> 
     )
     if counts is None and ipus is None:
         return Layers(given=False)
-    counts = [-1] if counts is None else counts
+    counts = [_REST] if counts is None else counts
     spread = ipus or len(counts)
     if spread == 1:
         return Layers(given=True)
-    shown = f"{mode}layers_per_ipu: {json.dumps(counts)} over {spread} IPUs"
-    if -1 in counts or len(counts) != spread:
-        return Layers(True, spread, note=f"{shown} depends on the number of layers")
-    starts = _starts(counts)
-    if layers is None:
-        places = ", ".join(map(str, starts))
-        return Layers(True, spread, note=f"{shown} (IPUs begin at layers {places}; --layers NAME names them)")
-    return Layers(True, spread, tuple(f"{layers}.{start}" for start in starts))
-
-
-def _starts(counts: List[int]) -> List[int]:
-    """The first layer of every IPU but the first; IPU 0 may hold no layer and only the embedding."""
-    starts = []
-    total = 0
-    for count in counts[:-1]:
-        total += count
-        starts.append(total)
-    return starts
-
-
-def recompute_patterns(layers: str) -> List[str]:
-    """Patterns that match the layers of a list, and nothing inside them."""
-    return [f"{layers}.[0-9]", f"{layers}.[0-9][0-9]"]
+    if list(counts) == [_REST]:
+        return Layers(True, (_REST,) * spread)
+    if len(counts) != spread:
+        return Layers(True, note=f"{mode}layers_per_ipu: {json.dumps(counts)} does not fit {spread} IPUs per replica")
+    return Layers(True, tuple(counts))

@@ -57,8 +57,8 @@ def test_every_key_is_mapped_or_noted():
         "loss_scaling": "auto",
         "optimizer": {"accum_type": "float16"},
         "cache": {"dir": "./exe_cache"},
-        "pipeline": {"split": ["bert.encoder.layer.0", "bert.encoder.layer.7", "bert.encoder.layer.14"]},
-        "recompute": {"checkpoints": ["bert.encoder.layer.[0-9]", "bert.encoder.layer.[0-9][0-9]"]},
+        "pipeline": {"layers_per_ipu": [0, 7, 7, 10], "layers": "bert.encoder.layer"},
+        "recompute": {"every": "block"},
     }
     noted = " ".join(result.notes)
     assert "embedding_serialization_factor: 2" in noted
@@ -67,12 +67,21 @@ def test_every_key_is_mapped_or_noted():
     assert result.versions == ["optimum_version 1.6.1"]
 
 
-def test_without_layer_names_placement_is_noted():
-    result = imported(BERT)
-    assert "pipeline" not in result.keys
-    noted = " ".join(result.notes)
-    assert "layers 0, 7, 14" in noted
-    assert "recompute_checkpoint_every_layer" in noted
+def test_without_a_name_the_layers_are_left_to_the_model():
+    assert imported(BERT).keys["pipeline"] == {"layers_per_ipu": [0, 7, 7, 10]}
+
+
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ({"layers_per_ipu": [-1], "ipus_per_replica": 4}, [-1, -1, -1, -1]),
+        ({"ipus_per_replica": 2}, [-1, -1]),
+        ({"layers_per_ipu": [2, -1]}, [2, -1]),
+        ({"layers_per_ipu": [6, 6], "training_layers_per_ipu": [0, 12]}, [0, 12]),
+    ],
+)
+def test_layers_per_ipu(values, counts):
+    assert imported(values).keys["pipeline"]["layers_per_ipu"] == counts
 
 
 def test_defaults_of_optimum_are_kept():
@@ -87,8 +96,8 @@ def test_defaults_of_optimum_are_kept():
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"layers_per_ipu": [-1], "ipus_per_replica": 4}, "depends on the number of layers"),
-        ({"layers_per_ipu": [2, -1]}, "depends on the number of layers"),
+        ({"layers_per_ipu": [2, 3], "ipus_per_replica": 4}, "does not fit 4 IPUs"),
+        ({"projection_serialization_factor": 5}, "memory.serialize={MODULE: 5}"),
         ({"gradient_accumulation_steps": {"pod16": 8, "default": 4}}, "depends on the pod"),
         ({"something_new": 3}, "something_new: 3"),
         ({"output_mode": "default"}, "output_mode"),
@@ -101,7 +110,7 @@ def test_what_cannot_be_mapped_is_noted(values, word):
 def test_inference_placement_of_its_own():
     values = {"layers_per_ipu": [6, 6], "inference_layers_per_ipu": [12], "inference_matmul_proportion": [0.3]}
     result = imported(values, "layer")
-    assert result.keys["pipeline"] == {"split": ["layer.6"]}
+    assert result.keys["pipeline"] == {"layers_per_ipu": [6, 6], "layers": "layer"}
     assert result.keys["inference"]["split"] == []
     assert result.keys["inference"]["options"] == {"setAvailableMemoryProportion": {"IPU0": 0.3}}
 
@@ -132,7 +141,8 @@ class TestCommand:
 
         config = one(["+recipe=my_bert"]).config
         assert config.gradient_accumulation == 512
-        assert config.pipeline.split[1] == "bert.encoder.layer.7"
+        assert config.pipeline.layers_per_ipu == [0, 7, 7, 10]
+        assert config.recompute.every == "block"
         assert config.optimizer["accum_type"] == "float16"
         assert config.memory.available_proportion["IPU3"] == 0.15
 
