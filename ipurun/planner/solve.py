@@ -104,11 +104,11 @@ def variants_of(settings: Settings, block_checkpoints: Sequence[int]) -> List[Va
     if settings.state_on_chip and settings.state_bytes:
         last = found[-1]
         off_chip = dataclasses.replace(last.settings, state_on_chip=False, state_sharded=True)
-        extra = ("memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true")
-        found.append(Variant(off_chip, last.overrides + extra, last.checkpoints))
+        moved = ("memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true")
+        found.append(Variant(off_chip, last.overrides + moved, last.checkpoints))
     last = found[-1]
     lean = dataclasses.replace(last.settings, available_proportion=(_LEAN_PROPORTION,))
-    extra = (f"memory.available_proportion={_LEAN_PROPORTION:g}",)
+    extra: Tuple[str, ...] = (f"memory.available_proportion={_LEAN_PROPORTION:g}",)
     if settings.compute_bytes == 2 and settings.accumulator_bytes != 2:
         lean = dataclasses.replace(lean, accumulator_bytes=2.0)
         extra += ("optimizer.accum_type=float16",)
