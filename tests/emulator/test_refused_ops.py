@@ -116,3 +116,25 @@ def test_seeding_in_forward_does_not_seed_the_device():
     assert not torch.equal(first, on_host)
     torch.manual_seed(7)  # the real function is back
     assert torch.equal(torch.rand(8), on_host)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_trains_with_random_slopes(inplace):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((200,), -1.0))
+            self.activation = torch.nn.RReLU(0.2, 0.4, inplace=inplace)
+
+        def forward(self, x):
+            out = self.activation(self.weight * x)
+            return out, poptorch.identity_loss(out, reduction="sum")
+
+    model = Model()
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    out, _ = training(torch.ones(200))
+    slopes = -out
+    assert 0.2 <= float(slopes.min()) < 0.25
+    assert 0.35 < float(slopes.max()) <= 0.4
+    # The loss is the sum of slope * weight, so each weight moves by its slope.
+    torch.testing.assert_close(model.weight.detach(), -1.0 - slopes)
