@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.log.format import count, plural
 from ipurun.planner.needs import Needs
@@ -187,11 +187,19 @@ def _cells(ipu: IpuMemory) -> List[str]:
 
 def _balance(found: Estimate) -> List[str]:
     longest = max((ipu.total for ipu in found.time.ipus), default=0.0) or 1.0
-    return [
-        f"  IPU {ipu.ipu:>2}  {bar(ipu.total / longest)} {_ms(ipu.total)}: forward {_ms(ipu.forward)}, "
-        f"recomputed {_ms(ipu.recompute)}, backward {_ms(ipu.backward)}, links {_ms(ipu.links)}"
-        for ipu in found.time.ipus
-    ]
+    groups: List[Tuple[str, List[int]]] = []
+    for ipu in found.time.ipus:
+        text = (
+            f"{bar(ipu.total / longest)} {_ms(ipu.total)}: forward {_ms(ipu.forward)}, "
+            f"recomputed {_ms(ipu.recompute)}, backward {_ms(ipu.backward)}, links {_ms(ipu.links)}"
+        )
+        if groups and groups[-1][0] == text:
+            groups[-1][1].append(ipu.ipu)
+        else:
+            groups.append((text, [ipu.ipu]))
+    names = [str(ipus[0]) if len(ipus) == 1 else f"{ipus[0]}-{ipus[-1]}" for _, ipus in groups]
+    width = max(2, *map(len, names))
+    return [f"  IPU {name:>{width}}  {text}" for name, (text, _) in zip(names, groups)]
 
 
 def _schedule_text(outlook: Outlook) -> str:
@@ -283,6 +291,8 @@ def _gib(size: float) -> str:
 
 
 def _ms(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     if seconds >= 1:
-        return f"{seconds:,.3g} s"
+        return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 else "0 ms"

@@ -88,6 +88,20 @@ def test_the_schedule_and_the_cache_are_told() -> None:
     assert "a hit unless" in "\n".join(outlook_lines(toy_outlook(cached=3)))
 
 
+def test_ipus_with_the_same_work_share_a_line() -> None:
+    outlook = toy_outlook()
+    one = outlook.estimate.time.ipus[0]
+    for numbers, shown in (((0, 1, 2), ["IPU 0-2"]), ((0,), ["IPU  0"])):
+        time = dataclasses.replace(
+            outlook.estimate.time, ipus=tuple(dataclasses.replace(one, ipu=number) for number in numbers)
+        )
+        found = dataclasses.replace(outlook.estimate, time=time)
+        lines = outlook_lines(
+            dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found))
+        )
+        assert [line.strip()[:7].strip() for line in lines if "recomputed" in line] == shown
+
+
 def test_remedies_can_be_copied_into_a_shell() -> None:
     remedy = Remedy("another split", ("pipeline.split=[a,b]", "devices=4"), Verdict.FITS, 12 << 20, 1.5, 10.0, 0.4)
     lines: List[str] = outlook_lines(toy_outlook(remedies=(remedy,)))
