@@ -21,7 +21,7 @@ from ipurun.plan.types import ModuleCall, OwnBlock
 
 __all__ = ["Walk", "begins_blocks", "first_item", "own_blocks", "record_walk", "structure", "walked"]
 
-_HOOKS = ("BlockHook", "_BlockHook")
+_HOOK = "BlockHook"  # part of the name of what BeginBlock installs, in PopTorch and in the emulator
 _LEGACY = ("LegacyBeginBlockFn",)
 
 
@@ -60,7 +60,7 @@ def own_blocks(model: nn.Module) -> List[OwnBlock]:
     """Blocks that the model's code begins at modules, by ``poptorch.BeginBlock``."""
     blocks = []
     for name, module in model.named_modules():
-        marks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _HOOKS]
+        marks = [hook for hook in module._forward_pre_hooks.values() if _HOOK in type(hook).__name__]
         marks += [module] if type(module).__name__ in _LEGACY else []  # type: ignore[list-item]  # it has the same fields
         for mark in marks:
             ipu, block_id = getattr(mark, "_ipu_id", None), getattr(mark, "_user_id", None)

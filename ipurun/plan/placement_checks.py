@@ -39,8 +39,7 @@ def check_blocks(placements: Sequence[Placement], facts: Facts, found: Findings)
             )
         if placement.module in own:
             found.problem(
-                f"`{name}` begins a block in the model's code already",
-                seen=placement.origin,
+                f"`{placement.origin}`: `{name}` begins a block in the model's code already",
                 fix="leave it out: blocks of the model's code are kept",
             )
         _check_called(placement, facts, found)
@@ -52,15 +51,13 @@ def _check_called(placement: Placement, facts: Facts, found: Findings) -> None:
     inside = [name for name in facts.module_names if name.rpartition(".")[0] == module]
     if kind in _NEVER_CALLED:
         found.problem(
-            f"no block can begin at `{module}`: a {kind} is never called, only what it holds",
-            seen=placement.origin,
+            f"`{placement.origin}`: no block can begin at `{module}`: a {kind} is never called, only what it holds",
             known=listing(inside),
             fix=f"`{inside[0]}` instead of `{module}`" if inside else "the module that is called",
         )
     elif facts.calls and module not in order and module in facts.module_names:
         found.problem(
-            f"no block can begin at `{module}`: it does not run in `forward`",
-            seen=placement.origin,
+            f"`{placement.origin}`: no block can begin at `{module}`: it does not run in `forward`",
             known=listing([name for name in order if name and "." not in name]),
             fix="a module that runs",
         )

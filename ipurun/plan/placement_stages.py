@@ -136,6 +136,7 @@ def _resolve(
         blocks[0] = (FIRST_BLOCK, *blocks[0])
         places[FIRST_BLOCK] = 0
     left = [block.block_id for block in wanted if block.block_id not in places]
+    left += [block.block_id or "a block without a name" for block in facts.own_blocks if block.block_id not in places]
     if left:
         found.problem(
             f"`{key}` leaves out blocks: every one has to be in a stage",

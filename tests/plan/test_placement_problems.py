@@ -218,6 +218,12 @@ def test_every_block_is_in_a_stage(problems_of):
     assert "several IPUs" in problems_of({**ENOUGH, **keys}, facts=UNTIED)[0].what
 
 
+def test_blocks_of_the_models_code_are_in_a_stage_too(problems_of, plan_of):
+    written = {**UNTIED, "own_blocks": (OwnBlock("h.4", 1, "own"),)}
+    assert "own" in the_problem(problems_of, {"pipeline.stages": ["first", "h.2"]}, written).seen
+    assert plan_of({**ENOUGH, "pipeline.stages": ["first", ["h.2", "own"]]}, facts=written).stages == 2
+
+
 def test_all_problems_at_once(problems_of):
     keys = {
         "pipeline.layers_per_ipu": [3, 4],
