@@ -52,6 +52,11 @@ class Recorder(TorchDispatchMode):
         self.loss_values: List[Value] = []
         self._paused = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing compiles this class, and torch's guard against it would load seconds' worth of torch._dynamo.
+        return False
+
     # A mask tells what a value depends on: bit 0 is "varies between runs", bit i+1 is "loss number i".
 
     def __enter__(self) -> Recorder:
