@@ -29,6 +29,7 @@ __all__ = ["meta_model", "profile_model"]
 
 # Above this, a model is not made for real only because it cannot be made without memory.
 _LARGEST_REAL_MODEL = 500_000_000
+_TINY_MODEL = 1_000_000
 # A trace with real numbers is done on few samples and scaled.
 _REAL_SAMPLES = 2
 
@@ -114,6 +115,13 @@ def _attempts(
 ) -> Sequence[Callable[[], Tuple[Optional[nn.Module], str, int]]]:
     """Ways to trace a model, the cheapest first: without memory, then for real where it is small."""
 
+    def tiny_for_real() -> Tuple[Optional[nn.Module], str, int]:
+        # torch's kernels for meta tensors take seconds to load, which a tiny model need not wait for.
+        made = (
+            _small_model(config, largest=_TINY_MODEL) if model is None and config.precision in ("32", "32.32") else None
+        )
+        return made, "cpu", 0
+
     def on_meta() -> Tuple[Optional[nn.Module], str, int]:
         return (model if model is not None else meta_model(config)), "meta", 0
 
@@ -125,12 +133,12 @@ def _attempts(
     def for_real() -> Tuple[Optional[nn.Module], str, int]:
         return _small_model(config), "cpu", _REAL_SAMPLES
 
-    return (on_meta, emptied, for_real)
+    return (tiny_for_real, on_meta, emptied, for_real)
 
 
-def _small_model(config: RunConfig) -> Optional[nn.Module]:
+def _small_model(config: RunConfig, largest: int = _LARGEST_REAL_MODEL) -> Optional[nn.Module]:
     try:
-        if sum(parameter.numel() for parameter in meta_model(config).parameters()) > _LARGEST_REAL_MODEL:
+        if sum(parameter.numel() for parameter in meta_model(config).parameters()) > largest:
             return None
         return make(config.model, "model", engine_module=emulator)
     except ConfigError:

@@ -176,7 +176,15 @@ def _mutation_allowed(training: bool, inputs: Sequence[torch.Tensor]) -> Any:
     # Torch tells saved tensors apart by their address, and tensors without memory all have the same.
     if not training or any(tensor.is_meta for tensor in inputs):
         return contextlib.nullcontext()
+    _spare_dynamo(getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None))
     return torch.autograd.graph.allow_mutation_on_saved_tensors()
+
+
+def _spare_dynamo(mode: Optional[type]) -> None:
+    """Keeps torch from loading torch._dynamo for seconds, only to keep its compiler away from one of its own modes."""
+    handler = getattr(getattr(mode, "__torch_dispatch__", None), "__wrapped__", None)
+    if handler is not None and not hasattr(handler, "__dynamo_disable"):
+        setattr(handler, "__dynamo_disable", handler)
 
 
 def _attention_by_parts() -> Any:
