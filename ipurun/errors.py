@@ -56,9 +56,7 @@ def _field(label: str, text: str) -> str:
     indent = " " * 9
     wrapped = []
     for line in text.splitlines():
-        wrapped += textwrap.wrap(
-            line, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False
-        ) or [""]
+        wrapped += textwrap.wrap(line, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False) or [""]
     return f"  {label:<7}" + ("\n" + indent).join(wrapped)
 
 

@@ -59,7 +59,13 @@ def test_the_emulator_stands_alone():
 
 def test_runs_reach_the_emulator_through_the_engine_module_alone():
     """Besides it, only what has no PopTorch to go through: `exec`, and the planner's look at the captured graph."""
-    doors = ("ipurun/emulator/", "ipurun/engine.py", "ipurun/cli/exec.py", "ipurun/build/profile", "ipurun/build/structure")
+    doors = (
+        "ipurun/emulator/",
+        "ipurun/engine.py",
+        "ipurun/cli/exec.py",
+        "ipurun/build/profile",
+        "ipurun/build/structure",
+    )
     assert offenders("ipurun.emulator", lambda file: file.startswith(doors)) == []
 
 

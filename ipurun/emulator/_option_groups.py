@@ -40,9 +40,7 @@ class _PopartOptions:
     def checkIsFrozen(self, option: Optional[str] = None) -> None:
         """Raise AttributeError if the options were frozen by their first use."""
         if self._is_frozen:
-            raise AttributeError(
-                "Can't modify frozen Options" + (f": tried to set {option}" if option else "")
-            )
+            raise AttributeError("Can't modify frozen Options" + (f": tried to set {option}" if option else ""))
 
     def set(self, key: str, value: Union[int, float, str, List[str], Set[str]]) -> _PopartOptions:
         """Set a backend option; key and type are checked when a model is compiled."""
@@ -78,9 +76,7 @@ class _JitOptions(OptionsDict):
             ValueError: For True.
         """
         if trace_model:
-            raise ValueError(
-                "Jit.traceModel(True): tracing with torch.jit is no longer supported, remove the call"
-            )
+            raise ValueError("Jit.traceModel(True): tracing with torch.jit is no longer supported, remove the call")
         logger.warning("Jit.traceModel is deprecated and has no effect: remove the call")
         return self
 
@@ -111,16 +107,12 @@ class _PrecisionOptions(OptionsDict):
         """
         if not isinstance(value, bool):
             raise ValueError(f"Precision.runningStatisticsAlwaysFloat takes a bool, got {value!r}")
-        logger.warning(
-            "Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: remove the call"
-        )
+        logger.warning("Precision.runningStatisticsAlwaysFloat is deprecated and has no effect: remove the call")
         return self
 
     def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
         """Make invalid operations and overflows an error at run time."""
-        assert isinstance(enabled, bool), (
-            f"Precision.enableFloatingPointExceptions takes a bool, got {enabled!r}"
-        )
+        assert isinstance(enabled, bool), f"Precision.enableFloatingPointExceptions takes a bool, got {enabled!r}"
         self._popart_options.set("enableFloatingPointChecks", enabled)
         return self
 
@@ -192,18 +184,13 @@ class _TrainingOptions(OptionsDict):
         self.set(gradient_accumulation=gradient_accumulation)
         return self
 
-    def accumulationAndReplicationReductionType(
-        self, reduction_type: enums.ReductionType
-    ) -> _TrainingOptions:
+    def accumulationAndReplicationReductionType(self, reduction_type: enums.ReductionType) -> _TrainingOptions:
         """Choose whether gradients of micro-batches and replicas are summed or averaged.
 
         Raises:
             ValueError: The value is not ReductionType.Sum or ReductionType.Mean.
         """
-        if (
-            not isinstance(reduction_type, enums.ReductionType)
-            or reduction_type == enums.ReductionType.NoReduction
-        ):
+        if not isinstance(reduction_type, enums.ReductionType) or reduction_type == enums.ReductionType.NoReduction:
             raise ValueError(
                 "Training.accumulationAndReplicationReductionType takes ReductionType.Sum or "
                 f"ReductionType.Mean, got {reduction_type!r}"

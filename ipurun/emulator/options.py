@@ -315,9 +315,7 @@ class Options(OptionsDict):
         period = output_return_period if mode == enums.OutputMode.EveryN else 1
         self._values["anchored_tensors"][short_name] = [long_name, follows_model, mode, period]
 
-    def outputMode(
-        self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None
-    ) -> Options:
+    def outputMode(self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None) -> Options:
         """Choose which micro-batches of a call give the outputs.
 
         Args:
