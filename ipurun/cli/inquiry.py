@@ -6,6 +6,7 @@ from typing import List, Optional
 
 from ipurun.cli import flags
 from ipurun.config.words import split_words
+from ipurun.errors import ConfigError, Problem
 
 __all__ = ["answer"]
 
@@ -15,12 +16,17 @@ def answer(command: str, argv: List[str]) -> Optional[int]:
 
     Returns:
         The exit code, or None when it is an ordinary command line.
+
+    Raises:
+        ConfigError: The config has problems, or a flag misses the one it belongs to.
     """
-    asking = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
-    if not any(word.partition("=")[0] in asking for word in argv):
+    flagged = {word.partition("=")[0] for word in argv}
+    if not flagged & {"--cfg", "-c", "--info", "-i", "--hydra-help"}:
+        details = sorted(flagged & {"--resolve", "--package", "-p"})
+        if details:
+            raise ConfigError(Problem(f"`{details[0]}` goes with --cfg", "command line", fix="--cfg job --resolve"))
         return None
     from ipurun.config import compose, native
-    from ipurun.errors import ConfigError
 
     _, rest = flags.split(argv)
     words = split_words(rest)

@@ -49,13 +49,6 @@ def run(argv: List[str]) -> int:
     if flags.help:
         print(_USAGE, end="")
         return 0
-    from ipurun.config.words import split_words
-
-    words = split_words(rest)
-    if words.inquiry:
-        from ipurun.config import native
-
-        return native.inquire("plan", words)
     with only_json(flags.json):
         from ipurun.config.compose import points
         from ipurun.sweep.check import planned

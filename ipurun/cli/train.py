@@ -51,10 +51,6 @@ def run(argv: List[str]) -> int:
     from ipurun.config.words import split_words
 
     words = split_words(rest)
-    if words.inquiry:
-        from ipurun.config import native
-
-        return native.inquire("train", words)
     point = _bare_resume(list(words.overrides), words.multirun)
     if point is not None:
         return _train(point, flags, argv)

@@ -74,6 +74,11 @@ def test_hydra_is_not_asked_about_a_config_with_problems() -> None:
     assert "Traceback" not in shown.stderr
 
 
+def test_a_flag_without_the_one_it_belongs_to(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "+recipe=mnist", "--resolve"]) == 2
+    assert "`--resolve` goes with --cfg" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str) -> None:
     script = run("-sc", f"install={shell}")
