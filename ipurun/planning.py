@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from pathlib import Path
 from typing import FrozenSet, List, Optional, Tuple
 
 from torch import nn
@@ -14,11 +16,12 @@ from ipurun.build.profile import profile_model
 from ipurun.build.sampling import seeded
 from ipurun.build.structure import first_item
 from ipurun.config.schema import RunConfig
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, Problem
 from ipurun.plan import make_plan
 from ipurun.plan.placement_forms import is_auto
 from ipurun.plan.stacks import stacks
 from ipurun.plan.types import Facts, Plan
+from ipurun.planner.calibrate import FREE, Measurement, calibrate_to_run, measured_throughput
 from ipurun.planner.estimate import estimate
 from ipurun.planner.needs import needs_of
 from ipurun.planner.outlook import Outlook
@@ -31,7 +34,7 @@ from ipurun.planner.split import Split
 from ipurun.planner.types import Layout, ModelProfile, Settings, Verdict
 from ipurun.planner.words import words_of
 
-__all__ = ["auto_split", "look_ahead", "solve"]
+__all__ = ["auto_split", "calibrated_words", "look_ahead", "solve"]
 
 _MOST_IPUS = 64
 
@@ -64,6 +67,39 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject) -> Outlook:
         variant = variants_of(settings, situation.block_checkpoints)[-1]
         needs = needs_of(profile, variant, plan.devices.total, machine, situation.names)
     return Outlook(situation, schedule_of(layout, settings, found.time), _cached(plan), remedies, needs)
+
+
+def calibrated_words(outlook: Outlook, folder: Path) -> List[str]:
+    """Overrides of machine constants with which the estimate agrees with a run of the same config on IPUs.
+
+    Args:
+        outlook: The estimate of that config.
+        folder: The run folder.
+
+    Raises:
+        ConfigError: It is no run on IPUs, or it measured no throughput.
+    """
+    try:
+        engine = json.loads((folder / "env.json").read_text(encoding="utf-8"))["engine"]["kind"]
+        measured = measured_throughput(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            Problem(
+                "`--calibrate` needs the folder of a run", "command line", seen=str(error), fix="--calibrate RUN_FOLDER"
+            )
+        ) from error
+    if engine != "ipu":
+        raise ConfigError(
+            Problem(
+                "`--calibrate` needs a run on IPUs",
+                str(folder),
+                seen=f"it ran on the engine {engine}, whose speed says nothing of an IPU",
+            )
+        )
+    own = outlook.situation
+    row = Measurement("run", "run", own.profile, own.layout, own.settings, own.machine.clock_hz, measured)
+    fitted = calibrate_to_run(row, own.machine)
+    return [f"machine.{name}={getattr(fitted, name):.4g}" for name in FREE]
 
 
 def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:

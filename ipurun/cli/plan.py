@@ -31,6 +31,7 @@ flags
   --solve         find split, micro-batch, accumulation and replication for `devices` and the global batch
   --solve=FILE    the same, and write the config to a YAML file
   --html FILE     write the estimate as one self-contained page
+  --calibrate RUN machine constants with which the estimate agrees with a run of this config on IPUs
   --quiet         one line a plan
   --json          one JSON document on standard output (a list with -m)
   --debug         show tracebacks
@@ -45,7 +46,7 @@ examples
 def run(argv: List[str]) -> int:
     """Show the plan of every point of the command line."""
     argv, solve_file = _take_solve(argv)
-    flags, rest = split(argv, switches=("--explain", "--solve"), with_value=("--html",))
+    flags, rest = split(argv, switches=("--explain", "--solve"), with_value=("--html", "--calibrate"))
     if flags.help:
         print(_USAGE, end="")
         return 0
@@ -75,6 +76,7 @@ class _Shown:
         self.outlook: Optional[Outlook] = None
         self.obstacle: Optional[Problem] = None
         self.solutions: Optional[List[Solution]] = None
+        self.constants: List[str] = []
 
     @property
     def does_not_fit(self) -> bool:
@@ -96,18 +98,21 @@ def _take_solve(argv: List[str]) -> Tuple[List[str], Optional[str]]:
 
 
 def _look(prepared: Prepared, flags: Flags) -> _Shown:
-    from ipurun.planning import look_ahead, solve
+    from ipurun.planning import calibrated_words, look_ahead, solve
 
     shown = _Shown(prepared)
     config = prepared.point.config
     try:
         shown.outlook = look_ahead(config, prepared.plan, prepared.subject)
     except ConfigError as error:
-        if flags.values.get("solve") or flags.values.get("html"):
+        if any(flags.values.get(name) for name in ("solve", "html", "calibrate")):
             raise
         shown.obstacle = error.problems[0]
     if flags.values.get("solve") and shown.outlook is not None:
         shown.solutions = solve(config, prepared.plan, shown.outlook)
+    folder = flags.values.get("calibrate")
+    if folder and shown.outlook is not None:
+        shown.constants = calibrated_words(shown.outlook, Path(str(folder)))
     return shown
 
 
@@ -145,6 +150,8 @@ def _document(item: _Shown) -> Dict[str, Any]:
         document["no_estimate"] = item.obstacle.to_dict()
     if item.solutions is not None:
         document["solutions"] = [solution_dict(solution) for solution in item.solutions]
+    if item.constants:
+        document["calibrated"] = item.constants
     return document
 
 
@@ -168,4 +175,6 @@ def _lines(item: _Shown, flags: Flags) -> List[str]:
         lines += explain_lines(item.outlook)
     if item.solutions is not None:
         lines += ["", *solution_lines(item.solutions)]
+    if item.constants:
+        lines += ["", "constants that agree with the run", *(f"  {word}" for word in item.constants)]
     return lines
