@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch.nn import functional
 
-__all__ = ["HalfThroughFloat", "cast_weights", "holds_half", "substitute_for", "to_nearest_half"]
+__all__ = ["HalfThroughFloat", "cast_weights", "holds_half", "is_slow_in_half", "substitute_for", "to_nearest_half"]
 
 _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
     functional.linear: ((1, "weight"), (2, "bias")),
@@ -44,6 +44,17 @@ def cast_weights(
 def substitute_for(op: Any, arguments: Any) -> Optional[HalfThroughFloat]:
     """Returns what can stand in for an operation that failed on half arguments, None if none are half."""
     return HalfThroughFloat(op) if holds_half(arguments) else None
+
+
+def is_slow_in_half(op: Any, arguments: Tuple[Any, ...]) -> bool:
+    """Whether the CPU has a half kernel for the operation, but one that takes fifty times as long as in float32."""
+    first = arguments[0] if arguments else None
+    return (
+        isinstance(first, torch.Tensor)
+        and first.dtype == torch.float16
+        and not first.is_meta
+        and getattr(op, "overloadpacket", None) is torch.ops.aten.convolution_backward
+    )
 
 
 def holds_half(item: Any) -> bool:

@@ -229,6 +229,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]
     ) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
         """Runs an operation, in another way if the CPU has none for these types; returns how it was run."""
+        if _half.is_slow_in_half(func, args):
+            func = _half.HalfThroughFloat(func)
         try:
             return func, args, func(*args, **kwargs)
         except RuntimeError as error:
