@@ -111,8 +111,18 @@ def _backward(
     if _has_own_gradients(loss, trained.values()):
         recorder.graph.has_own_gradients = True
     recorder.in_backward = True
-    grads = torch.autograd.grad(loss, list(trained.values()), grad_outputs=seed, allow_unused=True)
+    grads = _gradients(loss, list(trained.values()), seed)
     return {name: grad for name, grad in zip(trained, grads) if grad is not None}
+
+
+def _gradients(
+    loss: torch.Tensor, parameters: List[torch.Tensor], seed: torch.Tensor
+) -> Sequence[Optional[torch.Tensor]]:
+    """What `torch.autograd.grad` gives, without its check of the seed's shape, which loads sympy."""
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        return torch.autograd.grad(loss, parameters, grad_outputs=seed, allow_unused=True)
+    return run((loss,), (seed,), False, False, tuple(parameters), True, accumulate_grad=False)
 
 
 def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
