@@ -30,6 +30,7 @@ COMMON = (
 
 RECIPES: Dict[str, Tuple[str, ...]] = {
     "mnist": (),
+    "fashion_mnist": ("data=synthetic",),
     "resnet": ("model.width=2", "model.image_size=8", "data=synthetic"),
     "gpt": ("model.num_layers=3", "model.hidden_size=16", "model.max_positions=8", "data=synthetic"),
     "bert": ("model.num_layers=3", "model.hidden_size=16", "model.vocab_size=50", "data=synthetic"),
@@ -42,6 +43,15 @@ SPLITS: Dict[str, Dict[str, Tuple[str, ...]]] = {
         "sharded": ("pipeline.split=[fc1]", "pipeline.strategy=sharded"),
         "serial": ("pipeline.split=[fc1]", "pipeline.strategy=serial_phased"),
         "parallel": ("pipeline.split=[fc1]", "pipeline.strategy=parallel_phased"),
+    },
+    "fashion_mnist": {
+        "pipelined": ("pipeline.split=[body,head]", "pipeline.auto_round=true"),
+        "sharded": ("pipeline.split=[body.2]", "pipeline.strategy=sharded"),
+        "serial": ("pipeline.split=[body,head.3]", "pipeline.strategy=serial_phased"),
+        "parallel": (
+            "pipeline.phases=[stem,{blocks:body,ipu:1},{blocks:[head],ipu:0}]",
+            "pipeline.strategy=parallel_phased",
+        ),
     },
     "resnet": {
         "pipelined": ("pipeline.layers=[layer1,layer2,layer3,layer4]", "pipeline.layers_per_ipu=[2,-1,1,2]"),
@@ -97,6 +107,22 @@ SPLITS: Dict[str, Dict[str, Tuple[str, ...]]] = {
     },
 }
 
+# Published layouts, at a width that a CPU can train and in a precision in which numbers can be compared.
+_NARROW = ("model.hidden_size=16", "model.num_heads=2", "data=synthetic")
+_EXACT = (
+    "precision=32",
+    "stochastic_rounding=false",
+    "loss_scaling=1",
+    "optimizer.accum_type=float32",
+    "global_batch_size=null",
+)
+PRESETS: Dict[str, Tuple[str, Tuple[str, ...]]] = {
+    "bert_large_4ipu": ("bert", ("model=bert_large", *_NARROW, "model.vocab_size=50")),
+    "gpt2_medium_4ipu": ("gpt", ("model=gpt2_medium", *_NARROW, "model.vocab_size=48", "model.max_positions=8")),
+    "vit_base_4ipu": ("vit", ("model=vit_base", *_NARROW, "model.image_size=32")),
+    "mnist_2ipu": ("mnist", ()),
+}
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -112,7 +138,7 @@ class Numbers:
 @functools.lru_cache(maxsize=None)
 def numbers(recipe: str, *overrides: str) -> Numbers:
     """Two weight updates, then one call of inference with the trained weights."""
-    config = one([f"+recipe={recipe}", "engine=cpu", *COMMON, *RECIPES[recipe], *overrides]).config
+    config = one([f"+recipe={recipe}", "engine=cpu", *COMMON, *overrides]).config
     engine = engines.load("cpu")
     subject = inspect(config, engine)
     run = build_run(config, make_plan(config, subject.facts), subject, engine)
@@ -135,8 +161,20 @@ def numbers(recipe: str, *overrides: str) -> Numbers:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("strategy", ["pipelined", "sharded", "serial", "parallel"])
 def test_split_equals_unsplit(recipe: str, strategy: str) -> None:
-    whole = numbers(recipe)
-    split = numbers(recipe, *SPLITS[recipe][strategy])
+    whole = numbers(recipe, *RECIPES[recipe])
+    split = numbers(recipe, *RECIPES[recipe], *SPLITS[recipe][strategy])
+    _assert_equal(split, whole)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_published_layouts_equal_unsplit(preset: str) -> None:
+    recipe, words = PRESETS[preset]
+    whole = numbers(recipe, "pipeline=none", *words, *_EXACT)
+    split = numbers(recipe, f"pipeline={preset}", *words, *_EXACT)
+    _assert_equal(split, whole)
+
+
+def _assert_equal(split: Numbers, whole: Numbers) -> None:
     assert whole.plan.devices.per_replica == 1
     assert split.plan.placements
     assert split.losses == pytest.approx(whole.losses, rel=1e-4)
@@ -151,5 +189,5 @@ def test_two_updates_change_the_weights() -> None:
     """Or else equal weights would say nothing."""
     config = one(["+recipe=gpt", "engine=cpu", *COMMON, *RECIPES["gpt"]]).config
     untrained = inspect(config, engines.load("cpu")).model.state_dict()
-    trained = numbers("gpt").weights
+    trained = numbers("gpt", *RECIPES["gpt"]).weights
     assert any((trained[name] - untrained[name]).abs().max() > 1e-4 for name in untrained)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ipurun.datasets.folder import check_folder
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["FILES", "LabelledImages", "find_file", "load_splits", "read_idx"]
@@ -106,20 +107,8 @@ def load_splits(
     Raises:
         ConfigError: The folder is missing, incomplete, or its files do not belong together.
     """
-    if not root.is_dir():
-        raise ConfigError(Problem("`data.root` is not a folder", where=f"data.root={root}", seen=str(root), fix=advice))
     names = [name for pair in FILES.values() for name in pair]
-    missing = [name for name in names if find_file(root, name) is None]
-    if missing:
-        raise ConfigError(
-            Problem(
-                f"`data.root` lacks {len(missing)} of the {len(names)} data files",
-                where=f"data.root={root}",
-                seen="missing " + ", ".join(missing),
-                known=", ".join(names) + " (each may end in .gz)",
-                fix=advice,
-            )
-        )
+    check_folder(root, names, find_file, ending=".gz", advice=advice)
     return {split: _load_pair(root, pair, mean, std, notes) for split, pair in FILES.items()}
 
 

@@ -92,7 +92,8 @@ def _check_sharding(config: RunConfig, replicas: int, found: Findings) -> None:
         )
     sharded = [kind for kind in _SETTERS if getattr(config.memory, kind).sharded]
     if replicas == 1 and (config.replication.tensor_sharding or sharded):
-        found.note("there is one replica, so replicated tensor sharding has nothing to share out")
+        # PopART warns ("Unable to shard tensor ... due to lack of replication") and goes on with whole tensors.
+        found.note("replicated tensor sharding needs two or more replicas: with one, PopART keeps tensors whole")
 
 
 def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict[str, float]:

@@ -51,21 +51,26 @@ class Numbers:
 def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
     """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
     named = names_first_block(given.argument("setExecutionStrategy"))
+    before = len(found.problems)
     layout = lay_out(config.pipeline, facts, found, named_start=named)
+    is_laid_out = len(found.problems) == before  # else how many stages there are is not known
     auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
     request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus)
     devices = share_devices(request, found)
     group_size = _group_size(config, given, devices.replicas, found)
-    pipelined = is_pipelined(config, given.options, given.file)
+    pipelined = is_laid_out and is_pipelined(config, given.options, given.file)
     training = _training_batch(config, given, devices, group_size, layout, pipelined, found)
     inference_layout = layout
     named = named or names_first_block(given.inference_argument("setExecutionStrategy"))
     placement = _inference_placement(config)
     if placement is not None or named:
+        before = len(found.problems)
         room = "pipeline" if placement is None else "inference"
         inference_layout = lay_out(placement or config.pipeline, facts, found, room, named_start=named)
-    inference = _inference_batch(config, given, devices, training, inference_layout, auto_round, found)
+        is_laid_out = len(found.problems) == before
+    stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, given) else 1
+    inference = _inference_batch(config, given, devices, training, inference_layout, stages, auto_round, found)
     return Numbers(devices, training, inference, layout, inference_layout)
 
 
@@ -92,6 +97,13 @@ def is_pipelined(config: RunConfig, *sources: Sequence[Call]) -> bool:
     if chosen is not None and not is_set(config, "pipeline.strategy"):
         return bool(chosen.args[0].path.endswith("PipelinedExecution"))
     return config.pipeline.strategy == "pipelined"
+
+
+def _infers_in_pipeline(config: RunConfig, given: Given) -> bool:
+    strategy = last_call("setExecutionStrategy", given.inference)
+    if strategy is not None:
+        return bool(strategy.args[0].path.endswith("PipelinedExecution"))
+    return is_pipelined(config, given.options, given.file)
 
 
 def _group_size(config: RunConfig, given: Given, replicas: int, found: Findings) -> int:
@@ -151,14 +163,10 @@ def _inference_batch(
     devices: Devices,
     training: Batch,
     layout: Layout,
+    stages: int,
     auto_round: bool,
     found: Findings,
 ) -> Batch:
-    strategy = last_call("setExecutionStrategy", given.inference)
-    pipelined = is_pipelined(config, given.options, given.file)
-    if strategy is not None:
-        pipelined = strategy.args[0].path.endswith("PipelinedExecution")
-    stages = layout.stages if pipelined else 1
     chosen = config.inference.device_iterations or given.inference_argument("deviceIterations")
     iterations = chosen or training.device_iterations
     if iterations < stages and chosen:

@@ -189,7 +189,7 @@ def _ids(name: str, wanted: List[Wanted], facts: Facts, key: str, found: Finding
     else:
         modules = [match.name for match in match_names(name, key, facts.module_names, quiet)]
     if not modules:
-        unmatched(name, key, [*known, *facts.module_names], found, "block or module")
+        unmatched(name, key, list(dict.fromkeys((*known, *facts.module_names))), found, "block or module")
     ids: List[str] = []
     for module in modules:
         there = next((block for block in wanted if block.module == module), None)

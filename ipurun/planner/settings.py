@@ -27,6 +27,9 @@ _MOMENTS: Mapping[str, Tuple[str, ...]] = {
 }
 _UPDATE_FLOPS = {"Adam": 12.0, "AdamW": 14.0, "LAMB": 20.0, "RMSprop": 10.0, "SGD": 4.0}
 _DEFAULT_PREFETCH = 1
+# PopART leaves smaller tensors where they are, unless told otherwise.
+_LEAST_OFF_CHIP = 2
+_LEAST_SHARDED = 8192
 
 
 def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: Optional[float] = None) -> Settings:
@@ -128,8 +131,8 @@ def _locations(calls: Sequence[Call]) -> Dict[str, Any]:
     }
     values["state_sharded"] = bool(kinds["state"].get("useReplicatedTensorSharding", False))
     values["weights_sharded"] = bool(kinds["weights"].get("useReplicatedTensorSharding", False))
-    values["min_elements_off_chip"] = int(kinds["state"].get("minElementsForOffChip", 2))
-    values["min_elements_sharded"] = int(kinds["state"].get("minElementsForReplicatedTensorSharding", 2))
+    values["min_elements_off_chip"] = int(kinds["state"].get("minElementsForOffChip", _LEAST_OFF_CHIP))
+    values["min_elements_sharded"] = int(kinds["state"].get("minElementsForReplicatedTensorSharding", _LEAST_SHARDED))
     return values
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ipurun.datasets.folder import check_folder
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["ADVICE", "ColourImages", "load_splits"]
@@ -58,20 +59,8 @@ def load_splits(root: Path) -> Dict[str, ColourImages]:
     Raises:
         ConfigError: The folder is missing or incomplete, or a file is not what its name says.
     """
-    if not root.is_dir():
-        raise ConfigError(Problem("`data.root` is not a folder", where=f"data.root={root}", seen=str(root), fix=ADVICE))
     names = [name for group in _FILES.values() for name in group]
-    missing = [name for name in names if _find(root, name) is None]
-    if missing:
-        raise ConfigError(
-            Problem(
-                f"`data.root` lacks {len(missing)} of the {len(names)} data files",
-                where=f"data.root={root}",
-                seen="missing " + ", ".join(missing),
-                known=", ".join(names) + " (each may end in .bin)",
-                fix=ADVICE,
-            )
-        )
+    check_folder(root, names, _find, ending=".bin", advice=ADVICE)
     return {split: _load(root, group) for split, group in _FILES.items()}
 
 

@@ -3,7 +3,8 @@
 import pytest
 from trees import gpt, resnet, traced
 
-from ipurun.plan.types import OwnBlock
+from ipurun.plan.placement_order import block_at_calls
+from ipurun.plan.types import Facts, OwnBlock
 
 ENOUGH = {"gradient_accumulation": 64, "pipeline.auto_round": True}
 
@@ -61,6 +62,15 @@ def test_the_head_comes_back_to_the_embedding(plan_of):
 def test_ascending_ipus_are_stages_by_themselves(plan_of):
     plan = plan_of({"pipeline.layers_per_ipu": [3, 3], **ENOUGH}, facts=gpt(tied=False))
     assert strategy(plan).args[0].name == "poptorch.AutoStage.SameAsIpu"
+
+
+def test_a_norm_before_the_head_stays_with_the_last_layer(plan_of):
+    """As in the published GPT-2 and T5: only `lm_head` begins a block, so that `ln_f` runs where `h.5` does."""
+    known = traced(gpt())
+    plan = plan_of({"pipeline.layers_per_ipu": [0, 3, 3], "pipeline.head_ipu": 0, **ENOUGH}, facts=known)
+    facts = Facts(engine="cpu", engine_version="", **known)
+    ipus = {module: block.ipu if block else 0 for module, block in block_at_calls(plan.placements, facts)}
+    assert (ipus["h.5"], ipus["ln_f"], ipus["lm_head"]) == (2, 2, 0)
 
 
 def test_a_tied_head_follows_the_embedding_by_itself(plan_of):

@@ -45,6 +45,19 @@ def test_a_number_of_ipus_that_is_no_power_of_two_is_one_problem(problems_of):
     assert "3 IPUs" in problem.what and "pipeline.auto_round=true" in problem.fix
 
 
+def test_stages_of_a_broken_placement_are_not_counted(problems_of):
+    """How much accumulation a pipeline needs is not known while one of its names is."""
+    keys = {"pipeline.split": ["nope", "h.3"], "inference.device_iterations": 1}
+    (problem,) = problems_of({"pipeline.auto_round": True, **keys}, facts=UNTIED)
+    assert "`nope`" in problem.what
+
+
+def test_a_missed_block_lists_each_name_once(problems_of):
+    problem = the_problem(problems_of, {"pipeline.stages": ["h.1", "lm_hed"]})
+    names = problem.known.split(", ")
+    assert len(names) == len(set(names))
+
+
 def test_an_ambiguous_name(problems_of):
     problem = the_problem(problems_of, {"pipeline.split": ["attn"]})
     assert "6 modules" in problem.what

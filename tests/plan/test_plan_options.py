@@ -67,6 +67,16 @@ def test_own_keys(composed, keys, storage, value):
     assert stored(composed(keys))[storage] == value
 
 
+def test_sharding_over_one_replica_is_told(plan_of):
+    """PopART goes on without sharding, with a warning for each tensor; published configs have it."""
+
+    def told(devices):
+        notes = plan_of({"replication.tensor_sharding": True, "devices": devices}).notes
+        return [note for note in notes if "PopART keeps tensors whole" in note]
+
+    assert told(1) and not told(2)
+
+
 def test_every_n(composed, problems_of):
     options = composed({"output.mode": "every_n", "output.every": 2, "device_iterations": 4})
     assert (options.output_mode, options.output_return_period) == (1, 2)

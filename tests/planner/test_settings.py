@@ -51,6 +51,13 @@ def test_locations_and_precision() -> None:
     assert found.weights_on_chip and not found.weights_sharded
 
 
+def test_small_tensors_are_not_sharded_unless_told_so() -> None:
+    """8,192 values is PopART's own threshold, which PopTorch leaves as it is."""
+    sharded = ["replication.tensor_sharding=true", "devices=2"]
+    assert _settings(*sharded).min_elements_sharded == 8192
+    assert _settings(*sharded, "memory.optimizer_state.min_elements_sharded=5").min_elements_sharded == 5
+
+
 def test_a_pipeline_recomputes_unless_told_otherwise() -> None:
     split = ["pipeline.split=[fc1]", "gradient_accumulation=8"]
     assert _settings().recompute == "none"
