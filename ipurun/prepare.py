@@ -49,17 +49,22 @@ def prepare(point: Point, on_paper: bool = False) -> Prepared:
         subject = inspect(config, engine, on_paper=on_paper)
         config, facts = auto_split(config, subject, on_paper)
     except ConfigError as error:
-        problems += [_located(problem, point) for problem in error.problems]
+        problems += _untold(error, problems, point)
         # Without the model and the data much can still be checked.
         facts = Facts("cpu", "") if engine is None else Facts(engine.kind, engine.version, engine.available_ipus)
     try:
         plan = make_plan(config, facts)
     except ConfigError as error:
-        told = {key for problem in problems for key in _keys(problem)}
-        problems += [_located(problem, point) for problem in error.problems if not told & set(_keys(problem)[:1])]
+        problems += _untold(error, problems, point)
     if problems or engine is None or subject is None or plan is None:
         raise ConfigError(problems)
     return Prepared(point, engine, subject, plan)
+
+
+def _untold(error: ConfigError, problems: List[Problem], point: Point) -> List[Problem]:
+    """What an error adds: a key that already has its problem would only be complained about twice."""
+    told = {key for problem in problems for key in _keys(problem)}
+    return [_located(problem, point) for problem in error.problems if not told & set(_keys(problem)[:1])]
 
 
 def _keys(problem: Problem) -> List[str]:

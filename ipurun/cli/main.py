@@ -95,8 +95,9 @@ def _dispatch(words: List[str]) -> int:
 
 def _command(name: str, rest: List[str]) -> int:
     # Console scripts do not put the working folder on the path; a user's model.py is there.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = _working_folder()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name in _COMPOSING and "--help" not in rest and "-h" not in rest:
@@ -104,6 +105,15 @@ def _command(name: str, rest: List[str]) -> int:
         if answer is not None:
             return int(answer)
     return int(import_module(_MODULES.get(name, f"ipurun.cli.{name}")).run(rest))
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        from ipurun.errors import ConfigError, Problem
+
+        raise ConfigError(Problem("the working folder no longer exists", fix="cd to a folder that exists")) from None
 
 
 def _unknown_command(name: str) -> int:

@@ -6,6 +6,7 @@ from typing import List, Tuple
 
 from ipurun.cli.flags import split
 from ipurun.cli.output import only_json, print_json
+from ipurun.config.words import split_words
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["HELP", "run"]
@@ -37,6 +38,7 @@ def run(argv: List[str]) -> int:
     if flags.help:
         print(_USAGE, end="")
         return 0
+    split_words(rest)  # a flag that is not known would leave its value behind, which reads like a recipe
     with only_json(flags.json):
         checked = [result for line in _lines(rest) for result in _check(line)]
     problems = [problem for _, found in checked for problem in found]

@@ -148,6 +148,11 @@ class Session:
         if type(error).__name__ == "MissingConfigException":
             name = getattr(error, "missing_cfg_file", None) or message.splitlines()[0]
             group, _, option = str(name).rpartition("/")
+            if not group:
+                seen = f"no {option}.yaml in {', '.join([*search.user_folders(), 'the built-in configs'])}"
+                return [
+                    Problem(f"no config `{option}`", "command line: --config-name", seen, fix="--config-name train")
+                ]
             known = listing(self.groups.get(group, sorted(self.groups)), most=40)
             return [Problem(f"no config `{option}` in group `{group}`", "a defaults list", known=known)]
         lines = [line.strip() for line in message.splitlines() if line.strip()]

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
+from ipurun.config.keys import is_known
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["Words", "split_words"]
@@ -21,6 +22,7 @@ _FLAGS_WITH_VALUE = {
     "--package": "package",
     "-p": "package",
 }
+_CFG_KINDS = ("job", "hydra", "all")
 _INFO = ("--info", "-i")
 _INFO_KINDS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _SHELL_COMPLETION = ("--shell-completion", "-sc")
@@ -80,6 +82,9 @@ def split_words(argv: Sequence[str]) -> Words:
                 problems.append(Problem(f"`{flag}` needs a value", "command line", fix=f"{flag} VALUE"))
                 continue
             value = value if has_value else waiting.pop(0)
+            if name == "cfg" and value not in _CFG_KINDS:
+                where, known = f"command line: {flag} {value}", ", ".join(_CFG_KINDS)
+                problems.append(Problem(f"`{flag}` does not know `{value}`", where, known=known, fix=f"{flag} job"))
             if name in ("cfg", "package"):
                 inquiry += [f"--{name}", value]
             else:
@@ -91,7 +96,9 @@ def split_words(argv: Sequence[str]) -> Words:
             inquiry.append(flag)
         elif word.startswith("-") and not re.match(r"-?\d", word):
             known = "--multirun (-m), --cfg, --resolve, --info, --config-dir, --quiet, --json, --debug, --help"
-            problems.append(Problem(f"unknown flag `{word}`", "command line", known=known))
+            key = flag.lstrip("-")
+            fix = f"{key}={value or 'VALUE'}, without dashes" if is_known(key) else ""
+            problems.append(Problem(f"unknown flag `{word}`", "command line", known=known, fix=fix))
         else:
             overrides.append(_as_addition(word))
     if problems:

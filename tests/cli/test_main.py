@@ -129,3 +129,33 @@ def test_cfg_shows_patterns_that_hydra_cannot_read(capsys: pytest.CaptureFixture
 def test_advice_names_the_command_that_was_typed(command: str, capsys: pytest.CaptureFixture) -> None:
     assert main([command, "+recipe=mnist", "device=8"]) == 2
     assert f"ipurun {command} +recipe=mnist devices=8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "shown"),
+    [
+        ("validate --devices 8", "unknown flag `--devices`", "devices=VALUE, without dashes"),
+        ("train --devices=8", "unknown flag `--devices=8`", "devices=8, without dashes"),
+        ("train +recipe=mnist --cfg nope", "`--cfg` does not know `nope`", "job, hydra, all"),
+        ("train --config-name nope", "no config `nope`", "nope.yaml"),
+    ],
+)
+def test_a_wrong_flag_gets_one_block(line: str, what: str, shown: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and what in error and shown in error
+
+
+def test_an_unknown_engine_is_told_once(capsys: pytest.CaptureFixture) -> None:
+    assert main(["validate", "+recipe=mnist", "engine=gpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and "auto, ipu, ipu_model, cpu" in error
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["validate", "+recipe=mnist"]) == 2
+    assert "the working folder no longer exists" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -331,3 +332,17 @@ def _wait_for(condition: Callable[[], bool], process: Any) -> None:
     while not condition():
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.05)
+
+
+def test_a_lost_terminal_saves_and_ends_as_ctrl_c_does() -> None:
+    command = [sys.executable, "-m", "ipurun", "train", "+recipe=tiny", "+data.seconds=0.02", "epochs=1000"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(sys.executable, command, {**_environment(), "TERM": "xterm"})
+    while not any(path.stat().st_size for path in Path().glob("runs/tiny/*/metrics.jsonl")):
+        assert os.read(terminal, 65536)
+    os.close(terminal)  # the kernel sends SIGHUP, and nothing can be written any more
+    _, status = os.waitpid(process, 0)
+    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 130
+    folder = _only_run()
+    assert folder.summary()["status"] == "interrupted" and latest(folder) is not None

@@ -129,3 +129,10 @@ def test_a_missing_file(tmp_path):
     calls, problems = read_conf(str(tmp_path / "none.conf"))
     assert calls == []
     assert "none.conf" in problems[0].seen
+
+
+def test_json_is_pointed_to_the_command_that_reads_it(conf):
+    path = conf('{"layers_per_ipu": [1, 2]}')
+    calls, problems = read_conf(path)
+    assert calls == [] and len(problems) == 1
+    assert problems[0].fix.startswith(f"ipurun import {path}")

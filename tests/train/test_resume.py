@@ -23,14 +23,15 @@ COSINE = {"_target_": "ipurun.train.schedule.cosine", "warmup_steps": 3}
 
 
 class _PressCtrlC(Observer):
-    def __init__(self, at_call: int, times: int = 1) -> None:
+    def __init__(self, at_call: int, times: int = 1, how: int = signal.SIGINT) -> None:
         self.at_call = at_call
         self.times = times
+        self.how = how
 
     def on_step(self, event: StepEnd) -> None:
         if event.call == self.at_call:
             for _ in range(self.times):
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), self.how)
 
 
 def _straight_and_resumed(tmp_path: Path, stop_at: int, **changes: Any) -> tuple[Any, Any, Any, Any]:
@@ -172,6 +173,21 @@ def test_first_ctrl_c_saves_and_tells_how_to_go_on(tmp_path: Path) -> None:
     assert latest(folder).step == 3
     assert summary.resume_command == f"ipurun train resume={tmp_path}"
     assert seen.events["end"] == [summary]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_save_as_ctrl_c_does(tmp_path: Path, how: int) -> None:
+    summary = train(built(), Folder(tmp_path), [_PressCtrlC(3, how=how)])
+    assert summary.status == "interrupted" and latest(tmp_path / "checkpoints").step == 3
+
+
+def test_under_nohup_a_lost_connection_does_not_matter(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        summary = train(built(epochs=1), Folder(tmp_path), [_PressCtrlC(3, how=signal.SIGHUP)])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert summary.status == "done"
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
