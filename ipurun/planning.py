@@ -12,7 +12,7 @@ from torch import nn
 
 from ipurun.build.inspect import Subject
 from ipurun.build.loader import is_stream
-from ipurun.build.profile import profile_model
+from ipurun.build.profile import profile_model, strategy_of
 from ipurun.build.sampling import seeded
 from ipurun.build.structure import first_item
 from ipurun.config.schema import RunConfig
@@ -60,6 +60,7 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject) -> Outlook:
         block_checkpoints=block_checkpoints(profile, stacks(subject.facts)),
         words=words_of(config),
         is_batch_free=_is_batch_free(config),
+        is_placed_in_code=bool(plan.own_blocks),
     )
     needs = None
     remedies = tuple(remedies_for(situation))
@@ -103,7 +104,20 @@ def calibrated_words(outlook: Outlook, folder: Path) -> List[str]:
 
 
 def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
-    """Configs for the plan's number of IPUs and its global batch, the quickest that fits first."""
+    """Configs for the plan's number of IPUs and its global batch, the quickest that fits first.
+
+    Raises:
+        ConfigError: The model's own code places it, so that no config can do it otherwise.
+    """
+    if plan.own_blocks:
+        names = [block.block_id or block.module or "a block without a name" for block in plan.own_blocks]
+        raise ConfigError(
+            Problem(
+                "`--solve` finds a split, and the model's code has one already",
+                seen=f"blocks begun in the code: {', '.join(dict.fromkeys(names))}",
+                fix="take poptorch.Block and poptorch.BeginBlock out of the model, or plan without --solve",
+            )
+        )
     batch = plan.training
     goal = Goal(
         devices=plan.devices.total,
@@ -210,7 +224,9 @@ def _profile(config: RunConfig, subject: Subject, plan: Plan) -> ModelProfile:
     data = subject.splits.get("train")
     sample = None if data is None or is_stream(data) else first_item(data)
     with seeded(config.seed):
-        return profile_model(config, sample=sample, module_precision=plan.module_precision)
+        return profile_model(
+            config, sample=sample, module_precision=plan.module_precision, strategy=strategy_of(plan.training_options)
+        )
 
 
 def _callable(model: nn.Module) -> FrozenSet[str]:

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.build.batch import as_call, map_tensors, split_target
+from ipurun.build.perform import construct
 from ipurun.build.precision import cast_hooks, cast_weights
 from ipurun.build.profile_ops import profile_graph
 from ipurun.build.step import Step, make_loss
@@ -23,9 +24,11 @@ from ipurun.emulator._capture import Captured, capture
 from ipurun.emulator._graph import Node
 from ipurun.emulator._supported import is_supported
 from ipurun.errors import ConfigError, Problem
+from ipurun.plan.options_program import last_call
+from ipurun.plan.types import Call
 from ipurun.planner.types import ModelProfile
 
-__all__ = ["meta_model", "profile_model"]
+__all__ = ["meta_model", "profile_model", "strategy_of"]
 
 # Above this, a model is not made for real only because it cannot be made without memory.
 _LARGEST_REAL_MODEL = 500_000_000
@@ -69,6 +72,12 @@ def meta_model(config: RunConfig) -> nn.Module:
     return model
 
 
+def strategy_of(calls: Sequence[Call]) -> Any:
+    """The emulator's execution strategy for the calls of a plan; None: the default."""
+    given = last_call("setExecutionStrategy", calls)
+    return None if given is None else construct(given.args[0], emulator)
+
+
 def profile_model(
     config: RunConfig,
     *,
@@ -76,6 +85,7 @@ def profile_model(
     model: Optional[nn.Module] = None,
     training: bool = True,
     module_precision: Optional[Mapping[str, str]] = None,
+    strategy: Any = None,
 ) -> ModelProfile:
     """Trace the model of a config with its loss on one micro-batch.
 
@@ -85,6 +95,8 @@ def profile_model(
         model: A model on the meta device; made from the config unless given. Its types are changed.
         training: Whether to trace the backward pass.
         module_precision: Module name -> 16 or 32, patterns resolved (`Plan.module_precision`).
+        strategy: The emulator's execution strategy, which places blocks of the model's own code; PopTorch's default
+            unless given.
 
     Raises:
         ConfigError: The model cannot be traced, with the operation and the line in the model's file.
@@ -101,7 +113,7 @@ def profile_model(
         count = min(size, samples) if samples else size
         batch = _micro_batch(config, sample, count, device)
         try:
-            traced = _trace(config, subject, batch, count, training, rules)
+            traced = _trace(config, subject, batch, count, training, rules, strategy)
         except ConfigError as error:
             first = first or error
             continue
@@ -162,7 +174,13 @@ def _micro_batch(config: RunConfig, sample: Any, size: int, device: str) -> Any:
 
 
 def _trace(
-    config: RunConfig, model: nn.Module, batch: Any, size: int, training: bool, rules: Mapping[str, str]
+    config: RunConfig,
+    model: nn.Module,
+    batch: Any,
+    size: int,
+    training: bool,
+    rules: Mapping[str, str],
+    strategy: Any,
 ) -> ModelProfile:
     precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
     cast_weights(model, precision, rules)
@@ -173,7 +191,7 @@ def _trace(
     step.train(training)
     trace = _Trace()
     try:
-        captured = _capture(step, batch, training, trace)
+        captured = _capture(step, batch, training, trace, strategy)
     except Exception as error:  # user code of any kind fails in any way
         raise ConfigError(_problem(error, trace)) from error
     finally:
@@ -188,7 +206,10 @@ def _trace(
     )
 
 
-def _capture(step: Step, batch: Any, training: bool, trace: _Trace) -> Captured:
+def _capture(step: Step, batch: Any, training: bool, trace: _Trace, strategy: Any) -> Captured:
+    options = emulator.Options()
+    if strategy is not None:
+        options.setExecutionStrategy(strategy)
     args, kwargs = as_call(batch)
     inputs: List[torch.Tensor] = []
     map_tensors(inputs.append, (args, kwargs))
@@ -206,7 +227,7 @@ def _capture(step: Step, batch: Any, training: bool, trace: _Trace) -> Captured:
         buffers=dict(step.named_buffers()),
         inputs=inputs,
         training=training,
-        options=emulator.Options(),
+        options=options,
         modules=dict(step.named_modules()),
         check_op=trace.see,
     )

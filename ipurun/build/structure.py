@@ -6,7 +6,7 @@ import contextlib
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -15,6 +15,8 @@ import ipurun.emulator as emulator
 from ipurun.build.sampling import seeded
 from ipurun.build.step import Step
 from ipurun.config.schema import RunConfig
+from ipurun.emulator._options_impl import IStageManager
+from ipurun.emulator._strategies import PipelinedExecution, Stage
 from ipurun.emulator._tracing import current
 from ipurun.errors import ConfigError
 from ipurun.plan.types import ModuleCall, OwnBlock
@@ -38,6 +40,25 @@ class Walk:
     calls: List[ModuleCall] = field(default_factory=list)
     operations: int = 0
     blocks: List[OwnBlock] = field(default_factory=list)
+
+
+class _AnyBlocks(PipelinedExecution):
+    """Places any block somewhere, as nobody has said yet how blocks become stages, and keeps what each asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(emulator.AutoStage.AutoIncrement)
+        self.asked: Dict[str, Optional[int]] = {}
+        self._stages_manager = _AnyStage(self.asked)
+
+
+class _AnyStage(IStageManager):
+    def __init__(self, asked: Dict[str, Optional[int]]) -> None:
+        super().__init__()
+        self._asked = asked
+
+    def getStage(self, block_id: str) -> Stage:  # noqa: N802  # PopTorch's name
+        self._asked.setdefault(block_id, self._current_ipu)
+        return Stage(block_id)._setStage(1 + list(self._asked).index(block_id))
 
 
 def structure(model: nn.Module) -> Dict[str, Any]:
@@ -83,10 +104,13 @@ def begins_blocks(model: nn.Module, engine_module: ModuleType) -> bool:
 
 
 @contextlib.contextmanager
-def record_walk() -> Iterator[Walk]:
+def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator[Walk]:
     """Record the forward pass of a `Step` that is captured inside (by `profile_model`); the last one counts.
 
     It runs as in training, whose modules may be more (auxiliary heads), without the cost of a backward pass.
+
+    Args:
+        asked: Block id -> IPU that the block asks for, filled while the model runs; else that of the strategy counts.
     """
     walk = Walk()
     names: Dict[int, str] = {}
@@ -109,10 +133,11 @@ def record_walk() -> Iterator[Walk]:
             return
         walk.operations = len(recorder.graph.nodes)
         at_modules = {block.block_id for block in own_blocks(module.model)}
+        begun = [(e.info["placement"], e.position) for e in recorder.graph.events if e.kind == "begin_block"]
         walk.blocks = [
-            OwnBlock(None, event.info["placement"].ipu_id, event.info["placement"].block_id, event.position)
-            for event in recorder.graph.events
-            if event.kind == "begin_block" and event.info["placement"].block_id not in at_modules
+            OwnBlock(None, place.ipu_id if asked is None else asked[place.block_id], place.block_id, position)
+            for place, position in begun
+            if place.block_id not in at_modules
         ]
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
@@ -135,8 +160,9 @@ def walked(config: RunConfig, sample: Any = None) -> Tuple[Optional[Walk], str]:
     if sample is None and not config.sample:
         return None, "without an item of the data the model cannot be traced"
     try:
-        with seeded(config.seed), record_walk() as walk:
-            profile_model(config, sample=sample, training=False)
+        strategy = _AnyBlocks()
+        with seeded(config.seed), record_walk(strategy.asked) as walk:
+            profile_model(config, sample=sample, training=False, strategy=strategy)
     except ConfigError as error:
         problem = error.problems[0]
         return None, f"{problem.what} ({problem.where}: {problem.seen})"

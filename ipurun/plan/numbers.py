@@ -50,9 +50,10 @@ class Numbers:
 
 def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
     """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
-    named = names_first_block(given.argument("setExecutionStrategy"))
+    strategy = given.argument("setExecutionStrategy")
+    named = names_first_block(strategy)
     before = len(found.problems)
-    layout = lay_out(config.pipeline, facts, found, named_start=named)
+    layout = lay_out(config.pipeline, facts, found, named_start=named, numbers_blocks=strategy is None)
     is_laid_out = len(found.problems) == before  # else how many stages there are is not known
     auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
@@ -67,7 +68,9 @@ def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Nu
     if placement is not None or named:
         before = len(found.problems)
         room = "pipeline" if placement is None else "inference"
-        inference_layout = lay_out(placement or config.pipeline, facts, found, room, named_start=named)
+        inference_layout = lay_out(
+            placement or config.pipeline, facts, found, room, named_start=named, numbers_blocks=strategy is None
+        )
         is_laid_out = len(found.problems) == before
     stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, given) else 1
     inference = _inference_batch(config, given, devices, training, inference_layout, stages, auto_round, found)

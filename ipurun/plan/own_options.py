@@ -68,7 +68,7 @@ def shared_calls(config: RunConfig, facts: Facts, numbers: Numbers, training: bo
     if config.pipeline.auto_round:
         own.add("autoRoundNumIPUs", True, origin="pipeline.auto_round")
     chosen = is_set(config, "pipeline.strategy") or is_set(config, "pipeline.auto_stage")
-    if layout.placements or (chosen and not config.pipeline.strategy.endswith("phased")):
+    if layout.placements or layout.auto_increment or (chosen and not config.pipeline.strategy.endswith("phased")):
         strategy = strategy_call(config.pipeline, layout, found)
         own.add("setExecutionStrategy", strategy, origin="pipeline", chosen=chosen)
     if config.partials is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, List, Optional, Sequence, Tuple
 
 from ipurun.config.device_schema import PipelineConfig
 from ipurun.plan import placement_checks as checks
 from ipurun.plan.findings import Findings
 from ipurun.plan.placement_forms import wanted_blocks
-from ipurun.plan.placement_order import Begin, begins_of, count_stages, order_names
+from ipurun.plan.placement_order import Begin, begins_of, count_stages, number_own_blocks, order_names
 from ipurun.plan.placement_stages import FIRST_BLOCK, StageList, gather
 from ipurun.plan.types import Call, Facts, Placement
 
@@ -36,7 +36,12 @@ class Layout:
 
 
 def lay_out(
-    pipeline: PipelineConfig, facts: Facts, found: Findings, room: str = "pipeline", named_start: bool = False
+    pipeline: PipelineConfig,
+    facts: Facts,
+    found: Findings,
+    room: str = "pipeline",
+    named_start: bool = False,
+    numbers_blocks: bool = True,
 ) -> Layout:
     """Blocks, IPUs and stages of one mode.
 
@@ -46,10 +51,17 @@ def lay_out(
         found: Takes problems and notes.
         room: ``pipeline`` or ``inference``, where the keys are.
         named_start: Whether the beginning of the model has to be a block with a name, too.
+        numbers_blocks: Whether ipurun's strategy gives blocks their stages, not one that the user wrote.
     """
     before = len(found.problems)
     wanted = wanted_blocks(pipeline, facts, room, found)
     placements, listed = gather(pipeline, wanted, facts, found)
+    unplaced = [block for block in facts.own_blocks if block.ipu is None and numbers_blocks]
+    if listed is None and unplaced:
+        checks.check_unplaced(unplaced, pipeline, found)
+        facts = number_own_blocks(placements, facts)
+    elif listed is not None:
+        facts = replace(facts, own_blocks=tuple(listed.placed(block) for block in facts.own_blocks))
     phased = pipeline.strategy.endswith("phased")
     if phased and not placements and room == "pipeline":
         found.problem(
@@ -76,7 +88,7 @@ def lay_out(
         if len({begin.placement.ipu for begin in begins} | {0}) > 1:
             checks.check_shared([*placements, *own], facts, found)
     _note_order(begins, facts, from_split, room, found)
-    increment, listed = _numbering(pipeline, begins, listed, bool(facts.own_blocks), found)
+    increment, listed = _numbering(pipeline, begins, listed, bool(facts.own_blocks), bool(unplaced), found)
     if phased:
         listed = listed or _one_block_each(begins)
         names = [", ".join(blocks) for blocks in listed.blocks]
@@ -123,10 +135,11 @@ def _numbering(
     begins: Sequence[Begin],
     listed: Optional[StageList],
     has_own: bool,
+    has_unplaced: bool,
     found: Findings,
 ) -> Tuple[bool, Optional[StageList]]:
     """How stages get their numbers: by IPU where those ascend, else one after another."""
-    increment = pipeline.auto_stage == "auto_increment"
+    increment = pipeline.auto_stage == "auto_increment" or (has_unplaced and pipeline.auto_stage == "auto")
     if pipeline.strategy != "pipelined":
         return increment, listed
     ipus = [0, *(begin.placement.ipu for begin in begins)]

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Dict, List, Optional, Sequence, Set
 
+from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.suggest import listing
 from ipurun.plan.findings import Findings
 from ipurun.plan.placement_order import Begin, block_at_calls, order_names
 from ipurun.plan.placement_stages import StageList
 from ipurun.plan.stacks import is_within
-from ipurun.plan.types import Facts, Placement
+from ipurun.plan.types import Facts, OwnBlock, Placement
 
-__all__ = ["check_ascending", "check_begins", "check_blocks", "check_idle", "check_phases", "check_shared"]
+__all__ = [
+    "check_ascending",
+    "check_begins",
+    "check_blocks",
+    "check_idle",
+    "check_phases",
+    "check_shared",
+    "check_unplaced",
+]
 
 _NEVER_CALLED = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
@@ -60,6 +69,16 @@ def _check_called(placement: Placement, facts: Facts, found: Findings) -> None:
             f"`{placement.origin}`: no block can begin at `{module}`: it does not run in `forward`",
             known=listing([name for name in order if name and "." not in name]),
             fix="a module that runs",
+        )
+
+
+def check_unplaced(blocks: Sequence[OwnBlock], pipeline: PipelineConfig, found: Findings) -> None:
+    """Blocks of the model's code that ask for no IPU, where only a block's IPU would tell its stage."""
+    if blocks and pipeline.auto_stage == "same_as_ipu":
+        found.problem(
+            "`pipeline.auto_stage=same_as_ipu` needs an IPU for every block",
+            seen=", ".join(f"{block.block_id or block.module or 'a block'} has none" for block in blocks),
+            fix="pipeline.auto_stage=auto, or ipu_id=... in the model's code",
         )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.plan.types import Facts, Placement
 
-__all__ = ["Begin", "begins_of", "block_at_calls", "count_stages", "order_names"]
+__all__ = ["Begin", "begins_of", "block_at_calls", "count_stages", "number_own_blocks", "order_names"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,26 @@ def begins_of(placements: Sequence[Placement], facts: Facts, listed: bool = Fals
     positions = {name: position for position, name in enumerate(order_names(facts))}
     ordered = sorted(placements, key=lambda placement: positions.get(placement.module, len(positions)))
     return [Begin(placement) for placement in ordered]
+
+
+def number_own_blocks(placements: Sequence[Placement], facts: Facts) -> Facts:
+    """The facts with an IPU for every block of the model's code: where it asks for none, `AutoStage.AutoIncrement`
+    gives it the number of its stage, counted from 1 over all blocks in the order in which they begin.
+    """
+    at_modules = {block.module: block.block_id or block.module for block in facts.own_blocks if block.module}
+    at_modules.update({placement.module: placement.block_id for placement in placements})
+    events = [(call.operations, 0, at_modules.get(call.module)) for call in facts.calls]
+    events += [(block.operations or 0, 1, block.block_id) for block in facts.own_blocks if block.module is None]
+    listed = [*(block.block_id or block.module for block in facts.own_blocks), *at_modules.values()]
+    order = [name for *_, name in sorted(events, key=lambda event: event[:2]) if name is not None]
+    numbers: Dict[Optional[str], int] = {}
+    for name in (*order, *listed):
+        numbers.setdefault(name, len(numbers) + 1)
+    blocks = tuple(
+        block if block.ipu is not None else replace(block, ipu=numbers[block.block_id or block.module])
+        for block in facts.own_blocks
+    )
+    return replace(facts, own_blocks=blocks)
 
 
 def count_stages(begins: Sequence[Begin]) -> int:

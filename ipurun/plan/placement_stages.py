@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.device_schema import PipelineConfig
 from ipurun.plan.findings import Findings
 from ipurun.plan.patterns import is_pattern, match_names, unmatched
 from ipurun.plan.placement_forms import Wanted
-from ipurun.plan.types import Facts, Placement
+from ipurun.plan.types import Facts, OwnBlock, Placement
 
 __all__ = ["FIRST_BLOCK", "StageList", "gather"]
 
@@ -44,6 +44,11 @@ class StageList:
             if block_id in blocks:
                 return index if self.phases is None else self.phases[index]
         return None
+
+    def placed(self, block: OwnBlock) -> OwnBlock:
+        """A block of the model's code on the IPU of its stage."""
+        stage = next((index for index, blocks in enumerate(self.blocks) if block.block_id in blocks), None)
+        return block if stage is None else replace(block, ipu=self.ipus[stage])
 
 
 def gather(

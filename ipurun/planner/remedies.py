@@ -37,6 +37,7 @@ class Situation:
         block_checkpoints: Operations that end the layers of the model's repeated stacks.
         words: Overrides that undo what stands in a change's way.
         is_batch_free: Whether nobody has said how many samples a weight update has.
+        is_placed_in_code: Whether the model's own code begins blocks, so that no override gives another split.
     """
 
     profile: ModelProfile
@@ -48,6 +49,7 @@ class Situation:
     block_checkpoints: Tuple[int, ...] = ()
     words: Words = Words()
     is_batch_free: bool = False
+    is_placed_in_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def remedies_for(situation: Situation) -> List[Remedy]:
         if _helps(remedy, before):
             found.append(remedy)
     if before.verdict is not Verdict.FITS and all(remedy.verdict is not Verdict.FITS for remedy in found):
-        found += _together(situation)
+        found += [] if situation.is_placed_in_code else _together(situation)
     return sorted(found, key=lambda remedy: _rank(remedy, before))
 
 
@@ -163,7 +165,7 @@ def _changes(situation: Situation) -> Iterator[Change]:
     yield from _proportion(situation)
     yield from _serialisation(situation)
     yield from _batches(situation)
-    if settings.strategy == "pipelined":
+    if settings.strategy == "pipelined" and not situation.is_placed_in_code:
         yield from _splits(situation)
 
 

@@ -25,19 +25,21 @@ def layout_of_blocks(
 
     Args:
         profile: The model.
-        blocks: (module, IPU) of each block; an empty module name is the model itself. None at all: the blocks
-            that the model's own code begins, else everything on one IPU.
+        blocks: (module, IPU) of each block of the config; an empty module name is the model itself. Blocks that the
+            model's own code begins are kept among them. None at all: everything on one IPU.
         checkpoints: Modules whose results are kept where the rest is recomputed.
     """
     ipus: List[int] = []
     by_module = dict(blocks)
-    current, inside = by_module.get("", 0), ""
+    current, inside, own = by_module.get("", 0), "", 0
     for op in profile.ops:
         for module in _outer_first(op.module):
             if module in by_module and module and not _within(inside, module):
                 current = by_module[module]
         inside = op.module
-        ipus.append(current if blocks or op.ipu is None else op.ipu)
+        if op.ipu is not None and op.ipu != own:  # 0 is also where operations before any block of the code are
+            current = own = op.ipu
+        ipus.append(current)
     return _layout(ipus, checkpoint_ops(profile, checkpoints))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Optional, Tuple
+
 import torch
 from torch import nn
 
@@ -33,3 +35,25 @@ class AtModules(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.relu(self.middle(self.first(x))))
+
+
+class Returning(nn.Module):
+    """Comes back to its first IPU."""
+
+    ipus: Tuple[Optional[int], ...] = (0, 1, 0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.second = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, layer, ipu in zip("abc", (self.first, self.middle, self.second), self.ipus):
+            poptorch.Block.start(name, ipu_id=ipu)
+            x = layer(x)
+        return x
+
+
+class Unplaced(Returning):
+    """Leaves it to the strategy where its blocks run."""
+
+    ipus = (None, None, None)

@@ -17,6 +17,7 @@ from ipurun.errors import ConfigError
 from ipurun.plan import make_plan
 from ipurun.plan.show import calls_text
 from ipurun.plan.types import Serialized
+from ipurun.planning import look_ahead, solve
 
 PLACED: Dict[str, Any] = {"gradient_accumulation": 3, "micro_batch_size": 2, "metrics": {}}
 
@@ -53,6 +54,37 @@ def test_blocks_of_the_models_code_and_of_the_config_go_together() -> None:
     assert plan.stages == 3
     run = built(settings)
     assert ipus_of(run, "addmm") == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "ipus"),
+    [
+        ("AtModules", {}, [0, 0, 1]),
+        ("AtModules", {"pipeline__blocks": {"middle": 2}}, [0, 2, 1]),
+        ("Returning", {}, [0, 1, 0]),
+        # AutoIncrement counts blocks from 1: stage 0 is what runs before any of them.
+        ("Unplaced", {}, [1, 2, 3]),
+        ("Unplaced", {"pipeline__stages": ["a", {"blocks": ["b", "c"], "ipu": 1}]}, [0, 1, 1]),
+    ],
+)
+def test_the_planner_sees_own_blocks_where_they_run(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
+    settings = config(**own(model, **{**changes, "gradient_accumulation": 7}))
+    settings.pipeline.auto_round = True
+    subject = inspected(settings)
+    situation = look_ahead(settings, make_plan(settings, subject.facts), subject).situation
+    products = [op.index for op in situation.profile.ops if op.name == "addmm"]
+    assert [situation.layout.ipu_of_op(index) for index in products] == ipus
+    assert ipus_of(built(settings), "addmm") == ipus
+
+
+def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
+    settings = config(**own("Returning", gradient_accumulation=7))
+    subject = inspected(settings)
+    plan = make_plan(settings, subject.facts)
+    outlook = look_ahead(settings, plan, subject)
+    assert not any("pipeline.split" in word for remedy in outlook.remedies for word in remedy.overrides)
+    with pytest.raises(ConfigError, match="the model's code has one already"):
+        solve(settings, plan, outlook)
 
 
 def test_a_module_with_a_block_of_its_own_cannot_begin_another() -> None:

@@ -243,6 +243,13 @@ def test_blocks_of_the_models_code_are_kept_and_shown(plan_of):
     assert "block 'late' on IPU 2 begins in forward" in shown
 
 
+def test_own_blocks_without_an_ipu_are_numbered_as_they_come(plan_of):
+    own = (OwnBlock("h.3", None, "own"), OwnBlock(None, None, "late", 20))
+    plan = plan_of(ENOUGH, facts={**traced(gpt(tied=False)), "own_blocks": own})
+    assert strategy(plan).args[0].name == "poptorch.AutoStage.AutoIncrement"
+    assert (plan.devices.per_replica, plan.stages) == (3, 3)
+
+
 def test_order_of_running_counts_not_order_of_definition(plan_of):
     facts = traced(gpt(2, tied=False), calls=["", "lm_head", "h.1", "h.1.mlp.c_fc", "h.0", "h.0.mlp.c_fc"])
     plan = plan_of({"pipeline.split": ["h.1", "h.0"], **ENOUGH}, facts=facts)

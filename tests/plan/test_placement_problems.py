@@ -52,6 +52,12 @@ def test_stages_of_a_broken_placement_are_not_counted(problems_of):
     assert "`nope`" in problem.what
 
 
+def test_own_blocks_need_an_ipu_where_it_is_their_stage(problems_of):
+    facts = {**traced(UNTIED), "own_blocks": (OwnBlock("h.2", None, "own"),)}
+    problem = the_problem(problems_of, {"pipeline.auto_stage": "same_as_ipu"}, facts)
+    assert "own has none" in problem.seen and "pipeline.auto_stage=auto" in problem.fix
+
+
 def test_a_missed_block_lists_each_name_once(problems_of):
     problem = the_problem(problems_of, {"pipeline.stages": ["h.1", "lm_hed"]})
     names = problem.known.split(", ")
