@@ -1,0 +1,156 @@
+"""Published runs that no constant was fitted to: facts from published.json as configs, planned the way `ipurun plan` does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Sequence, Tuple
+
+from ipurun.build.profile import profile_model
+from ipurun.config.compose import one
+from ipurun.planner.estimate import estimate
+from ipurun.planner.point import layout_of_plan, machine_of
+from ipurun.planner.settings import settings_of
+from ipurun.planner.types import Estimate, ModelProfile, Verdict
+from ipurun.prepare import Prepared, prepare
+
+PUBLISHED = Path(__file__).with_name("published.json")
+_RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}
+_HEADS = {"bert": "predictions.decoder", "gpt": "lm_head"}
+_BITS_OF_HALF = 16
+Row = Dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner says of a row.
+
+    Args:
+        row: The facts.
+        estimate: The planner's estimate on the chip that was measured, or on a GC200.
+        ratio: Estimated over published throughput; NaN where none is published.
+    """
+
+    row: Row
+    estimate: Estimate
+    ratio: float
+
+    @property
+    def is_right_about_fit(self) -> bool:
+        """Whether what ran is not called impossible, and what did not compile is."""
+        return (self.estimate.verdict is not Verdict.DOES_NOT_FIT) == self.row["fits"]
+
+
+def rows() -> List[Row]:
+    """All rows that the recipes can express."""
+    return [row for row in json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"] if "cannot" not in row]
+
+
+def plan(row: Row, **changes: Any) -> Planned:
+    """Plan a row.
+
+    Args:
+        row: The facts.
+        changes: Other values of its run, or `chip`.
+    """
+    measured = row.get("measured", {})
+    chip = changes.pop("chip", measured.get("chip", "GC200"))
+    run = {**row["run"], **changes}
+    prepared = prepare(one([*words_of(row["model"], run), f"machine={chip.lower()}"]), on_paper=True)
+    profile = _profile(prepared, run)
+    settings = settings_of(prepared.plan)
+    machine = machine_of(prepared.point.config)
+    found = estimate(profile, layout_of_plan(profile, prepared.plan), settings, machine)
+    published = measured.get("samples_per_second", math.nan)
+    return Planned(row, found, found.time.samples_per_second / published)
+
+
+def words_of(model: Row, run: Row) -> List[str]:
+    """The overrides that describe a row to `ipurun plan`."""
+    kind = model["kind"]
+    ipus = len(run.get("layers_per_ipu") or [0, *run.get("split", [])])
+    samples = run["micro_batch"] * run["accumulation"] * run["replicas"] * run["device_iterations"]
+    words = [
+        f"+recipe={kind}",
+        *_model_words(model),
+        *_optimizer_words(run),
+        f"micro_batch_size={run['micro_batch']}",
+        f"gradient_accumulation={run['accumulation']}",
+        f"device_iterations={run['device_iterations']}",
+        f"devices={ipus * run['replicas']}",
+        f"replication.factor={run['replicas']}",
+        f"replication.tensor_sharding={str(run['state_sharded']).lower()}",
+        f"precision='{run['precision']}'",
+        f"partials={run['partials']}",
+        f"memory.available_proportion={run['proportion']}",
+        f"memory.optimizer_state.on_chip={str(run['state_on_chip']).lower()}",
+        "loss_scaling=1024",
+        "data=synthetic",
+        f"data.train_samples={samples}",
+        f"inference.device_iterations={ipus + 1}",
+    ]
+    kept = [_RECOMPUTED[kind]] if run["recompute"] == "layers" else run["recompute"]
+    words.append(f"recompute.checkpoints=[{','.join(kept)}]")
+    if ipus == 1:
+        words.append("recompute.mode=recompute_all")
+    elif "split" in run:
+        words.append(f"pipeline.split=[{','.join(run['split'])}]")
+    else:
+        words += [f"pipeline.{key}={run[key]}" for key in ("layers_per_ipu", "embedding_ipu", "head_ipu")]
+    if run["head_parts"] > 1:
+        words.append(f"memory.serialize={{{_HEADS[kind]}: {run['head_parts']}}}")
+    return words
+
+
+def _model_words(model: Row) -> List[str]:
+    kind = model["kind"]
+    if kind == "resnet":
+        return [f"model=resnet{model['depth']}", f"model.norm={model['norm']}", f"model.image_size={model['image']}"]
+    base = {"bert": "bert_base", "gpt": "gpt2_small", "vit": "vit_base"}[kind]
+    keys = {"hidden": "hidden_size", "layers": "num_layers", "heads": "num_heads", "vocab": "vocab_size"}
+    keys.update({"classes": "num_classes", "image": "image_size", "patch": "patch_size", "masked": "mask_tokens"})
+    keys["sequence"] = "sequence_length" if kind == "bert" else "max_positions"
+    return [f"model={base}", *(f"model.{key}={model[fact]}" for fact, key in keys.items() if fact in model)]
+
+
+def _optimizer_words(run: Row) -> List[str]:
+    name, accumulator = run["optimizer"], run.get("accumulator", "float16")
+    if name == "sgd_combined":
+        return ["optimizer=sgd", "optimizer.use_combined_accum=true", "optimizer.velocity_accum_type=float16"]
+    if name == "sgd":
+        velocity = f"optimizer.velocity_accum_type={run['first_momentum']}"
+        return ["optimizer=sgd", velocity, f"optimizer.accum_type={accumulator}", "optimizer.use_combined_accum=false"]
+    momentum = f"optimizer.first_order_momentum_accum_type={run['first_momentum']}"
+    return [f"optimizer={name}", momentum, f"optimizer.accum_type={accumulator}"]
+
+
+_profiles: Dict[Tuple[str, int, str], ModelProfile] = {}
+
+
+def _profile(prepared: Prepared, run: Row) -> ModelProfile:
+    config = prepared.point.config
+    key = (str(config.model), config.micro_batch_size, config.precision)
+    if key not in _profiles:
+        _profiles[key] = profile_model(config, module_precision=prepared.plan.module_precision)
+    found = _profiles[key]
+    if "input_bits" in run:  # pictures that are sent as bytes and become numbers on the device
+        import dataclasses
+
+        found = dataclasses.replace(found, input_bytes=round(found.input_bytes * run["input_bits"] / _BITS_OF_HALF))
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def all_planned() -> Tuple[Planned, ...]:
+    """Every row, planned."""
+    return tuple(plan(row) for row in rows())
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's: how well one order tells the other."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
+    size = len(first)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks)) / (size * (size * size - 1))
