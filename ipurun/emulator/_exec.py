@@ -8,10 +8,12 @@ import importlib.util
 import io
 import os
 import runpy
+import shutil
 import sys
 import types
 from typing import Any, Callable, Dict, Optional, Sequence
 
+from ipurun.emulator._torch_compat import load_whole_objects
 from ipurun.emulator.install import install
 
 __all__ = ["run_module", "run_script"]
@@ -32,7 +34,7 @@ def run_script(path: str, args: Sequence[str]) -> int:
     if not os.path.isfile(path):
         print(f"{sys.executable}: can't open file {path!r}: No such file", file=sys.stderr)
         return 2
-    install()
+    _prepare()
     sys.argv = [path, *args]
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     return _guarded(lambda: _execute_file(path), __file__)
@@ -48,13 +50,24 @@ def run_module(name: str, args: Sequence[str]) -> int:
     Returns:
         The exit code that Python would have ended with.
     """
-    install()
+    _prepare()
     sys.argv = ["-m", *args]
     _set_first_path(os.getcwd())
     if not _module_exists(name):
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         return 1
     return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), __file__)
+
+
+def _prepare() -> None:
+    install()
+    load_whole_objects()
+    # A `python3` that the program starts inherits the emulator's PYTHONPATH: it must be a Python that can import it.
+    folder = os.path.dirname(sys.executable)
+    started = shutil.which("python3")
+    own = shutil.which("python3", path=folder)
+    if own is not None and (started is None or os.path.dirname(started) != folder):
+        os.environ["PATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PATH", "")]))
 
 
 def _set_first_path(folder: str) -> None:

@@ -234,10 +234,10 @@ class Executable:
         return torch.full(spec.shape, scale, dtype=spec.dtype)
 
     def _per_group(self, replica: int, grads: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-        """Puts gradients of replica-grouped parameters in the row of the replica's group."""
+        """Puts gradients of replica-grouped parameters in the rows that the replica trains."""
         for name, group in self.weights.groups.items():
             if name in grads:
                 whole = torch.zeros_like(self.weights.parameters[name])
-                whole[group.group_of(replica, self.layout.replicas)] = grads[name]
+                whole[group.rows_trained_by(replica, self.layout.replicas)] = grads[name]
                 grads[name] = whole
         return grads

@@ -134,7 +134,7 @@ class ExecutorOptimizer:
             self.optimizer._connect(self._read_state)
 
     def _read_state(self) -> Dict[str, Optional[Dict[str, torch.Tensor]]]:
-        """Reads the device's state; a parameter that differs between replicas has a step count for each group."""
+        """Reads the device's state; a parameter that differs between replicas has a step count for each value."""
         assert self._executable is not None
         assert self._executable.optimizer is not None
         state = self._executable.optimizer.read_state()
@@ -142,11 +142,11 @@ class ExecutorOptimizer:
         for name, group in weights.groups.items():
             for key, tensor in state["ipu_state"].items():
                 if tensor.dim() == 0 and key.endswith(name):
-                    state["ipu_state"][key] = tensor.expand(group.count(weights.num_replicas)).clone()
+                    state["ipu_state"][key] = tensor.expand(group.rows(weights.num_replicas)).clone()
         return dict(state)
 
     def _without_group_counts(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        """Undoes what `_read_state` adds: the step counts of a parameter's groups are one number here."""
+        """Undoes what `_read_state` adds: the step counts of a parameter's values are one number here."""
         assert self._executable is not None
         names = tuple(self._executable.weights.groups)
         if not names or not state.get("ipu_state"):

@@ -39,10 +39,15 @@ def apply_file(options: Options, filepath: str) -> None:
         # An unclosed bracket at the end is reported one line past the last on older Pythons.
         number = min(error.lineno or 1, len(statements))
         raise ConfigFileError(
-            f"{type(error).__name__} at line {number} of {os.path.basename(filepath)}: {error.msg}\n"
+            f"{type(error).__name__} at line {number} of {os.path.basename(filepath)}: {_wording(error)}\n"
             f"> {statements[number - 1]}"
         ) from error
     exec(code, {"options": options, "poptorch": sys.modules[__package__]})
+
+
+def _wording(error: SyntaxError) -> str:
+    # Since 3.10 Python names the open bracket; PopTorch 3.4 runs on 3.8, whose words programs look for.
+    return "unexpected EOF while parsing" if error.msg.endswith("was never closed") else error.msg
 
 
 def _converted(value: Any) -> Any:

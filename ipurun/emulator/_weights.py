@@ -53,6 +53,25 @@ class ReplicaGroups:
             return replica // self.size
         return replica % self.count(num_replicas)
 
+    def rows(self, num_replicas: int) -> int:
+        """Returns the number of values in the leading dimension: one for each group, or for each replica."""
+        return num_replicas if self._one_per_replica else self.count(num_replicas)
+
+    def row_of(self, replica: int, num_replicas: int) -> int:
+        """Returns the value that a replica computes with."""
+        return replica if self._one_per_replica else self.group_of(replica, num_replicas)
+
+    def rows_trained_by(self, replica: int, num_replicas: int) -> List[int]:
+        """Returns the values that a replica's gradient goes to: those of all replicas of its group."""
+        group = self.group_of(replica, num_replicas)
+        if not self._one_per_replica:
+            return [group]
+        return [other for other in range(num_replicas) if self.group_of(other, num_replicas) == group]
+
+    @property
+    def _one_per_replica(self) -> bool:
+        return self.retrieval == VariableRetrievalMode.AllReplicas
+
 
 class DeviceWeights:
     """Parameters and buffers as the device holds them, apart from the host's.
@@ -88,7 +107,7 @@ class DeviceWeights:
         """Returns the value of a parameter that a replica computes with."""
         group = self.groups.get(name)
         tensor = self.parameters[name]
-        return tensor if group is None else tensor[group.group_of(replica, self.num_replicas)]
+        return tensor if group is None else tensor[group.row_of(replica, self.num_replicas)]
 
     def buffer_of(self, name: str, replica: int) -> torch.Tensor:
         """Returns the buffer that a replica computes with."""
@@ -115,15 +134,16 @@ class DeviceWeights:
 
     def _check_group(self, name: str, group: ReplicaGroups) -> None:
         tensor = self.parameters[name]
-        count = group.count(self.num_replicas)
+        rows = group.rows(self.num_replicas)
         if tensor.dim() == 0:
             raise createPoptorchError(
                 f"The parameter {name} has no dimension to hold a value for each group of replicas."
             )
-        if tensor.shape[0] != count:
+        if tensor.shape[0] != rows:
             raise createPoptorchError(
-                f"The parameter {name} of shape {tuple(tensor.shape)} must have a leading dimension of {count}: "
-                f"one value for each of the {count} groups of {self.num_replicas} replicas."
+                f"The parameter {name} of shape {tuple(tensor.shape)} must have a leading dimension of {rows}: "
+                f"{group.retrieval} keeps {rows} values for {self.num_replicas} replicas in "
+                f"{group.count(self.num_replicas)} groups."
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Optional, Sequence
 
 import torch
 
+from ipurun.emulator._torch_compat import restore_removed
 from ipurun.emulator.autocasting import autocast_module
 
 __all__ = ["find_real_poptorch", "install", "shim_folder"]
@@ -102,6 +103,7 @@ def install() -> None:
         sys.meta_path.insert(0, _AliasFinder())
         sys.meta_path.append(_CompanionFinder())
     torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
+    restore_removed()
     folder = shim_folder()
     if folder not in sys.path:
         sys.path.insert(1, folder)

@@ -226,12 +226,13 @@ if __name__ == "__main__":
     loader = DataLoader(Options(), Counting(40), batch_size=2, num_workers=1, mode=DataLoaderMode.Async)
     for batch in loader:
         break
-    print("worker", loader._accessor._worker._process.pid, flush=True)
-    if "wait" in sys.argv:
-        try:
+    try:
+        # Inside the try block: whoever reads this line may send the signal before the next one runs.
+        print("worker", loader._accessor._worker._process.pid, flush=True)
+        if "wait" in sys.argv:
             time.sleep(120)
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
 """
 
 

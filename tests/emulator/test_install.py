@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 RUN = "import sys; from ipurun.emulator import _exec; sys.exit(_exec.run_{}(sys.argv[1], sys.argv[2:]))"
 
@@ -190,6 +191,70 @@ def test_pytest_runs_poptorch_tests(run, tmp_path):
     ran = run(["-c", RUN.format("module"), "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"])
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 passed" in ran.stdout
+
+
+def test_a_program_starts_the_python_that_it_runs_on(run, tmp_path):
+    other = tmp_path / "other" / "python3"
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\necho another python\n")
+    other.chmod(0o755)
+    script = write(
+        tmp_path,
+        "parent.py",
+        """
+        import subprocess
+        subprocess.run(["python3", "-c", "import poptorch; print(poptorch.Options.__module__)"], check=True)
+        """,
+    )
+    ran = run(["-c", RUN.format("script"), script], PATH=os.pathsep.join([str(other.parent), os.defpath]))
+    assert ran.stdout == "ipurun.emulator.options\n", ran.stderr
+
+
+def test_whole_models_can_be_loaded_as_with_torch_2_0(run, tmp_path):
+    program = """
+        import io, torch
+        stream = io.BytesIO()
+        torch.save(torch.nn.Linear(1, 2), stream)
+        stream.seek(0)
+        print(torch.load(stream))
+        """
+    ran = run(["-c", RUN.format("script"), write(tmp_path, "load.py", program)])
+    assert ran.stdout == "Linear(in_features=1, out_features=2, bias=True)\n", ran.stderr
+
+
+@pytest.mark.skipif(not hasattr(torch.serialization, "add_safe_globals"), reason="torch reads whole objects anyway")
+def test_a_user_can_forbid_loading_whole_models(run, tmp_path):
+    program = """
+        import io, torch
+        stream = io.BytesIO()
+        torch.save(torch.nn.Linear(1, 2), stream)
+        stream.seek(0)
+        torch.load(stream)
+        """
+    script = write(tmp_path, "load.py", program)
+    ran = run(["-c", RUN.format("script"), script], TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0")
+    assert ran.returncode == 1
+    assert "Weights only load failed" in ran.stderr
+
+
+def test_samplers_pass_on_their_data_source_as_in_torch_2_0(run, tmp_path):
+    program = """
+        import poptorch
+        from torch.utils.data import DataLoader, Sampler
+
+        class Backwards(Sampler):
+            def __init__(self, source):
+                super().__init__(source)
+                self.source = source
+
+            def __iter__(self):
+                return iter(reversed(range(len(self.source))))
+
+        numbers = [10, 20, 30]
+        print([int(item) for item in DataLoader(numbers, sampler=Backwards(numbers))])
+        """
+    ran = run(["-c", RUN.format("script"), write(tmp_path, "sampler.py", program)])
+    assert ran.stdout == "[30, 20, 10]\n", ran.stderr
 
 
 def test_pva_can_be_imported_and_refuses_to_open_reports(run):

@@ -45,7 +45,7 @@ def test_syntax_error_names_kept_line_and_applies_nothing(tmp_path):
     with pytest.raises(poptorch.ConfigFileError) as caught:
         options.loadFromFile(path)
     first, second = str(caught.value).split("\n")
-    assert first.startswith("SyntaxError at line 2 of options.conf: ")
+    assert first == "SyntaxError at line 2 of options.conf: unexpected EOF while parsing"
     assert second == "> options.outputMode(poptorch.OutputMode.All"
     assert options.device_iterations == 1
     assert not isinstance(caught.value, poptorch.Error)

@@ -312,6 +312,61 @@ def test_parameters_that_differ_between_groups_of_replicas(orthogonal_input):
     torch.testing.assert_close(got, whole.detach())
 
 
+class Scaled(nn.Module):
+    """Loss is the weight times the input: the gradient of the weight is the input."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.weight * x, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        (poptorch.CommGroupType.Consecutive, [[0, 1], [2, 3]]),
+        (poptorch.CommGroupType.Orthogonal, [[0, 2], [1, 3]]),
+        (poptorch.CommGroupType.NoGrouping, [[0], [1], [2], [3]]),
+        (poptorch.CommGroupType.All, [[0, 1, 2, 3]]),
+    ],
+)
+def test_all_replicas_keeps_one_value_for_each_replica(kind, groups):
+    start = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    model = Scaled(start.clone())
+    opts = options(replicas=4).outputMode(poptorch.OutputMode.All)
+    opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    executor = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.5))
+    executor.weight.replicaGrouping(kind, 2, poptorch.VariableRetrievalMode.AllReplicas)
+    x = torch.tensor([10.0, 20.0, 40.0, 80.0])
+
+    loss = executor(x)
+    assert torch.equal(loss.reshape(4), start.reshape(4) * x)
+    executor.copyWeightsToHost()
+    expected = start.clone()
+    for members in groups:
+        expected[members] -= 0.5 * x[members].sum()
+    assert torch.equal(model.weight.detach(), expected)
+
+
+def test_all_replicas_has_optimizer_state_for_each_replica():
+    model = Scaled(torch.ones(4, 1))
+    optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1)
+    executor = poptorch.trainingModel(model, options(replicas=4), optimizer)
+    executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, poptorch.VariableRetrievalMode.AllReplicas)
+    executor(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert {tensor.shape[0] for tensor in optimizer.state_dict()["ipu_state"].values()} == {4}
+
+
+def test_all_replicas_needs_a_leading_dimension_of_the_replicas():
+    model = Scaled(torch.ones(2, 1))
+    executor = poptorch.inferenceModel(model, options(replicas=4))
+    executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, poptorch.VariableRetrievalMode.AllReplicas)
+    with pytest.raises(poptorch.Error, match="leading dimension of 4"):
+        executor(torch.ones(4))
+
+
 def test_groups_of_replicas_need_a_leading_dimension_of_their_number():
     model = nn.Linear(2, 3)
     executor = poptorch.inferenceModel(model, options(replicas=2))
