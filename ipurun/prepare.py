@@ -53,7 +53,7 @@ def prepare(point: Point, on_paper: bool = False) -> Prepared:
         # Without the model and the data much can still be checked.
         facts = Facts("cpu", "") if engine is None else Facts(engine.kind, engine.version, engine.available_ipus)
     try:
-        plan = make_plan(config, facts)
+        plan = make_plan(config, dataclasses.replace(facts, on_paper=on_paper))
     except ConfigError as error:
         problems += _untold(error, problems, point)
     if problems or engine is None or subject is None or plan is None:

@@ -23,6 +23,7 @@ class Request:
         factor: Replicas; None: as many as fit.
         auto_round: Whether PopTorch may round the number of IPUs up to a power of two.
         available: IPUs that can be attached; None where any number is emulated.
+        on_paper: Whether nothing will run: then more IPUs than one process attaches are only noted.
     """
 
     devices: Union[int, str]
@@ -30,6 +31,7 @@ class Request:
     factor: Optional[int] = None
     auto_round: bool = False
     available: Optional[int] = None
+    on_paper: bool = False
 
 
 def is_power_of_two(number: int) -> bool:
@@ -95,7 +97,9 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
         if devices.strip().lower() != "auto":
             found.problem("`devices` takes a number of IPUs or auto", seen=f"devices={devices}", fix="devices=1")
         return _automatic_total(request, per_replica, found)
-    if devices < 1 or devices > MAX_IPUS:
+    if devices > MAX_IPUS and request.on_paper:
+        _note_several_processes(devices, found)
+    elif devices < 1 or devices > MAX_IPUS:
         found.problem(
             f"`devices` must be a power of two from 1 to {MAX_IPUS}"
             + (", the most that PopTorch attaches in one process" if devices > MAX_IPUS else ""),
@@ -126,7 +130,9 @@ def _automatic_total(request: Request, per_replica: int, found: Findings) -> int
     needed = per_replica * (request.factor or 1)
     if request.auto_round:
         needed = next_power_of_two(needed)
-    if needed > MAX_IPUS:
+    if needed > MAX_IPUS and request.on_paper:
+        _note_several_processes(needed, found)
+    elif needed > MAX_IPUS:
         found.problem(
             f"the run needs {needed} IPUs, and PopTorch attaches at most {MAX_IPUS} in one process",
             seen=f"{request.factor or 1} replicas x {per_replica} IPUs",
@@ -145,6 +151,10 @@ def _automatic_total(request: Request, per_replica: int, found: Findings) -> int
         return needed
     most = min(request.available, MAX_IPUS)
     return max(1 << (most.bit_length() - 1), needed)
+
+
+def _note_several_processes(ipus: int, found: Findings) -> None:
+    found.note(f"{ipus} IPUs can be planned, not run: PopTorch attaches {MAX_IPUS} in one process, more takes PopRun")
 
 
 def _ceil_to(number: int, multiple: int) -> int:

@@ -57,7 +57,7 @@ def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Nu
     is_laid_out = len(found.problems) == before  # else how many stages there are is not known
     auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
-    request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus)
+    request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.on_paper)
     devices = share_devices(request, found)
     group_size = _group_size(config, given, devices.replicas, found)
     pipelined = is_laid_out and is_pipelined(config, given.options, given.file)

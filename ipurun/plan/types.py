@@ -71,6 +71,7 @@ class Facts:
         operations: Operations of the forward pass, the loss included.
         own_blocks: Blocks that the model's own code begins.
         solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
+        on_paper: Whether nothing will run, so that a machine larger than one process can attach is fine.
     """
 
     engine: str
@@ -90,6 +91,7 @@ class Facts:
     operations: int = 0
     own_blocks: Tuple[OwnBlock, ...] = ()
     solved_split: Optional[Tuple[str, ...]] = None
+    on_paper: bool = False
 
 
 @dataclass(frozen=True)

@@ -118,3 +118,9 @@ def test_single_values_out_of_range_do_not_hide_other_problems(problems_of):
 def test_inference_is_not_told_of_what_training_was_told(problems_of):
     told = problems_of({"pipeline.split": ["fc"], "devices": 1, "gradient_accumulation": 8})
     assert [problem.fix for problem in told] == ["devices=2"]
+
+
+def test_more_than_one_process_attaches_can_be_planned_on_paper(plan_of):
+    plan = plan_of({"devices": 256, "micro_batch_size": 1}, {"on_paper": True})
+    assert plan.devices.replicas == 256
+    assert any("PopRun" in note for note in plan.notes)
