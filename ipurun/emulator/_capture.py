@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
@@ -12,7 +13,9 @@ import torch
 
 from ipurun.emulator._capture_functions import FunctionWatcher
 from ipurun.emulator._graph import Graph, Node, Value
+from ipurun.emulator._host_checkpoints import plain_checkpoints
 from ipurun.emulator._losses import find_loss
+from ipurun.emulator._model_guard import forget_history
 from ipurun.emulator._prune import prune
 from ipurun.emulator._structures import rebuild, tensors_in
 from ipurun.emulator._tracing import Recorder
@@ -76,10 +79,8 @@ def capture(
     modules = modules or {}
     plain = _without_mask_check(modules)
     with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules), plain:
-        with _without_validation(), _seeded_by_options(), torch.set_grad_enabled(training), recorder, _mutation_allowed(
-            training, inputs
-        ):
-            with FunctionWatcher(recorder):
+        with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
+            with _watched_by_autograd(training, inputs), FunctionWatcher(recorder):
                 returned = call()
                 tensors = list(tensors_in(returned))
                 if before_backward is not None:
@@ -156,8 +157,10 @@ class _ConstantGuard:
         written = graph.storages_written()
         for value, original in graph.constants.items():
             if graph.specs[value].storage in written:
+                tensor = self._recorder.tensor_of(value)
+                forget_history(tensor)
                 with torch.no_grad():
-                    self._recorder.tensor_of(value).data.copy_(original)
+                    tensor.data.copy_(original)
 
 
 @contextlib.contextmanager
@@ -181,13 +184,24 @@ def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> It
         after.remove()
 
 
-def _mutation_allowed(training: bool, inputs: Sequence[torch.Tensor]) -> Any:
-    """Lets the model change tensors in place that backward needs: in a device's graph each value is its own."""
-    # Torch tells saved tensors apart by their address, and tensors without memory all have the same.
-    if not training or any(tensor.is_meta for tensor in inputs):
-        return contextlib.nullcontext()
-    _spare_dynamo(getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None))
-    return torch.autograd.graph.allow_mutation_on_saved_tensors()
+@contextlib.contextmanager
+def _watched_by_autograd(training: bool, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Lets autograd watch forward, in inference too: a model may look at `grad_fn` and `is_leaf`."""
+    if not training:
+        keeping: Any = torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing)
+    elif any(tensor.is_meta for tensor in inputs):
+        # Torch tells saved tensors apart by their address, and tensors without memory all have the same.
+        keeping = contextlib.nullcontext()
+    else:
+        # The model may change tensors in place that backward needs: in a device's graph each value is its own.
+        _spare_dynamo(getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None))
+        keeping = torch.autograd.graph.allow_mutation_on_saved_tensors()
+    with torch.enable_grad(), keeping:
+        yield
+
+
+def _keep_nothing(tensor: Any) -> None:
+    """Drops what autograd would save for a backward pass that never comes."""
 
 
 def _spare_dynamo(mode: Optional[type]) -> None:
@@ -256,6 +270,22 @@ def _without_validation() -> Iterator[None]:
         yield
     finally:
         distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keeps Python from collecting garbage: it would clear the weak references by which tensors are known.
+
+    A tensor in a garbage cycle (a closure that calls itself is one) lives on if autograd still needs it, but
+    without its weak references.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,18 @@ _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
     functional.group_norm: ((2, "weight"), (3, "bias")),
     functional.layer_norm: ((2, "weight"), (3, "bias")),
     functional.instance_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
+    # Its projections are calls of `linear` that capture does not see one by one.
+    functional.multi_head_attention_forward: (
+        (5, "in_proj_weight"),
+        (6, "in_proj_bias"),
+        (7, "bias_k"),
+        (8, "bias_v"),
+        (11, "out_proj_weight"),
+        (12, "out_proj_bias"),
+        (18, "q_proj_weight"),
+        (19, "k_proj_weight"),
+        (20, "v_proj_weight"),
+    ),
 }
 for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
     _WEIGHT_ARGUMENTS[getattr(functional, _name)] = ((1, "weight"), (2, "bias"))
@@ -25,7 +37,7 @@ def cast_weights(
 ) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
     """Returns the arguments with weights and biases in the type of the layer's input, as PopTorch does."""
     positions = _WEIGHT_ARGUMENTS.get(function)
-    data = args[0] if args else kwargs.get("input")
+    data = args[0] if args else kwargs.get("input", kwargs.get("query"))
     if positions is None or not isinstance(data, torch.Tensor) or not data.is_floating_point():
         return args, kwargs
     listed = list(args)
@@ -115,13 +127,10 @@ class HalfThroughFloat:
                 if id(item) not in widened:
                     widened[id(item)] = (item, item.float())
                 return widened[id(item)][1]
-            if item is torch.float16:
-                return torch.float32
-            if isinstance(item, (list, tuple)):
-                return type(item)([widen(entry) for entry in item])
-            return item
+            return torch.float32 if item is torch.float16 else item
 
-        result = self.widened(*[widen(a) for a in args], **{k: widen(v) for k, v in kwargs.items()})
+        wide_kwargs = {name: _map_leaves(widen, item) for name, item in kwargs.items()}
+        result = self.widened(*[_map_leaves(widen, item) for item in args], **wide_kwargs)
         originals = {id(wide): original for original, wide in widened.values()}
         for given in self._written(args):
             if id(given) in widened:
@@ -130,15 +139,19 @@ class HalfThroughFloat:
             return result
 
         def narrow(item: Any) -> Any:
-            if isinstance(item, torch.Tensor):
-                if id(item) in originals:
-                    return originals[id(item)]
-                return self._to_half(item) if item.dtype == torch.float32 else item
-            if isinstance(item, (list, tuple)):
-                return type(item)([narrow(entry) for entry in item])
-            return item
+            if id(item) in originals:
+                return originals[id(item)]
+            return self._to_half(item) if isinstance(item, torch.Tensor) and item.dtype == torch.float32 else item
 
         if isinstance(result, tuple) and self._schema.name.split("::")[-1] in _ONLY_FIRST_RESULT_HALF:
             first = narrow(result[0]) if args[0].dtype == torch.float16 else result[0]
             return (first, *result[1:])
-        return narrow(result)
+        return _map_leaves(narrow, result)
+
+
+def _map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
+    """Returns nested lists and tuples with every item replaced by what the function makes of it."""
+    # Not a function inside __call__ that calls itself: it would keep the tensors alive until the next collection.
+    if isinstance(item, (list, tuple)):
+        return type(item)([_map_leaves(function, entry) for entry in item])
+    return function(item)

@@ -10,7 +10,7 @@ import torch
 from ipurun.emulator import _wrapping
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["named_tensors", "on_device"]
+__all__ = ["forget_history", "named_tensors", "on_device"]
 
 _MAY_REASSIGN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
@@ -54,11 +54,18 @@ def on_device(model: Any, device_tensors: Dict[str, torch.Tensor]) -> Iterator[N
             table.entries.clear()
             table.entries.update(table.before)
         for name, tensor in tensors.items():
+            forget_history(tensor)
             tensor.data = original_data[name]
         for tensor, kind, executor in classes:
             _wrapping.restore_class(tensor, kind, executor)
     if problems:
         raise createPoptorchError(problems[0])
+
+
+def forget_history(tensor: torch.Tensor) -> None:
+    """Makes a tensor a leaf again that a capture changed in place by something autograd watched."""
+    if tensor.grad_fn is not None:
+        tensor.detach_()
 
 
 class _Table(NamedTuple):

@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
                 gradient of each tensor, None where there is none. Without it no gradient flows.
             name: What messages call the operation.
         """
-        if backward is None:
+        if backward is None and self.training:
             with torch.no_grad():
                 return self._call_opaque(fn, tuple(tensors), name)
         return _OpaqueFunction.apply(self, fn, backward, name, *tensors)
@@ -311,7 +311,7 @@ class _OpaqueFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]  # the extra arguments are not tensors
-        ctx: Any, recorder: Recorder, fn: Callable, backward: Callable, name: str, *tensors: torch.Tensor
+        ctx: Any, recorder: Recorder, fn: Callable, backward: Optional[Callable], name: str, *tensors: torch.Tensor
     ) -> Any:
         outputs = recorder._call_opaque(fn, tensors, name)
         listed = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -50,6 +50,32 @@ def test_layers_compute_in_the_type_of_their_input(layer):
     torch.testing.assert_close(from_half_weights, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"add_bias_kv": True}, {"kdim": 8, "vdim": 6}])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_computes_in_the_type_of_its_input(kwargs, need_weights):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, **kwargs)
+    tensors = [torch.randn(5, 2, 8), torch.randn(5, 2, 8), torch.randn(5, 2, kwargs.get("vdim", 8))]
+    expected = attention(*tensors)[0].detach()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = copy.deepcopy(attention)
+
+        def forward(self, query, key, value):
+            out = self.attention(query, key, value, need_weights=need_weights)[0]
+            return out, poptorch.identity_loss(out, "mean")
+
+    model = Model()
+    out, _ = poptorch.trainingModel(model)(*[tensor.half() for tensor in tensors])
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+    # Master weights: they stay in float32 and are trained.
+    assert model.attention.out_proj.weight.dtype == torch.float32
+    assert not torch.equal(model.attention.out_proj.weight, attention.out_proj.weight)
+
+
 def _train(model, x, labels, **kwargs):
     optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, use_combined_accum=False, **kwargs)
     executor = poptorch.trainingModel(model, optimizer=optimizer)

@@ -1,0 +1,164 @@
+"""What a model sees of autograd while it is captured, and what it leaves behind."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from executor_models import assert_trains_like_torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ipurun.emulator as poptorch
+
+
+class _Looking(nn.Module):
+    """Applies a function to the result of a layer and notes what autograd knows of the result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.function = function
+        self.seen = []
+
+    def forward(self, x):
+        result = self.function(self.layer(x))
+        tensor = result[0] if isinstance(result, (list, tuple)) else result
+        self.seen.append((tensor.is_leaf, tensor.requires_grad))
+        return result
+
+
+OPS = {
+    "torch": torch.relu,
+    "nop": poptorch.nop,
+    "identity_loss": lambda x: poptorch.identity_loss(x, "sum"),
+    "for_loop": lambda x: poptorch.for_loop(2, lambda y: y + 1, [x]),
+    "cond": lambda x: poptorch.cond(x.sum() > 0, lambda y: y + 1, [x], lambda y: y - 1, [x]),
+    "cpu": lambda x: poptorch.CPU(lambda y: y * 5, "times_five")(x),
+    "dynamic_slice": lambda x: poptorch.dynamic_slice(x, 0, torch.tensor([0]), 2, 1),
+    "checkpoint": lambda x: poptorch.recomputationCheckpoint([x]),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_inference_models_see_what_autograd_knows(name):
+    model = _Looking(OPS[name])
+    result = poptorch.inferenceModel(model)(torch.randn(2, 3))
+    assert model.seen == [(False, True)]
+    tensor = result[0] if isinstance(result, (list, tuple)) else result
+    assert not tensor.requires_grad
+
+
+def test_an_op_without_gradient_is_no_leaf_in_inference():
+    model = _Looking(lambda x: poptorch.ctc_beam_search_decoder(x.reshape(2, 1, 3), torch.tensor([2]), 0, 2, 1))
+    poptorch.inferenceModel(model)(torch.randn(2, 3))
+    assert model.seen == [(False, True)]
+
+
+class _Remembering(nn.Module):
+    """Writes what a layer gives into a buffer and into a plain tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("last", torch.zeros(2))
+        self.plain = torch.zeros(2)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.last.copy_(y[0])
+        self.plain += y[0]
+        return y, poptorch.identity_loss(y, "sum")
+
+
+@pytest.mark.parametrize("wrap", [poptorch.inferenceModel, poptorch.trainingModel])
+def test_tensors_that_forward_writes_have_no_history_afterwards(wrap):
+    model = _Remembering()
+    x = torch.ones(1, 2)
+    expected = model.layer(x)[0].detach()
+    executor = wrap(model)
+    executor(x)
+    executor.copyWeightsToHost()
+    torch.testing.assert_close(model.last.detach(), expected)
+    for tensor in (model.last, model.plain):
+        assert tensor.is_leaf and not tensor.requires_grad
+    assert model.plain.tolist() == [0.0, 0.0]
+    executor.destroy()
+    copy.deepcopy(model)
+
+
+class _Checkpointed(nn.Module):
+    """Two layers, the second through torch's checkpointing."""
+
+    def __init__(self, probability, **how):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(probability))
+        self.loss = nn.MSELoss()
+        self.how = how
+
+    def forward(self, x, target):
+        hidden = self.first(x)
+        out = checkpoint(self.second, hidden, **self.how) if self.how else self.second(hidden)
+        return out, self.loss(out, target)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_models_train_like_torch(use_reentrant):
+    torch.manual_seed(0)
+    model = _Checkpointed(0.0, use_reentrant=use_reentrant)
+    assert_trains_like_torch(model, (torch.randn(3, 4), torch.randn(3, 4)), steps=3)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_changes_no_random_number(use_reentrant):
+    torch.manual_seed(0)
+    plain = _Checkpointed(0.5)
+    checkpointed = _Checkpointed(0.5, use_reentrant=use_reentrant)
+    checkpointed.load_state_dict(plain.state_dict())
+    x, target = torch.randn(3, 4), torch.randn(3, 4)
+    for model in (plain, checkpointed):
+        optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1)
+        executor = poptorch.trainingModel(model, poptorch.Options().randomSeed(3), optimizer)
+        for _ in range(2):
+            executor(x, target)
+    torch.testing.assert_close(checkpointed.state_dict(), plain.state_dict())
+
+
+class _GarbageInBackward(torch.autograd.Function):
+    """The identity, whose backward leaves the gradient in a cycle that only a collection frees."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        def same(depth):
+            return grad if depth == 0 else same(depth - 1)
+
+        return same(1)
+
+
+class _Littering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+        self.loss = nn.MSELoss()
+
+    def forward(self, x, target):
+        for layer in self.layers:
+            x = _GarbageInBackward.apply(layer(x))
+        return x, self.loss(x, target)
+
+
+@pytest.mark.parametrize("allocations", [20, 59, 200])
+def test_garbage_is_not_collected_while_capturing(allocations):
+    torch.manual_seed(0)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(allocations, 5, 1000)
+    try:
+        assert_trains_like_torch(_Littering(), (torch.randn(3, 4), torch.randn(3, 4)), steps=1)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
