@@ -90,7 +90,7 @@ def capture(
         graph = recorder.graph
         graph.outputs = output_values
         graph.grads = {name: recorder.value_of(grad) for name, grad in grads.items()}
-    reference = ([t.detach().clone() for t in tensors], {name: g.detach() for name, g in grads.items()})
+        reference = ([t.detach().clone() for t in tensors], {name: g.detach() for name, g in grads.items()})
     recorder.finish()
     prune(graph)
     # The tensors of the captured run would keep all its activations alive.
@@ -144,7 +144,10 @@ def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -
 
 
 class _ConstantGuard:
-    """Puts plain tensors that the model changed back as they were: on a device they are constants."""
+    """Puts plain tensors back that the model changed by what a device computes: there they are constants.
+
+    What the model makes of plain tensors alone runs on the host, once for each compile, and the host keeps it.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -152,13 +155,15 @@ class _ConstantGuard:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, failure: Any, *exc: Any) -> None:
         graph = self._recorder.graph
         written = graph.storages_written()
         for value, original in graph.constants.items():
-            if graph.specs[value].storage in written:
-                tensor = self._recorder.tensor_of(value)
-                forget_history(tensor)
+            if graph.specs[value].storage not in written:
+                continue
+            tensor = self._recorder.tensor_of(value)
+            forget_history(tensor)
+            if failure is not None or self._recorder.varies(tensor):
                 with torch.no_grad():
                     tensor.data.copy_(original)
 

@@ -58,6 +58,37 @@ def test_plain_tensors_are_constants_and_their_changes_do_not_last():
     assert model.total.tolist() == [0.0, 0.0]
 
 
+class _CountsCaptures(nn.Module):
+    """Adds one to a plain tensor, which a graph does not see as an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(1)
+
+    def forward(self, x=None):
+        self.count += 1
+        if x is None:
+            return self.count
+        return x.reshape(3) * self.count
+
+
+def test_what_is_made_of_plain_tensors_alone_happens_once_on_the_host():
+    model = _CountsCaptures()
+    executor = poptorch.inferenceModel(model)
+    assert [executor().tolist() for _ in range(3)] == [[1.0], [1.0], [1.0]]
+    assert model.count.tolist() == [1.0]
+    executor.destroy()
+    assert poptorch.inferenceModel(model)(torch.full((3,), 5.0)).tolist() == [10.0, 10.0, 10.0]
+    assert model.count.tolist() == [2.0]
+
+
+def test_a_failed_compile_leaves_plain_tensors_as_they_were():
+    model = _CountsCaptures()
+    with pytest.raises(RuntimeError, match="shape"):
+        poptorch.inferenceModel(model)(torch.zeros(2))
+    assert model.count.tolist() == [0.0]
+
+
 @pytest.mark.parametrize(
     ("use", "explained"),
     [
