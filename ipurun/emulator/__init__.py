@@ -20,7 +20,7 @@ from ipurun.emulator._data_accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator._hardware import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipurun.emulator._impl import createPoptorchError, isRunningOnIpu
-from ipurun.emulator._logging import setLogLevel
+from ipurun.emulator._logging import logger, setLogLevel
 from ipurun.emulator._model_wrappers import inferenceModel, load, trainingModel
 from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.emulator._printing import module_repr, print
@@ -156,6 +156,7 @@ __all__ = [
     "ipu_print_tensor",
     "isRunningOnIpu",
     "load",
+    "logger",
     "module_repr",
     "nearest",
     "nop",

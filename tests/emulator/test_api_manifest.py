@@ -22,6 +22,7 @@ EXTRA_NAMES = {
     "autocasting": "PopTorch up to 3.0, for older programs",
     "coverage": "tells what is emulated",
     "install": "makes `import poptorch` mean the emulator",
+    "logger": "PopTorch imports it for itself, and its own examples write to it",
     "register_cpu_implementation": "Python code of a custom op",
     "shim": "stands for poptorch in child processes",
     "testing": "PopTorch has it too, once it was imported",

@@ -86,3 +86,8 @@ def test_unknown_level_in_the_environment_fails_the_import(child_environment):
     ran = run_python("import ipurun.emulator", **child_environment)
     assert ran.returncode == 1
     assert "ValueError: Unknown log level: LOUD" in ran.stderr
+
+
+def test_programs_write_to_the_logger_of_the_package(capsys):
+    poptorch.logger.warning("no IPU for %s", "this example")
+    assert "] [poptorch::python] [warning] no IPU for this example\n" in capsys.readouterr().err
