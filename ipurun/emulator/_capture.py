@@ -14,6 +14,7 @@ import torch
 from ipurun.emulator._capture_functions import FunctionWatcher
 from ipurun.emulator._graph import Graph, Node, Value
 from ipurun.emulator._host_checkpoints import plain_checkpoints
+from ipurun.emulator._loss_shapes import give_device_shapes
 from ipurun.emulator._losses import find_loss
 from ipurun.emulator._model_guard import forget_history
 from ipurun.emulator._prune import prune
@@ -90,8 +91,11 @@ def capture(
         graph = recorder.graph
         graph.outputs = output_values
         graph.grads = {name: recorder.value_of(grad) for name, grad in grads.items()}
-        reference = ([t.detach().clone() for t in tensors], {name: g.detach() for name, g in grads.items()})
+        results = [tensor.detach().clone() for tensor in tensors]
     recorder.finish()
+    give_device_shapes(graph)
+    outputs = [tensor.reshape(graph.specs[value].shape) for tensor, value in zip(results, graph.outputs)]
+    reference = (outputs, {name: g.detach() for name, g in grads.items()})
     prune(graph)
     # The tensors of the captured run would keep all its activations alive.
     template = rebuild(returned, (torch.empty(0) for _ in tensors))

@@ -98,6 +98,35 @@ def test_identity_loss_reduces(reduction):
     )
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_part_of_the_loss_is_a_vector_of_one_element(reduction):
+    def finish(y, target):
+        part = poptorch.identity_loss(y - target, reduction=reduction)
+        squared = 5 * part * part
+        return part, squared, poptorch.identity_loss(squared, reduction="mean")
+
+    torch.manual_seed(0)
+    model = _Model(finish)
+    x = torch.randn(2, 4)
+    part = getattr(model.layer(x) - FLOATS, reduction)().detach()
+    results = poptorch.trainingModel(model)(x, FLOATS)
+    assert [tuple(result.shape) for result in results] == [(1,), (1,), ()]
+    for result, expected in zip(results, [part, 5 * part**2, 5 * part**2]):
+        torch.testing.assert_close(result.reshape(()), expected)
+    shapes = [tuple(result.shape) for result in poptorch.inferenceModel(model)(x, FLOATS)]
+    assert shapes == [(), (), ()]
+
+
+def test_a_part_of_the_loss_that_is_not_reduced_keeps_its_shape():
+    def finish(y, target):
+        part = poptorch.identity_loss(y - target, reduction="none")
+        return part, poptorch.identity_loss(part * part, reduction="sum")
+
+    part, loss = poptorch.trainingModel(_Model(finish))(torch.randn(2, 4), FLOATS)
+    assert tuple(part.shape) == (2, 3)
+    assert tuple(loss.shape) == ()
+
+
 def test_a_loss_that_nothing_returned_depends_on_does_not_count():
     def finish(y, target):
         functional.l1_loss(y, target)
