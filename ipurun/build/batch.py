@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["as_call", "leading_rows", "map_tensors", "pick", "split_target", "target_of"]
+__all__ = ["as_call", "leading_rows", "map_tensors", "pick", "split_target", "target_of", "with_loss"]
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 _LOSS_KEYS = ("loss",)
@@ -78,10 +79,29 @@ def pick(output: Any, which: Optional[str], *, loss: bool = False) -> Any:
     Raises:
         ConfigError: There is no such part; the message lists those that exist.
     """
+    place = _place(output, which, loss)
+    return output if place is None else output[place]
+
+
+def with_loss(output: Any, which: Optional[str], value: torch.Tensor) -> Any:
+    """A model's output with its loss (see `pick`) replaced by a value."""
+    place = _place(output, which, True)
+    if place is None:
+        return value
+    if isinstance(output, Mapping):
+        changed: Any = copy.copy(output)  # of its own class: the outputs of transformers are mappings
+        changed[place] = value
+        return changed
+    items = [value if index == place % len(output) else item for index, item in enumerate(output)]
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+
+
+def _place(output: Any, which: Optional[str], loss: bool) -> Any:
+    """The key or index of one part of an output, None where the output is one tensor."""
     if isinstance(output, torch.Tensor):
         if which not in (None, "0"):
             raise _absent("loss.output", f"the model returns one tensor, so there is no output `{which}`")
-        return output
+        return None
     if isinstance(output, Mapping):
         names = (which,) if which is not None else _LOSS_KEYS if loss else _OUTPUT_KEYS
         found = next((name for name in names if name in output), None)
@@ -90,11 +110,11 @@ def pick(output: Any, which: Optional[str], *, loss: bool = False) -> Any:
         if found is None:
             has = ", ".join(map(str, output))
             raise _absent("loss.output", f"the model's output has no `{names[0]}`; it has {has}")
-        return output[found]
+        return found
     index = _index(which, len(output)) if which is not None else (len(output) - 1 if loss else 0)
     if index is None:
         raise _absent("loss.output", f"the model's output has no item `{which}`; it has {len(output)} items")
-    return output[index]
+    return index
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
 from ipurun.build.buffers import changing_buffers
+from ipurun.build.caching import CACHE_NOTE, stop_caching
 from ipurun.build.data import check_data, check_sample, length_of, make_splits, notes_of, split_for_eval
 from ipurun.build.loader import check_loader, is_stream, samples_drawn
 from ipurun.build.metrics import check_metrics, check_monitor
@@ -64,7 +66,9 @@ def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper:
         problems += _check_splits(config, splits)
     if problems or model is None:
         raise ConfigError(problems)
-    return Subject(model, splits or {}, _facts(config, engine, model, splits or {}))
+    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
+    facts = _facts(config, engine, model, splits or {})
+    return Subject(model, splits or {}, dataclasses.replace(facts, notes=(*facts.notes, *cache_notes)))
 
 
 def _problems_without_building(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:

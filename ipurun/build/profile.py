@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.build.batch import as_call, map_tensors, split_target
+from ipurun.build.caching import stop_caching
 from ipurun.build.perform import construct
 from ipurun.build.precision import cast_hooks, cast_weights
 from ipurun.build.profile_ops import profile_graph
@@ -183,6 +184,7 @@ def _trace(
     strategy: Any,
 ) -> ModelProfile:
     precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
+    stop_caching(model)
     cast_weights(model, precision, rules)
     handles = cast_hooks(model, precision, rules)
     if precision.startswith("16"):

@@ -11,7 +11,8 @@ from typing import Any, Callable, List, Optional
 import torch
 from torch import nn
 
-from ipurun.build.batch import pick, split_target
+from ipurun.build.batch import pick, split_target, with_loss
+from ipurun.build.capturing import told_captured
 from ipurun.build.targets import check_arguments, locate
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem
@@ -62,9 +63,18 @@ class Step(nn.Module):
         loss: The loss to put behind it; None for a model that returns its own.
         config: Which items are target, output and loss.
         returns_output: Whether the output comes back beside the loss.
+        identity_loss: The engine's function that marks a tensor as the loss, for training: a model's own loss may
+            be made of several, and PopTorch wants to be told that their sum is the one that counts.
     """
 
-    def __init__(self, model: nn.Module, loss: Optional[Loss], config: LossConfig, returns_output: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Optional[Loss],
+        config: LossConfig,
+        returns_output: bool,
+        identity_loss: Optional[Callable[..., torch.Tensor]] = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss.function if loss is not None and isinstance(loss.function, nn.Module) else None
@@ -72,16 +82,26 @@ class Step(nn.Module):
         self._target = config.target
         self._output = config.output
         self._returns_output = returns_output
+        self._reduction = config.reduction
+        self._identity_loss = identity_loss
 
     def forward(self, *items: Any, **named: Any) -> Any:
         """The loss of one micro-batch, or (output, loss)."""
         if self._apply_loss is None:
-            output = self.model(*items, **named)
-            return output if self._returns_output else pick(output, self._output, loss=True)
+            with told_captured():
+                output = self.model(*items, **named)
+            return self._own_loss(output)
         args, kwargs, target = split_target(items, named, self._target)
-        output = self.model(*args, **kwargs)
+        with told_captured():
+            output = self.model(*args, **kwargs)
         loss = self._apply_loss(pick(output, self._output), target)
         return (output, loss) if self._returns_output else loss
+
+    def _own_loss(self, output: Any) -> Any:
+        if self._identity_loss is None:
+            return output if self._returns_output else pick(output, self._output, loss=True)
+        loss = self._identity_loss(pick(output, self._output, loss=True), reduction=self._reduction)
+        return with_loss(output, self._output, loss) if self._returns_output else loss
 
 
 def check_loss(config: LossConfig, engine_module: Optional[ModuleType] = None) -> List[Problem]:

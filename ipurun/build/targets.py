@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 import typing
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
@@ -41,7 +42,7 @@ def check_arguments(
     by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     leading = [name for name, parameter in parameters.items() if parameter.kind in by_position]
     filled = set(leading[: positional + len(kwargs.get("_args_", ()))]) | set(given)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    takes_any = _takes_any(parameters) or _is_wrapped_by_one_that_takes_any(target)
     named = {
         name: parameter
         for name, parameter in parameters.items()
@@ -133,6 +134,9 @@ def make(
     except ConfigError:
         raise
     except Exception as error:
+        refused = _refused_argument(error, target, node, key)
+        if refused is not None:
+            raise ConfigError(refused) from error
         raise ConfigError(
             Problem(
                 f"`{key}`: {node['_target_']} failed when it was made",
@@ -190,6 +194,37 @@ def _parameters(target: Callable[..., Any]) -> Optional[Mapping[str, inspect.Par
         return inspect.signature(target).parameters
     except (TypeError, ValueError):  # some builtins have no signature: the call itself will tell
         return None
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _is_wrapped_by_one_that_takes_any(target: Callable[..., Any]) -> bool:
+    """Whether a decorator stands before the target that may know more arguments than the signature it shows.
+
+    The configs of transformers are such classes: they keep whatever else they are given (`num_labels`).
+    """
+    outer = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]  # of the class itself
+    if not hasattr(outer, "__wrapped__"):
+        return False
+    try:
+        return _takes_any(inspect.signature(outer, follow_wrapped=False).parameters)
+    except (TypeError, ValueError):
+        return False
+
+
+def _refused_argument(
+    error: Exception, target: Callable[..., Any], node: Mapping[str, Any], key: str
+) -> Optional[Problem]:
+    """The problem of an argument that only the call itself could refuse, None where it failed in another way."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    wanted = arguments_of(node)
+    if found is None or found.group(1) not in wanted:
+        return None
+    name = found.group(1)
+    known = [known for known in _parameters(target) or {} if known not in wanted]
+    return _unknown_argument(node["_target_"], name, wanted[name], known, key)
 
 
 def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:

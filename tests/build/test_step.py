@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from run_toys import Net
 from torch import nn
 
 from ipurun import emulator
-from ipurun.build.batch import leading_rows, map_tensors, pick, split_target, target_of
+from ipurun.build.batch import leading_rows, map_tensors, pick, split_target, target_of, with_loss
+from ipurun.build.caching import stop_caching
 from ipurun.build.step import Step, check_loss, make_loss
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError
@@ -160,3 +162,65 @@ def test_mapping_keeps_containers() -> None:
     doubled = map_tensors(lambda t: t * 2, nested)
     assert isinstance(doubled["b"], tuple) and doubled["a"][1] == 3 and doubled["a"][0].tolist() == [2, 2]
     assert leading_rows({"n": torch.tensor(3), "x": torch.zeros(6, 2)}) == 6
+
+
+class TwoLosses(nn.Module):
+    """Adds up the losses of two tasks itself, as the pretraining models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        scores = self.out(x)
+        loss = nn.functional.cross_entropy(scores, labels) + nn.functional.cross_entropy(-scores, labels)
+        return {"loss": loss, "logits": scores}
+
+
+@pytest.mark.parametrize("returns_output", [False, True])
+def test_the_sum_of_a_models_own_losses_is_the_loss(returns_output: bool) -> None:
+    model = TwoLosses()
+    step = Step(model, None, _loss(None), returns_output, emulator.identity_loss)
+    expected = model(X, Y)
+    optimizer = emulator.optim.SGD(step.parameters(), lr=0.5)
+    weights = model.out.weight.detach().clone()
+    gradient = torch.autograd.grad(expected["loss"], model.out.weight)[0]
+    result = emulator.trainingModel(step, optimizer=optimizer)(x=X, labels=Y)
+    loss = result["loss"] if returns_output else result
+    assert torch.allclose(loss, expected["loss"].detach())
+    assert torch.allclose(model.out.weight, weights - 0.5 * gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("output", [(1.0, 2.0), [1.0, 2.0], {"loss": 2.0, "other": 1.0}])
+def test_replacing_the_loss_keeps_the_structure(output: Any) -> None:
+    new = torch.tensor(7.0)
+    changed = with_loss(output, None, new)
+    assert type(changed) is type(output) and len(changed) == 2
+    assert pick(changed, None, loss=True) is new and pick(output, None, loss=True) == 2.0
+
+
+def test_forward_hears_that_it_is_captured() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            if not torch.jit.is_tracing() and mask.all():
+                return self.out(x)
+            return self.out(x * mask)
+
+    model, mask = Asks(), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    step = Step(model, make_loss(_loss(), emulator), _loss(), returns_output=True)
+    output, _ = emulator.inferenceModel(step)(X, mask.expand(5, 4), Y)
+    assert torch.allclose(output, model.out(X * mask), atol=1e-6)
+    assert not torch.jit.is_tracing()
+
+
+def test_caches_for_generating_are_switched_off() -> None:
+    part = nn.Linear(2, 2)
+    part.config = SimpleNamespace(use_cache=True)
+    model = nn.Sequential(part, nn.ReLU())
+    model.config = SimpleNamespace(hidden_size=2)
+    assert stop_caching(model) and part.config.use_cache is False
+    assert not stop_caching(model)

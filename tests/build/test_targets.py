@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,36 @@ class Open:
 
 class Plain:
     pass
+
+
+def keeps_the_rest(function: Any) -> Any:
+    """A decorator as the configs of transformers have it: what the function does not know is kept all the same."""
+
+    @functools.wraps(function)
+    def outer(self: Any, width: int, **rest: Any) -> None:
+        function(self, width)
+        self.rest = rest
+
+    return outer
+
+
+def passes_on(function: Any) -> Any:
+    @functools.wraps(function)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return outer
+
+
+class Decorated:
+    @keeps_the_rest
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+@passes_on
+def widget(width: int) -> Widget:
+    return Widget(width)
 
 
 def refuse(width: int) -> None:
@@ -174,3 +205,15 @@ def test_a_target_that_fails_is_a_config_error_with_its_line() -> None:
 def test_not_callable() -> None:
     (problem,) = check_node({"_target_": f"{HERE}.built"}, "model")
     assert "not callable" in problem.what
+
+
+def test_a_decorator_may_know_more_arguments_than_it_shows() -> None:
+    made = make({"_target_": f"{__name__}.Decorated", "width": 2, "num_labels": 3}, "model")
+    assert (made.width, made.rest) == (2, {"num_labels": 3})
+
+
+def test_an_argument_that_only_the_call_refuses_is_told_like_any_other() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make({"_target_": f"{__name__}.widget", "width": 2, "widht": 3}, "model")
+    problem = caught.value.problems[0]
+    assert problem.what == f"`model.widht`: {__name__}.widget has no argument `widht`"
