@@ -1,7 +1,8 @@
 """Loops and branches on the device: for_loop and cond.
 
-A body's Python runs once, at compile. What it did is kept as a list of the ops it called, and the list is
-issued again for every further trip, so the compiled graph holds the loop unrolled.
+A body's Python runs once, at compile. What a loop's did is kept as a list of the ops it called, and the list is
+issued again for every further trip, so the compiled graph holds the loop unrolled. A branch is one op of the graph,
+which computes the body that the condition chooses.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from typing import Any, Callable, List, Sequence
 
 import torch
 
+from ipurun.emulator._branches import Branches, trace_body
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._op_context import active_recorder, refuse_training
-from ipurun.emulator._op_log import OpLog
+from ipurun.emulator._op_log import OpLog, call_recorded
 
 Body = Callable[..., Any]
 
@@ -99,19 +101,15 @@ def cond(
         return _as_list(body(*[value.clone() for value in inputs]))
     refuse_training(recorder, "cond")
 
-    # Bodies get copies and are inference only, so running both and choosing between the results gives what
-    # running one does, and keeps the choice inside the graph.
-    chosen = _as_list(then_body(*[value.clone() for value in then_inps]))
-    other = _as_list(else_body(*[value.clone() for value in else_inps]))
-    _check_branches(chosen, other)
+    chosen, tensors = trace_body(recorder, then_body, then_inps)
+    other, more_tensors = trace_body(recorder, else_body, else_inps)
+    tensors.update(more_tensors)
+    branches = Branches(chosen, other)
     flag = condition.reshape(()).to(torch.bool)
-    return [torch.where(flag, left, right) for left, right in zip(chosen, other)]
-
-
-def _check_branches(then_outputs: Sequence[torch.Tensor], else_outputs: Sequence[torch.Tensor]) -> None:
-    shapes = [[tuple(value.shape) for value in outputs] for outputs in (then_outputs, else_outputs)]
-    if shapes[0] != shapes[1]:
-        raise createPoptorchError(
-            "poptorch.cond: both bodies must return the same number of tensors, of the same shapes. "
-            f"then_body returns {shapes[0]}, else_body {shapes[1]}."
-        )
+    results = call_recorded(recorder, branches, [flag, *[tensors[value] for value in branches.outer]], name="cond")
+    recorder.graph.nodes[-1].is_random = branches.is_random
+    num_outputs = len(results) - len(branches.written)
+    with torch.no_grad():
+        for value, result in zip(branches.written, results[num_outputs:]):
+            tensors[value].copy_(result)
+    return list(results[:num_outputs])

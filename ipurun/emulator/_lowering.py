@@ -20,6 +20,7 @@ _BACKEND_TYPES: Dict[str, Tuple[str, ...]] = {
     "bmm": ("MatMul",),
     "cat": ("Concat",),
     "clone": ("Identity",),
+    "cond": ("If",),
     "convolution": ("Conv",),
     "dot": ("MatMul",),
     "embedding": ("Gather",),

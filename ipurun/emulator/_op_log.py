@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +59,19 @@ class OpLog(TorchDispatchMode):
         return substitute
 
 
+@contextlib.contextmanager
+def logs_muted() -> Iterator[List[OpLog]]:
+    """Keeps the ops called inside from the logs that are open; gives those logs."""
+    logs = [log for log in _open_logs if not log._muted]
+    for log in logs:
+        log._muted = True
+    try:
+        yield logs
+    finally:
+        for log in logs:
+            log._muted = False
+
+
 def call_recorded(
     recorder: _tracing.Recorder,
     fn: Callable[..., Any],
@@ -70,14 +84,8 @@ def call_recorded(
     def call(arguments: Sequence[torch.Tensor]) -> Any:
         return recorder.call(fn, arguments, backward=backward, name=name)
 
-    logs = [log for log in _open_logs if not log._muted]
-    for log in logs:
-        log._muted = True
-    try:
+    with logs_muted() as logs:
         result = call(tensors)
-    finally:
-        for log in logs:
-            log._muted = False
     for log in logs:
         log.calls.append((call, (list(tensors),), {}, result))
     return result

@@ -1,0 +1,220 @@
+"""poptorch.cond: a run computes one body, and only what that body does happens."""
+
+import pytest
+import torch
+
+from ipurun import emulator as poptorch
+
+YES, NO = torch.tensor([True]), torch.tensor([False])
+
+
+class Counting(torch.nn.Module):
+    """Counts in buffers how often each body ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("thens", torch.zeros(1))
+        self.register_buffer("elses", torch.zeros(2, 1))
+
+    def forward(self, condition, x):
+        def then_body(y):
+            self.thens.add_(1)
+            return y * 2
+
+        def else_body(y):
+            self.elses[1] += 1
+            return y - 1
+
+        chosen = poptorch.cond(condition, then_body, [x], else_body, [x])[0]
+        return chosen, self.thens * 1, self.elses * 1
+
+
+def test_only_the_chosen_body_writes_to_buffers():
+    executor = poptorch.inferenceModel(Counting())
+    x = torch.tensor([5.0])
+    for condition, value, thens, elses in [(YES, 10, 1, 0), (NO, 4, 1, 1), (NO, 4, 1, 2), (YES, 10, 2, 2)]:
+        chosen, seen_thens, seen_elses = executor(condition, x)
+        assert chosen.item() == value
+        assert seen_thens.item() == thens
+        assert seen_elses.tolist() == [[0.0], [elses]]
+    executor.copyWeightsToHost()
+    assert executor.thens.item() == 2
+    assert executor.elses.tolist() == [[0.0], [2.0]]
+
+
+def test_compiling_leaves_the_buffers_alone():
+    model = Counting()
+    executor = poptorch.inferenceModel(model)
+    executor.compile(YES, torch.tensor([5.0]))
+    executor.copyWeightsToHost()
+    assert model.thens.item() == 0
+    assert model.elses.sum().item() == 0
+
+
+def test_only_the_chosen_body_prints(capfd):
+    class Model(torch.nn.Module):
+        def forward(self, condition, x):
+            return poptorch.cond(
+                condition,
+                lambda y: poptorch.ipu_print_tensor(y, "then") + 1,
+                [x],
+                lambda y: poptorch.ipu_print_tensor(y, "else") - 1,
+                [x],
+            )[0]
+
+    executor = poptorch.inferenceModel(Model())
+    x = torch.tensor([5.0])
+    executor.compile(YES, x)
+    capfd.readouterr()
+    assert executor(YES, x).item() == 6
+    printed = capfd.readouterr().err
+    assert "then" in printed and "else" not in printed
+    assert executor(NO, x).item() == 4
+    printed = capfd.readouterr().err
+    assert "else" in printed and "then" not in printed
+
+
+def test_only_the_chosen_body_calls_the_host():
+    called = []
+
+    def host(x):
+        called.append(float(x))
+        return x + 1
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.host = poptorch.CPU(host, "host")
+
+        def forward(self, condition, x):
+            return poptorch.cond(condition, self.host, [x], lambda y: y, [x])[0]
+
+    executor = poptorch.inferenceModel(Model())
+    x = torch.tensor([5.0])
+    executor.compile(NO, x)
+    called.clear()
+    assert executor(NO, x).item() == 5
+    assert called == []
+    assert executor(YES, x).item() == 6
+    assert called == [5.0]
+
+
+def test_a_tensor_made_in_forward_is_written_by_the_chosen_body():
+    class Model(torch.nn.Module):
+        def forward(self, condition, x):
+            total = torch.zeros(2)
+
+            def then_body():
+                total.add_(x)
+                return x
+
+            poptorch.cond(condition, then_body, [], lambda: x, [])
+            return total + 1
+
+    executor = poptorch.inferenceModel(Model())
+    x = torch.tensor([1.0, 2.0])
+    for _ in range(2):
+        assert executor(YES, x).tolist() == [2.0, 3.0]
+        assert executor(NO, x).tolist() == [1.0, 1.0]
+
+
+def test_two_views_of_one_buffer_stay_views_of_it_in_a_body():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(3))
+
+        def forward(self, condition, x):
+            first, rest = self.rows[:1], self.rows[1:]
+
+            def then_body(y):
+                self.rows.add_(y)
+                rest.mul_(2)
+                return first + rest.sum()
+
+            return poptorch.cond(condition, then_body, [x], lambda y: y, [x])[0], self.rows + 0
+
+    executor = poptorch.inferenceModel(Model())
+    x = torch.tensor([3.0])
+    out, rows = executor(YES, x)
+    assert out.item() == 15.0
+    assert rows.tolist() == [3.0, 6.0, 6.0]
+    out, rows = executor(NO, x)
+    assert out.item() == 3.0
+    assert rows.tolist() == [3.0, 6.0, 6.0]
+
+
+def test_a_branch_in_a_loop_chooses_anew_in_each_trip():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("odd", torch.zeros(1))
+
+        def forward(self, x):
+            def halve(y):
+                return torch.div(y, 2, rounding_mode="trunc")
+
+            def triple(y):
+                self.odd.add_(1)
+                return y * 3 + 1
+
+            def trip(y):
+                return poptorch.cond(y % 2 == 0, halve, [y], triple, [y])[0]
+
+            return poptorch.for_loop(8, trip, [x])[0], self.odd + 0
+
+    value, odd = poptorch.inferenceModel(Model())(torch.tensor([6.0]))
+    assert value.item() == 1.0  # 6 3 10 5 16 8 4 2 1
+    assert odd.item() == 2.0
+
+
+def test_random_numbers_in_a_body_follow_the_seed():
+    class Model(torch.nn.Module):
+        def forward(self, condition, x):
+            return poptorch.cond(condition, lambda y: y + torch.rand_like(y), [x], lambda y: y, [x])[0]
+
+    def draw():
+        executor = poptorch.inferenceModel(Model(), poptorch.Options().randomSeed(3))
+        return executor(YES, torch.zeros(4)), executor(YES, torch.zeros(4))
+
+    first, second = draw(), draw()
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], first[1])
+
+
+def test_floating_point_exceptions_of_the_other_body_do_not_happen():
+    class Model(torch.nn.Module):
+        def forward(self, condition, x):
+            return poptorch.cond(condition, lambda y: 1 / y, [x], lambda y: y + 1, [x])[0]
+
+    options = poptorch.Options()
+    options.Precision.enableFloatingPointExceptions(True)
+    executor = poptorch.inferenceModel(Model(), options)
+    assert executor(NO, torch.zeros(1)).item() == 1.0
+    with pytest.raises(poptorch.Error, match="Floating point exception"):
+        executor(YES, torch.zeros(1))
+
+
+def test_a_branch_is_one_op_of_the_graph():
+    executor = poptorch.inferenceModel(Counting())
+    executor(YES, torch.tensor([5.0]))
+    assert '"type":"If"' in executor._debugGetPopartIR().replace(" ", "")
+
+
+def test_micro_batches_choose_one_by_one():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return poptorch.cond(x.sum() > 0, lambda y: y * 2, [x], lambda y: y - 1, [x])[0]
+
+    executor = poptorch.inferenceModel(Model(), poptorch.Options().deviceIterations(3))
+    assert executor(torch.tensor([[1.0], [-1.0], [4.0]])).tolist() == [[2.0], [-2.0], [8.0]]
+
+
+def test_bodies_of_different_shapes_are_refused():
+    class Model(torch.nn.Module):
+        def forward(self, condition, x):
+            return poptorch.cond(condition, lambda y: y, [x], lambda y: y[:1], [x])[0]
+
+    with pytest.raises(poptorch.Error, match="both bodies must return"):
+        poptorch.inferenceModel(Model())(YES, torch.zeros(2))
