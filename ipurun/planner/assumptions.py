@@ -122,14 +122,15 @@ def _about_training(layout: Layout, machine: Machine, settings: Settings) -> Lis
                 "nothing of an update overlaps with computation.",
             )
         )
+    machines = machine.machines(layout.num_ipus * settings.replicas)
     if settings.replicas > 1:
         told.append(
             Assumption(
                 "replicas",
                 f"Gradients are summed at {machine.all_reduce_bytes_per_second / 1e9:g} GB/s by IPU, and "
-                "waiting for the slowest "
-                f"of {settings.replicas} replicas makes a cycle "
-                f"{settings.replicas**machine.replica_loss - 1:.0%} longer.",
+                "synchronisation over "
+                f"{machines} machine{'s' if machines > 1 else ''} makes a cycle "
+                f"{machine.machine_loss * (machines - 1):.0%} longer.",
             )
         )
     return told

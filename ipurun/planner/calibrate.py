@@ -39,8 +39,6 @@ FREE: Mapping[str, Tuple[float, float]] = {
     "transfer_seconds": (50e-6, 0.5),  # a synchronisation with the host over PCIe
     "host_call_seconds": (3e-3, 0.5),  # Python, copies and a launch
 }
-# A published throughput of one SDK and one data set, as a standard deviation of its logarithm.
-_NOISE = 0.1
 _STEP = 0.05
 _ITERATIONS = 3
 
@@ -57,6 +55,8 @@ class Measurement:
         settings: How it ran.
         clock_hz: Clock of the chip it ran on: all that tells a Bow from a GC200.
         samples_per_second: What was measured.
+        noise: How far that may be from what the device can do, as a standard deviation of its logarithm; unless told
+            otherwise, the scatter between releases of an SDK.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Measurement:
     settings: Settings
     clock_hz: float
     samples_per_second: float
+    noise: float = 0.1
 
 
 def ratio(row: Measurement, machine: Machine) -> float:
@@ -149,7 +150,7 @@ def _weights(rows: Sequence[Measurement]) -> List[float]:
     sizes: Dict[str, int] = {}
     for row in rows:
         sizes[row.family] = sizes.get(row.family, 0) + 1
-    return [1 / (_NOISE**2 * sizes[row.family]) for row in rows]
+    return [1 / (row.noise**2 * sizes[row.family]) for row in rows]
 
 
 def _slopes(row: Measurement, machine: Machine, names: Sequence[str], before: float) -> List[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Tuple
+from typing import Dict, List, Set, Tuple
 
 from ipurun.planner.hardware import Machine
 from ipurun.planner.products import Shape, backward_shapes, forward_shape, plan_product
@@ -32,9 +32,12 @@ _WORK_BY_NAME: Dict[str, Tuple[float, float]] = {
     "log": (4.0, 1.0),
     "erf": (6.0, 6.0),
     "hardswish": (3.0, 3.0),
-    "bernoulli_": (3.0, 3.0),  # random numbers; drawn again in the backward pass
     "native_dropout": (4.0, 4.0),
 }
+# A dropout is one operation on the device: random numbers, compared and multiplied, drawn again going back.
+_DROPOUT = (3.0, 3.0)
+# A permutation moves nothing by itself: what reads it next exchanges its operands anyway.
+_REARRANGEMENTS = frozenset(["clone", "contiguous"])
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class OpCost:
     temporary: float
 
 
+_FREE = OpCost(0.0, 0.0, 0.0)
+
+
 def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, proportion: float) -> List[OpCost]:
     """The cost of every operation of a profile.
 
@@ -61,14 +67,28 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
         settings: Precision and serialisation.
         proportion: Share of tile memory for temporaries of matmuls and convolutions.
     """
-    known: Dict[Tuple[str, int, int, int], OpCost] = {}
+    known: Dict[Tuple[str, int, int, int, bool], OpCost] = {}
+    masks = _dropout_masks(profile)
     costs = []
     for op in profile.ops:
-        key = (op.signature, op.gradients, op.traffic_bytes, serial_parts(op, settings))
-        if op.kind == "view" or key not in known:
-            known[key] = _cost(op, machine, settings, proportion)
+        if op.kind == "view" or op.index in masks or op.name in _REARRANGEMENTS:
+            costs.append(_FREE)
+            continue
+        is_dropout = not masks.isdisjoint(op.inputs)
+        key = (op.signature, op.gradients, op.traffic_bytes, serial_parts(op, settings), is_dropout)
+        if key not in known:
+            known[key] = _cost(op, machine, settings, proportion, is_dropout)
         costs.append(known[key])
     return costs
+
+
+def _dropout_masks(profile: ModelProfile) -> Set[int]:
+    """Operations that draw the mask of a dropout and scale it: the device does both while it multiplies."""
+    masks: Set[int] = set()
+    for op in profile.ops:
+        if op.name == "bernoulli_" or (op.name == "div_" and op.index - 1 in masks):
+            masks.add(op.index)
+    return masks
 
 
 def costs_by_ipu(profile: ModelProfile, machine: Machine, settings: Settings, num_ipus: int) -> List[List[OpCost]]:
@@ -89,13 +109,11 @@ def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
     return given[min(ipu, len(given) - 1)] if given else machine.default_proportion
 
 
-def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float) -> OpCost:
-    if op.kind == "view":
-        return OpCost(0.0, 0.0, 0.0)
+def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float, is_dropout: bool) -> OpCost:
     overhead = machine.op_cycles / machine.clock_hz
     if op.dims:
         return _product_cost(op, machine, settings, proportion, overhead)
-    forward, backward = _WORK_BY_NAME.get(op.name, _WORK[op.kind])
+    forward, backward = _DROPOUT if is_dropout else _WORK_BY_NAME.get(op.name, _WORK[op.kind])
     moving = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
     rate = moving if op.kind in ("copy", "gather") else machine.vector_bytes_per_cycle
     once = op.traffic_bytes / (rate * machine.tiles * machine.clock_hz)
@@ -105,9 +123,10 @@ def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float
 
 def _product_cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float, overhead: float) -> OpCost:
     parts = serial_parts(op, settings)
-    wanted = [forward_shape(op.dims)]
+    has_weight = bool(op.parameters)
+    wanted = [forward_shape(op.dims, has_weight)]
     if settings.training and op.gradients:
-        data, weight = backward_shapes(op.dims)
+        data, weight = backward_shapes(op.dims, has_weight)
         wanted += [data, weight] if op.gradients > 1 else [weight if op.parameters else data]
     seconds, temporary = [], 0.0
     for shape in wanted:

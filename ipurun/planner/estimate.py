@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ipurun.planner.assumptions import assumptions_of
 from ipurun.planner.hardware import Machine
 from ipurun.planner.memory import estimate_memory
@@ -28,8 +26,7 @@ def estimate(profile: ModelProfile, layout: Layout, settings: Settings, machine:
     verdicts = tuple(verdict_of(ipu, machine) for ipu in ipus)
     time = estimate_time(profile, layout, settings, machine)
     streaming = sum(ipu.streaming for ipu in ipus) * settings.replicas
-    machines = math.ceil(layout.num_ipus * settings.replicas / machine.ipus_per_machine)
-    limit = round(machines * machine.streaming_bytes_per_machine)
+    limit = round(machine.machines(layout.num_ipus * settings.replicas) * machine.streaming_bytes_per_machine)
     overall = worst(verdicts) if streaming <= limit else Verdict.DOES_NOT_FIT
     return Estimate(
         ipus=ipus,

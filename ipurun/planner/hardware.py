@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping
 
@@ -18,22 +19,24 @@ class Machine:
     tile_bytes: int = 638_976
     clock_hz: float = 1.325e9
     half_macs_per_cycle: float = 64.0
+    mixed_macs_per_cycle: float = 32.0
     single_macs_per_cycle: float = 16.0
     exchange_bytes_per_cycle: float = 4.0
+    exchange_pair: int = 2
     ipus_per_machine: int = 4
     streaming_bytes_per_machine: float = 256e9
-    product_efficiency: float = 0.79
+    product_efficiency: float = 0.76
     block_load_cycles: float = 48.0
-    exchange_efficiency: float = 0.58
-    vector_bytes_per_cycle: float = 8.4
-    op_cycles: float = 3200.0
+    exchange_efficiency: float = 0.52
+    vector_bytes_per_cycle: float = 7.8
+    op_cycles: float = 4000.0
     link_bytes_per_second: float = 64e9
     all_reduce_bytes_per_second: float = 40e9
-    streaming_bytes_per_second: float = 18.4e9
+    streaming_bytes_per_second: float = 17.6e9
     transfer_seconds: float = 69e-6
     host_bytes_per_second: float = 8e9
-    host_call_seconds: float = 3.8e-3
-    replica_loss: float = 0.075
+    host_call_seconds: float = 3.7e-3
+    machine_loss: float = 0.0085
     code_bytes_per_tile: float = 16_600.0
     code_bytes_per_op: float = 150.0
     code_bytes_per_call: float = 42.0
@@ -45,6 +48,16 @@ class Machine:
     def memory_bytes(self) -> int:
         """Memory of the whole chip."""
         return self.tiles * self.tile_bytes
+
+    def macs_per_cycle(self, element_bytes: int, partials_bytes: int) -> float:
+        """Multiply-adds of a tile's matrix unit, for operands and partial sums of these sizes."""
+        if element_bytes != 2:
+            return self.single_macs_per_cycle
+        return self.half_macs_per_cycle if partials_bytes == 2 else self.mixed_macs_per_cycle
+
+    def machines(self, ipus: int) -> int:
+        """Machines that a number of IPUs takes."""
+        return math.ceil(ipus / self.ipus_per_machine)
 
     def peak_flops(self, element_bytes: int) -> float:
         """Floating-point operations per second that one IPU can do at most, for values of this size."""
@@ -65,6 +78,6 @@ def machine_from(values: Mapping[str, Any]) -> Machine:
     plain: Dict[str, Any] = {
         key: given["value"] if isinstance(given, Mapping) else given for key, given in values.items()
     }
-    whole = ("tiles", "tile_bytes", "ipus_per_machine")
+    whole = ("tiles", "tile_bytes", "ipus_per_machine", "exchange_pair")
     plain.update({key: int(given) for key, given in plain.items() if key in whole})
     return Machine(**plain)

@@ -19,7 +19,8 @@ class Shape(NamedTuple):
     """A product of rows x depth with depth x columns, for each group and each point of a kernel.
 
     Points of a kernel share the rows (a convolution slides over its data). Where a weight gradient is computed,
-    each point of the kernel has a result of its own instead.
+    each point of the kernel has a result of its own instead. A weight is laid out for its products: a tile that alone
+    needs a part of it has that part already.
     """
 
     groups: int
@@ -28,6 +29,7 @@ class Shape(NamedTuple):
     depth: int
     kernel: int = 1
     is_weight_gradient: bool = False
+    is_weight_at_home: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,16 @@ class Product:
     tile_bytes: float
 
 
-def forward_shape(dims: Tuple[int, ...]) -> Shape:
-    """The product of a forward operation, from the `dims` of its profile."""
+def forward_shape(dims: Tuple[int, ...], has_weight: bool = False) -> Shape:
+    """The product of a forward operation, from the `dims` of its profile; `has_weight` if it has a parameter."""
     groups, rows, columns, depth, kernel = dims
-    return _merged(Shape(groups, rows, columns, depth, kernel))
+    return _merged(Shape(groups, rows, columns, depth, kernel, is_weight_at_home=has_weight))
 
 
-def backward_shapes(dims: Tuple[int, ...]) -> Tuple[Shape, Shape]:
+def backward_shapes(dims: Tuple[int, ...], has_weight: bool = False) -> Tuple[Shape, Shape]:
     """The products that give the gradients of its data and of its weight."""
     groups, rows, columns, depth, kernel = dims
-    data = Shape(groups, rows, depth, columns, kernel)
+    data = Shape(groups, rows, depth, columns, kernel, is_weight_at_home=has_weight)
     weight = Shape(groups, columns, depth, rows, kernel, is_weight_gradient=True)
     return _merged(data), _merged(weight)
 
@@ -97,7 +99,8 @@ def plan_product(machine: Machine, shape: Shape, element_bytes: int, partials_by
                     columns=math.ceil(shape.columns / column_parts),
                     depth=math.ceil(shape.depth / depth_parts),
                 )
-                found = _on_a_tile(machine, part, depth_parts > 1, element_bytes, partials_bytes, limit)
+                split = (row_parts, column_parts, depth_parts)
+                found = _on_a_tile(machine, part, split, element_bytes, partials_bytes, limit)
                 if best is None or found.cycles * rounds < best.cycles:
                     best = Product(found.cycles * rounds, found.tile_bytes)
     assert best is not None
@@ -105,9 +108,16 @@ def plan_product(machine: Machine, shape: Shape, element_bytes: int, partials_by
 
 
 def _on_a_tile(
-    machine: Machine, part: Shape, is_partial: bool, element_bytes: int, partials_bytes: int, limit: float
+    machine: Machine,
+    part: Shape,
+    split: Tuple[int, int, int],
+    element_bytes: int,
+    partials_bytes: int,
+    limit: float,
 ) -> Product:
-    macs = machine.half_macs_per_cycle if element_bytes == 2 else machine.single_macs_per_cycle
+    """The part of one tile, of as many as rows, columns and depth are split into."""
+    macs = machine.macs_per_cycle(element_bytes, partials_bytes)
+    is_partial = split[2] > 1
     results, weights = (part.kernel, 1) if part.is_weight_gradient else (1, part.kernel)
     row_bytes = part.rows * part.depth * element_bytes
     column_bytes = part.columns * part.depth * weights * element_bytes
@@ -122,9 +132,19 @@ def _on_a_tile(
     blocks = math.ceil(part.columns / _BLOCK) * depth_blocks
     multiply = _BLOCK * _BLOCK * part.rows / (macs * machine.product_efficiency)
     compute = blocks * (multiply + turns * machine.block_load_cycles)
-    moved = row_bytes + turns * column_bytes + (result_bytes if is_partial else 0)
+    away = 1 - 1 / split[0] if part.is_weight_at_home else 1.0
+    received = _received(row_bytes, turns * column_bytes * away, split, machine.exchange_pair)
+    moved = received + (result_bytes if is_partial else 0)
     exchange = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
     return Product(compute + moved / exchange, min(needed, limit))
+
+
+def _received(row_bytes: float, column_bytes: float, split: Tuple[int, int, int], pair: int) -> float:
+    """Bytes to wait for: what a pair of tiles both want comes over the buses of both, one operand or the other."""
+    same_rows, same_columns = split[1] >= pair, split[0] >= pair
+    rows_together = row_bytes / pair + column_bytes if same_rows else row_bytes + column_bytes
+    columns_together = row_bytes + column_bytes / pair if same_columns else row_bytes + column_bytes
+    return min(rows_together, columns_together)
 
 
 def _parts(most: int, tiles: int) -> List[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import List, Tuple
 
 from ipurun.planner.costs import costs_by_ipu
@@ -22,9 +21,11 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
     received = boundary_values(profile, layout)
     ipus = _ipu_times(stages, received, layout, settings, machine)
     cycle, cycles, bubble = _cycles(ipus, layout, settings)
-    loss = settings.replicas**machine.replica_loss  # every exchange with the host waits for the slowest replica
+    machines = machine.machines(layout.num_ipus * settings.replicas)
+    # A synchronisation passes from machine to machine, and every replica waits for it.
+    cycle *= 1 + machine.machine_loss * (machines - 1)
     # Data comes in at every cycle, and all IPUs wait for it to be announced.
-    cycle = cycle * loss + machine.transfer_seconds
+    cycle += machine.transfer_seconds + _reading(profile, layout, settings, machine)
     compute = cycle * cycles
     shares = parameter_shares(profile, layout, settings)
     all_reduce = _all_reduce(shares, settings, machine)
@@ -33,7 +34,6 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
     batches = settings.gradient_accumulation if settings.training else 1
     input_bytes = profile.input_bytes * batches * settings.replicas
     output_bytes = profile.output_bytes * batches * settings.replicas * settings.returned
-    machines = math.ceil(layout.num_ipus * settings.replicas / machine.ipus_per_machine)
     host_input = (input_bytes + output_bytes) / (machine.host_bytes_per_second * machines)
     samples = settings.micro_batch_size * batches * settings.replicas
     if settings.host_samples_per_second:
@@ -100,6 +100,17 @@ def _ipu_times(
             )
         )
     return tuple(times)
+
+
+def _reading(profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine) -> float:
+    """Seconds that the tiles stand still while a micro-batch comes in, where no tiles are set aside for that.
+
+    It waits in the machine's memory, whose rate the replicas on that machine share.
+    """
+    if settings.io_tiles:
+        return 0.0
+    readers = min(settings.replicas, max(1, machine.ipus_per_machine // layout.num_ipus))
+    return profile.input_bytes * readers / machine.streaming_bytes_per_second
 
 
 def _cycles(ipus: Tuple[IpuTime, ...], layout: Layout, settings: Settings) -> Tuple[float, int, float]:

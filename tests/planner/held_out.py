@@ -1,4 +1,4 @@
-"""Published runs that no constant was fitted to: facts from published.json as configs, planned the way `ipurun plan` does."""
+"""Published runs that no constant was fitted to: facts of published.json, planned the way `ipurun plan` does."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Dict, List, Sequence
@@ -75,8 +76,9 @@ def gpt2_small(gradient_accumulation: int, measured: float) -> Measurement:
 
 
 def resnet50(replicas: int = 4) -> Measurement:
-    """graphcore/examples resnet50, measured on four Bow IPUs by ALCF."""
+    """graphcore/examples resnet50, measured on four Bow IPUs by ALCF; pictures are sent as bytes."""
     model = profile("resnet", "resnet50", 18)
+    model = dataclasses.replace(model, input_bytes=model.input_bytes // 2)
     kept = [name for name in module_ranges(model) if re.fullmatch(r"layer[123]\.\d+|layer4\..+|avgpool|fc", name)]
     settings = Settings(
         micro_batch_size=18,
@@ -91,7 +93,7 @@ def resnet50(replicas: int = 4) -> Measurement:
 
 
 def vit_base(replicas: int = 4) -> Measurement:
-    """graphcore/examples b16_imagenet1k, measured on a Bow Pod16 by Graphcore."""
+    """graphcore/examples b16_imagenet1k, measured on a Bow Pod16 by Graphcore; its args.py has half partials."""
     model = profile("vit", "vit_base", 17)
     stack = next(name[:-2] for name in module_ranges(model) if re.fullmatch(r"(\w+\.)*\w+\.11", name))
     settings = Settings(
@@ -101,7 +103,7 @@ def vit_base(replicas: int = 4) -> Measurement:
         device_iterations=8,
         recompute="checkpoints",
         available_proportion=(0.3,),
-        compute_bytes=2,
+        **HALF,
         state_bytes=2.0,
         state_tensors=1,
         state_sharded=True,
@@ -110,7 +112,9 @@ def vit_base(replicas: int = 4) -> Measurement:
     layout = layout_of_blocks(
         model, [(f"{stack}{3 * ipu}", ipu) for ipu in range(4)], [f"{stack}{layer}" for layer in range(12)]
     )
-    return Measurement("ViT-B/16", "ViT-B/16", model, layout, settings, BOW_HZ, 7319.0)
+    # One host read and prepared the pictures, and may have been what the run waited for: Graphcore's run from scratch,
+    # which fills and drains its pipeline far less often, came out within 4% of this one.
+    return Measurement("ViT-B/16", "ViT-B/16", model, layout, settings, BOW_HZ, 7319.0, noise=0.3)
 
 
 GPT2_SMALL: Dict[int, float] = {16: 64.99, 64: 129.96, 512: 183.37, 4096: 193.41}

@@ -12,6 +12,7 @@ import pytest
 from planner_toys import chain
 
 from ipurun.planner.calibrate import Measurement, calibrate_to_run, measured_throughput, ratio
+from ipurun.planner.costs import op_costs
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine, machine_from
 from ipurun.planner.products import Shape, backward_shapes, forward_shape, plan_product
@@ -45,6 +46,28 @@ def test_larger_micro_batches_use_the_device_better() -> None:
 
 def test_single_precision_is_slower() -> None:
     assert 2 < cycles(1024, 1024, 1024, element_bytes=4) / cycles(1024, 1024, 1024) < 4
+
+
+def test_single_partial_sums_halve_the_rate_of_the_matrix_unit() -> None:
+    assert MACHINE.macs_per_cycle(2, 4) == MACHINE.macs_per_cycle(2, 2) / 2
+    shape = Shape(1, 4096, 4096, 4096)
+    half, single = (plan_product(MACHINE, shape, 2, partials, 0.6).cycles for partials in (2, 4))
+    assert 1.3 < single / half < 2.2
+
+
+def test_tiles_that_want_the_same_share_their_buses() -> None:
+    alone = dataclasses.replace(MACHINE, exchange_pair=1)
+    shape = Shape(1, 1024, 1024, 1024)
+    assert plan_product(MACHINE, shape, 2, 2, 0.6).cycles < plan_product(alone, shape, 2, 2, 0.6).cycles
+    # One tile's worth of columns and of rows: there is no other tile to share with.
+    thin = Shape(1472, 1, 16, 16)
+    assert plan_product(MACHINE, thin, 2, 2, 0.6) == plan_product(alone, thin, 2, 2, 0.6)
+
+
+def test_a_weight_that_one_tile_needs_is_on_that_tile() -> None:
+    dims = (1, 64, 16 * 1472, 16, 1)  # each tile multiplies all rows with 16 columns of its own
+    weight, data = forward_shape(dims, has_weight=True), forward_shape(dims)
+    assert plan_product(MACHINE, weight, 2, 2, 0.6).cycles < plan_product(MACHINE, data, 2, 2, 0.6).cycles
 
 
 def test_less_memory_takes_more_time() -> None:
@@ -84,7 +107,8 @@ def test_the_busiest_ipu_sets_the_pace() -> None:
     even, uneven = time_of(4, [2], gradient_accumulation=8), time_of(4, [1], gradient_accumulation=8)
     assert uneven.cycle > even.cycle
     busiest = max(ipu.total for ipu in uneven.ipus)
-    assert uneven.cycle == pytest.approx(busiest + MACHINE.transfer_seconds)
+    reading = chain(4).input_bytes / MACHINE.streaming_bytes_per_second
+    assert uneven.cycle == pytest.approx(busiest + MACHINE.transfer_seconds + reading)
 
 
 def test_an_ipu_that_comes_back_does_both_stages() -> None:
@@ -115,6 +139,44 @@ def test_state_off_chip_goes_through_the_memory_that_four_ipus_share() -> None:
     moved = 2 * 2 * 400 * 8 / (MACHINE.streaming_bytes_per_second / 4)
     begun = 2 * 2 * 2 * MACHINE.transfer_seconds  # parameters, tensors of state, there and back
     assert off_chip.update - on_chip.update == pytest.approx(moved + begun)
+
+
+def test_a_micro_batch_is_read_while_tiles_wait_unless_some_are_set_aside() -> None:
+    profile = dataclasses.replace(chain(2), input_bytes=10**6)
+    layout = single_ipu(profile)
+
+    def cycle(replicas: int = 1, **changes: int) -> float:
+        found = estimate_time(profile, layout, Settings(replicas=replicas, **changes), MACHINE)
+        return found.cycle - max(ipu.total for ipu in found.ipus)
+
+    reading = 10**6 / MACHINE.streaming_bytes_per_second
+    assert cycle() == pytest.approx(MACHINE.transfer_seconds + reading)
+    assert cycle(replicas=4) == pytest.approx(MACHINE.transfer_seconds + 4 * reading)  # all on one machine
+    assert cycle(io_tiles=32) == pytest.approx(MACHINE.transfer_seconds)
+
+
+def test_each_further_machine_makes_a_cycle_longer() -> None:
+    one, four, sixteen = (time_of(2, [], replicas=replicas).cycle for replicas in (4, 16, 64))
+    fixed = MACHINE.transfer_seconds + 4 * chain(2).input_bytes / MACHINE.streaming_bytes_per_second
+    assert (four - fixed) / (one - fixed) == pytest.approx(1 + 3 * MACHINE.machine_loss)
+    assert (sixteen - fixed) / (one - fixed) == pytest.approx(1 + 15 * MACHINE.machine_loss)
+
+
+def test_a_dropout_is_one_operation_and_a_permutation_none() -> None:
+    plain = dataclasses.replace(chain(1).ops[0], kind="elementwise", name="mul", dims=(), traffic_bytes=10**6)
+    ops = [
+        dataclasses.replace(plain, name="bernoulli_", signature="a"),
+        dataclasses.replace(plain, index=1, name="div_", signature="b"),
+        dataclasses.replace(plain, index=2, inputs=(1,), signature="c"),
+        dataclasses.replace(plain, index=3, inputs=(2,), signature="c"),
+        dataclasses.replace(plain, index=4, inputs=(3,), name="clone", kind="copy", signature="d"),
+        dataclasses.replace(plain, index=5, inputs=(4,), name="div_", signature="b"),
+    ]
+    profile = dataclasses.replace(chain(1), ops=tuple(ops))
+    seconds = [cost.forward for cost in op_costs(profile, MACHINE, Settings(), 0.6)]
+    assert seconds[0] == seconds[1] == seconds[4] == 0
+    assert seconds[2] > seconds[3] > 0  # random numbers take time, and the same product without them less
+    assert seconds[5] > 0
 
 
 def test_replicas_sum_their_gradients() -> None:
@@ -157,7 +219,7 @@ def test_assumptions_follow_the_settings() -> None:
     text = " ".join(assumption.text for assumption in found.assumptions)
     assert "estimate" in text
     assert "2 forward stages on 2 IPUs" in text
-    assert "slowest of 2 replicas" in text
+    assert "over 1 machine makes a cycle 0% longer" in text
     alone = estimate(profile, single_ipu(profile), Settings(), MACHINE)
     assert not any(assumption.topic in ("pipeline", "replicas") for assumption in alone.assumptions)
 
