@@ -1,12 +1,13 @@
-"""Functions of torch that read values back to Python or write behind autograd, in a form that a graph can hold."""
+"""Functions of torch that read values back to Python, write behind autograd or do what a device does not."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Union
+from typing import Any, Callable, Dict, Optional, Union
 
 import torch
 
 from ipurun.emulator._impl import createNativeError
+from ipurun.emulator._tracing import current
 
 __all__ = ["REPLACED_FUNCTIONS"]
 
@@ -35,7 +36,25 @@ def _rrelu(
     return input.copy_(result) if inplace else result
 
 
+def _batch_norm(
+    input: torch.Tensor,
+    running_mean: Optional[torch.Tensor],
+    running_var: Optional[torch.Tensor],
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Leaves the running statistics alone in an inference model: the backend updates them with the weights."""
+    recorder = current()
+    if training and recorder is not None and not recorder.training:
+        running_mean = running_var = None
+    return torch.nn.functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
 REPLACED_FUNCTIONS: Dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.batch_norm: _batch_norm,
     torch.nn.functional.one_hot: _one_hot,
     torch.nn.functional.rrelu: _rrelu,
 }

@@ -198,6 +198,19 @@ def test_batch_norm_of_each_replica_has_its_own_statistics():
     assert int(model.norm.num_batches_tracked) == 1
 
 
+def test_an_inference_model_does_not_update_running_statistics():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(3)
+    x = torch.randn(4, 3) + 1
+    expected = (x - x.mean(0)) / torch.sqrt(x.var(0, unbiased=False) + norm.eps)
+    executor = poptorch.inferenceModel(norm)
+    for _ in range(2):
+        torch.testing.assert_close(executor(x), expected)
+    executor.copyWeightsToHost()
+    assert norm.running_mean.tolist() == [0.0, 0.0, 0.0]
+    assert norm.running_var.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_wrapping_changes_classes_and_destroy_changes_them_back():
     model, executor, _ = _trained(norm=nn.BatchNorm2d(4))
     assert type(model).__name__ == "PoptorchClassifier"
