@@ -20,7 +20,7 @@ __all__ = ["find_real_poptorch", "install", "shim_folder"]
 
 _ALIAS = "poptorch"
 _TARGET = __package__ or "ipurun.emulator"
-_COMPANIONS = {"pva": "_pva"}
+_COMPANIONS = {"popdist": "_popdist", "popdist.poptorch": "_popdist.poptorch", "pva": "_pva"}
 
 
 class _AliasLoader(importlib.abc.Loader):

@@ -271,6 +271,51 @@ def test_pva_can_be_imported_and_refuses_to_open_reports(run):
     assert "writes no PopVision reports" in ran.stdout, ran.stderr
 
 
+POPDIST = """if True:
+    from ipurun import emulator
+    emulator.install()
+    import popdist, popdist.poptorch
+    assert not popdist.isPopdistEnvSet()
+    popdist.init()
+    assert (popdist.getInstanceIndex(), popdist.getReplicaIndexOffset(), popdist.getDeviceId()) == (0, 0, 0)
+    assert {popdist.getNumInstances(), popdist.getNumLocalReplicas(), popdist.getNumTotalReplicas()} == {1}
+    opts = popdist.poptorch.Options(ipus_per_replica=2)
+    """
+
+
+def test_popdist_answers_as_a_program_of_one_process(run):
+    program = """
+    import copy, poptorch, torch
+    assert isinstance(opts, poptorch.Options)
+    opts.deviceIterations(2)
+    opts = copy.deepcopy(opts)
+    print(opts.Distributed.processId, opts.Distributed.numProcesses, opts.replication_factor)
+    print(poptorch.inferenceModel(torch.nn.Flatten(), opts)(torch.ones(4, 1, 3)).shape)
+    """
+    ran = run(["-c", POPDIST + program], OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="3")
+    assert ran.stdout == "0 1 1\ntorch.Size([4, 3])\n", ran.stderr
+
+
+def test_popdist_options_refuse_what_the_launcher_decides(run):
+    program = """
+    distributed = opts.Distributed
+    for call in (
+        lambda: opts.useIpuId(1),
+        lambda: opts.replicationFactor(2),
+        lambda: distributed.disable(),
+        lambda: distributed.setEnvVarNames("SIZE", "RANK"),
+        lambda: distributed.configureProcessId(1, 2),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            print(str(error).split("`")[1])
+    """
+    ran = run(["-c", POPDIST + program])
+    refused = ["useIpuId", "replicationFactor", "Distributed.disable", "Distributed.setEnvVarNames"]
+    assert ran.stdout.split() == [*refused, "Distributed.configureProcessId"], ran.stderr
+
+
 def test_a_pva_that_is_installed_is_used(run, tmp_path):
     write(tmp_path, "pva.py", "name = 'the real one'")
     ran = run(["-c", "from ipurun import emulator; emulator.install(); import pva; print(pva.name)"])
