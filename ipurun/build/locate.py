@@ -50,7 +50,8 @@ def _make_working_folder_importable() -> None:
 
 
 def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, int]:
-    for used in range(len(parts), 0, -1):
+    # The last part is never imported: where a package has a function and a module of one name, the function is meant.
+    for used in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:used])
         try:
             return importlib.import_module(name), used

@@ -193,7 +193,7 @@ def _trace(
     step.train(training)
     trace = _Trace()
     try:
-        captured = _capture(step, batch, training, trace, strategy)
+        captured = step.answer.attempt(lambda: _capture(step, batch, training, trace, strategy))
     except Exception as error:  # user code of any kind fails in any way
         raise ConfigError(_problem(error, trace)) from error
     finally:

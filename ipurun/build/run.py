@@ -117,8 +117,8 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
     )
     loss = make_loss(config.loss, module)
     train_metrics = make_metrics(config.metrics, "train", module)
-    step = Step(model, loss, config.loss, returns_output=bool(train_metrics))
-    inference_step = Step(model, loss, config.loss, returns_output=True)
+    step = Step(model, loss, config.loss, returns_output=bool(train_metrics), identity_loss=module.identity_loss)
+    inference_step = Step(model, loss, config.loss, returns_output=True, answer=step.answer)
     for executed in (step, inference_step):
         overlap_io(executed, module, plan.overlap_io)
     training_options = apply_calls(module.Options(), plan.training_options, module)

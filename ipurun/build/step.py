@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ipurun.build.batch import pick, split_target, with_loss
-from ipurun.build.capturing import told_captured
+from ipurun.build.capturing import CaptureAnswer
 from ipurun.build.targets import check_arguments, locate
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem
@@ -65,6 +65,7 @@ class Step(nn.Module):
         returns_output: Whether the output comes back beside the loss.
         identity_loss: The engine's function that marks a tensor as the loss, for training: a model's own loss may
             be made of several, and PopTorch wants to be told that their sum is the one that counts.
+        answer: What the model hears when it asks whether it is captured; shared by the steps of one model.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class Step(nn.Module):
         config: LossConfig,
         returns_output: bool,
         identity_loss: Optional[Callable[..., torch.Tensor]] = None,
+        answer: Optional[CaptureAnswer] = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.answer = answer or CaptureAnswer()
         self.loss = loss.function if loss is not None and isinstance(loss.function, nn.Module) else None
         self._apply_loss = loss
         self._target = config.target
@@ -88,11 +91,11 @@ class Step(nn.Module):
     def forward(self, *items: Any, **named: Any) -> Any:
         """The loss of one micro-batch, or (output, loss)."""
         if self._apply_loss is None:
-            with told_captured():
+            with self.answer.given():
                 output = self.model(*items, **named)
             return self._own_loss(output)
         args, kwargs, target = split_target(items, named, self._target)
-        with told_captured():
+        with self.answer.given():
             output = self.model(*args, **kwargs)
         loss = self._apply_loss(pick(output, self._output), target)
         return (output, loss) if self._returns_output else loss

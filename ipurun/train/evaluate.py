@@ -127,7 +127,7 @@ def _compile_if_needed(run: Run, observer: Observer, batch: Any) -> float:
     observer.on_compile_start(CompileStart("inference"))
     begun = time.perf_counter()
     with explained(run.engine.module, "compiling the model for inference"):
-        run.inference_model.compile(*args, **kwargs)
+        run.step.answer.attempt(lambda: run.inference_model.compile(*args, **kwargs))
     seconds = time.perf_counter() - begun
     observer.on_compile_end(CompileEnd("inference", seconds))
     return seconds

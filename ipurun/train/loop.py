@@ -167,7 +167,7 @@ class _Trainer:
         self._observer.on_compile_start(CompileStart("training"))
         begun = time.perf_counter()
         with self._explained("compiling the model for training"):
-            run.training_model.compile(*args, **kwargs)
+            run.step.answer.attempt(lambda: run.training_model.compile(*args, **kwargs))
             if self._restored is not None:
                 restore_device(run, self._restored)
                 self._restored = None

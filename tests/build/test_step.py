@@ -217,6 +217,28 @@ def test_forward_hears_that_it_is_captured() -> None:
     assert not torch.jit.is_tracing()
 
 
+def test_a_model_that_takes_the_answer_for_more_hears_the_other_one() -> None:
+    class TakesSizesForTensors(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.ceil(x.shape[0] / 2) if torch.jit.is_tracing() else x.shape[0]
+            return x * rows
+
+    step = Step(TakesSizesForTensors(), None, _loss(None), returns_output=True)
+    model = emulator.inferenceModel(step)
+    step.answer.attempt(lambda: model.compile(X))
+    assert torch.equal(model(X), X * 5)
+
+
+def test_a_model_that_fails_either_way_fails_as_it_did_first() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("when told" if torch.jit.is_tracing() else "when not")
+
+    step = Step(Fails(), None, _loss(None), returns_output=True)
+    with pytest.raises(ValueError, match="when told"):
+        step.answer.attempt(lambda: step(X))
+
+
 def test_caches_for_generating_are_switched_off() -> None:
     part = nn.Linear(2, 2)
     part.config = SimpleNamespace(use_cache=True)

@@ -76,6 +76,15 @@ def test_locates_classes_functions_and_attributes() -> None:
     assert locate("torch.nn.functional.relu", "x").__name__ == "relu"
 
 
+def test_a_function_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "zoo_of_one_name"
+    package.mkdir()
+    (package / "__init__.py").write_text("from zoo_of_one_name.lenet import *\n")
+    (package / "lenet.py").write_text("def lenet():\n    return 5\n")
+    monkeypatch.chdir(tmp_path)
+    assert locate("zoo_of_one_name.lenet", "model._target_")() == 5
+
+
 def test_poptorch_is_answered_by_the_engine() -> None:
     from ipurun import emulator
 
