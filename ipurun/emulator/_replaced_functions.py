@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Optional, Union
 
 import torch
+from torch.nn import functional
 
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._tracing import current
@@ -50,11 +51,35 @@ def _batch_norm(
     recorder = current()
     if training and recorder is not None and not recorder.training:
         running_mean = running_var = None
-    return torch.nn.functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: Optional[torch.Tensor] = None,
+    bias: Optional[torch.Tensor] = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Group norm; with the backend's strided grouping channel c belongs to group c % num_groups."""
+    recorder = current()
+    assert recorder is not None
+    if recorder.options is None or not recorder.options._Popart.options.get("groupNormStridedChannelGrouping", False):
+        return functional.group_norm(input, num_groups, weight, bias, eps)
+    rows, channels, *rest = input.shape
+    size = channels // num_groups
+    gathered = input.reshape(rows, size, num_groups, *rest).transpose(1, 2).reshape(input.shape)
+    norm = functional.group_norm(gathered, num_groups, None, None, eps)
+    norm = norm.reshape(rows, num_groups, size, *rest).transpose(1, 2).reshape(input.shape)
+    per_channel = (channels, *[1] * len(rest))
+    if weight is not None:
+        norm = norm * weight.reshape(per_channel)
+    return norm if bias is None else norm + bias.reshape(per_channel)
 
 
 REPLACED_FUNCTIONS: Dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.nn.functional.batch_norm: _batch_norm,
-    torch.nn.functional.one_hot: _one_hot,
-    torch.nn.functional.rrelu: _rrelu,
+    functional.batch_norm: _batch_norm,
+    functional.group_norm: _group_norm,
+    functional.one_hot: _one_hot,
+    functional.rrelu: _rrelu,
 }
