@@ -15,10 +15,19 @@ def bias_corrections(beta1: float, beta2: float, step: float) -> Tuple[float, fl
     return 1.0 - _power(beta1, step), 1.0 - _power(beta2, step)
 
 
-def trust_ratio(weight: torch.Tensor, direction: torch.Tensor, max_weight_norm: float) -> torch.Tensor:
-    """How far LAMB steps along `direction`: the weight's norm (capped) over the direction's."""
-    weight_norm = torch.clamp(weight.float().norm(), max=max_weight_norm)
-    direction_norm = direction.float().norm()
+def trust_ratio(
+    weight: torch.Tensor, direction: torch.Tensor, max_weight_norm: float, *, by_row: bool = False
+) -> torch.Tensor:
+    """How far LAMB steps along `direction`: the weight's norm (capped) over the direction's.
+
+    Args:
+        weight: The parameter.
+        direction: Where the step goes.
+        max_weight_norm: What the weight's norm is capped at.
+        by_row: Whether each row is a parameter of its own, with a ratio of its own.
+    """
+    weight_norm = torch.clamp(_norm(weight, by_row), max=max_weight_norm)
+    direction_norm = _norm(direction, by_row)
     usable = (weight_norm > 0) & (direction_norm > 0)
     return torch.where(usable, weight_norm / direction_norm, torch.ones_like(weight_norm))
 
@@ -47,6 +56,13 @@ def lamb_step(
             direction.add_(weight, alpha=group["weight_decay"])
             ratio = trust_ratio(weight, direction, group["max_weight_norm"])
             weight.sub_(group["lr"] * ratio * direction)
+
+
+def _norm(tensor: torch.Tensor, by_row: bool) -> torch.Tensor:
+    tensor = tensor.float()
+    if not by_row:
+        return tensor.norm()
+    return tensor.reshape(len(tensor), -1).norm(dim=1).reshape(-1, *[1] * (tensor.dim() - 1))
 
 
 def _power(base: float, exponent: float) -> float:

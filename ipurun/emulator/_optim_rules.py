@@ -38,6 +38,7 @@ class Slot:
         bias_corrected: Whether LAMB corrects its moments.
         centered: Whether RMSprop subtracts the mean.
         tf_variant: Whether RMSprop follows TensorFlow.
+        by_row: Whether rows are values of different replicas, and so parameters of their own.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Slot:
     bias_corrected: bool = True
     centered: bool = False
     tf_variant: bool = False
+    by_row: bool = False
 
     def __getitem__(self, scalar: str) -> float:
         return self.scalars[scalar].value
@@ -212,7 +214,7 @@ class _Lamb(_Adam):
     ) -> None:
         direction = (first / denominator).div_(correction)
         direction.add_(weight, alpha=slot["weightDecay"])
-        direction.mul_(trust_ratio(weight, direction, slot["maxWeightNorm"]))
+        direction.mul_(trust_ratio(weight, direction, slot["maxWeightNorm"], by_row=slot.by_row))
         weight.add_(direction, alpha=-slot["learningRate"])
 
 

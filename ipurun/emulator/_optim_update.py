@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 import torch
 
@@ -43,6 +43,7 @@ class DeviceOptimizer:
         accumulation: Gradient accumulation factor.
         num_replicas: Replicas over all processes.
         name_prefix: Put before parameter names in state dictionaries, as PopTorch's training wrapper does.
+        by_row: Names of the parameters whose rows are values of different replicas.
 
     Raises:
         poptorch.Error: For values that the backend refuses.
@@ -58,6 +59,7 @@ class DeviceOptimizer:
         num_replicas: int = 1,
         *,
         name_prefix: str = "model.",
+        by_row: Collection[str] = (),
     ) -> None:
         check_attributes(converted)
         self._converted = converted
@@ -82,6 +84,7 @@ class DeviceOptimizer:
         self._set_loss_scaling()
         for name, weight in named_params.items():
             self._slots[name] = self._make_slot(name_prefix + name, weight, self._values_of(name))
+            self._slots[name].by_row = name in by_row
         self._gradients: Dict[str, torch.Tensor] = {}
         self._owned: Set[str] = set()
         self._micro_batches = 0

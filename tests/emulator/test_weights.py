@@ -380,6 +380,25 @@ def test_all_replicas_needs_a_leading_dimension_of_the_replicas():
         executor(torch.ones(4))
 
 
+@pytest.mark.parametrize("retrieval", list(poptorch.VariableRetrievalMode))
+def test_lamb_scales_each_group_by_its_own_norm(retrieval):
+    """A group steps as a parameter of its own, however large the others are."""
+    parts = torch.tensor([[[3.0, 4.0]], [[30.0, 40.0]]])
+    gradients = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+    model = Scaled(parts.clone())
+    opts = options(replicas=2)
+    opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    optimizer = poptorch.optim.LAMB(model.parameters(), lr=0.1, weight_decay=0.01)
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    executor.weight.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, retrieval)
+    executor(gradients)
+
+    for got, part, gradient in zip(model.weight.detach(), parts, gradients):
+        # After one step the corrected moments are the gradient and its square.
+        direction = gradient / (gradient.abs() + 1e-8) + 0.01 * part
+        torch.testing.assert_close(got, part - 0.1 * part.norm() / direction.norm() * direction)
+
+
 def test_groups_of_replicas_need_a_leading_dimension_of_their_number():
     model = nn.Linear(2, 3)
     executor = poptorch.inferenceModel(model, options(replicas=2))
