@@ -93,9 +93,9 @@ def capture(
         graph.grads = {name: recorder.value_of(grad) for name, grad in grads.items()}
         results = [tensor.detach().clone() for tensor in tensors]
     recorder.finish()
-    give_device_shapes(graph)
-    outputs = [tensor.reshape(graph.specs[value].shape) for tensor, value in zip(results, graph.outputs)]
-    reference = (outputs, {name: g.detach() for name, g in grads.items()})
+    for index in give_device_shapes(graph):
+        results[index] = results[index].reshape(1)
+    reference = (results, {name: g.detach() for name, g in grads.items()})
     prune(graph)
     # The tensors of the captured run would keep all its activations alive.
     template = rebuild(returned, (torch.empty(0) for _ in tensors))

@@ -6,8 +6,7 @@ its one long dimension, which leaves a vector of one element where torch has a n
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Set
+from typing import List, Set
 
 import torch
 
@@ -18,25 +17,26 @@ __all__ = ["give_device_shapes"]
 _KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
 
 
-def give_device_shapes(graph: Graph) -> None:
-    """Makes outputs vectors of one element that are so on a device; the graph is changed in place."""
+def give_device_shapes(graph: Graph) -> List[int]:
+    """Makes outputs vectors of one element that are so on a device, in place; returns which outputs these are."""
     if graph.loss is None:
-        return  # in inference losses are plain reductions
+        return []  # in inference losses are plain reductions
     vectors = _one_element_vectors(graph)
     num_forward = sum(not node.is_backward for node in graph.nodes)
-    for index, value in enumerate(graph.outputs):
-        if value in vectors:
-            producer = next(node for node in graph.nodes if value in values_in(node.outputs))
-            vector = Value(max(graph.specs) + 1)
-            graph.specs[vector] = graph.specs[value]._replace(shape=(1,))
-            if value in graph.varying:
-                graph.varying.add(vector)
-            view = dataclasses.replace(
-                producer, op=torch.ops.aten.view.default, args=(value, [1]), kwargs={}, outputs=vector, name="view"
-            )
-            graph.nodes.insert(num_forward, view)
-            num_forward += 1
-            graph.outputs[index] = vector
+    changed = [index for index, value in enumerate(graph.outputs) if value in vectors]
+    for index in changed:
+        value = graph.outputs[index]
+        producer = next(node for node in graph.nodes if value in values_in(node.outputs))
+        vector = Value(max(graph.specs) + 1)
+        graph.specs[vector] = graph.specs[value]._replace(shape=(1,))
+        if value in graph.varying:
+            graph.varying.add(vector)
+        view = Node(torch.ops.aten.view.default, (value, [1]), {}, vector, producer.placement, producer.module_path)
+        view.name, view.source = "view", producer.source
+        graph.nodes.insert(num_forward, view)
+        num_forward += 1
+        graph.outputs[index] = vector
+    return changed
 
 
 def _one_element_vectors(graph: Graph) -> Set[Value]:
