@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import FrozenSet, List, Optional, Tuple
 
@@ -13,9 +12,11 @@ from torch import nn
 from ipurun.build.inspect import Subject
 from ipurun.build.loader import is_stream
 from ipurun.build.profile import profile_model, strategy_of
+from ipurun.build.profile_cache import look_into_cache
 from ipurun.build.sampling import seeded
 from ipurun.build.structure import first_item
 from ipurun.config.schema import RunConfig
+from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.plan import make_plan
 from ipurun.plan.placement_forms import is_auto
@@ -39,8 +40,14 @@ __all__ = ["auto_split", "calibrated_words", "look_ahead", "solve"]
 _MOST_IPUS = 64
 
 
-def look_ahead(config: RunConfig, plan: Plan, subject: Subject) -> Outlook:
+def look_ahead(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Outlook:
     """Estimates a plan.
+
+    Args:
+        config: The config.
+        plan: Its plan.
+        subject: Its model and data.
+        engine: What would run it, whose cache is looked into.
 
     Raises:
         ConfigError: The model cannot be traced.
@@ -67,7 +74,25 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject) -> Outlook:
     if found.verdict is Verdict.DOES_NOT_FIT and all(r.verdict is Verdict.DOES_NOT_FIT for r in remedies):
         variant = variants_of(settings, situation.block_checkpoints)[-1]
         needs = needs_of(profile, variant, plan.devices.total, machine, situation.names)
-    return Outlook(situation, schedule_of(layout, settings, found.time), _cached(plan), remedies, needs)
+    return Outlook(
+        situation=situation,
+        schedule=schedule_of(layout, settings, found.time),
+        cache=look_into_cache(config, plan, subject, engine),
+        remedies=remedies,
+        needs=needs,
+        inference=_inference(config, plan, subject),
+    )
+
+
+def _inference(config: RunConfig, plan: Plan, subject: Subject) -> Optional[Situation]:
+    """Evaluation and prediction as `eval` and `predict` run them: no backward pass, no optimizer, and all outputs."""
+    try:
+        profile = _profile(config, subject, plan, training=False)
+    except ConfigError:
+        return None
+    machine, settings = machine_of(config), settings_of(plan, training=False)
+    layout = layout_of_plan(profile, plan, training=False)
+    return Situation(profile, layout, settings, machine, estimate(profile, layout, settings, machine))
 
 
 def calibrated_words(outlook: Outlook, folder: Path) -> List[str]:
@@ -220,12 +245,16 @@ def _is_batch_free(config: RunConfig) -> bool:
     return config.global_batch_size is None and config.gradient_accumulation is None
 
 
-def _profile(config: RunConfig, subject: Subject, plan: Plan) -> ModelProfile:
+def _profile(config: RunConfig, subject: Subject, plan: Plan, *, training: bool = True) -> ModelProfile:
     data = subject.splits.get("train")
     sample = None if data is None or is_stream(data) else first_item(data)
     with seeded(config.seed):
         return profile_model(
-            config, sample=sample, module_precision=plan.module_precision, strategy=strategy_of(plan.training_options)
+            config,
+            sample=sample,
+            training=training,
+            module_precision=plan.module_precision,
+            strategy=strategy_of(plan.training_options if training else plan.inference_options),
         )
 
 
@@ -234,12 +263,3 @@ def _callable(model: nn.Module) -> FrozenSet[str]:
     return frozenset(
         name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward and name
     )
-
-
-def _cached(plan: Plan) -> Optional[int]:
-    if plan.cache_dir is None:
-        return None
-    try:
-        return sum(name.endswith(".popef") for name in os.listdir(plan.cache_dir))
-    except OSError:
-        return 0

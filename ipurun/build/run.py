@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from ipurun.plan.types import Plan
 from ipurun.train.metrics import MetricSet
 from ipurun.train.schedule import Schedule
 
-__all__ = ["Run", "build_run"]
+__all__ = ["Run", "build_run", "collate_of"]
 
 
 @dataclass
@@ -125,9 +125,7 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
     inference_options = apply_calls(module.Options(), plan.inference_options, module)
     optimizer = make_optimizer(plan.optimizer, plan.parameter_groups, step, module)
     schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
-    collate = make_collate(config.loader)
-    if plan.precision.startswith("16"):
-        collate = CastingCollate(collate, has_target=loss is not None, target=config.loss.target)
+    collate = collate_of(config, plan)
     train_loader = TrainLoader(
         module, training_options, subject.splits["train"], config.loader, plan.training, config.seed, collate
     )
@@ -163,6 +161,14 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
         training_options=training_options,
         inference_options=inference_options,
     )
+
+
+def collate_of(config: RunConfig, plan: Plan) -> Callable[[List[Any]], Any]:
+    """What makes a micro-batch of samples, as the device takes it."""
+    collate = make_collate(config.loader)
+    if not plan.precision.startswith("16"):
+        return collate
+    return CastingCollate(collate, has_target=config.loss.name is not None, target=config.loss.target)
 
 
 def _release(executor: Any) -> None:

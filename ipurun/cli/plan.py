@@ -27,6 +27,7 @@ stands for; then an estimate of memory and speed on IPUs, from a trace of the mo
 nothing. With -m it shows every point of a sweep. The exit code is 3 where a config is estimated not to fit.
 
 flags
+  --inference     show the memory and the speed of evaluation and prediction in full, too
   --explain       list what the estimate takes for granted
   --solve         find split, micro-batch, accumulation and replication for `devices` and the global batch
   --solve=FILE    the same, and write the config to a YAML file
@@ -46,7 +47,7 @@ examples
 def run(argv: List[str]) -> int:
     """Show the plan of every point of the command line."""
     argv, solve_file = _take_solve(argv)
-    flags, rest = split(argv, switches=("--explain", "--solve"), with_value=("--html", "--calibrate"))
+    flags, rest = split(argv, switches=("--explain", "--inference", "--solve"), with_value=("--html", "--calibrate"))
     if flags.help:
         print(_USAGE, end="")
         return 0
@@ -85,7 +86,7 @@ class _Shown:
 
         if self.solutions is not None:
             return not self.solutions
-        return self.outlook is not None and self.outlook.estimate.verdict is Verdict.DOES_NOT_FIT
+        return self.outlook is not None and self.outlook.verdict is Verdict.DOES_NOT_FIT
 
 
 def _take_solve(argv: List[str]) -> Tuple[List[str], Optional[str]]:
@@ -103,7 +104,7 @@ def _look(prepared: Prepared, flags: Flags) -> _Shown:
     shown = _Shown(prepared)
     config = prepared.point.config
     try:
-        shown.outlook = look_ahead(config, prepared.plan, prepared.subject)
+        shown.outlook = look_ahead(config, prepared.plan, prepared.subject, prepared.engine)
     except ConfigError as error:
         if any(flags.values.get(name) for name in ("solve", "html", "calibrate")):
             raise
@@ -126,7 +127,7 @@ def _write_files(shown: List[_Shown], flags: Flags, solve_file: Optional[str], w
 
         _write(str(page), page_of(item.prepared.plan, item.outlook), "--html")
     if solve_file and item.solutions:
-        from ipurun.log.planner_text import solution_yaml
+        from ipurun.log.planner_solutions import solution_yaml
 
         _write(solve_file, solution_yaml(item.solutions[0], words), "--solve")
 
@@ -142,7 +143,8 @@ def _write(path: str, text: str, flag: str) -> None:
 
 def _document(item: _Shown) -> Dict[str, Any]:
     from ipurun.log.plan_text import plan_dict
-    from ipurun.log.planner_text import outlook_dict, solution_dict
+    from ipurun.log.planner_solutions import solution_dict
+    from ipurun.log.planner_text import outlook_dict
 
     document = plan_dict(item.prepared.plan)
     document["estimate"] = None if item.outlook is None else outlook_dict(item.outlook)
@@ -158,7 +160,8 @@ def _document(item: _Shown) -> Dict[str, Any]:
 def _lines(item: _Shown, flags: Flags) -> List[str]:
     from ipurun.log.format import batch_equation
     from ipurun.log.plan_text import plan_lines
-    from ipurun.log.planner_text import explain_lines, outlook_lines, quiet_text, solution_lines
+    from ipurun.log.planner_solutions import solution_lines
+    from ipurun.log.planner_text import explain_lines, inference_lines, outlook_lines, quiet_text
 
     plan = item.prepared.plan
     if flags.quiet:
@@ -171,6 +174,8 @@ def _lines(item: _Shown, flags: Flags) -> List[str]:
         elif item.obstacle is not None:
             why = " ".join(part for part in (item.obstacle.where, item.obstacle.seen) if part)
             lines += ["", f"no estimate: {item.obstacle.what} ({why})"]
+    if item.outlook is not None and flags.values.get("inference"):
+        lines += inference_lines(item.outlook)
     if item.outlook is not None and flags.values.get("explain"):
         lines += explain_lines(item.outlook)
     if item.solutions is not None:

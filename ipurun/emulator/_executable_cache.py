@@ -16,7 +16,7 @@ from typing import Any, Iterator, Optional
 from ipurun.emulator._graph import Graph
 from ipurun.emulator._logging import logger, native_logger
 
-__all__ = ["cache_lock", "graph_key", "store"]
+__all__ = ["cache_lock", "file_name", "graph_key", "store"]
 
 # Options that differ between runs of one and the same executable.
 _RUN_TIME_OPTIONS = frozenset(["cachePath", "enableEngineCaching", "ipu_id", "log_dir", "random_seed"])
@@ -34,13 +34,18 @@ def graph_key(graph: Graph, options: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def file_name(graph: Graph, options: Any) -> str:
+    """Returns the name of a program's file in the cache folder."""
+    return f"{graph_key(graph, options)[:20]}.popef"
+
+
 def store(graph: Graph, options: Any) -> None:
     """Writes the description of a program to the cache folder, if the options name one."""
     folder = _folder(options)
     if folder is None:
         return
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"{graph_key(graph, options)[:20]}.popef")
+    path = os.path.join(folder, file_name(graph, options))
     if os.path.exists(path):
         native_logger.info("Found the executable in the cache: %s", path)
         return

@@ -38,6 +38,7 @@ def page_of(plan: Plan, outlook: Outlook) -> str:
         _section("Memory by IPU", _legend(), _memory(outlook.estimate.ipus)),
         _section("One update of the pipeline", _schedule_legend(), _pipeline(outlook)),
         _section("Modules by IPU", "", _tree(outlook.situation.profile, outlook.situation.layout)),
+        _section("Inference", "", _inference(outlook)),
         _section("What would help", "", _remedies(outlook)),
         _section("Assumptions", "", _assumptions(outlook)),
     )
@@ -160,6 +161,17 @@ def _branch(
             f"<li><details{is_open}><summary>{label}</summary>{inner}</details></li>" if inner else f"<li>{label}</li>"
         )
     return f"<ul class=tree>{''.join(items)}</ul>" if items else ""
+
+
+def _inference(outlook: Outlook) -> str:
+    """Evaluation and prediction in one line and one chart."""
+    if outlook.inference is None:
+        return ""
+    settings, found = outlook.inference.settings, outlook.inference.estimate
+    batches = f"{settings.device_iterations} batches of {settings.micro_batch_size} by host call"
+    bound = "the host" if found.time.host_bound else "the IPUs"
+    speed = f"{count_short(found.time.samples_per_second)} samples/s in {batches}, limited by {bound}"
+    return f"<p class=note>{found.verdict.value}; {speed}.</p>{_memory(found.ipus)}"
 
 
 def _remedies(outlook: Outlook) -> str:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 from ipurun.log.format import count, plural
 from ipurun.planner.needs import Needs
-from ipurun.planner.outlook import Outlook
-from ipurun.planner.remedies import Remedy
-from ipurun.planner.solve import Solution
+from ipurun.planner.outlook import Cache, Outlook
+from ipurun.planner.remedies import Remedy, Situation
+from ipurun.planner.schedule import Schedule, schedule_of
 from ipurun.planner.types import Estimate, IpuMemory, Verdict
 
 __all__ = [
     "bar",
     "count_short",
     "explain_lines",
+    "inference_lines",
     "outlook_dict",
     "outlook_lines",
     "quiet_text",
-    "solution_dict",
-    "solution_lines",
-    "solution_yaml",
+    "quoted",
 ]
 
 _MIB = 1 << 20
@@ -39,33 +38,70 @@ def bar(share: float, width: int = _BAR) -> str:
 def outlook_lines(outlook: Outlook) -> List[str]:
     """Memory by IPU, balance, schedule, speed, and what would help."""
     situation, found = outlook.situation, outlook.estimate
-    settings = situation.settings
-    name, peak = situation.machine.name, found.time.flops_share
-    lines = [f"estimate for {name}: {_verdict_text(found)}", "", *_memory_table(found)]
-    if found.streaming:
-        lines.append(f"  streaming memory: {_gib(found.streaming)} of {_gib(found.streaming_limit)} (estimate)")
-    lines += ["", "work of each IPU on one micro-batch (estimate)", *_balance(found)]
-    time = found.time
-    schedule = outlook.schedule
-    parts = [
-        f"compute {_ms(time.compute)}",
-        f"all-reduce {_ms(time.all_reduce)}",
-        f"optimizer {_ms(time.update)}",
-        f"host {_ms(time.host)}",
-    ]
-    rows = [
-        ("throughput", f"{count_short(time.samples_per_second)} samples/s, {peak:.1%} of peak (estimate)"),
-        ("one update" if settings.training else "one batch", f"{_ms(time.total)} = {' + '.join(parts)} (estimate)"),
-        ("schedule", _schedule_text(outlook)),
-        ("", f"bubble {schedule.bubble:.0%}; IPUs idle {schedule.idle:.0%} of the time, waiting included (estimate)"),
-        ("host I/O", _host_text(found)),
-        ("links", f"{_mib_text(time.link_bytes)} between IPUs per micro-batch (estimate)"),
-        ("cache", _cache_text(outlook.cached)),
-    ]
+    lines = [f"estimate for {situation.machine.name}: {_verdict_text(found)}", *_refused_lines(situation)]
+    lines += ["", *_tables(found)]
+    rows = _rows(situation, outlook.schedule)
+    if outlook.inference is not None:
+        rows.append(("inference", _inference_text(outlook.inference)))
+    rows.append(("cache", _cache_text(outlook.cache)))
     lines += ["", *(f"  {label:<11}{text}" for label, text in rows)]
     if outlook.needs is not None:
         lines += ["", "what it would take (estimate)", *_needs_lines(outlook.needs, outlook)]
     return lines + _remedy_lines(outlook.remedies, found)
+
+
+def _refused_lines(situation: Situation) -> List[str]:
+    if not situation.profile.refused:
+        return []
+    return [
+        "  but PopTorch would refuse to train the model; it was traced in evaluation mode, and this is why:",
+        f"  {situation.profile.refused}",
+    ]
+
+
+def inference_lines(outlook: Outlook) -> List[str]:
+    """The same tables for evaluation and prediction."""
+    situation = outlook.inference
+    if situation is None:
+        return ["", "no estimate of inference: the model cannot be traced in eval mode"]
+    schedule = schedule_of(situation.layout, situation.settings, situation.estimate.time)
+    rows = _rows(situation, schedule)
+    found = situation.estimate
+    lines = ["", f"inference on {situation.machine.name}: {_verdict_text(found)} (estimate)", "", *_tables(found), ""]
+    return lines + [f"  {label:<11}{text}" for label, text in rows]
+
+
+def _tables(found: Estimate) -> List[str]:
+    lines = _memory_table(found)
+    if found.streaming:
+        lines.append(f"  streaming memory: {_gib(found.streaming)} of {_gib(found.streaming_limit)} (estimate)")
+    return [*lines, "", "work of each IPU on one micro-batch (estimate)", *_balance(found)]
+
+
+def _rows(situation: Situation, schedule: Schedule) -> List[Tuple[str, str]]:
+    settings, time = situation.settings, situation.estimate.time
+    parts = [f"compute {_ms(time.compute)}"]
+    if settings.training:
+        parts += [f"all-reduce {_ms(time.all_reduce)}", f"optimizer {_ms(time.update)}"]
+    if time.host_input > time.compute + time.all_reduce + time.update:
+        parts = [f"host I/O {_ms(time.host_input)} (beside {', '.join(parts)})"]
+    parts.append(f"host {_ms(time.host)}")
+    speed = f"{count_short(time.samples_per_second)} samples/s, {time.flops_share:.1%} of peak (estimate)"
+    return [
+        ("throughput", speed),
+        ("one update" if settings.training else "one batch", f"{_ms(time.total)} = {' + '.join(parts)} (estimate)"),
+        ("schedule", _schedule_text(situation, schedule)),
+        ("", f"bubble {schedule.bubble:.0%}; IPUs idle {schedule.idle:.0%} of the time, waiting included (estimate)"),
+        ("host I/O", _host_text(situation)),
+        ("links", f"{_mib_text(time.link_bytes)} between IPUs per micro-batch (estimate)"),
+    ]
+
+
+def _inference_text(situation: Situation) -> str:
+    found = situation.estimate
+    fullest, speed = max(ipu.share for ipu in found.ipus), count_short(found.time.samples_per_second)
+    bound = ", host-bound" if found.time.host_bound else ""
+    return f"{_verdict_text(found)}, fullest IPU {fullest:,.0%}, {speed} samples/s{bound} (estimate; more: --inference)"
 
 
 def explain_lines(outlook: Outlook) -> List[str]:
@@ -74,49 +110,26 @@ def explain_lines(outlook: Outlook) -> List[str]:
     return lines + [f"  - {item.topic}: {item.text}" for item in outlook.estimate.assumptions]
 
 
-def solution_lines(solutions: Sequence[Solution], most: int = 3) -> List[str]:
-    """The configs that a search found, the best one with all that is to be typed."""
-    if not solutions:
-        return ["solve: no split, micro-batch, accumulation and replication was found that fits (estimate)"]
-    lines = ["solve: found by trying splits, micro-batches, accumulation and replication (estimate)"]
-    for number, solution in enumerate(solutions[:most], start=1):
-        settings, found = solution.settings, solution.estimate
-        lines.append(
-            f"  {number}. {plural(settings.replicas, 'replica')} x {plural(solution.ipus, 'IPU')}, "
-            f"micro-batch {settings.micro_batch_size} x accumulation {settings.gradient_accumulation}: "
-            f"{found.verdict.value}, fullest IPU {max(ipu.share for ipu in found.ipus):.0%}, "
-            f"{count_short(found.time.samples_per_second)} samples/s"
-        )
-    lines += ["", "type"] + [f"  {_quoted(word)}" for word in solutions[0].overrides]
-    return lines
-
-
-def solution_yaml(solution: Solution, recipe_words: Sequence[str]) -> str:
-    """A config file of a solution, to be used as ``+recipe=FILE`` or copied from.
-
-    Args:
-        solution: What was found.
-        recipe_words: The command line that it was solved for, for the comment at its top.
-    """
-    lines = ["# @package _global_", f"# Solved by `ipurun plan --solve {' '.join(recipe_words)}`; an estimate."]
-    nested: Dict[str, Any] = {}
-    for word in solution.overrides:
-        key, _, value = word.partition("=")
-        *path, last = key.split(".")
-        at = nested
-        for part in path:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return "\n".join(lines + _yaml(nested, 0)) + "\n"
-
-
 def outlook_dict(outlook: Outlook) -> Dict[str, Any]:
     """All of it as JSON-ready data; everything below is an estimate."""
-    found, situation = outlook.estimate, outlook.situation
     return {
         "is_estimate": True,
-        "machine": situation.machine.name,
+        "machine": outlook.situation.machine.name,
+        **_situation_dict(outlook.situation),
+        "inference": None if outlook.inference is None else _situation_dict(outlook.inference),
+        "cache": asdict(outlook.cache),
+        "remedies": [{**asdict(item), "verdict": item.verdict.value} for item in outlook.remedies],
+        "needs": None if outlook.needs is None else asdict(outlook.needs),
+        "assumptions": [asdict(item) for item in outlook.estimate.assumptions],
+    }
+
+
+def _situation_dict(situation: Situation) -> Dict[str, Any]:
+    found = situation.estimate
+    schedule = schedule_of(situation.layout, situation.settings, found.time)
+    return {
         "verdict": found.verdict.value,
+        "refused": situation.profile.refused or None,
         "ipus": [
             {**asdict(ipu), "total": ipu.total, "fullest": ipu.fullest, "share": ipu.share, "verdict": verdict.value}
             for ipu, verdict in zip(found.ipus, found.verdicts)
@@ -124,11 +137,7 @@ def outlook_dict(outlook: Outlook) -> Dict[str, Any]:
         "streaming_bytes": found.streaming,
         "streaming_limit_bytes": found.streaming_limit,
         "time": asdict(found.time),
-        "schedule": {**asdict(outlook.schedule), "cycles": outlook.schedule.cycles},
-        "cached_executables": outlook.cached,
-        "remedies": [{**asdict(item), "verdict": item.verdict.value} for item in outlook.remedies],
-        "needs": None if outlook.needs is None else asdict(outlook.needs),
-        "assumptions": [asdict(item) for item in found.assumptions],
+        "schedule": {**asdict(schedule), "cycles": schedule.cycles},
     }
 
 
@@ -137,21 +146,6 @@ def quiet_text(outlook: Outlook) -> str:
     fullest = max(ipu.share for ipu in outlook.estimate.ipus)
     speed = count_short(outlook.estimate.time.samples_per_second)
     return f"estimate: {outlook.estimate.verdict.value}, fullest IPU {fullest:,.0%}, {speed} samples/s"
-
-
-def solution_dict(solution: Solution) -> Dict[str, Any]:
-    """A solution as JSON-ready data."""
-    return {
-        "is_estimate": True,
-        "overrides": list(solution.overrides),
-        "verdict": solution.estimate.verdict.value,
-        "ipus_per_replica": solution.ipus,
-        "replicas": solution.settings.replicas,
-        "micro_batch_size": solution.settings.micro_batch_size,
-        "gradient_accumulation": solution.settings.gradient_accumulation,
-        "samples_per_second": solution.estimate.time.samples_per_second,
-        "fullest_share": max(ipu.share for ipu in solution.estimate.ipus),
-    }
 
 
 def count_short(number: float) -> str:
@@ -202,28 +196,39 @@ def _balance(found: Estimate) -> List[str]:
     return [f"  IPU {name:>{width}}  {text}" for name, (text, _) in zip(names, groups)]
 
 
-def _schedule_text(outlook: Outlook) -> str:
-    schedule, settings = outlook.schedule, outlook.situation.settings
+def _schedule_text(situation: Situation, schedule: Schedule) -> str:
+    settings = situation.settings
     if schedule.stages == 1:
-        strategy = f" ({settings.strategy}, in turn)" if outlook.situation.layout.num_ipus > 1 else ""
-        return f"no pipeline{strategy}: accumulation {schedule.micro_batches} of {settings.micro_batch_size} samples"
+        strategy = f" ({settings.strategy}, in turn)" if situation.layout.num_ipus > 1 else ""
+        what = "accumulation" if settings.training else "batches of a host call:"
+        return f"no pipeline{strategy}: {what} {schedule.micro_batches} of {settings.micro_batch_size} samples"
+    cycle = situation.estimate.time.cycle
+    if not settings.training:  # there it is the time of a batch, filling and draining shared out
+        cycle *= schedule.micro_batches / schedule.cycles
     return (
         f"{schedule.stages} stages: fill {schedule.fill}, steady {schedule.steady}, drain {schedule.drain} cycles "
-        f"of {_ms(outlook.estimate.time.cycle)} (estimate)"
+        f"of {_ms(cycle)} (estimate)"
     )
 
 
-def _host_text(found: Estimate) -> str:
-    bound = "host-bound" if found.time.host_bound else "not host-bound"
-    return f"{found.time.host_bytes_per_second / 1e6:,.1f} MB/s to read; {bound} (estimate)"
+def _host_text(situation: Situation) -> str:
+    profile, time = situation.profile, situation.estimate.time
+    moved = f"{time.host_bytes_per_second / 1e6:,.1f} MB/s to read"
+    if not situation.settings.training:
+        written = profile.output_bytes / profile.micro_batch_size * time.samples_per_second
+        moved += f", {written / 1e6:,.1f} MB/s to write"
+    return f"{moved}; {'host-bound' if time.host_bound else 'not host-bound'} (estimate)"
 
 
-def _cache_text(cached: Optional[int]) -> str:
-    if cached is None:
+def _cache_text(cache: Cache) -> str:
+    if cache.training == "off":
         return "off: compiles at every start"
-    if cached == 0:
+    if not cache.executables:
         return "miss: nothing was compiled under this name"
-    return f"{plural(cached, 'executable')} of this name: a hit unless the model or its options changed since"
+    there = f"{plural(cache.executables, 'executable')} of this name"
+    if cache.training == "unknown":
+        return f"{there}; {cache.why}"
+    return f"training {cache.training}, inference {cache.inference}, of {there} (CPU engine)"
 
 
 def _needs_lines(needs: Needs, outlook: Outlook) -> List[str]:
@@ -260,22 +265,13 @@ def _remedy_lines(remedies: Sequence[Remedy], found: Estimate) -> List[str]:
             f"  {number}. {remedy.title}: {change} ({remedy.fullest_share:,.0%}), "
             f"{remedy.speed:.2f}x the speed, {remedy.verdict.value}"
         )
-        lines.append("     " + " ".join(_quoted(word) for word in remedy.overrides))
+        lines.append("     " + " ".join(quoted(word) for word in remedy.overrides))
     return lines
 
 
-def _quoted(word: str) -> str:
+def quoted(word: str) -> str:
+    """An override as a shell takes it."""
     return f"'{word}'" if any(sign in word for sign in "[]{} *?") else word
-
-
-def _yaml(values: Dict[str, Any], depth: int) -> List[str]:
-    lines = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            lines += [f"{'  ' * depth}{key}:", *_yaml(value, depth + 1)]
-        else:
-            lines.append(f"{'  ' * depth}{key}: {value}")
-    return lines
 
 
 def _mib(size: float) -> str:

@@ -66,11 +66,12 @@ def _model_lines(plan: Plan) -> List[str]:
         f"# {module} gives its product as poptorch.set_available_memory(product, {share})  # memory.module_proportion"
         for module, share in plan.module_proportions.items()
     ]
-    lines += [
-        f"model.get_submodule({module!r}).register_forward_hook("
-        "lambda module, args, out: poptorch.recomputationCheckpoint(out))  # recompute"
-        for module in plan.recompute
-    ]
+    if plan.recompute:
+        lines += [
+            f"for name in {' '.join(plan.recompute)!r}.split():  # recompute",
+            "    model.get_submodule(name).register_forward_hook("
+            "lambda module, args, out: poptorch.recomputationCheckpoint(out))",
+        ]
     if plan.overlap_io != "none":
         mode = "".join(word.capitalize() for word in plan.overlap_io.split("_"))
         lines.append(

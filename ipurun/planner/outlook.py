@@ -8,9 +8,27 @@ from typing import Optional, Tuple
 from ipurun.planner.needs import Needs
 from ipurun.planner.remedies import Remedy, Situation
 from ipurun.planner.schedule import Schedule
-from ipurun.planner.types import Estimate
+from ipurun.planner.types import Estimate, Verdict
+from ipurun.planner.verdict import worst
 
 __all__ = ["Outlook"]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a run would find in its executable cache.
+
+    Args:
+        training: Of the executable of training: ``hit``, ``miss``, ``unknown``, or ``off`` without a cache.
+        executables: Executables in the folder.
+        inference: The same of the executable of inference; "" where that of training is unknown, or no file is there.
+        why: Why it is unknown.
+    """
+
+    training: str
+    executables: int = 0
+    inference: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -20,16 +38,23 @@ class Outlook:
     Args:
         situation: Model, layout, settings, machine and estimate.
         schedule: The pipeline in cycles.
-        cached: Executables in the cache folder; None: no cache.
+        cache: What the run would find in its executable cache.
         remedies: Changes that help, best first.
         needs: What it would take, where no change makes it fit.
+        inference: The same of evaluation and prediction; None where the model cannot be traced in eval mode.
     """
 
     situation: Situation
     schedule: Schedule
-    cached: Optional[int]
+    cache: Cache
     remedies: Tuple[Remedy, ...] = ()
     needs: Optional[Needs] = None
+    inference: Optional[Situation] = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worse of the verdicts of training and of inference."""
+        return worst(each.estimate.verdict for each in (self.situation, self.inference) if each is not None)
 
     @property
     def estimate(self) -> Estimate:

@@ -19,10 +19,10 @@ def machine_of(config: RunConfig) -> Machine:
     return machine_from(dataclasses.asdict(config.machine))
 
 
-def layout_of_plan(profile: ModelProfile, plan: Plan) -> Layout:
-    """Which operation runs where, as the plan's blocks say."""
-    blocks = [(placement.module, placement.ipu) for placement in plan.placements]
-    return layout_of_blocks(profile, blocks, plan.recompute)
+def layout_of_plan(profile: ModelProfile, plan: Plan, *, training: bool = True) -> Layout:
+    """Which operation runs where, as the plan's blocks for training or for inference say."""
+    placements = plan.placements if training else plan.inference_placements
+    return layout_of_blocks(profile, [(placed.module, placed.ipu) for placed in placements], plan.recompute)
 
 
 def block_checkpoints(profile: ModelProfile, stacks: Mapping[str, Sequence[str]]) -> Tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, Sequence, Set
+from typing import List, Mapping, Sequence, Set
 
 from ipurun.planner.stages import ops_of_stage, received_values
 from ipurun.planner.types import Layout, ModelProfile, OpProfile, Settings
@@ -17,7 +17,8 @@ class StageMemory:
 
     Args:
         kept: What waits for the backward pass, once per micro-batch in flight.
-        working: What is computed again, or just computed, at a time: the largest part between checkpoints.
+        working: What is computed again, or just computed, at a time: the largest part between checkpoints. In
+            inference: what waits beside the operation that runs.
         recomputed: Operations that run twice.
     """
 
@@ -29,13 +30,14 @@ class StageMemory:
 def stage_memories(profile: ModelProfile, layout: Layout, settings: Settings) -> List[StageMemory]:
     """Activations of every stage."""
     received = received_values(profile, layout)
+    uses = {producer: op.index for op in profile.ops for producer in op.inputs}  # the last of each
     last = layout.num_stages - 1
     memories = []
     for stage, producers in enumerate(received):
         ops = ops_of_stage(profile, layout, stage)
         inputs = sum(profile.ops[producer].output_bytes for producer in producers)
         if not settings.training or not profile.training:
-            memories.append(StageMemory(0, max((op.output_bytes for op in ops), default=0) + inputs, set()))
+            memories.append(StageMemory(0, _waiting(profile, ops, producers, uses), set()))
         elif settings.recompute == "none":
             memories.append(_everything_kept(ops, inputs))
         elif settings.recompute == "norm_only":
@@ -43,6 +45,20 @@ def stage_memories(profile: ModelProfile, layout: Layout, settings: Settings) ->
         else:
             memories.append(_between_checkpoints(ops, set(layout.checkpoints), inputs, stage == last))
     return memories
+
+
+def _waiting(profile: ModelProfile, ops: Sequence[OpProfile], received: Set[int], uses: Mapping[int, int]) -> int:
+    """Most bytes that wait for later operations while another one runs, its own operands and results apart."""
+    live = {producer: profile.ops[producer].output_bytes for producer in received}
+    most = 0
+    for op in ops:
+        most = max(most, sum(size for producer, size in live.items() if producer not in op.inputs))
+        for producer in op.inputs:
+            if uses[producer] == op.index:
+                live.pop(producer, None)
+        if op.index in uses and op.output_bytes:
+            live[op.index] = op.output_bytes
+    return most
 
 
 def _everything_kept(ops: Sequence[OpProfile], inputs: int) -> StageMemory:

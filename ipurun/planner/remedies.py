@@ -124,10 +124,11 @@ def _together(situation: Situation) -> List[Remedy]:
         goal = dataclasses.replace(goal, micro_batch=size)
         found = found or search(situation.profile, goal, leanest, situation.machine, situation.names)
     title = "all that saves memory, together with another split"
-    return [
+    remedies = [
         _remedy(Change(title, best.overrides, best.settings, best.layout), situation.estimate, best.estimate)
         for best in found[:1]
     ]
+    return [remedy for remedy in remedies if _helps(remedy, situation.estimate)]
 
 
 def _remedy(change: Change, before: Estimate, after: Estimate) -> Remedy:

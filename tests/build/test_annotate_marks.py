@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ipurun import emulator
+from ipurun import engine as engines
 from ipurun.build.annotate import Annotations
 from ipurun.build.batch import as_call
 from ipurun.errors import ConfigError
@@ -71,7 +72,7 @@ def test_the_planner_sees_own_blocks_where_they_run(model: str, changes: Dict[st
     settings = config(**own(model, **{**changes, "gradient_accumulation": 7}))
     settings.pipeline.auto_round = True
     subject = inspected(settings)
-    situation = look_ahead(settings, make_plan(settings, subject.facts), subject).situation
+    situation = look_ahead(settings, make_plan(settings, subject.facts), subject, engines.load("cpu")).situation
     products = [op.index for op in situation.profile.ops if op.name == "addmm"]
     assert [situation.layout.ipu_of_op(index) for index in products] == ipus
     assert ipus_of(built(settings), "addmm") == ipus
@@ -81,7 +82,7 @@ def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
     settings = config(**own("Returning", gradient_accumulation=7))
     subject = inspected(settings)
     plan = make_plan(settings, subject.facts)
-    outlook = look_ahead(settings, plan, subject)
+    outlook = look_ahead(settings, plan, subject, engines.load("cpu"))
     assert not any("pipeline.split" in word for remedy in outlook.remedies for word in remedy.overrides)
     with pytest.raises(ConfigError, match="the model's code has one already"):
         solve(settings, plan, outlook)

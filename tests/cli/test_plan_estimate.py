@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, List
 
 import pytest
 
+from ipurun import engine as engines
+from ipurun.build.inspect import inspect
+from ipurun.build.profile_cache import look_into_cache
 from ipurun.cli.main import main
+from ipurun.config.compose import one
+from ipurun.plan import make_plan
 
 # An IPU of little memory, so that a small model does not fit one.
 SMALL = ["machine.tiles=8", "machine.tile_bytes=160000", "machine.tile_imbalance_bytes=1000"]
@@ -60,6 +66,68 @@ def test_json_has_memory_time_and_remedies(capsys: Any) -> None:
     assert ipu["weights"] >= 46_730 * 4  # the recipe's model has as many float32 parameters
     assert found["is_estimate"] is True and found["verdict"] == "fits"
     assert found["time"]["samples_per_second"] > 0
+
+
+def test_inference_needs_less_and_returns_more(capsys: Any) -> None:
+    """No stash, no gradients, no optimizer; the scores of every sample go back to the host."""
+    words = [*GPT, "devices=4", "pipeline=gpt_tiny_4ipu", "optimizer=adamw"]
+    found = _json(capsys, 0, *words)["estimate"]
+    inference = found["inference"]
+    for trained, used in zip(found["ipus"], inference["ipus"]):
+        assert used["gradients"] == used["optimizer_state"] == used["activations"] == 0
+        assert used["weights"] == trained["weights"] and used["total"] < trained["total"]
+    # Both ends are on IPU 0: a row of scores for each token goes out, and the head's input comes from IPU 3; tokens,
+    # targets and the loss are little beside them.
+    scores, hidden = 32 * 96, 32 * 64
+    assert inference["ipus"][0]["io"] == pytest.approx(4 * (scores + hidden), rel=0.05)
+    assert inference["schedule"]["micro_batches"] == 5 and inference["schedule"]["stages"] == 5
+    assert sum(ipu["backward"] + ipu["recompute"] for ipu in inference["time"]["ipus"]) == 0
+    assert main(["plan", *words, "--inference"]) == 0
+    assert "inference on GC200: fits (estimate)" in capsys.readouterr().out
+
+
+def test_inference_that_does_not_fit_is_told(capsys: Any) -> None:
+    words = [
+        "+recipe=mnist",
+        "machine.tiles=64",
+        "machine.tile_imbalance_bytes=1000",
+        "machine.code_bytes_per_tile=1000",
+    ]
+    assert main(["plan", *words, "inference.micro_batch_size=20000"]) == 3
+    text = capsys.readouterr().out
+    assert "estimate for GC200: fits" in text and "inference  does not fit: IPU 0" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+recipe=mnist", "precision=16.16", "devices=2"],
+        [*GPT, "pipeline=gpt_tiny_4ipu", "memory.serialize={lm_head: 2}"],
+    ],
+    ids=["mnist", "gpt"],
+)
+def test_the_cache_is_looked_into_for_this_very_program(capsys: Any, tmp_path: Path, words: List[str]) -> None:
+    words = [*words, "engine=cpu", f"cache.dir={tmp_path}/cache", "eval.max_samples=8"]
+    cache = _json(capsys, 0, *words)["estimate"]["cache"]
+    assert (cache["training"], cache["executables"]) == ("miss", 0)
+    assert not Path("cache").exists()  # a plan writes nothing
+    assert main(["train", *words, "max_steps=1", "--quiet"]) == 0
+    capsys.readouterr()
+    cache = _json(capsys, 0, *words)["estimate"]["cache"]
+    assert (cache["training"], cache["inference"], cache["executables"]) == ("hit", "hit", 2)
+    changed = _json(capsys, 0, *words, "micro_batch_size=3", "inference.micro_batch_size=2")["estimate"]["cache"]
+    assert (changed["training"], changed["inference"], changed["executables"]) == ("miss", "miss", 2)
+
+
+def test_on_an_ipu_executables_are_only_counted(tmp_path: Path) -> None:
+    """Their names are PopART's."""
+    config = one(["+recipe=mnist", f"cache.dir={tmp_path}"]).config
+    engine = engines.load("cpu")
+    subject = inspect(config, engine)
+    plan = make_plan(config, subject.facts)
+    (tmp_path / "123.popef").touch()
+    found = look_into_cache(config, plan, subject, dataclasses.replace(engine, kind="ipu"))
+    assert (found.training, found.executables) == ("unknown", 1) and "PopART" in found.why
 
 
 def test_every_remedy_does_what_it_says_when_typed(capsys: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from typing import Any, List
 
 import pytest
-from test_planner_text import toy_outlook
+from test_planner_text import inference_of, toy_outlook
 
 from ipurun.log.planner_html import page_of
 from ipurun.plan import make_plan
@@ -82,3 +83,12 @@ def test_the_chart_has_a_bar_for_each_pass() -> None:
     page = page_of(_plan(), toy_outlook())
     assert len(re.findall("<title>forward of micro-batch", page)) == 2 * 8
     assert len(re.findall("<title>backward of micro-batch", page)) == 2 * 8
+
+
+def test_inference_has_a_section_of_its_own() -> None:
+    outlook = toy_outlook()
+    assert "<h2>Inference</h2>" not in page_of(_plan(), outlook)
+    page = page_of(_plan(), dataclasses.replace(outlook, inference=inference_of(outlook)))
+    section = page[page.index("<h2>Inference</h2>") :]
+    assert "samples/s in 4 batches of 1 by host call" in section
+    assert len(re.findall("<title>IPU 0 weights:", page)) == 2

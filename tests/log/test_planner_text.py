@@ -8,10 +8,11 @@ from typing import Any, Dict, List
 import pytest
 import yaml
 
-from ipurun.log.planner_text import bar, outlook_dict, outlook_lines, solution_lines, solution_yaml
+from ipurun.log.planner_solutions import solution_lines, solution_yaml
+from ipurun.log.planner_text import bar, inference_lines, outlook_dict, outlook_lines
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
-from ipurun.planner.outlook import Outlook
+from ipurun.planner.outlook import Cache, Outlook
 from ipurun.planner.remedies import Remedy, Situation
 from ipurun.planner.schedule import schedule_of
 from ipurun.planner.solve import Solution
@@ -43,7 +44,7 @@ def toy_outlook(**changes: Any) -> Outlook:
     layout, settings, machine = layout_of_cuts(profile, [1]), Settings(gradient_accumulation=8), Machine()
     found = estimate(profile, layout, settings, machine)
     situation = Situation(profile, layout, settings, machine, found)
-    values: Dict[str, Any] = {"cached": 0, **changes}
+    values: Dict[str, Any] = {"cache": Cache("miss"), **changes}
     return Outlook(situation, schedule_of(layout, settings, found.time), **values)
 
 
@@ -63,6 +64,18 @@ def test_a_bar_is_full_at_the_limit(share: float, shown: str) -> None:
     assert bar(share, width=8) == shown
 
 
+def test_what_poptorch_would_refuse_stands_below_the_verdict() -> None:
+    outlook = toy_outlook()
+    profile = dataclasses.replace(outlook.situation.profile, refused="value read back (net.py:3)")
+    refused = dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, profile=profile))
+    assert outlook_lines(refused)[1:3] == [
+        "  but PopTorch would refuse to train the model; it was traced in evaluation mode, and this is why:",
+        "  value read back (net.py:3)",
+    ]
+    assert outlook_dict(refused)["refused"] == "value read back (net.py:3)"
+    assert outlook_dict(outlook)["refused"] is None and outlook_lines(outlook)[1] == ""
+
+
 def test_the_table_shows_every_part_against_the_limit() -> None:
     mib = 1 << 20
     sizes = [100, 50, 200, 60, 70, 3, 17]
@@ -79,13 +92,54 @@ def test_the_table_shows_every_part_against_the_limit() -> None:
     assert second.endswith(">] 150% does not fit")
 
 
-def test_the_schedule_and_the_cache_are_told() -> None:
+def test_the_schedule_is_told() -> None:
     text = "\n".join(outlook_lines(toy_outlook()))
     assert "2 stages: fill 2, steady 6, drain 2 cycles" in text
     assert "bubble 20%" in text  # 2 of 10 cycles
-    assert "cache      miss" in text
-    assert "cache      off" in "\n".join(outlook_lines(toy_outlook(cached=None)))
-    assert "a hit unless" in "\n".join(outlook_lines(toy_outlook(cached=3)))
+
+
+@pytest.mark.parametrize(
+    ("cache", "shown"),
+    [
+        (Cache("off"), "off: compiles at every start"),
+        (Cache("miss"), "miss: nothing was compiled under this name"),
+        (Cache("hit", 3, "miss"), "training hit, inference miss, of 3 executables of this name (CPU engine)"),
+        (Cache("unknown", 1, why="only PopART can tell"), "1 executable of this name; only PopART can tell"),
+    ],
+)
+def test_the_cache_is_told(cache: Cache, shown: str) -> None:
+    assert f"  cache      {shown}" in outlook_lines(toy_outlook(cache=cache))
+
+
+def inference_of(outlook: Outlook) -> Situation:
+    own = outlook.situation
+    settings = dataclasses.replace(own.settings, training=False, gradient_accumulation=1, device_iterations=4)
+    found = estimate(own.profile, own.layout, settings, own.machine)
+    return dataclasses.replace(own, settings=settings, estimate=found)
+
+
+def test_inference_is_one_line_and_a_table_of_its_own() -> None:
+    outlook = toy_outlook()
+    outlook = dataclasses.replace(outlook, inference=inference_of(outlook))
+    (line,) = [line for line in outlook_lines(outlook) if line.startswith("  inference  ")]
+    assert line.startswith("  inference  fits, fullest IPU ") and "samples/s" in line and "(estimate" in line
+    text = "\n".join(inference_lines(outlook))
+    # 4 batches through 2 stages: one more cycle than batches, without a backward pass.
+    assert "2 stages: fill 1, steady 3, drain 1 cycles" in text and "bubble 20%" in text
+    assert "one batch" in text and "optimizer" not in text and "to write" in text
+    document = outlook_dict(outlook)["inference"]
+    assert [ipu["activations"] + ipu["gradients"] + ipu["optimizer_state"] for ipu in document["ipus"]] == [0, 0]
+    assert document["time"]["all_reduce"] == 0 and document["schedule"]["cycles"] == 5
+
+
+def test_a_host_that_sets_the_pace_is_part_of_the_sum() -> None:
+    outlook = toy_outlook()
+    time = dataclasses.replace(outlook.estimate.time, host_input=2.0, total=2.004, host=0.004, host_bound=True)
+    found = dataclasses.replace(outlook.estimate, time=time)
+    text = "\n".join(
+        outlook_lines(dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found)))
+    )
+    assert "one update 2 s = host I/O 2 s (beside compute " in text and ") + host 4 ms (estimate)" in text
 
 
 def test_ipus_with_the_same_work_share_a_line() -> None:

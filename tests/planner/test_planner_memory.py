@@ -9,6 +9,7 @@ from planner_toys import chain
 
 from ipurun.planner.hardware import Machine
 from ipurun.planner.memory import estimate_memory, in_flight, parameter_shares
+from ipurun.planner.recompute import stage_memories
 from ipurun.planner.stages import layout_of_blocks, layout_of_cuts, single_ipu
 from ipurun.planner.types import IpuMemory, Settings, Verdict
 from ipurun.planner.verdict import verdict_of, worst
@@ -101,3 +102,16 @@ def test_the_worst_ipu_decides() -> None:
 def test_limit_is_897_mebibytes() -> None:
     assert MACHINE.memory_bytes == 940_572_672
     assert MACHINE.memory_bytes / 2**20 == pytest.approx(897)
+
+
+def test_in_inference_only_what_is_still_needed_waits() -> None:
+    """Four results of 1,000 bytes, the first of which the last operation reads again."""
+    profile = chain(4)
+    again = dataclasses.replace(profile.ops[3], inputs=(0, 2))
+    profile = dataclasses.replace(profile, ops=(*profile.ops[:3], again))
+    inference = Settings(training=False)
+    (whole,) = stage_memories(profile, single_ipu(profile), inference)
+    # While the third runs on the second's result, the first one waits.
+    assert (whole.kept, whole.working) == (0, 1000)
+    first, second = stage_memories(profile, layout_of_cuts(profile, [2]), inference)
+    assert (first.working, second.working) == (0, 1000)

@@ -1,0 +1,95 @@
+"""Whether the executables of a run are in its cache folder: told without compiling, and without writing anything."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, List
+
+import torch
+
+from ipurun.build.batch import as_call, map_tensors
+from ipurun.build.inspect import Subject
+from ipurun.build.run import build_run, collate_of
+from ipurun.build.sampling import seeded
+from ipurun.build.structure import first_item
+from ipurun.build.targets import make
+from ipurun.config.schema import RunConfig
+from ipurun.emulator._capture import capture
+from ipurun.emulator._executable_cache import file_name
+from ipurun.emulator._model_guard import named_tensors
+from ipurun.emulator._recompute import add_recomputation, recomputation_mode
+from ipurun.engine import Engine
+from ipurun.plan.types import Batch, Plan
+from ipurun.planner.outlook import Cache
+
+__all__ = ["look_into_cache"]
+
+_ENDING = ".popef"
+
+
+def look_into_cache(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Cache:
+    """What a run would find of its executables.
+
+    On the CPU engine both programs are captured as the run itself captures them, and looked for by their keys. On an
+    IPU only PopART knows its keys: there the executables are counted.
+    """
+    if plan.cache_dir is None:
+        return Cache("off")
+    try:
+        names = [name for name in os.listdir(plan.cache_dir) if name.endswith(_ENDING)]
+    except OSError:
+        names = []
+    if not names:
+        return Cache("miss")
+    if engine.kind != "cpu":
+        return Cache("unknown", len(names), why="only PopART can tell whether one is of this very program")
+    if any(parameter.is_meta for parameter in subject.model.parameters()):
+        return Cache("unknown", len(names), why="the model is too large to be captured with its weights here")
+    try:
+        found = _files(config, plan, subject, engine)
+    except Exception as error:  # user code of any kind: the run itself will tell what is wrong with it
+        return Cache("unknown", len(names), why=f"the model could not be captured ({type(error).__name__})")
+    training, inference = ("hit" if file in names else "miss" for file in found)
+    return Cache(training, len(names), inference)
+
+
+def _files(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> List[str]:
+    """Files of the executables of training and of inference."""
+    with seeded(config.seed):
+        model = make(config.model, "model", engine_module=engine.module)
+        run = build_run(config, plan, Subject(model, subject.splits, subject.facts), engine)
+        try:
+            collate = collate_of(config, plan)
+            run.enter_training()
+            training = _file(run.training_model, collate(_samples(subject, "train", plan.training)), True)
+            run.enter_inference()
+            split = run.eval_split or "train"
+            inference = _file(run.inference_model, collate(_samples(subject, split, plan.inference)), False)
+        finally:
+            run.close()
+    return [training, inference]
+
+
+def _samples(subject: Subject, split: str, batch: Batch) -> List[Any]:
+    """One micro-batch of samples: only their shapes matter."""
+    return [first_item(subject.splits[split])] * batch.micro_batch_size
+
+
+def _file(executor: Any, batch: Any, training: bool) -> str:
+    step, options = executor.model, executor.options
+    args, kwargs = as_call(batch)
+    inputs: List[torch.Tensor] = []
+    map_tensors(inputs.append, (args, kwargs))
+    parameters, buffers = named_tensors(step)
+    options._execution_strategy.onStartTracing()
+    captured = capture(
+        lambda: step(*args, **kwargs),
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        training=training,
+        options=options,
+        modules=dict(step.named_modules()),
+    )
+    add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
+    return file_name(captured.graph, options)
