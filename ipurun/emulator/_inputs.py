@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._integers import wrapped
 from ipurun.emulator._logging import logger
 from ipurun.emulator._structures import custom_parser_of, rebuild, tensors_in
 from ipurun.emulator._weights import device_dtype
@@ -142,7 +143,7 @@ class ArgumentParser:
             tensor = tensor.contiguous()
         if tensor.dtype == torch.int64:
             _warn_narrowed(torch.int64, torch.int32)
-            return tensor.to(torch.int32).to(torch.int64)  # kernels want wide indices, with 32-bit values
+            return wrapped(tensor)
         narrow = device_dtype(tensor.dtype)
         if narrow != tensor.dtype:
             _warn_narrowed(tensor.dtype, narrow)

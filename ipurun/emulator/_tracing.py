@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipurun.emulator import _half
 from ipurun.emulator._graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._integers import kept_in_32_bits
 from ipurun.emulator._op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence, refuse_mask_index
 from ipurun.emulator._sources import calling_line
 from ipurun.emulator._tensor_numbers import TensorNumbers
@@ -221,6 +222,8 @@ class Recorder(TorchDispatchMode):
             if self._check_op is not None and (mask & 1 or node.is_random):
                 self._check_op(node)  # what depends on constants alone is computed on the host
         node.op, args, result = self._run(func, args, kwargs)
+        if mask & 1:
+            node.op, result = kept_in_32_bits(node.op, base_name, result)
         node.args = self._encode(args)
         self._append(node, result, mask | int(node.is_random), _mutated(func, node_args, node_kwargs))
         return result

@@ -8,6 +8,7 @@ from typing import Dict, Iterable, List, Optional
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._integers import wrapped
 from ipurun.emulator.enums import CommGroupType, VariableRetrievalMode
 
 __all__ = ["DeviceWeights", "ReplicaGroups", "device_dtype"]
@@ -149,7 +150,11 @@ class DeviceWeights:
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return tensor.detach().to(device_dtype(tensor.dtype), copy=True)
+        return _narrow(tensor).detach().to(device_dtype(tensor.dtype), copy=True)
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    return wrapped(tensor) if tensor.dtype == torch.int64 else tensor
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
@@ -158,4 +163,4 @@ def _copy(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
             f"{name} had shape {tuple(target.shape)} when the model was compiled and has "
             f"{tuple(source.shape)} now. Call destroy() on the executor to compile again."
         )
-    target.copy_(source)
+    target.copy_(_narrow(source))
