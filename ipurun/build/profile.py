@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import traceback
 from dataclasses import dataclass
@@ -107,18 +108,22 @@ def profile_model(
         size = config.inference.micro_batch_size
     rules = dict(module_precision or {})
     first: Optional[ConfigError] = None
-    for attempt in _attempts(config, model):
-        subject, device, samples = attempt()
-        if subject is None:
-            continue
-        count = min(size, samples) if samples else size
-        batch = _micro_batch(config, sample, count, device)
-        try:
-            traced = _trace(config, subject, batch, count, training, rules, strategy)
-        except ConfigError as error:
-            first = first or error
-            continue
-        return traced.with_micro_batch(size)
+    # A model that draws and compares a number in training mode only (to skip a layer) can still be planned.
+    for mode in (True, False) if training else (False,):
+        for attempt in _attempts(config, model):
+            subject, device, samples = attempt()
+            if subject is None:
+                continue
+            count = min(size, samples) if samples else size
+            batch = _micro_batch(config, sample, count, device)
+            try:
+                traced = _trace(config, subject, batch, count, training, rules, strategy, mode)
+            except ConfigError as error:
+                first = first or error
+                continue
+            refusal = first.problems[0] if first is not None and mode != training else None
+            refused = "" if refusal is None else f"{refusal.seen} ({refusal.where})"
+            return dataclasses.replace(traced.with_micro_batch(size), refused=refused)
     assert first is not None
     raise first
 
@@ -182,6 +187,7 @@ def _trace(
     training: bool,
     rules: Mapping[str, str],
     strategy: Any,
+    training_mode: bool,
 ) -> ModelProfile:
     precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
     stop_caching(model)
@@ -190,7 +196,7 @@ def _trace(
     if precision.startswith("16"):
         batch = _half_inputs(config, batch)
     step = Step(model, make_loss(config.loss, emulator), config.loss, returns_output=not training)
-    step.train(training)
+    step.train(training_mode)
     trace = _Trace()
     try:
         captured = step.answer.attempt(lambda: _capture(step, batch, training, trace, strategy))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
-from typing import Optional, Tuple
+from typing import Mapping, Optional, Tuple
 
 __all__ = ["ModelProfile", "OpProfile", "ParameterProfile"]
 
@@ -91,6 +92,7 @@ class ModelProfile:
         micro_batch_size: Samples of the micro-batch that was traced.
         training: Whether the backward pass was traced.
         unsupported: Operations that PopTorch is not known to support, with the line that calls them.
+        refused: Why the model cannot be captured in training mode, where it was traced in evaluation mode instead.
     """
 
     ops: Tuple[OpProfile, ...]
@@ -101,6 +103,7 @@ class ModelProfile:
     micro_batch_size: int
     training: bool = True
     unsupported: Tuple[str, ...] = ()
+    refused: str = ""
 
     @property
     def num_parameters(self) -> int:
@@ -111,6 +114,11 @@ class ModelProfile:
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample, forward and backward, without recomputation."""
         return sum(op.flops_forward + op.flops_backward for op in self.ops) / self.micro_batch_size
+
+    @functools.cached_property
+    def trained_bytes(self) -> Mapping[str, int]:
+        """Size of every parameter that gets a gradient."""
+        return {parameter.name: parameter.num_bytes for parameter in self.parameters if parameter.trainable}
 
     def with_micro_batch(self, micro_batch_size: int) -> ModelProfile:
         """The profile of another micro-batch, by proportion: exact for what is computed sample by sample."""

@@ -98,6 +98,15 @@ class WithDropout(nn.Module):
         return self.linear(self.dropout(data * 2))
 
 
+class SkipsLayers(Mlp):
+    """Draws a number in training and skips its first layer for it, as encoders with LayerDrop do."""
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.rand([]) < 0.0:
+            return self.second(data)
+        return super().forward(data)
+
+
 class WithBlocks(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -272,6 +281,13 @@ def test_a_model_that_branches_on_its_data_is_one_clear_problem() -> None:
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = 1 + next(i for i, text in enumerate(source) if "the line that the message names" in text)
     assert f"test_profile.py:{line}" in problem.where
+
+
+def test_a_model_that_only_training_mode_forbids_is_planned_as_in_evaluation() -> None:
+    profile = profile_model(config_of(SkipsLayers))
+    assert profile.training and [op.dims for op in products(profile)] == [(1, 4, 30, 20, 1), (1, 4, 10, 30, 1)]
+    assert "depends on its data" in profile.refused and "test_profile.py" in profile.refused
+    assert profile_model(config_of(Mlp)).refused == ""
 
 
 def test_a_wrong_shape_names_the_operation() -> None:
