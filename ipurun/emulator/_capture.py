@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import warnings
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ipurun.emulator._capture_functions import FunctionWatcher
 from ipurun.emulator._graph import Graph, Node, Value
 from ipurun.emulator._host_checkpoints import plain_checkpoints
+from ipurun.emulator._host_tensors import attribute_tensors
 from ipurun.emulator._loss_shapes import give_device_shapes
 from ipurun.emulator._losses import find_loss
 from ipurun.emulator._model_guard import forget_history
@@ -78,6 +80,7 @@ def capture(
         recorder.add_input("input", f"input_{index}", tensor)
     constants = _ConstantGuard(recorder)
     modules = modules or {}
+    recorder.host.declare_attributes(attribute_tensors(modules))
     plain = _without_mask_check(modules)
     with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules), plain:
         with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
@@ -89,6 +92,8 @@ def capture(
                 grads = _backward(recorder, tensors, parameters) if training else {}
         output_values = [recorder.value_of(tensor) for tensor in tensors]
         graph = recorder.graph
+        if any(recorder.host.holds(graph.specs[value]) for value in output_values):
+            warnings.warn("Output expected to be on the IPU but is on cpu", stacklevel=2)
         graph.outputs = output_values
         graph.grads = {name: recorder.value_of(grad) for name, grad in grads.items()}
         results = [tensor.detach().clone() for tensor in tensors]

@@ -44,7 +44,15 @@ class FunctionWatcher(TorchFunctionMode):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
-        kwargs = _on_cpu(kwargs or {})
+        host = self._recorder.host
+        outer, host.function = host.function, func
+        try:
+            return self._call(func, args, kwargs or {})
+        finally:
+            host.function = outer
+
+    def _call(self, func: Callable[..., Any], args: Tuple[Any, ...], given: Dict[str, Any]) -> Any:
+        kwargs = _on_cpu(given)
         if func in _LEAVES_GRAPH and any(self._recorder.varies(t) for t in tensors_in(args)):
             raise createPoptorchError(
                 f"{_LEAVES_GRAPH[func]} is called on a tensor of the model at {calling_line()}: the values are "
@@ -59,14 +67,26 @@ class FunctionWatcher(TorchFunctionMode):
         args, kwargs = _half.cast_weights(func, args, kwargs)
         func = REPLACED_FUNCTIONS.get(func, func)
         if func not in LOSS_FUNCTIONS:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in _MOVES and self._names_device(args[1:], kwargs):
+                self._recorder.host.moved(self._recorder.graph.specs[self._recorder.value_of(result)])
+            return result
         check_loss_arguments(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._recorder.training and not self._recorder.in_backward:
             self._recorder.mark_loss(result)
         return result
 
+    def _names_device(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
+        """Whether the arguments of `Tensor.to` name a device, by itself or as that of another tensor."""
+        if "device" in kwargs or any(isinstance(argument, (str, torch.device)) for argument in args):
+            return True
+        recorder = self._recorder
+        others = (recorder.graph.specs[recorder.value_of(tensor)] for tensor in tensors_in((args, kwargs)))
+        return any(not recorder.host.holds(other) for other in others)
 
+
+_MOVES = frozenset([torch.Tensor.to, torch.Tensor.type_as])
 _TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
 
 

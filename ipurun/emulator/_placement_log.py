@@ -6,9 +6,8 @@ import logging
 import math
 from typing import Any, Callable
 
-import torch
-
 from ipurun.emulator._graph import Graph, Placement
+from ipurun.emulator._host_tensors import scalar_type_name
 from ipurun.emulator._logging import native_logger, trace
 from ipurun.emulator._lowering import lowered_ops
 from ipurun.emulator._strategies import ShardedExecution, _IPhasedExecution
@@ -16,7 +15,6 @@ from ipurun.emulator.enums import Liveness
 
 _PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
 _PHASES_BETWEEN_PASSES_OFF_CHIP = 3
-_TYPE_WORDS = {torch.float32: "Float", torch.float16: "Half", torch.int32: "Int", torch.int64: "Long"}
 
 
 def log_placement(graph: Graph, options: Any) -> None:
@@ -54,7 +52,7 @@ def _trace_inputs(graph: Graph) -> None:
     trace("Inputs of the graph:")
     for item in graph.inputs_of("input", "parameter", "buffer"):
         spec = graph.specs[item.value]
-        kind = _TYPE_WORDS.get(spec.dtype, str(spec.dtype).split(".")[-1].capitalize())
+        kind = scalar_type_name(spec.dtype)
         sizes = "".join(f"{size}, " for size in spec.shape)
         strides = [math.prod(spec.shape[index + 1 :]) for index in range(len(spec.shape))]
         trace(

@@ -43,6 +43,10 @@ class TensorNumbers:
         self._references.append(weakref.ref(tensor, functools.partial(self._forget, id(tensor), address)))
         return value
 
+    def has_storage(self, tensor: torch.Tensor) -> bool:
+        """Whether a numbered tensor uses the memory of this one."""
+        return tensor.untyped_storage()._cdata in self._storage_of
+
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Returns the number of a numbered tensor's storage."""
         return self._storage_of[tensor.untyped_storage()._cdata]

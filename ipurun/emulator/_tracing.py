@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipurun.emulator import _half
 from ipurun.emulator._graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
+from ipurun.emulator._host_tensors import HostTensors
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._integers import kept_in_32_bits
 from ipurun.emulator._op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence, refuse_mask_index
@@ -42,6 +43,7 @@ class Recorder(TorchDispatchMode):
         self.graph = Graph()
         self.in_backward = False
         self.module_stack: List[str] = [""]
+        self.host = HostTensors()
         self._check_op = check_op
         self._numbers = TensorNumbers()
         self._kept: List[torch.Tensor] = []
@@ -152,7 +154,10 @@ class Recorder(TorchDispatchMode):
                 "The capture lost track of a tensor between forward and backward "
                 f"(shape {tuple(tensor.shape)}); the gradients would be wrong."
             )
+        is_alias = self._numbers.has_storage(tensor)  # of a tensor that is known, as `.data` is
         value = self._register(tensor, 0)
+        if not is_alias:
+            self.host.found(tensor, self.graph.specs[value].storage)
         self._kept.append(tensor)
         with self.paused():
             self.graph.constants[value] = tensor.detach().clone()
@@ -213,6 +218,7 @@ class Recorder(TorchDispatchMode):
             is_random=base_name in RANDOM_OPS,
             name=base_name,
         )
+        on_host = not self.in_backward and self.host.runs_here(base_name, self._specs(node.reads()), node.source)
         if not self.in_backward and base_name != "detach":
             if self._placement is None:
                 raise createPoptorchError(
@@ -226,7 +232,14 @@ class Recorder(TorchDispatchMode):
             node.op, result = kept_in_32_bits(node.op, base_name, result)
         node.args = self._encode(args)
         self._append(node, result, mask | int(node.is_random), _mutated(func, node_args, node_kwargs))
+        if on_host:
+            self.host.made(self._specs(values_in(node.outputs)))
+        if base_name == "lift_fresh":
+            self.host.lifted(self.graph.specs[node.outputs])
         return result
+
+    def _specs(self, values: Iterable[Value]) -> List[TensorSpec]:
+        return [self.graph.specs[value] for value in values]
 
     def _run(
         self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]
@@ -258,6 +271,8 @@ class Recorder(TorchDispatchMode):
         node.is_backward = self.in_backward
         node.grad_enabled = torch.is_grad_enabled()
         node.name = name or getattr(fn, "__name__", "opaque")
+        if not self.in_backward:
+            self.host.runs_here(node.name, self._specs(node.reads()), node.source)
         with self.paused():
             result = fn(*tensors)
             # An output that is one of the arguments would take that argument's number.

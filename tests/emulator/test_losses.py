@@ -40,7 +40,7 @@ LOSSES = {
     "hinge": (functional.hinge_embedding_loss, SIGNS),
     "soft_margin": (functional.soft_margin_loss, SIGNS),
     "cosine": (lambda y, t: functional.cosine_embedding_loss(y, t, torch.ones(2)), FLOATS),
-    "margin_ranking": (lambda y, t: functional.margin_ranking_loss(y, t, SIGNS), FLOATS),
+    "margin_ranking": (lambda y, t: functional.margin_ranking_loss(y, t, SIGNS.to(y.device)), FLOATS),
     "triplet": (lambda y, t: functional.triplet_margin_loss(y, t, -t), FLOATS),
     "module": (nn.MSELoss(reduction="sum"), FLOATS),
 }
