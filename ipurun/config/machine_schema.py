@@ -46,4 +46,5 @@ class MachineConfig:
     code_bytes_per_call: float = option(42.0, "Control code of one call of an operation on a tile, in bytes.")
     tile_imbalance_bytes: float = option(36000.0, "What the fullest tile holds above the average, in bytes.")
     default_proportion: float = option(0.6, "Share of a tile for matmul temporaries where none is set.")
-    tight_margin: float = option(0.18, "Within this share of the limit the verdict is tight.")
+    tight_margin: float = option(0.18, "From this share below the limit on the verdict is tight.")
+    over_margin: float = option(0.08, "From this share above the limit on the verdict is that it does not fit.")

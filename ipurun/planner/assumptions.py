@@ -25,9 +25,9 @@ def assumptions_of(
         Assumption(
             "fit",
             f"The fullest tile is taken to hold {machine.tile_imbalance_bytes:,.0f} bytes more than the "
-            "average one. Within "
-            f"{machine.tight_margin:.0%} of the limit the verdict is `tight`, because the estimate is no "
-            "better than that.",
+            "average one. From "
+            f"{machine.tight_margin:.0%} below the limit to {machine.over_margin:.0%} above it the verdict is `tight`, "
+            "because the estimate is no better than that.",
         ),
     ]
     told += _about_compute(profile, machine, settings)

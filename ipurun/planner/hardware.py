@@ -43,6 +43,7 @@ class Machine:
     tile_imbalance_bytes: float = 36_000.0
     default_proportion: float = 0.6
     tight_margin: float = 0.18
+    over_margin: float = 0.08
 
     @property
     def memory_bytes(self) -> int:

@@ -69,7 +69,7 @@ def needs_of(
     for number in range(len(cells)):
         alone = segments_ending_at(number + 1, cells, scaled, settings, machine, 0.0)[0]
         size = segment_memory(alone, 1, machine)
-        if size > machine.memory_bytes * (1 + machine.tight_margin) and (largest is None or size > largest[1]):
+        if size > machine.memory_bytes * (1 + machine.over_margin) and (largest is None or size > largest[1]):
             largest = (modules[number], round(size))
     least = math.ceil(fixed / machine.memory_bytes)
     number, found = max(2 * devices, 2), None

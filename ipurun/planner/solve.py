@@ -133,7 +133,7 @@ def split_for(
             scaled, num_ipus, settings, machine, names=names, checkpoints=checkpoints, room=share * limit
         )
 
-    quickest = within(1 + margin)
+    quickest = within(1 + machine.over_margin)
     if quickest is None or quickest.fullest <= (1 - margin) * limit:
         return quickest
     return within(1 - margin) or within(1.0) or quickest

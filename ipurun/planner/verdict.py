@@ -13,10 +13,10 @@ _ORDER = (Verdict.FITS, Verdict.TIGHT, Verdict.DOES_NOT_FIT)
 
 
 def verdict_of(memory: IpuMemory, machine: Machine) -> Verdict:
-    """How one IPU stands: within `tight_margin` of the limit, on either side, only the compiler can tell."""
+    """How one IPU stands: from `tight_margin` below the limit to `over_margin` above it only the compiler can tell."""
     if memory.share <= 1 - machine.tight_margin:
         return Verdict.FITS
-    return Verdict.TIGHT if memory.share <= 1 + machine.tight_margin else Verdict.DOES_NOT_FIT
+    return Verdict.TIGHT if memory.share <= 1 + machine.over_margin else Verdict.DOES_NOT_FIT
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

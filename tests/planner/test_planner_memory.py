@@ -85,8 +85,8 @@ def test_equal_operations_share_code() -> None:
         (0.5, Verdict.FITS),
         (0.81, Verdict.FITS),
         (0.9, Verdict.TIGHT),
-        (1.1, Verdict.TIGHT),
-        (1.2, Verdict.DOES_NOT_FIT),
+        (1.05, Verdict.TIGHT),
+        (1.1, Verdict.DOES_NOT_FIT),
     ],
 )
 def test_verdict_leaves_room_for_its_own_error(share: float, verdict: Verdict) -> None:
