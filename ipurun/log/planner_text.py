@@ -187,6 +187,8 @@ def _balance(found: Estimate) -> List[str]:
             f"{bar(ipu.total / longest)} {_ms(ipu.total)}: forward {_ms(ipu.forward)}, "
             f"recomputed {_ms(ipu.recompute)}, backward {_ms(ipu.backward)}, links {_ms(ipu.links)}"
         )
+        if ipu.streaming:
+            text += f", streaming memory {_ms(ipu.streaming)}"
         if groups and groups[-1][0] == text:
             groups[-1][1].append(ipu.ipu)
         else:

@@ -64,10 +64,10 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
     Args:
         profile: The model.
         machine: The device.
-        settings: Precision and serialisation.
-        proportion: Share of tile memory for temporaries of matmuls and convolutions.
+        settings: Precision, serialisation, and shares of tile memory of single modules.
+        proportion: Share of tile memory for temporaries of all other matmuls and convolutions.
     """
-    known: Dict[Tuple[str, int, int, int, bool], OpCost] = {}
+    known: Dict[Tuple[str, int, int, int, float, bool], OpCost] = {}
     masks = _dropout_masks(profile)
     costs = []
     for op in profile.ops:
@@ -75,9 +75,11 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
             costs.append(_FREE)
             continue
         is_dropout = not masks.isdisjoint(op.inputs)
-        key = (op.signature, op.gradients, op.traffic_bytes, serial_parts(op, settings), is_dropout)
+        share = settings.module_proportions.get(op.module, proportion)
+        parts = serial_parts(op, settings)
+        key = (op.signature, op.gradients, op.traffic_bytes, parts, share, is_dropout)
         if key not in known:
-            known[key] = _cost(op, machine, settings, proportion, is_dropout)
+            known[key] = _cost(op, machine, settings, share, is_dropout)
         costs.append(known[key])
     return costs
 

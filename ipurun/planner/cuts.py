@@ -8,9 +8,9 @@ from typing import Collection, Dict, FrozenSet, List, Optional, Set, Tuple
 
 from ipurun.planner.costs import op_costs
 from ipurun.planner.hardware import Machine
-from ipurun.planner.memory import ParameterShare, parameter_shares, proportion_of
+from ipurun.planner.memory import ParameterShare, code_bytes, op_bytes, parameter_shares, programs_of, proportion_of
 from ipurun.planner.stages import layout_of_cuts
-from ipurun.planner.types import ModelProfile, OpProfile, Settings
+from ipurun.planner.types import ModelProfile, Settings
 
 __all__ = ["Cell", "CutPoint", "Segment", "cells_of", "cut_points", "segment_memory", "segments_ending_at"]
 
@@ -75,8 +75,8 @@ class Cell:
         saved: Bytes that its backward pass reads.
         share: Its parameters.
         temporary: Bytes of its largest operation.
-        code: (signature, gradients) of its different operations.
-        calls: Operations and their gradients, all told.
+        code: (signature, programs) of its different operations.
+        calls: Programs of all its operations.
         reads: Operations before it whose results it reads.
         runs: Bytes to compute again, between checkpoints: one more entry than it has checkpoints.
         kept: Bytes of its checkpoints.
@@ -116,7 +116,6 @@ def cells_of(
             else:
                 runs[-1] += op.saved_bytes
                 tail += costs[op.index].forward
-        backward = 1 if settings.training else 0
         cells.append(
             Cell(
                 first=first,
@@ -124,9 +123,9 @@ def cells_of(
                 backward=sum(costs[op.index].backward for op in ops),
                 saved=sum(op.saved_bytes for op in ops),
                 share=shares[number],
-                temporary=max((_live(profile, op) + costs[op.index].temporary for op in ops), default=0.0),
-                code=frozenset((op.signature, op.gradients) for op in ops if op.kind != "view"),
-                calls=sum(1 + backward * op.gradients for op in ops if op.kind != "view"),
+                temporary=max((op_bytes(profile, op, settings, costs) for op in ops), default=0.0),
+                code=frozenset((op.signature, programs_of(op, settings)) for op in ops if op.kind != "view"),
+                calls=sum(programs_of(op, settings) for op in ops),
                 reads=frozenset(index for op in ops for index in op.inputs if index < first),
                 runs=tuple(runs),
                 kept=sum(op.output_bytes for op in ops if op.index in checkpoints),
@@ -134,13 +133,6 @@ def cells_of(
             )
         )
     return cells
-
-
-def _live(profile: ModelProfile, op: OpProfile) -> int:
-    if op.kind == "view":
-        return 0
-    operands = max((profile.ops[index].output_bytes for index in op.inputs), default=0)
-    return max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ class Segment:
         received: Bytes that come from earlier stages.
         kept: Bytes that one micro-batch leaves behind until its backward pass.
         run: Bytes that are computed again at a time.
-        peak: Bytes of its largest operation and gradient.
+        peak: Bytes of its largest operation.
         code: Bytes of code.
         update: Bytes that the weight update needs when activations are gone.
     """
@@ -210,9 +202,8 @@ def segments_ending_at(
     external: Set[int] = set()
     code: Set[Tuple[str, int]] = set()
     forward = backward = temporary = tail = 0.0
-    fixed = saved = calls = kept = update = largest = received = programs = 0
+    fixed = saved = calls = kept = update = received = programs = 0
     run, longest_run, checkpoint_seen = 0, 0, False
-    backward_factor = 1 if settings.training else 0
     for number in range(end - 1, -1, -1):
         cell = cells[number]
         for index in [index for index in external if index >= cell.first]:
@@ -228,20 +219,16 @@ def segments_ending_at(
         kept += cell.kept
         calls += cell.calls
         update = max(update, cell.share.update)
-        largest = max(largest, cell.share.largest)
         temporary = max(temporary, cell.temporary)
         new = cell.code - code
         code |= new
-        programs += sum(1 + backward_factor * gradients for _, gradients in new)
+        programs += sum(count for _, count in new)
         # The part behind a cell's last checkpoint goes on into the cells that were added before it.
         longest_run = max(longest_run, run + cell.runs[-1], *cell.runs)
         run = run + cell.runs[0] if len(cell.runs) == 1 else cell.runs[0]
         if not checkpoint_seen:
             tail += cell.tail
             checkpoint_seen = len(cell.runs) > 1
-        code_bytes = machine.tiles * (
-            machine.code_bytes_per_tile + machine.code_bytes_per_op * programs + machine.code_bytes_per_call * calls
-        )
         recomputes = settings.training and settings.recompute == "checkpoints"
         stays = (kept if recomputes else saved) + received if settings.training else 0
         again, tail_seconds = (forward, tail) if recomputes else (0.0, 0.0)
@@ -255,8 +242,8 @@ def segments_ending_at(
             received=received,
             kept=stays,
             run=longest_run if recomputes else 0,
-            peak=temporary + largest,
-            code=code_bytes,
+            peak=temporary,
+            code=code_bytes(programs, calls, machine),
             update=update,
         )
         # All but what is received only grows with a stage.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Set, Tuple
+from typing import Dict, List, Sequence, Tuple
 
 from ipurun.planner.costs import OpCost, costs_by_ipu, proportion_of, serial_parts
 from ipurun.planner.hardware import Machine
@@ -11,7 +11,16 @@ from ipurun.planner.recompute import stage_memories
 from ipurun.planner.stages import boundary_values, ops_of_stage
 from ipurun.planner.types import IpuMemory, Layout, ModelProfile, OpProfile, ParameterProfile, Settings
 
-__all__ = ["ParameterShare", "estimate_memory", "in_flight", "parameter_shares", "proportion_of"]
+__all__ = [
+    "ParameterShare",
+    "code_bytes",
+    "estimate_memory",
+    "in_flight",
+    "op_bytes",
+    "parameter_shares",
+    "programs_of",
+    "proportion_of",
+]
 
 
 @dataclass(frozen=True)
@@ -26,8 +35,9 @@ class ParameterShare:
         streaming: Bytes in streaming memory.
         streamed: Bytes that one update moves to and from streaming memory.
         transfers: Tensors that it moves.
+        fetched: Bytes that one pass over the weights reads from streaming memory.
+        fetches: Tensors that it reads.
         update: Bytes on chip that the update of the largest parameter needs beside.
-        largest: Bytes of the largest gradient.
     """
 
     weights: int
@@ -37,8 +47,9 @@ class ParameterShare:
     streaming: int
     streamed: int
     transfers: int
+    fetched: int
+    fetches: int
     update: int
-    largest: int
 
 
 def parameter_shares(profile: ModelProfile, layout: Layout, settings: Settings) -> List[ParameterShare]:
@@ -51,10 +62,9 @@ def parameter_shares(profile: ModelProfile, layout: Layout, settings: Settings) 
 
 
 def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterShare:
-    totals: Dict[str, float] = dict.fromkeys(
-        ("weights", "gradients", "state", "streaming", "streamed", "transfers"), 0.0
-    )
-    trained, update, largest = 0, 0.0, 0
+    names = ("weights", "gradients", "state", "streaming", "streamed", "transfers", "fetched", "fetches")
+    totals: Dict[str, float] = dict.fromkeys(names, 0.0)
+    trained, update = 0, 0.0
     for parameter in parameters:
         count = parameter.elements if parameter.trainable and settings.training else 0
         trained += count
@@ -66,12 +76,13 @@ def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterS
             update = max(update, parameter.num_bytes if weight_parts > 1 else 0.0)
         else:
             totals["streaming"] += parameter.num_bytes / weight_parts
+            totals["fetched"] += parameter.num_bytes / weight_parts
+            totals["fetches"] += 1
             totals["streamed"] += 2 * parameter.num_bytes / weight_parts
             totals["transfers"] += 2
             update = max(update, parameter.num_bytes)
         if not count:
             continue
-        largest = max(largest, parameter.num_bytes)
         accumulator = count * settings.accumulator_bytes
         if settings.accumulators_on_chip or is_small:
             totals["gradients"] += accumulator
@@ -87,16 +98,14 @@ def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterS
             totals["streamed"] += 2 * state
             totals["transfers"] += 2 * settings.state_tensors
             update = max(update, state)
-    return ParameterShare(
-        trained=trained, update=round(update), largest=largest, **{name: round(size) for name, size in totals.items()}
-    )
+    return ParameterShare(trained=trained, update=round(update), **{name: round(size) for name, size in totals.items()})
 
 
-def in_flight(stage: int, layout: Layout, settings: Settings) -> int:
+def in_flight(stage: int, num_stages: int, settings: Settings) -> int:
     """Micro-batches that are between the forward and the backward pass of a stage."""
     if settings.strategy != "pipelined" or not settings.training:
         return 1
-    return 2 * (layout.num_stages - stage) - 1
+    return 2 * (num_stages - stage) - 1
 
 
 def estimate_memory(
@@ -111,13 +120,13 @@ def estimate_memory(
     for ipu, share in enumerate(shares):
         stages = [stage for stage, at in enumerate(layout.ipu_of_stage) if at == ipu]
         ops = [op for stage in stages for op in ops_of_stage(profile, layout, stage)]
-        stash = sum(activations[stage].kept * in_flight(stage, layout, settings) for stage in stages)
+        stash = sum(activations[stage].kept * in_flight(stage, layout.num_stages, settings) for stage in stages)
         streaming = share.streaming
         if not settings.activations_on_chip:
             streaming += stash
             stash = max((activations[stage].kept for stage in stages), default=0)
         working = max((activations[stage].working for stage in stages), default=0)
-        temporary = working + _largest_op(profile, ops, settings, costs[ipu])
+        temporary = working + max((op_bytes(profile, op, settings, costs[ipu]) for op in ops), default=0.0)
         # Weights are updated when the pipeline is empty: state takes the place of activations.
         temporary = max(temporary, share.update - stash)
         io = _transfers(profile, layout, settings, stages) + sum(received[stage] for stage in stages)
@@ -139,19 +148,17 @@ def estimate_memory(
     return tuple(ipus)
 
 
-def _largest_op(profile: ModelProfile, ops: List[OpProfile], settings: Settings, costs: List[OpCost]) -> float:
-    """What the operation needs that needs most: operands and results or their gradients, and temporaries."""
-    sizes = {parameter.name: parameter.num_bytes for parameter in profile.parameters if parameter.trainable}
-    largest = 0.0
-    for op in ops:
-        if op.kind == "view":
-            continue
-        operands = max((profile.ops[i].output_bytes for i in op.inputs), default=0)
-        # Operations value by value write over what they read.
-        live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
-        gradient = sum(sizes.get(name, 0) for name in op.parameters) if settings.training and op.gradients else 0
-        largest = max(largest, live + gradient / serial_parts(op, settings) + costs[op.index].temporary)
-    return largest
+def op_bytes(profile: ModelProfile, op: OpProfile, settings: Settings, costs: Sequence[OpCost]) -> float:
+    """What an operation needs while it runs: operands and results or their gradients, and temporaries."""
+    if op.kind == "view":
+        return 0.0
+    operands = max((profile.ops[index].output_bytes for index in op.inputs), default=0)
+    # Operations value by value write over what they read.
+    live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
+    gradient = 0
+    if settings.training and op.gradients:
+        gradient = sum(profile.trained_bytes.get(name, 0) for name in op.parameters)
+    return live + gradient / serial_parts(op, settings) + costs[op.index].temporary
 
 
 def _transfers(profile: ModelProfile, layout: Layout, settings: Settings, stages: List[int]) -> int:
@@ -162,11 +169,21 @@ def _transfers(profile: ModelProfile, layout: Layout, settings: Settings, stages
     return size
 
 
-def _code(ops: List[OpProfile], settings: Settings, machine: Machine) -> int:
-    """Vertices, exchange code and control code: code is shared by operations that are equal."""
-    distinct: Set[Tuple[str, int]] = {(op.signature, op.gradients) for op in ops if op.kind != "view"}
-    backward = 1 if settings.training else 0
-    programs = sum(1 + backward * gradients for _, gradients in distinct)
-    calls = sum(1 + backward * op.gradients for op in ops if op.kind != "view")
+def programs_of(op: OpProfile, settings: Settings) -> int:
+    """Programs that an operation is compiled to: its forward pass and the gradients of its operands."""
+    if op.kind == "view":
+        return 0
+    return 1 + op.gradients if settings.training else 1
+
+
+def code_bytes(programs: int, calls: int, machine: Machine) -> float:
+    """Vertices, exchange code and control code of different programs and of all their calls."""
     per_tile = machine.code_bytes_per_tile + machine.code_bytes_per_op * programs + machine.code_bytes_per_call * calls
-    return round(per_tile * machine.tiles)
+    return per_tile * machine.tiles
+
+
+def _code(ops: List[OpProfile], settings: Settings, machine: Machine) -> int:
+    """Code is shared by operations that are equal."""
+    distinct = {(op.signature, op.gradients): programs_of(op, settings) for op in ops if op.kind != "view"}
+    calls = sum(programs_of(op, settings) for op in ops)
+    return round(code_bytes(sum(distinct.values()), calls, machine))

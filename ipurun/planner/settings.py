@@ -55,6 +55,7 @@ def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: O
         strategy=_strategy(calls),
         recompute=_recomputation(plan, calls) if training else "none",
         available_proportion=_proportions(calls),
+        module_proportions=plan.module_proportions,
         serialized={item.module: item.factor for item in plan.serialized},
         io_tiles=int(_argument(calls, "TensorLocations.numIOTiles") or 0),
         prefetch_depth=int(_popart(calls, "defaultPrefetchBufferingDepth") or _DEFAULT_PREFETCH),

@@ -8,6 +8,7 @@ from typing import Collection, List, Optional, Sequence, Tuple
 
 from ipurun.planner.cuts import Cell, CutPoint, Segment, cells_of, cut_points, segment_memory, segments_ending_at
 from ipurun.planner.hardware import Machine
+from ipurun.planner.memory import in_flight
 from ipurun.planner.stages import layout_of_cuts
 from ipurun.planner.types import Layout, ModelProfile, Settings
 
@@ -209,7 +210,7 @@ def _partition(
     choices: List[List[int]] = []
     directions = 2 if settings.training else 1
     for stage in range(num_ipus):
-        in_flight = _in_flight(stage, stages, settings)
+        micro_batches = in_flight(stage, stages, settings)
         now: List[Tuple[float, float]] = [(never, never)] * (count + 1)
         choice = [-1] * (count + 1)
         is_last = stage == stages - 1
@@ -223,7 +224,7 @@ def _partition(
                 if before[0] == never or (stage == 0) != (segment.begin == 0):
                     continue
                 behind = head if stage == 0 else None
-                memory = segment_memory(segment, in_flight, machine, behind)
+                memory = segment_memory(segment, micro_batches, machine, behind)
                 received = segment.received
                 if behind is not None:
                     work += behind.forward + behind.backward + behind.again - behind.tail
@@ -244,9 +245,3 @@ def _partition(
         end = choice[end]
         starts.append(end)
     return starts[-2::-1] if num_ipus > 1 else [], best[count][0], best[count][1]
-
-
-def _in_flight(stage: int, stages: int, settings: Settings) -> int:
-    if settings.strategy != "pipelined" or not settings.training:
-        return 1
-    return 2 * (stages - stage) - 1

@@ -19,7 +19,9 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
     """Seconds of one weight update (of one batch in inference), and the throughput that follows."""
     stages = _stage_seconds(profile, layout, settings, machine)
     received = boundary_values(profile, layout)
-    ipus = _ipu_times(stages, received, layout, settings, machine)
+    shares = parameter_shares(profile, layout, settings)
+    streaming = _streaming(profile, shares, layout, settings, machine)
+    ipus = _ipu_times(stages, received, streaming, layout, settings, machine)
     cycle, cycles, bubble = _cycles(ipus, layout, settings)
     machines = machine.machines(layout.num_ipus * settings.replicas)
     # A synchronisation passes from machine to machine, and every replica waits for it.
@@ -27,7 +29,6 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
     # Data comes in at every cycle, and all IPUs wait for it to be announced.
     cycle += machine.transfer_seconds + _reading(profile, layout, settings, machine)
     compute = cycle * cycles
-    shares = parameter_shares(profile, layout, settings)
     all_reduce = _all_reduce(shares, settings, machine)
     update = _update(shares, settings, machine)
     host = machine.host_call_seconds / settings.device_iterations
@@ -81,6 +82,7 @@ def _stage_seconds(
 def _ipu_times(
     stages: List[Tuple[float, float, float]],
     received: List[int],
+    streaming: List[float],
     layout: Layout,
     settings: Settings,
     machine: Machine,
@@ -97,9 +99,30 @@ def _ipu_times(
                 recompute=sum(stages[stage][1] for stage in own),
                 backward=sum(stages[stage][2] for stage in own),
                 links=moved / machine.link_bytes_per_second,
+                streaming=streaming[ipu],
             )
         )
     return tuple(times)
+
+
+def _streaming(
+    profile: ModelProfile, shares: List[ParameterShare], layout: Layout, settings: Settings, machine: Machine
+) -> List[float]:
+    """Seconds that each IPU exchanges with streaming memory for one micro-batch: nothing of it overlaps.
+
+    Weights are read for the forward phase and again for the backward phase; without phases once for both. Activations
+    go out after the forward pass and come back for the backward pass.
+    """
+    passes = 2 if settings.training and settings.strategy.endswith("phased") else 1
+    per_ipu = machine.streaming_bytes_per_second / machine.ipus_per_machine
+    kept = [0] * layout.num_ipus
+    if settings.training and not settings.activations_on_chip:
+        for memory, ipu in zip(stage_memories(profile, layout, settings), layout.ipu_of_stage):
+            kept[ipu] += memory.kept
+    return [
+        (passes * share.fetched + 2 * stash) / per_ipu + passes * share.fetches * machine.transfer_seconds
+        for share, stash in zip(shares, kept)
+    ]
 
 
 def _reading(profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine) -> float:

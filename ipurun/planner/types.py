@@ -77,6 +77,7 @@ class Settings:
         accumulators_on_chip: Whether gradient accumulators live in the IPU.
         activations_on_chip: Whether stashed activations live in the IPU.
         available_proportion: Share of a tile for matmul and convolution temporaries: one per IPU, or one for all.
+        module_proportions: Module name -> the same share for its own product.
         serialized: Module name -> number of parts that its matmul or embedding is done in.
         io_tiles: Tiles set aside for overlapped I/O.
         prefetch_depth: Batches that wait on the device side of the host connection.
@@ -107,6 +108,7 @@ class Settings:
     accumulators_on_chip: bool = True
     activations_on_chip: bool = True
     available_proportion: Tuple[float, ...] = ()
+    module_proportions: Mapping[str, float] = field(default_factory=dict)
     serialized: Mapping[str, int] = field(default_factory=dict)
     io_tiles: int = 0
     prefetch_depth: int = 2
@@ -199,6 +201,7 @@ class IpuTime:
         recompute: Forward operations done again for the backward pass.
         backward: Backward pass.
         links: Transfers to and from other IPUs of the replica.
+        streaming: Weights and activations that live in streaming memory, for every pass that needs them.
     """
 
     ipu: int
@@ -206,11 +209,12 @@ class IpuTime:
     recompute: float
     backward: float
     links: float
+    streaming: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.forward + self.recompute + self.backward + self.links
+        return self.forward + self.recompute + self.backward + self.links + self.streaming
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ MACHINE = Machine()
 def test_the_first_stage_keeps_most_micro_batches() -> None:
     layout = layout_of_cuts(chain(4), [1, 2, 3])
     settings = Settings(gradient_accumulation=16)
-    assert [in_flight(stage, layout, settings) for stage in range(4)] == [7, 5, 3, 1]
+    assert [in_flight(stage, layout.num_stages, settings) for stage in range(4)] == [7, 5, 3, 1]
     memory = estimate_memory(chain(4), layout, settings, MACHINE)
     # Each stage keeps its own result and, but for the first, its input.
     assert [ipu.activations for ipu in memory] == [7 * 1000, 5 * 2000, 3 * 2000, 2000]

@@ -141,6 +141,40 @@ def test_state_off_chip_goes_through_the_memory_that_four_ipus_share() -> None:
     assert off_chip.update - on_chip.update == pytest.approx(moved + begun)
 
 
+def test_weights_off_chip_are_read_for_every_micro_batch() -> None:
+    """400 values of 2 bytes: for the forward and for the backward phase, once for both without phases."""
+    rate = MACHINE.streaming_bytes_per_second / 4
+    once = 400 * 2 / rate + MACHINE.transfer_seconds
+
+    def streaming(**changes: object) -> list:
+        settings = {"gradient_accumulation": 8, "weights_on_chip": False, "strategy": "sharded", **changes}
+        return [ipu.streaming for ipu in time_of(2, [1], **settings).ipus]
+
+    assert streaming() == pytest.approx([once, once])
+    assert streaming(weights_on_chip=True) == [0, 0]
+    assert streaming(strategy="parallel_phased") == pytest.approx([2 * once, 2 * once])
+    assert streaming(strategy="parallel_phased", training=False) == pytest.approx([once, once])
+    # What the second keeps is its result and its input, and it goes out and comes back.
+    kept = [2 * 1000 / rate, 2 * 2000 / rate]
+    found = streaming(weights_on_chip=True, activations_on_chip=False)
+    assert found == pytest.approx(kept)
+    in_turn = time_of(2, [1], weights_on_chip=False, strategy="sharded")
+    assert in_turn.cycle > sum(ipu.streaming for ipu in in_turn.ipus) > 0
+
+
+def test_a_module_has_a_share_of_its_own() -> None:
+    profile = chain(2)
+    wide = dataclasses.replace(profile.ops[0], dims=(1, 4096, 4096, 4096, 1))
+    profile = dataclasses.replace(
+        profile, ops=(wide, dataclasses.replace(wide, index=1, module="layer.1", inputs=(0,)))
+    )
+    usual = op_costs(profile, MACHINE, Settings(), 0.6)
+    lean = op_costs(profile, MACHINE, Settings(), 0.1)
+    mixed = op_costs(profile, MACHINE, Settings(module_proportions={"layer.1": 0.1}), 0.6)
+    assert lean[0].temporary < usual[0].temporary and lean[0].forward > usual[0].forward
+    assert mixed == [usual[0], lean[1]]
+
+
 def test_a_micro_batch_is_read_while_tiles_wait_unless_some_are_set_aside() -> None:
     profile = dataclasses.replace(chain(2), input_bytes=10**6)
     layout = single_ipu(profile)

@@ -58,6 +58,13 @@ def test_small_tensors_are_not_sharded_unless_told_so() -> None:
     assert _settings(*sharded, "memory.optimizer_state.min_elements_sharded=5").min_elements_sharded == 5
 
 
+def test_shares_of_single_modules_are_handed_on() -> None:
+    config = one(["+recipe=mnist", "memory.module_proportion={fc1: 0.3}"]).config
+    kinds = {"fc1": "Linear"}
+    facts = Facts("cpu", "emulator", train_samples=4000, module_names=("fc1",), module_kinds=kinds)
+    assert settings_of(make_plan(config, facts)).module_proportions == {"fc1": 0.3}
+
+
 def test_a_pipeline_recomputes_unless_told_otherwise() -> None:
     split = ["pipeline.split=[fc1]", "gradient_accumulation=8"]
     assert _settings().recompute == "none"
