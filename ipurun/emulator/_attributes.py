@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict
 
-__all__ = ["Attribute"]
+__all__ = ["Attribute", "clear_attribute", "set_attribute"]
 
 
 class Attribute:
@@ -39,3 +39,17 @@ class Attribute:
         recorder = _tracing.current()
         if recorder is not None:
             recorder.record_event("attributes", attributes=attributes)
+
+
+def set_attribute(attribute: str, key: str, value: str) -> None:
+    """Gives the ops that follow an attribute; programs find it as ``torch.ops.poptorch.set_attribute``."""
+    in_force = {name: dict(pairs) for name, pairs in Attribute._attributes.items()}
+    in_force.setdefault(attribute, {})[key] = value
+    Attribute._put_in_force(in_force)
+
+
+def clear_attribute(attribute: str, key: str) -> None:
+    """Takes an attribute from the ops that follow; programs find it as ``torch.ops.poptorch.clear_attribute``."""
+    in_force = {name: dict(pairs) for name, pairs in Attribute._attributes.items()}
+    in_force.get(attribute, {}).pop(key, None)
+    Attribute._put_in_force({name: pairs for name, pairs in in_force.items() if pairs})

@@ -13,6 +13,7 @@ from typing import Any, Optional, Sequence
 
 import torch
 
+from ipurun.emulator._attributes import clear_attribute, set_attribute
 from ipurun.emulator._torch_compat import restore_removed
 from ipurun.emulator.autocasting import autocast_module
 
@@ -103,6 +104,9 @@ def install() -> None:
         sys.meta_path.insert(0, _AliasFinder())
         sys.meta_path.append(_CompanionFinder())
     torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
+    # Programs that rewrite torch.fx graphs insert these by their names in torch.
+    torch.ops.poptorch.set_attribute = set_attribute
+    torch.ops.poptorch.clear_attribute = clear_attribute
     restore_removed()
     folder = shim_folder()
     if folder not in sys.path:

@@ -1,0 +1,44 @@
+"""PopTorch's ops under their names in torch, as programs that rewrite torch.fx graphs insert them."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+from ipurun import emulator
+emulator.install()
+import poptorch
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(2, 2)
+        self.second = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+module = torch.fx.symbolic_trace(Model())
+first = next(node for node in module.graph.nodes if node.target == "first")
+with module.graph.inserting_before(first):
+    module.graph.call_function(torch.ops.poptorch.set_attribute, ("__outline", "layer", "one"))
+with module.graph.inserting_after(first):
+    module.graph.call_function(torch.ops.poptorch.clear_attribute, ("__outline", "layer"))
+module.recompile()
+x = torch.ones(1, 2)
+expected = module(x).detach()
+poptorch._logging.setPopartLogLevel("TRACE")
+found = poptorch.inferenceModel(module)(x)
+torch.testing.assert_close(found, expected)
+assert poptorch.Attribute._attributes == {}
+"""
+
+
+def test_attributes_are_set_and_cleared_in_a_rewritten_graph(child_environment):
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=child_environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    first, second = ran.stderr.split("second/", 1)
+    assert first.count("layer: layer:one") == first.count("output: first/") > 0
+    assert "layer: layer:one" not in second
