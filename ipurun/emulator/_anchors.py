@@ -10,9 +10,9 @@ from ipurun.emulator._graph import Graph, Value, values_in
 from ipurun.emulator._logging import native_logger
 from ipurun.emulator.enums import OutputMode
 
-__all__ = ["Anchors"]
+__all__ = ["GRADIENT_PREFIX", "Anchors", "name_of"]
 
-_GRADIENT = "Gradient___"
+GRADIENT_PREFIX = "Gradient___"
 _UPDATED = "UpdatedVar___"
 _MODEL_PREFIX = "model."
 _LOSS_SCALE = "finalLossScale"
@@ -57,6 +57,13 @@ class Anchors:
                         self.values[short] = table[candidate].detach().clone()
 
 
+def name_of(graph: Graph, value: Value) -> str:
+    """Returns the long name of a value; a value without one is named by its number."""
+    named = {item.name: item.value for item in graph.inputs}
+    named.update(_named_values(graph))
+    return next((name for name, candidate in named.items() if candidate == value), str(int(value)))
+
+
 def _mode_name(mode: int) -> str:
     name = OutputMode(mode).name
     return name if name == "Sum" else name.upper()
@@ -64,14 +71,14 @@ def _mode_name(mode: int) -> str:
 
 def _without_prefix(name: str) -> str:
     """Names may be written with the "model." that PopTorch puts before the names of a training model."""
-    for head in (_GRADIENT, _UPDATED, ""):
+    for head in (GRADIENT_PREFIX, _UPDATED, ""):
         if name.startswith(head + _MODEL_PREFIX):
             return head + name[len(head) + len(_MODEL_PREFIX) :]
     return name
 
 
 def _named_values(graph: Graph) -> Dict[str, Value]:
-    named: Dict[str, Value] = {_GRADIENT + name: value for name, value in graph.grads.items()}
+    named: Dict[str, Value] = {GRADIENT_PREFIX + name: value for name, value in graph.grads.items()}
     for item in graph.inputs_of("seed"):
         named[_LOSS_SCALE] = item.value
     for node in graph.nodes:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Tuple
+from typing import Callable, Tuple
 
 import torch
 
 from ipurun.emulator import _tracing
+from ipurun.emulator._anchors import GRADIENT_PREFIX, name_of
 from ipurun.emulator._op_context import active_recorder, one_tensor, require_tensor
 from ipurun.emulator._op_log import call_recorded
 from ipurun.emulator._print_format import PrintFormat
 
 _FLOAT_FORMATS = {"auto": 0, "fixed": 1, "scientific": 2, "none": 3}
-_UNTITLED = "ipu_print_tensor"
 
 
 class _Printer:
     """Writes a tensor to stderr, except while a compile runs: nothing is computed on the device then."""
 
-    def __init__(self, title: str, layout: PrintFormat, print_gradient: bool) -> None:
+    def __init__(self, title: str, name: Callable[[], str], layout: PrintFormat, print_gradient: bool) -> None:
         self._title = title
+        self._name = name
         self._layout = layout
         self._print_gradient = print_gradient
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._write(self._title, tensor)
+        self._write(self._title or self._name(), tensor)
         return tensor
 
     def gradient(
@@ -35,7 +37,8 @@ class _Printer:
         grads: Tuple[torch.Tensor, ...],
     ) -> Tuple[torch.Tensor, ...]:
         if self._print_gradient:
-            self._write(f"{self._title}_gradient", grads[0])
+            title = f"{self._title}_gradient" if self._title else GRADIENT_PREFIX + self._name()
+            self._write(title, grads[0])
         return grads
 
     def _write(self, title: str, tensor: torch.Tensor) -> None:
@@ -61,7 +64,7 @@ def ipu_print_tensor(
 
     Args:
         tensor: What is printed.
-        title: Text before the values; the gradient's has "_gradient" added.
+        title: Text before the values, the name of the tensor if empty; the gradient's has "_gradient" added.
         print_gradient: Whether training prints the gradient too.
         summarise_threshold: Tensors of more elements show only their edges.
         edge_items: Items at each edge of a summarised dimension.
@@ -94,5 +97,7 @@ def ipu_print_tensor(
     recorder = active_recorder()
     if recorder is None:
         return tensor
-    printer = _Printer(title or _UNTITLED, layout, print_gradient)
+    # Asked for when it prints: the names are those of the finished graph.
+    name = functools.partial(name_of, recorder.graph, recorder.value_of(tensor))
+    printer = _Printer(title, name, layout, print_gradient)
     return one_tensor(call_recorded(recorder, printer.value, [tensor], printer.gradient, "ipu_print_tensor"))

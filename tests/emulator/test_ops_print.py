@@ -105,3 +105,20 @@ def test_training_prints_the_gradient_too(capfd, print_gradient):
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("t")]
     assert lines == ["t: (6.000)", "t_gradient: (5.000)"][: 1 + print_gradient]
     assert model.w.item() == pytest.approx(2.0 - 0.1 * 15.0)
+
+
+def test_without_a_title_the_name_of_the_tensor_is_shown(capfd):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            y = poptorch.ipu_print_tensor(self.layer(poptorch.ipu_print_tensor(x)))
+            return poptorch.identity_loss(y, reduction="sum")
+
+    executor = poptorch.trainingModel(Model())
+    executor(torch.ones(1, 1))
+    titles = [line.split(": ")[0] for line in capfd.readouterr().err.splitlines() if ": (" in line]
+    result = next(name for name in executor.getTensorNames() if name.startswith("layer/add"))
+    assert titles == ["input_0", result, f"Gradient___{result}"]
