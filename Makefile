@@ -12,10 +12,10 @@ FIND_PYTHON38 := for candidate in $$PYTHON38 python3.8 $${PYENV_ROOT:-$$HOME/.py
 	"$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' 2>/dev/null && echo "$$candidate" && break; done
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk bench lint typecheck format docs wheel clean
+.PHONY: help dev run test test-sdk bench bench-planner lint typecheck format docs wheel clean
 
 help:  ## List the targets.
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-14s %s\n", $$1, $$2}'
 
 dev: $(VENV)/.installed  ## Set up .venv with everything; again only when pyproject.toml or constraints.txt change.
 
@@ -48,6 +48,9 @@ $(SDK_VENV)/.installed: pyproject.toml constraints-sdk.txt
 bench: dev  ## Measure the CPU engine beside a hand-written loop, and how quickly commands answer.
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/commands.py
+
+bench-planner: dev  ## Compare the planner with published runs that it was not fitted to.
+	$(BIN)/python tests/bench/planner.py
 
 lint: dev  ## Check style and formatting, for the oldest Python that is supported.
 	$(BIN)/ruff check .

@@ -67,7 +67,7 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
         settings: Precision, serialisation, and shares of tile memory of single modules.
         proportion: Share of tile memory for temporaries of all other matmuls and convolutions.
     """
-    known: Dict[Tuple[str, int, int, int, float, bool], OpCost] = {}
+    known: Dict[Tuple[str, int, int, int, float, bool, bool], OpCost] = {}
     masks = _dropout_masks(profile)
     costs = []
     for op in profile.ops:
@@ -77,7 +77,7 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
         is_dropout = not masks.isdisjoint(op.inputs)
         share = settings.module_proportions.get(op.module, proportion)
         parts = serial_parts(op, settings)
-        key = (op.signature, op.gradients, op.traffic_bytes, parts, share, is_dropout)
+        key = (op.signature, op.gradients, op.traffic_bytes, parts, share, is_dropout, op.is_batched)
         if key not in known:
             known[key] = _cost(op, machine, settings, share, is_dropout)
         costs.append(known[key])
@@ -119,7 +119,9 @@ def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float
     moving = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
     rate = moving if op.kind in ("copy", "gather") else machine.vector_bytes_per_cycle
     once = op.traffic_bytes / (rate * machine.tiles * machine.clock_hz)
-    back = backward * once + overhead if op.gradients and settings.training else 0.0
+    # The gradient of a weight in another precision is cast while it is accumulated.
+    is_weight_cast = op.kind == "copy" and not op.is_batched
+    back = backward * once + overhead if op.gradients and settings.training and not is_weight_cast else 0.0
     return OpCost(forward * once + overhead, back, 0.0)
 
 

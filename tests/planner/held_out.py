@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.build.profile import profile_model
 from ipurun.config.compose import one
 from ipurun.planner.estimate import estimate
+from ipurun.planner.hardware import Machine
 from ipurun.planner.point import layout_of_plan, machine_of
 from ipurun.planner.settings import settings_of
-from ipurun.planner.types import Estimate, ModelProfile, Verdict
+from ipurun.planner.types import Estimate, Layout, ModelProfile, Settings, Verdict
 from ipurun.prepare import Prepared, prepare
 
 PUBLISHED = Path(__file__).with_name("published.json")
@@ -39,33 +41,48 @@ class Planned:
     ratio: float
 
     @property
+    def published(self) -> float:
+        """Published samples per second; NaN where there are none."""
+        return float(self.row.get("measured", {}).get("samples_per_second", math.nan))
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a throughput is published that the device, not the host, was bound by."""
+        return not math.isnan(self.ratio) and self.row["measured"].get("device_bound", True)
+
+    @property
     def is_right_about_fit(self) -> bool:
         """Whether what ran is not called impossible, and what did not compile is."""
         return (self.estimate.verdict is not Verdict.DOES_NOT_FIT) == self.row["fits"]
 
 
+@functools.lru_cache(maxsize=None)
 def rows() -> List[Row]:
     """All rows that the recipes can express."""
     return [row for row in json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"] if "cannot" not in row]
 
 
-def plan(row: Row, **changes: Any) -> Planned:
-    """Plan a row.
-
-    Args:
-        row: The facts.
-        changes: Other values of its run, or `chip`.
-    """
+def plan(row: Row, chip: Optional[str] = None) -> Planned:
+    """Plan a row, on the chip that was measured or else on a GC200 unless told otherwise."""
     measured = row.get("measured", {})
-    chip = changes.pop("chip", measured.get("chip", "GC200"))
-    run = {**row["run"], **changes}
-    prepared = prepare(one([*words_of(row["model"], run), f"machine={chip.lower()}"]), on_paper=True)
-    profile = _profile(prepared, run)
-    settings = settings_of(prepared.plan)
-    machine = machine_of(prepared.point.config)
-    found = estimate(profile, layout_of_plan(profile, prepared.plan), settings, machine)
+    profile, layout, settings = _situation(row["id"])
+    found = estimate(profile, layout, settings, machine(chip or measured.get("chip", "GC200")))
     published = measured.get("samples_per_second", math.nan)
     return Planned(row, found, found.time.samples_per_second / published)
+
+
+@functools.lru_cache(maxsize=None)
+def machine(chip: str) -> Machine:
+    """The shipped constants of a chip."""
+    return machine_of(one(["+recipe=mnist", f"machine={chip.lower()}"]).config)
+
+
+@functools.lru_cache(maxsize=None)
+def _situation(name: str) -> Tuple[ModelProfile, Layout, Settings]:
+    row = next(row for row in rows() if row["id"] == name)
+    prepared = prepare(one(words_of(row["model"], row["run"])), on_paper=True)
+    profile = _profile(prepared, row["run"])
+    return profile, layout_of_plan(profile, prepared.plan), settings_of(prepared.plan)
 
 
 def words_of(model: Row, run: Row) -> List[str]:
@@ -137,8 +154,6 @@ def _profile(prepared: Prepared, run: Row) -> ModelProfile:
         _profiles[key] = profile_model(config, module_precision=prepared.plan.module_precision)
     found = _profiles[key]
     if "input_bits" in run:  # pictures that are sent as bytes and become numbers on the device
-        import dataclasses
-
         found = dataclasses.replace(found, input_bytes=round(found.input_bytes * run["input_bits"] / _BITS_OF_HALF))
     return found
 
@@ -147,6 +162,18 @@ def _profile(prepared: Prepared, run: Row) -> ModelProfile:
 def all_planned() -> Tuple[Planned, ...]:
     """Every row, planned."""
     return tuple(plan(row) for row in rows())
+
+
+def pairs_of_pods(found: Sequence[Planned]) -> Dict[str, Tuple[float, float]]:
+    """Name of a run on a Pod16 -> how much faster it is on a Pod64, published and estimated."""
+    by_id = {item.row["id"]: item for item in found}
+    pairs = {}
+    for name, large in by_id.items():
+        small = by_id.get(name[: -len("_pod64")]) if name.endswith("_pod64") else None
+        if small is not None and small.is_compared and large.is_compared:
+            speeds = [item.estimate.time.samples_per_second for item in (large, small)]
+            pairs[small.row["id"]] = (large.published / small.published, speeds[0] / speeds[1])
+    return pairs
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

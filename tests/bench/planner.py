@@ -1,0 +1,65 @@
+"""How well the planner predicts published runs that it was not fitted to. Run it with ``make bench-planner``.
+
+Every row of tests/planner/published.json is planned like `ipurun plan` does; it takes some minutes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Dict, List, Sequence
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
+
+from held_out import Planned, all_planned, pairs_of_pods, plan, rank_correlation
+
+FACTOR = 1.5
+
+
+def main() -> None:
+    found = all_planned()
+    print(f"{'run':<34} {'verdict':<13} {'fullest':>7} {'published':>10} {'estimated':>10} {'ratio':>6}")
+    for item in found:
+        print(_line(item))
+    compared = [item for item in found if item.is_compared]
+    ratios = [item.ratio for item in compared]
+    logarithms = [math.log(ratio) for ratio in ratios]
+    print(f"\nright about fit        {sum(item.is_right_about_fit for item in found)} of {len(found)}")
+    print(f"within {FACTOR} of published {sum(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)} of {len(ratios)}")
+    print(f"mean ratio             {math.exp(sum(logarithms) / len(logarithms)):.2f} (geometric)")
+    print(f"mean error             {math.exp(sum(map(abs, logarithms)) / len(logarithms)):.2f}")
+    speeds = [item.estimate.time.samples_per_second for item in compared]
+    print(f"rank correlation       {rank_correlation([item.published for item in compared], speeds):.3f}")
+    _print_range("Bow over GC200", [_chips(item) for item in compared])
+    scaling = pairs_of_pods(found)
+    print("\nPod16 to Pod64         published  estimated")
+    for name, (published, estimated) in scaling.items():
+        print(f"  {name:<20} {published:9.2f} {estimated:10.2f}")
+
+
+def _line(item: Planned) -> str:
+    fullest = max(ipu.share for ipu in item.estimate.ipus)
+    verdict = item.estimate.verdict.value + ("" if item.is_right_about_fit else " (!)")
+    line = f"{item.row['id']:<34} {verdict:<13} {fullest:7.2f}"
+    if math.isnan(item.ratio):
+        return line
+    speed = item.estimate.time.samples_per_second
+    note = "" if item.is_compared else "  bound by the host"
+    return f"{line} {item.published:10,.0f} {speed:10,.0f} {item.ratio:6.2f}{note}"
+
+
+def _chips(item: Planned) -> float:
+    seconds: Dict[str, float] = {
+        chip: plan(item.row, chip=chip).estimate.time.samples_per_second for chip in ("Bow", "GC200")
+    }
+    return seconds["Bow"] / seconds["GC200"]
+
+
+def _print_range(name: str, values: Sequence[float]) -> None:
+    ordered: List[float] = sorted(values)
+    print(f"{name:<22} {ordered[0]:.2f} to {ordered[-1]:.2f}, median {ordered[len(ordered) // 2]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The planner against published runs that it was not fitted to: some of each kind; ``make bench-planner`` does all."""
+
+from __future__ import annotations
+
+import json
+from typing import List
+
+import pytest
+from held_out import PUBLISHED, machine, pairs_of_pods, plan, rank_correlation, rows, words_of
+
+from ipurun.build.profile import profile_model
+from ipurun.config.compose import one
+from ipurun.planner.estimate import estimate
+from ipurun.planner.stages import single_ipu
+from ipurun.planner.types import Settings, Verdict
+
+THROUGHPUTS = (
+    "bert.large_128_packed",
+    "bert.large_128_packed_pod64",
+    "bert.popart.large_384",
+    "bert.popart.base_512",
+    "gpt2.small_pod16",
+    "vit.pretrain_lamb",
+    "resnet50.pod16",
+    "resnet50.tf_mlperf_gc200",
+)
+FIT = ("bert.large_512", "hf.gpt2_medium", "resnet50.tf_8k_pipeline")
+
+
+def named(names: List[str]) -> list:
+    by_id = {row["id"]: row for row in rows()}
+    return [by_id[name] for name in names]
+
+
+def test_every_row_says_where_it_comes_from() -> None:
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"]
+    assert len({row["id"] for row in published}) == len(published) > 70
+    for row in published:
+        sources = [row["source"], *(row[key]["source"] for key in ("measured",) if key in row)]
+        assert all(source.get("path") or source.get("page") for source in sources), row["id"]
+
+
+@pytest.mark.parametrize("row", named([*THROUGHPUTS, *FIT]), ids=lambda row: row["id"])
+def test_configs_that_run_are_not_called_impossible(row: dict) -> None:
+    assert plan(row).is_right_about_fit
+
+
+def test_what_needs_two_replicas_to_fit_does_not_fit_with_one() -> None:
+    """Sharding over two replicas leaves each half of the optimizer state: most where the embedding is."""
+    alone, shared = (plan(row).estimate for row in named(["bert.squad_large_384_one_replica", "bert.squad_large_384"]))
+    assert shared.verdict is Verdict.TIGHT
+    assert alone.verdict is Verdict.DOES_NOT_FIT
+    fullest = max(alone.ipus, key=lambda ipu: ipu.share)
+    assert fullest.ipu == 0
+    assert fullest.optimizer_state == max(ipu.optimizer_state for ipu in alone.ipus)
+
+
+@pytest.mark.parametrize(("pictures", "fits"), [(2, True), (64, False)])
+def test_inference_of_vit_on_one_ipu_ran_out_of_memory_with_64_pictures(pictures: int, fits: bool) -> None:
+    """Reported of ViT-B/16 in single precision: 826,928 of 638,976 bytes on the first tile with 64, and 2 ran."""
+    words = ["+recipe=vit", "model=vit_base", "model.num_classes=10", "precision='32.32'"]
+    profile = profile_model(one([*words, f"micro_batch_size={pictures}"]).config, training=False)
+    settings = Settings(micro_batch_size=pictures, training=False, device_iterations=4)
+    found = estimate(profile, single_ipu(profile), settings, machine("GC200"))
+    assert (found.verdict is not Verdict.DOES_NOT_FIT) == fits
+
+
+def test_throughputs_come_out_within_half_as_much_again_and_in_order() -> None:
+    found = [plan(row) for row in named(list(THROUGHPUTS))]
+    for item in found:
+        assert 1 / 1.5 < item.ratio < 1.5, (item.row["id"], item.ratio)
+    speeds = [item.estimate.time.samples_per_second for item in found]
+    assert rank_correlation([item.published for item in found], speeds) > 0.9
+
+
+@pytest.mark.parametrize("row", named(["bert.large_128_packed", "vit.pretrain_lamb", "resnet50.pod16"]))
+def test_bow_is_faster_by_less_than_its_clock(row: dict) -> None:
+    fast, slow = (plan(row, chip).estimate.time.samples_per_second for chip in ("Bow", "GC200"))
+    assert 1.3 < fast / slow < 1.85 / 1.325
+
+
+def test_four_times_the_ipus_for_the_same_batch_are_three_and_a_half_times_as_fast() -> None:
+    ((published, estimated),) = pairs_of_pods(
+        [plan(row) for row in named(["bert.large_128_packed", "bert.large_128_packed_pod64"])]
+    ).values()
+    assert published == pytest.approx(3.3, abs=0.1)
+    assert 3.3 < estimated < 3.7
+
+
+def test_facts_become_words_that_a_user_could_type() -> None:
+    (row,) = named(["bert.squad_large_384"])
+    words = words_of(row["model"], row["run"])
+    assert "pipeline.layers_per_ipu=[2, 3, 3, 3, 3, 3, 3, 4]" in words
+    assert "devices=16" in words and "replication.factor=2" in words
