@@ -213,6 +213,15 @@ def test_a_dropout_is_one_operation_and_a_permutation_none() -> None:
     assert seconds[5] > 0
 
 
+def test_the_gradient_of_a_cast_weight_is_cast_while_it_is_accumulated() -> None:
+    data = dataclasses.replace(chain(1).ops[0], kind="copy", name="_to_copy", dims=(), traffic_bytes=10**6, gradients=1)
+    weight = dataclasses.replace(data, index=1, is_batched=False)
+    profile = dataclasses.replace(chain(1), ops=(data, weight))
+    costs = op_costs(profile, MACHINE, Settings(), 0.6)
+    assert costs[0].forward == costs[1].forward > 0
+    assert costs[0].backward > costs[1].backward == 0
+
+
 def test_replicas_sum_their_gradients() -> None:
     assert time_of(2, [], gradient_accumulation=8).all_reduce == 0
     assert time_of(2, [], gradient_accumulation=8, replicas=4).all_reduce > 0
