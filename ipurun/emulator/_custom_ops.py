@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 
-from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._impl import createNativeError, createPoptorchError
 from ipurun.emulator._op_context import active_recorder, natively
 from ipurun.emulator._op_log import call_recorded
 
@@ -21,7 +21,20 @@ class _Implementation(NamedTuple):
     backward: Optional[Callable[..., Any]]
 
 
-_implementations: Dict[Tuple[str, str], _Implementation] = {}
+def _gather_last_dim(data: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if data.dim() != index.dim() or data.shape[:-1] != index.shape[:-1]:
+        raise createNativeError(
+            "FastGatherLastDim: data and index must have the same dimensions but for the last: "
+            f"{list(data.shape)} vs {list(index.shape)}.",
+            "popart_exception",
+        )
+    return torch.gather(data, -1, index.to(torch.int64))
+
+
+# PopTorch itself brings these.
+_implementations: Dict[Tuple[str, str], _Implementation] = {
+    ("FastGatherLastDim", "poptorch.custom_ops"): _Implementation(_gather_last_dim, None),
+}
 
 
 def register_cpu_implementation(

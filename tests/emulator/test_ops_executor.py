@@ -210,6 +210,31 @@ def test_custom_op_uses_the_registered_backward():
         poptorch.ops.register_cpu_implementation("Odd", "test.ops", None)
 
 
+def _fast_gather(data, index):
+    example = torch.zeros(index.shape).type_as(data)
+    return poptorch.custom_op([data, index], "FastGatherLastDim", "poptorch.custom_ops", 1, [example])[0]
+
+
+def test_the_gather_that_comes_with_poptorch_is_there_and_has_a_gradient():
+    data = torch.arange(12.0).reshape(2, 2, 3)
+    index = torch.tensor([[[0, 2], [1, 1]], [[2, 2], [0, 1]]])
+    expected = torch.tensor([[[0.0, 2.0], [4.0, 4.0]], [[8.0, 8.0], [9.0, 10.0]]])
+    assert torch.equal(infer(_fast_gather)(data, index), expected)
+    uses = torch.tensor([[[1.0, 0.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 0.0, 2.0], [1.0, 1.0, 0.0]]])
+
+    def gather(weight):
+        places = torch.tensor([[[0, 2], [1, 1]], [[2, 2], [0, 1]]])
+        return _fast_gather(weight, places)
+
+    torch.testing.assert_close(trained_weight(gather, data), data - uses)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3), (2, 3)])
+def test_the_gather_that_comes_with_poptorch_wants_equal_dimensions_but_for_the_last(shape):
+    with pytest.raises(poptorch.Error, match="FastGatherLastDim"):
+        infer(_fast_gather)(torch.ones(2, 2, 3), torch.zeros(shape, dtype=torch.int64))
+
+
 def test_custom_op_without_implementation_says_how_to_register_one():
     executor = infer(lambda x: poptorch.custom_op([x], "Nobody", "test.ops", 1, [x])[0])
     with pytest.raises(poptorch.Error, match="register_cpu_implementation"):
