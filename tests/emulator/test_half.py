@@ -192,10 +192,15 @@ def test_floating_point_exceptions(function, bad, good):
 
 
 def test_half_running_statistics_are_updated():
-    layer = nn.BatchNorm1d(3, momentum=0.5).half()
-    x = torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]]).half()
-    executor = poptorch.inferenceModel(layer)
-    executor(x)
-    executor.copyWeightsToHost()
-    assert layer.running_mean.tolist() == [1.0, 1.5, 2.0]
-    assert layer.running_mean.dtype == torch.float16
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.BatchNorm1d(3, momentum=0.5).half()
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.layer(x), "mean")
+
+    model = Model()
+    poptorch.trainingModel(model)(torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]]).half())
+    assert model.layer.running_mean.tolist() == [1.0, 1.5, 2.0]
+    assert model.layer.running_mean.dtype == torch.float16
