@@ -6,9 +6,11 @@ import torch
 
 __all__ = ["StochasticRounding", "round_to_nearest"]
 
-_DROPPED_BITS = 13  # mantissa bits that float32 has over float16
-_SMALLEST_NORMAL_HALF = 2.0**-14
+_EXPONENT_BITS = 0x7F800000
+_HALF_EPSILON = 2.0**-10
 _SUBNORMAL_STEP = 2.0**-24
+_LARGEST_STEP = 2.0**5  # of the numbers from 32768 on; what is larger than 65504 is infinite in any case
+_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
 
 
 def round_to_nearest(destination: torch.Tensor, result: torch.Tensor) -> None:
@@ -31,9 +33,18 @@ class StochasticRounding:
         if destination.dtype != torch.float16:
             destination.copy_(result)
             return
-        noise = torch.rand(result.shape, generator=self._generator)
-        bits = result.contiguous().view(torch.int32) + (noise * 2**_DROPPED_BITS).to(torch.int32)
-        normal = ((bits >> _DROPPED_BITS) << _DROPPED_BITS).view(torch.float32)
-        subnormal = torch.floor(result / _SUBNORMAL_STEP + noise) * _SUBNORMAL_STEP
-        rounded = torch.where(result.abs() < _SMALLEST_NORMAL_HALF, subnormal, normal)
-        destination.copy_(torch.where(torch.isfinite(result), rounded, result))
+        flat = result.reshape(-1)
+        rounded = torch.empty(flat.shape, dtype=torch.float16)
+        for target, chunk in zip(rounded.split(_CHUNK), flat.split(_CHUNK)):
+            target.copy_(self._round(chunk))
+        destination.copy_(rounded.view_as(destination))
+
+    def _round(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns each value or one of its two neighbours among the half numbers, in float32."""
+        power_of_two = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+        step = power_of_two.mul_(_HALF_EPSILON).clamp_(_SUBNORMAL_STEP, _LARGEST_STEP)
+        steps = values / step
+        below = steps.floor()
+        # Compared rather than added: a sum would be rounded itself, and move values that need no rounding.
+        upwards = torch.rand(values.shape, generator=self._generator) < steps.sub_(below)
+        return below.add_(upwards).mul_(step)

@@ -157,6 +157,27 @@ def test_stochastic_rounding_keeps_the_expected_value():
     assert share[1] == pytest.approx(0.25, abs=0.05)
 
 
+def test_stochastic_rounding_keeps_what_half_can_hold():
+    inf = float("inf")
+    held = [0.0, 2.0**-24, -3 * 2.0**-24, 2.0**-14, -(2.0**-14), 1.0, -1.5, 65504.0, inf, -inf]
+    x = torch.tensor(held).repeat(10000, 1)  # more than is rounded at a time
+    model = _infer(lambda x: (x.half(), x.half().isnan()), _rounding())
+    result, no_number = model(x)
+    assert torch.equal(result.float(), x)
+    assert not no_number.any()
+    assert bool(_infer(lambda x: x.half(), _rounding())(torch.tensor([float("nan")])).isnan())
+
+
+@pytest.mark.parametrize("step", [2.0**-24, 2.0**-20, 2.0**3], ids=["subnormal", "small", "large"])
+def test_stochastic_rounding_picks_a_neighbour(step):
+    first = 1024 * step if step > 2.0**-24 else 5 * step
+    x = torch.tensor([first + step / 4, -first - step / 4]).repeat(8192, 1)
+    result = _infer(lambda x: x.half(), _rounding())(x).float()
+    assert set(result[:, 0].tolist()) == {first, first + step}
+    assert set(result[:, 1].tolist()) == {-first, -first - step}
+    torch.testing.assert_close(result.mean(0), x[0], rtol=0, atol=0.05 * step)
+
+
 def test_stochastic_rounding_follows_the_seed_and_leaves_float_alone():
     x = torch.rand(64)
     first = _infer(lambda x: (x.half() * x.half(), x * 3), _rounding(1))(x)
