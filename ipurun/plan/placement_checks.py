@@ -160,11 +160,18 @@ def _check_one_ipu(names: Sequence[str], ipus: Dict[str, Dict[int, None]], facts
     different = {ipu for used in places.values() for ipu in used}
     if len(different) < 2:
         return
-    first, last = next(iter(places)), list(places)[-1]
+    first = next(iter(places))
+    home = places[first][0]
+    elsewhere = [name for name, used in places.items() if used != [home]]
+    last = elsewhere[-1]
+    blocks = ", ".join(f"{owners[name]}: {home}" for name in elsewhere)
+    is_head = len(elsewhere) == 1 and last == list(places)[-1]
     found.problem(
         f"`{first}` and `{last}` are one tensor, and their modules are on different IPUs",
         seen=", ".join(f"{owners[name]} on IPU {', '.join(map(str, used))}" for name, used in places.items()),
-        fix=f"pipeline.head_ipu={places[first][0]}, or pipeline.blocks={{{owners[last]}: {places[first][0]}}}",
+        fix=f"pipeline.head_ipu={home}, or pipeline.blocks={{{blocks}}}"
+        if is_head
+        else f"pipeline.blocks={{{blocks}}}, and a block at what follows each of them",
     )
 
 

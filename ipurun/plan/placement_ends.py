@@ -1,8 +1,8 @@
-"""The ends of a model, `pipeline.embedding_ipu` and `pipeline.head_ipu`: which modules they mean."""
+"""The ends of a model, `pipeline.embedding_ipu` and `pipeline.head_ipu`, and what shares its weights with them."""
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.device_schema import PipelineConfig
 from ipurun.plan.findings import Findings
@@ -11,7 +11,7 @@ from ipurun.plan.placement_order import order_names
 from ipurun.plan.stacks import is_minor, is_within, named_layers, outermost, stacks
 from ipurun.plan.types import Facts
 
-__all__ = ["End", "embedding_blocks", "head_blocks"]
+__all__ = ["End", "embedding_blocks", "head_blocks", "returning_blocks"]
 
 End = Tuple[str, int, str, str]  # module, IPU, block id, origin
 
@@ -60,6 +60,41 @@ def head_blocks(
     if ipu == last_ipu and not names:
         return []
     return [(module, ipu, module, "pipeline.head_ipu") for module in modules]
+
+
+def returning_blocks(
+    pipeline: PipelineConfig, facts: Facts, layer_ipus: Mapping[str, int], found: Findings
+) -> List[End]:
+    """Blocks at modules between two layers whose weight is that of the embedding: the embedding of a decoder.
+
+    Args:
+        pipeline: The keys.
+        facts: The model; nothing is known of the middle of one that was not traced.
+        layer_ipus: The IPU of each layer.
+        found: Takes a note for each.
+    """
+    home = pipeline.embedding_ipu or 0
+    calls = [call.module for call in facts.calls]
+    layers = [(index, name) for index, name in enumerate(calls) if name in layer_ipus]
+    if not layers or pipeline.strategy.endswith("phased"):
+        return []
+    beginning = calls[: layers[0][0]]
+    blocks: Dict[str, End] = {}
+    for names in facts.shared_parameters:
+        owners = [name.rpartition(".")[0] for name in names]
+        first = next((owner for owner in owners if owner in beginning), None)
+        for index in range(layers[0][0], layers[-1][0]):
+            name, before = calls[index], [layer for place, layer in layers if place <= index][-1]
+            # A module that runs twice is in one block, so it cannot come back under another: the checks tell.
+            is_tied = first is not None and name in owners and name not in beginning
+            if not is_tied or is_within(name, before) or layer_ipus[before] == home:
+                continue
+            behind = next(layer for place, layer in layers if place > index)
+            blocks[name] = (name, home, name, "pipeline.layers_per_ipu")
+            if layer_ipus[behind] != home:
+                blocks[behind] = (behind, layer_ipus[behind], behind, "pipeline.layers_per_ipu")
+            found.note(f"{name} runs on IPU {home}, because its weight is that of {first}")
+    return list(blocks.values())
 
 
 def _named(names: Sequence[str], key: str, facts: Facts, found: Findings) -> List[str]:

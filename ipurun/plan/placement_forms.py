@@ -10,7 +10,7 @@ from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.suggest import listing
 from ipurun.plan.findings import Findings
 from ipurun.plan.patterns import Match, flat_names, match_names, names_in
-from ipurun.plan.placement_ends import embedding_blocks, head_blocks
+from ipurun.plan.placement_ends import embedding_blocks, head_blocks, returning_blocks
 from ipurun.plan.stacks import find_layers, share_layers
 from ipurun.plan.types import Facts
 
@@ -118,16 +118,20 @@ def _by_layers(
     counts = share_layers(pipeline.layers_per_ipu, len(layers), pipeline.ipus, key, found)
     wanted: List[Wanted] = []
     before = pipeline.embedding_ipu or 0
+    layer_ipus: Dict[str, int] = {}
     first = 0
     for part, count in enumerate(counts):
         ipu = ipu_of_part(part, pipeline.strategy)
+        layer_ipus.update(dict.fromkeys(layers[first : first + count], ipu))
         phased = pipeline.strategy.endswith("phased") and part > 0
         if count and (ipu != before or phased):
             wanted.append(Wanted(layers[first], ipu, layers[first], key))
         if count:
             before = ipu
         first += count
-    return layers, wanted
+    begun = {one.module for one in wanted}
+    returning = returning_blocks(pipeline, facts, layer_ipus, found)
+    return layers, [Wanted(*block) for block in returning if block[0] not in begun] + wanted
 
 
 def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) -> List[Wanted]:

@@ -166,6 +166,41 @@ class TimmViT(nn.Module):
         return self.head(self.head_drop(self.fc_norm(x.mean(dim=1))))
 
 
+class T5Stack(nn.Module):
+    def __init__(self, embed_tokens: nn.Embedding, layers: int) -> None:
+        super().__init__()
+        self.embed_tokens = embed_tokens
+        self.block = nn.ModuleList([ViTBlock() for _ in range(layers)])
+        self.final_layer_norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, input_ids: torch.Tensor, memory: Optional[torch.Tensor] = None) -> torch.Tensor:
+        hidden = self.embed_tokens(input_ids)
+        for block in self.block:
+            hidden = block(hidden if memory is None else hidden + memory)
+        return self.final_layer_norm(hidden)
+
+
+class T5ForConditionalGeneration(nn.Module):
+    """An encoder and a decoder that look their tokens up in one table, which is the head's weight as well.
+
+    Args:
+        one_module: Whether the table is one module with two callers, as in older versions, or two with one weight.
+    """
+
+    def __init__(self, layers: int = 2, one_module: bool = False) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(VOCAB, WIDTH)
+        tables = [self.shared if one_module else nn.Embedding(VOCAB, WIDTH) for _ in range(2)]
+        self.encoder, self.decoder = T5Stack(tables[0], layers), T5Stack(tables[1], layers)
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        for module in (*tables, self.lm_head):
+            module.weight = self.shared.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(input_ids)
+        return self.lm_head(self.decoder(input_ids.flip(1), memory))[:, -1]
+
+
 class Tokens(torch.utils.data.Dataset):
     """Random tokens and a class."""
 

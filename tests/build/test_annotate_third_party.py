@@ -45,9 +45,9 @@ def two_updates(run: Run) -> Tuple[List[float], Dict[str, torch.Tensor], torch.T
     return losses, {name: tensor.clone() for name, tensor in run.user_model.state_dict().items()}, output
 
 
-def assert_same(run: Run, model: str) -> None:
+def assert_same(run: Run, model: str, **changes: Any) -> None:
     losses, weights, output = two_updates(run)
-    expected_losses, expected_weights, expected_output = two_updates(built(**keys_of(model)))
+    expected_losses, expected_weights, expected_output = two_updates(built(**keys_of(model, **changes)))
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     for name, weight in expected_weights.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
@@ -80,6 +80,34 @@ def test_split_models_compute_the_same(model: str, strategy: str) -> None:
     )
     assert len(run.plan.recompute) == 5
     assert_same(run, model)
+
+
+T5_BATCH = {"gradient_accumulation": 13, "inference__device_iterations": 7}
+
+
+def t5_keys(counts: List[int], **model: Any) -> Dict[str, Any]:
+    return {
+        **keys_of("T5ForConditionalGeneration", **T5_BATCH),
+        "model": {"_target_": "lookalikes.T5ForConditionalGeneration", **model},
+        "pipeline__layers": ["encoder.block", "decoder.block"],
+        "pipeline__layers_per_ipu": counts,
+        "pipeline__auto_round": True,
+    }
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 2, 1, 0], [0, 3, 1]])
+def test_the_embedding_of_a_decoder_runs_where_its_weight_is(counts: List[int]) -> None:
+    run = built(**t5_keys(counts))
+    assert {one.module: one.ipu for one in run.plan.placements}["decoder.embed_tokens"] == 0
+    note = "decoder.embed_tokens runs on IPU 0, because its weight is that of encoder.embed_tokens"
+    assert note in run.plan.notes
+    assert_same(run, "T5ForConditionalGeneration", **T5_BATCH)
+
+
+def test_a_table_that_runs_twice_stays_on_one_ipu() -> None:
+    settings = config(**t5_keys([1, 1, 1, 1], one_module=True))
+    with pytest.raises(ConfigError, match="`shared` runs several times"):
+        make_plan(settings, inspected(settings).facts)
 
 
 def test_serialised_layers_compute_the_same() -> None:
