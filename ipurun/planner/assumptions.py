@@ -57,14 +57,16 @@ def _about_compute(profile: ModelProfile, machine: Machine, settings: Settings) 
     words = "half" if settings.compute_bytes == 2 else "single"
     given = settings.available_proportion or (machine.default_proportion,)
     shares = ", ".join(f"{share:g}" for share in given)
+    macs = machine.macs_per_cycle(settings.compute_bytes, settings.partials_bytes)
     return [
         Assumption(
             "compute",
             f"Matmuls and convolutions of {words} values are spread over the tiles in the quickest way that "
             "leaves temporaries "
             f"within {shares} of a tile; operands are exchanged at {machine.exchange_efficiency:.0%} of "
-            f"{machine.exchange_bytes_per_cycle:g} bytes per cycle and tile, products done at "
-            f"{machine.product_efficiency:.0%} of the matrix unit's rate.",
+            f"{machine.exchange_bytes_per_cycle:g} bytes per cycle and tile, what neighbours share "
+            f"{machine.exchange_pair} times as fast; products are done at "
+            f"{machine.product_efficiency:.0%} of the matrix unit's {macs:g} multiply-adds per cycle and tile.",
         ),
         Assumption(
             "compute",
@@ -148,5 +150,13 @@ def _about_host(machine: Machine, settings: Settings) -> List[Assumption]:
             f"Each machine of {machine.ipus_per_machine} IPUs gets {machine.host_bytes_per_second / 1e9:g} "
             "GB/s from its host, "
             f"{loading}, and a host call costs {machine.host_call_seconds * 1e3:g} ms.",
-        )
+        ),
+        Assumption("host", _about_reading(machine, settings)),
     ]
+
+
+def _about_reading(machine: Machine, settings: Settings) -> str:
+    if settings.io_tiles:
+        return f"{settings.io_tiles} tiles read micro-batches while the others compute."
+    rate = machine.streaming_bytes_per_second / 1e9
+    return f"All tiles wait while a micro-batch is read from the machine's memory, at {rate:g} GB/s for its replicas together."

@@ -263,6 +263,8 @@ def test_assumptions_follow_the_settings() -> None:
     assert "estimate" in text
     assert "2 forward stages on 2 IPUs" in text
     assert "over 1 machine makes a cycle 0% longer" in text
+    assert "All tiles wait while a micro-batch is read" in text
+    assert "of the matrix unit's 16 multiply-adds" in text  # of single values
     alone = estimate(profile, single_ipu(profile), Settings(), MACHINE)
     assert not any(assumption.topic in ("pipeline", "replicas") for assumption in alone.assumptions)
 
