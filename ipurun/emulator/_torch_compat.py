@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from torch.utils.data import Sampler
 
 __all__ = ["load_whole_objects", "restore_removed"]
+
+_WHOLE_OBJECTS = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def restore_removed() -> None:
@@ -22,7 +25,11 @@ def load_whole_objects() -> None:
     Since 2.6 torch reads nothing but tensors unless `weights_only=False` is passed. Calls that pass the
     argument keep what they ask for, and so does a user who has set torch's variable.
     """
-    os.environ.setdefault("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    if _WHOLE_OBJECTS in os.environ:
+        return
+    os.environ[_WHOLE_OBJECTS] = "1"
+    # Torch tells of the variable at every load, but it was not the program that set it.
+    warnings.filterwarnings("ignore", message=f"Environment variable {_WHOLE_OBJECTS} detected")
 
 
 def _take_data_source(self: Any, data_source: Any = None) -> None:

@@ -220,6 +220,7 @@ def test_whole_models_can_be_loaded_as_with_torch_2_0(run, tmp_path):
         """
     ran = run(["-c", RUN.format("script"), write(tmp_path, "load.py", program)])
     assert ran.stdout == "Linear(in_features=1, out_features=2, bias=True)\n", ran.stderr
+    assert ran.stderr == ""
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "add_safe_globals"), reason="torch reads whole objects anyway")
