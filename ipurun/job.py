@@ -42,12 +42,13 @@ class Finished:
     higher_is_better: bool  # of the monitored metric
 
 
-def prepare_job(point: Point, in_sweep: bool = False) -> Prepared:
+def prepare_job(point: Point, in_sweep: bool = False, checks_only: bool = False) -> Prepared:
     """Prepares a point, and checks what only a run needs: its loggers, its folder, what it goes on from.
 
     Args:
         point: The point.
         in_sweep: Whether `resume` names a sweep, which is not this point's to check.
+        checks_only: Whether it will not be run: a large model is then made without memory for its weights.
 
     Raises:
         ConfigError: With all problems.
@@ -59,7 +60,7 @@ def prepare_job(point: Point, in_sweep: bool = False) -> Prepared:
         except ConfigError as error:
             problems += error.problems
     try:
-        prepared = prepare(point)
+        prepared = prepare(point, checks_only=checks_only)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from error
     if problems:

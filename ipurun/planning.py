@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import FrozenSet, List, Optional, Tuple
+from typing import Dict, FrozenSet, List, Optional, Tuple
 
 from torch import nn
 
@@ -172,14 +172,16 @@ def auto_split(config: RunConfig, subject: Subject, on_paper: bool = False) -> T
     try:
         plan = make_plan(trial, dataclasses.replace(facts, available_ipus=None))
         profile = _profile(config, subject, plan)
-    except ConfigError:
-        return config, facts
-    found = _best_auto(config, profile, settings_of(plan), plan, subject)
+    except ConfigError as error:
+        problem = error.problems[0]
+        return config, dataclasses.replace(facts, unsolved=f"{problem.what}: {problem.seen} ({problem.where})")
+    obstacles: Dict[str, None] = {}
+    found = _best_auto(config, profile, settings_of(plan), plan, subject, obstacles)
     if found is None and on_paper:
-        note = "pipeline.split=auto found no split that fits; shown is the model as a whole"
+        note = f"pipeline.split=auto found no split that fits; shown is the model as a whole: {'; '.join(obstacles)}"
         return config, dataclasses.replace(facts, solved_split=(), notes=(*facts.notes, note))
     if found is None:
-        return config, facts
+        return config, dataclasses.replace(facts, unsolved="; ".join(obstacles))
     split = found[0]
     if split is None:
         return config, dataclasses.replace(facts, solved_split=())
@@ -190,9 +192,17 @@ def auto_split(config: RunConfig, subject: Subject, on_paper: bool = False) -> T
 
 
 def _best_auto(
-    config: RunConfig, profile: ModelProfile, settings: Settings, plan: Plan, subject: Subject
+    config: RunConfig,
+    profile: ModelProfile,
+    settings: Settings,
+    plan: Plan,
+    subject: Subject,
+    obstacles: Dict[str, None],
 ) -> Optional[Tuple[Optional[Split], float]]:
-    """The quickest split that fits, with its throughput, over the numbers of IPUs that the config allows."""
+    """The quickest split that fits, with its throughput, over the numbers of IPUs that the config allows.
+
+    Why a number of IPUs has none is added to `obstacles`.
+    """
     machine = machine_of(config)
     names = _callable(subject.model)
     devices = config.devices if isinstance(config.devices, int) else None
@@ -213,11 +223,17 @@ def _best_auto(
             layout: Layout = layout_of_plan(profile, plan)
         else:
             split = split_for(profile, ipus, own, machine, names, kept)
-            if split is None or accumulation < 2 * split.layout.num_stages - 1:
+            if split is None:
+                obstacles[f"no modules of the model begin {ipus} parts that fit, with shared weights on one IPU"] = None
+                continue
+            needed = 2 * split.layout.num_stages - 1
+            if accumulation < needed:
+                obstacles[f"{ipus} IPUs need gradient_accumulation={needed}, and it is {accumulation}"] = None
                 continue
             layout = split.layout
         found = estimate(profile, layout, own, machine)
         if found.verdict is Verdict.DOES_NOT_FIT and config.pipeline.ipus is None:
+            obstacles[f"over {ipus} IPU{'s' if ipus > 1 else ''} it does not fit"] = None
             continue
         speed = found.time.samples_per_second
         if best is None or speed > best[1]:

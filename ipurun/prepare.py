@@ -31,12 +31,13 @@ class Prepared:
     plan: Plan
 
 
-def prepare(point: Point, on_paper: bool = False) -> Prepared:
+def prepare(point: Point, on_paper: bool = False, checks_only: bool = False) -> Prepared:
     """Load the engine, make model and data, and plan the run.
 
     Args:
         point: The point.
         on_paper: Whether it is only for planning: a large model is then made without memory for its weights.
+        checks_only: Whether it is to be checked as for a run, and not run: the same goes for a large model.
 
     Raises:
         ConfigError: With the problems of every room that could be asked.
@@ -46,7 +47,7 @@ def prepare(point: Point, on_paper: bool = False) -> Prepared:
     config = point.config
     try:
         engine = engines.load(point.config.engine)
-        subject = inspect(config, engine, on_paper=on_paper)
+        subject = inspect(config, engine, on_paper=on_paper or checks_only)
         config, facts = auto_split(config, subject, on_paper)
     except ConfigError as error:
         problems += _untold(error, problems, point)

@@ -79,7 +79,7 @@ def _check(argv: List[str]) -> List[Tuple[str, List[Problem]]]:
     for point in found.points:
         text = " ".join(point.overrides) or label
         try:
-            prepare_job(point)
+            prepare_job(point, checks_only=True)
         except ConfigError as error:
             results.append((text, list(error.problems)))
         else:

@@ -79,7 +79,7 @@ def _split_modules(pipeline: PipelineConfig, facts: Facts, room: str, found: Fin
         if facts.solved_split is None:
             found.problem(
                 f"`{key}=auto` was not solved",
-                seen="no split of the model is known that fits",
+                seen=facts.unsolved or "no split of the model is known that fits",
                 fix="ipurun plan --solve with the same config, or pipeline.split=[MODULE, ...]",
             )
             return []

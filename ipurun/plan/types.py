@@ -71,6 +71,7 @@ class Facts:
         operations: Operations of the forward pass, the loss included.
         own_blocks: Blocks that the model's own code begins.
         solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
+        unsolved: Why it is not.
         on_paper: Whether nothing will run, so that a machine larger than one process can attach is fine.
     """
 
@@ -91,6 +92,7 @@ class Facts:
     operations: int = 0
     own_blocks: Tuple[OwnBlock, ...] = ()
     solved_split: Optional[Tuple[str, ...]] = None
+    unsolved: str = ""
     on_paper: bool = False
 
 

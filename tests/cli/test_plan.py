@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, List
 
@@ -106,3 +107,17 @@ def test_validate_finds_what_only_a_run_needs(capsys: Any) -> None:
     assert main(["validate", "+recipe=mnist", "+logger.mine._target_=nowhere.Logger", "resume=runs/x"]) == 2
     text = capsys.readouterr().err
     assert "`logger.mine._target_`" in text and "cannot be made" in text and "is not a run folder" in text
+
+
+def test_validate_makes_a_large_model_without_its_memory(capsys: Any) -> None:
+    Path("large_net.py").write_text(
+        "from torch import nn\n"
+        "made_on = []\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(10000, 10000)\n"
+        "        made_on.append(self.weight.device.type)\n"
+    )
+    words = ["model._target_=large_net.Net", "data=synthetic", "sample=[{shape: [10000]}]", "loss.name=MSELoss"]
+    assert main(["validate", *words]) == 0
+    assert set(sys.modules["large_net"].made_on) == {"meta"}

@@ -217,3 +217,9 @@ def test_a_page_is_written(capsys: Any) -> None:
     assert main(["plan", "+recipe=mnist", "--html", "page.html", "--quiet"]) == 0
     page = Path("page.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and "mnist: fits (estimate)" in page
+
+
+def test_split_auto_says_what_it_lacks(capsys: Any) -> None:
+    words = [*GPT, *SMALL, "pipeline.split=auto", "pipeline.ipus=4", "gradient_accumulation=3"]
+    assert main(["validate", *words]) == 2
+    assert "gradient_accumulation=9, and it is 3" in " ".join(capsys.readouterr().err.split())
