@@ -159,4 +159,4 @@ def _about_reading(machine: Machine, settings: Settings) -> str:
     if settings.io_tiles:
         return f"{settings.io_tiles} tiles read micro-batches while the others compute."
     rate = machine.streaming_bytes_per_second / 1e9
-    return f"All tiles wait while a micro-batch is read from the machine's memory, shared by its replicas: {rate:g} GB/s."
+    return f"All tiles wait while a micro-batch is read from the machine's memory, replica by replica: {rate:g} GB/s."
