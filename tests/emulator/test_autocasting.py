@@ -102,9 +102,9 @@ def test_policies(policy, function, expected):
 def test_policy_takes_layers():
     options = poptorch.Options()
     options.Precision.autocastPolicy(autocasting.Policy(fp16=[torch.nn.Linear]))
-    layer = torch.nn.Linear(2, 2)
-    result = poptorch.inferenceModel(Mixed(lambda x, y: layer(x)), options)(X, X)
-    assert result.dtype == torch.float16
+    model = Mixed(lambda x, y: model.layer(x))
+    model.layer = torch.nn.Linear(2, 2)
+    assert poptorch.inferenceModel(model, options)(X, X).dtype == torch.float16
 
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
