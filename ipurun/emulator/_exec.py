@@ -11,6 +11,7 @@ import runpy
 import shutil
 import sys
 import types
+import zipfile
 from typing import Any, Callable, Dict, Optional, Sequence
 
 from ipurun.emulator._torch_compat import load_whole_objects
@@ -25,17 +26,22 @@ def run_script(path: str, args: Sequence[str]) -> int:
     """Behave like ``python path args``.
 
     Args:
-        path: The Python file.
+        path: The Python file, or a folder or archive with a ``__main__.py``.
         args: What the program finds after its own name in sys.argv.
 
     Returns:
         The exit code that Python would have ended with.
     """
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         print(f"{sys.executable}: can't open file {path!r}: No such file", file=sys.stderr)
         return 2
     _prepare()
     sys.argv = [path, *args]
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        if not _has_main(path):
+            print(f"{sys.executable}: can't find '__main__' module in {path!r}", file=sys.stderr)
+            return 1
+        return _guarded(lambda: runpy.run_path(path, run_name="__main__"), __file__)
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     return _guarded(lambda: _execute_file(path), __file__)
 
@@ -74,6 +80,10 @@ def _set_first_path(folder: str) -> None:
     # With -P or PYTHONSAFEPATH Python puts no such folder on the path, and there is none to replace.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
+
+
+def _has_main(path: str) -> bool:
+    return importlib.machinery.PathFinder.find_spec("__main__", [path]) is not None
 
 
 def _module_exists(name: str) -> bool:

@@ -172,6 +172,17 @@ def test_syntax_error_is_shown_as_python_shows_it(run, tmp_path):
     assert "_exec.py" not in ran.stderr
 
 
+def test_a_folder_runs_as_with_python(run, tmp_path):
+    folder = tmp_path / "program"
+    folder.mkdir()
+    missing = run(["-c", RUN.format("script"), "program"])
+    assert missing.returncode == 1 and "__main__" in missing.stderr
+    write(folder, "beside.py", "WORD = 'beside'\n")
+    write(folder, "__main__.py", "import sys, beside, poptorch\nprint(beside.WORD, sys.argv[1], poptorch.__name__)\n")
+    ran = run(["-c", RUN.format("script"), "program", "word"])
+    assert ran.stdout.split() == ["beside", "word", "ipurun.emulator"], ran.stderr
+
+
 def test_missing_programs(run):
     ran = run(["-c", RUN.format("script"), "none.py"])
     assert ran.returncode == 2
