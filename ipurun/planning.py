@@ -30,7 +30,7 @@ from ipurun.planner.point import block_checkpoints, layout_of_plan, machine_of
 from ipurun.planner.remedies import Situation, remedies_for
 from ipurun.planner.schedule import schedule_of
 from ipurun.planner.settings import settings_of
-from ipurun.planner.solve import Goal, Solution, powers_up_to, search, split_for, variants_of
+from ipurun.planner.solve import Goal, Solution, powers_up_to, ranked, search, split_for, variants_of
 from ipurun.planner.split import Split
 from ipurun.planner.types import Layout, ModelProfile, Settings, Verdict
 from ipurun.planner.words import words_of
@@ -63,7 +63,7 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) 
         settings=settings,
         machine=machine,
         estimate=found,
-        names=_callable(subject.model),
+        names=_cuttable(subject.model),
         block_checkpoints=block_checkpoints(profile, stacks(subject.facts)),
         words=words_of(config),
         is_batch_free=_is_batch_free(config),
@@ -72,7 +72,7 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) 
     needs = None
     remedies = tuple(remedies_for(situation))
     if found.verdict is Verdict.DOES_NOT_FIT and all(r.verdict is Verdict.DOES_NOT_FIT for r in remedies):
-        variant = variants_of(settings, situation.block_checkpoints)[-1]
+        variant = variants_of(settings, situation.block_checkpoints, layout.checkpoints)[-1]
         needs = needs_of(profile, variant, plan.devices.total, machine, situation.names)
     return Outlook(
         situation=situation,
@@ -150,8 +150,12 @@ def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
         words=words_of(config),
     )
     situation = outlook.situation
-    variants = variants_of(situation.settings, situation.block_checkpoints)
-    return search(situation.profile, goal, variants, situation.machine, situation.names)
+    variants = variants_of(situation.settings, situation.block_checkpoints, situation.layout.checkpoints)
+    found = search(situation.profile, goal, variants, situation.machine, situation.names)
+    if situation.estimate.verdict is not Verdict.DOES_NOT_FIT and plan.devices.idle == 0:
+        as_it_is = Solution(situation.settings, situation.layout, None, (), situation.estimate)
+        found = ranked([*found, as_it_is])
+    return found
 
 
 def auto_split(config: RunConfig, subject: Subject, on_paper: bool = False) -> Tuple[RunConfig, Facts]:
@@ -204,7 +208,7 @@ def _best_auto(
     Why a number of IPUs has none is added to `obstacles`.
     """
     machine = machine_of(config)
-    names = _callable(subject.model)
+    names = _cuttable(subject.model)
     devices = config.devices if isinstance(config.devices, int) else None
     best: Optional[Tuple[Optional[Split], float]] = None
     for ipus in _sizes(config, devices):
@@ -274,8 +278,12 @@ def _profile(config: RunConfig, subject: Subject, plan: Plan, *, training: bool 
         )
 
 
-def _callable(model: nn.Module) -> FrozenSet[str]:
-    """Modules that are called: a list of modules is not, so no block can begin at it."""
+def _cuttable(model: nn.Module) -> FrozenSet[str]:
+    """Modules at which a block may begin: those that are called, as a list of modules is not, and have parameters, as
+    a dropout or an activation inside a layer has not.
+    """
     return frozenset(
-        name for name, module in model.named_modules() if type(module).forward is not nn.Module.forward and name
+        name
+        for name, module in model.named_modules()
+        if name and type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
     )

@@ -16,16 +16,25 @@ def solution_lines(solutions: Sequence[Solution], most: int = 3) -> List[str]:
     if not solutions:
         return ["solve: no split, micro-batch, accumulation and replication was found that fits (estimate)"]
     lines = ["solve: found by trying splits, micro-batches, accumulation and replication (estimate)"]
-    for number, solution in enumerate(solutions[:most], start=1):
-        settings, found = solution.settings, solution.estimate
-        lines.append(
-            f"  {number}. {plural(settings.replicas, 'replica')} x {plural(solution.ipus, 'IPU')}, "
-            f"micro-batch {settings.micro_batch_size} x accumulation {settings.gradient_accumulation}: "
-            f"{found.verdict.value}, fullest IPU {max(ipu.share for ipu in found.ipus):.0%}, "
-            f"{count_short(found.time.samples_per_second)} samples/s"
-        )
-    lines += ["", "type"] + [f"  {quoted(word)}" for word in solutions[0].overrides]
-    return lines
+    lines += [f"  {number}. {_line(solution)}" for number, solution in enumerate(solutions[:most], start=1)]
+    quickest = max(solutions, key=lambda solution: solution.estimate.time.samples_per_second)
+    if quickest not in solutions[:most]:
+        lines += [f"  quicker, if it fits: {_line(quickest)}"]
+        lines += [f"    {quoted(word)}" for word in quickest.overrides]
+    if not solutions[0].overrides:
+        return [*lines, "", "nothing to type: the config is the best of them as it is"]
+    return [*lines, "", "type", *(f"  {quoted(word)}" for word in solutions[0].overrides)]
+
+
+def _line(solution: Solution) -> str:
+    settings, found = solution.settings, solution.estimate
+    own = "" if solution.overrides else " (the config as it is)"
+    return (
+        f"{plural(settings.replicas, 'replica')} x {plural(solution.ipus, 'IPU')}, "
+        f"micro-batch {settings.micro_batch_size} x accumulation {settings.gradient_accumulation}: "
+        f"{found.verdict.value}, fullest IPU {max(ipu.share for ipu in found.ipus):.0%}, "
+        f"{count_short(found.time.samples_per_second)} samples/s{own}"
+    )
 
 
 def solution_yaml(solution: Solution, recipe_words: Sequence[str]) -> str:

@@ -98,12 +98,17 @@ class Cell:
 
 
 def cells_of(
-    profile: ModelProfile, points: List[CutPoint], checkpoints: Collection[int], settings: Settings, machine: Machine
+    profile: ModelProfile,
+    points: List[CutPoint],
+    checkpoints: Collection[int],
+    settings: Settings,
+    machine: Machine,
+    ipu: int = 0,
 ) -> List[Cell]:
-    """The cells that cut points make of a model."""
+    """The cells that cut points make of a model, as they would be on an IPU."""
     starts = [0, *(point.op for point in points)]
     shares = parameter_shares(profile, layout_of_cuts(profile, starts[1:]), settings)
-    costs = op_costs(profile, machine, settings, proportion_of(settings, machine, 0))
+    costs = op_costs(profile, machine, settings, proportion_of(settings, machine, ipu))
     cells = []
     for number, first in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else len(profile.ops)

@@ -13,7 +13,7 @@ from ipurun.planner.memory import proportion_of
 from ipurun.planner.solve import Goal, Solution, search, split_for, split_overrides, variants_of
 from ipurun.planner.stages import single_ipu
 from ipurun.planner.types import Estimate, Layout, ModelProfile, OpProfile, Settings, Verdict
-from ipurun.planner.words import Words
+from ipurun.planner.words import Words, resized
 
 __all__ = ["Change", "Remedy", "Situation", "remedies_for"]
 
@@ -21,6 +21,7 @@ _WORTH_SECONDS = 1.02
 _WORTH_SHARE = 0.005  # of an IPU's memory
 _PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
 _PROPORTIONS = (0.3, 0.15)
+_MOST_IPUS = 64  # that PopTorch attaches in one process
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Remedy:
         speed: Throughput over that without the change.
         samples_per_second: Throughput with the change.
         fullest_share: Part of the limit that the fullest IPU takes with it.
+        devices: IPUs in all with it.
     """
 
     title: str
@@ -90,13 +92,15 @@ class Remedy:
     speed: float
     samples_per_second: float
     fullest_share: float
+    devices: int = 1
 
 
 def remedies_for(situation: Situation) -> List[Remedy]:
     """Changes that help, those that help most first.
 
     Where a config does not fit, changes that make it fit come first, the quickest of them at the top, and behind them
-    those that save most memory. Where it fits, all that is told makes it quicker and still fits.
+    those that save most memory. Where it fits, all that is told makes it quicker and still fits. What takes more IPUs
+    comes last.
     """
     before = situation.estimate
     found = []
@@ -107,7 +111,8 @@ def remedies_for(situation: Situation) -> List[Remedy]:
             found.append(remedy)
     if before.verdict is not Verdict.FITS and all(remedy.verdict is not Verdict.FITS for remedy in found):
         found += [] if situation.is_placed_in_code else _together(situation)
-    return sorted(found, key=lambda remedy: _rank(remedy, before))
+    devices = situation.layout.num_ipus * situation.settings.replicas
+    return sorted(found, key=lambda remedy: (remedy.devices > devices, *_rank(remedy, before)))
 
 
 def _together(situation: Situation) -> List[Remedy]:
@@ -118,7 +123,7 @@ def _together(situation: Situation) -> List[Remedy]:
         global_batch=None if situation.is_batch_free else settings.global_batch_size,
         words=situation.words,
     )
-    leanest = variants_of(settings, situation.block_checkpoints)[-1:]
+    leanest = variants_of(settings, situation.block_checkpoints, situation.layout.checkpoints)[-1:]
     found: List[Solution] = []
     for size in dict.fromkeys((settings.micro_batch_size, 1)):
         goal = dataclasses.replace(goal, micro_batch=size)
@@ -141,6 +146,7 @@ def _remedy(change: Change, before: Estimate, after: Estimate) -> Remedy:
         after.time.samples_per_second / before.time.samples_per_second,
         after.time.samples_per_second,
         max(ipu.share for ipu in after.ipus),
+        change.layout.num_ipus * change.settings.replicas,
     )
 
 
@@ -289,15 +295,19 @@ def _sized(situation: Situation, title: str, size: int, accumulation: int) -> Ch
 
 
 def _splits(situation: Situation) -> Iterator[Change]:
-    """The solver's split over as many IPUs, over more and over fewer; the number of IPUs in all stays as it is."""
+    """The solver's split over as many IPUs, over more and over fewer; the number of IPUs in all stays as it is.
+
+    Where it does not fit and there is one replica, twice as many IPUs are tried, too.
+    """
     settings, ipus = situation.settings, situation.layout.num_ipus
     total = ipus * settings.replicas
     sizes: List[int] = [ipus] if ipus > 1 else []
     if situation.estimate.verdict is not Verdict.FITS:
         sizes += [size for size in (2 * ipus, 4 * ipus) if total % size == 0]
+        sizes += [2 * ipus] if settings.replicas == 1 and ipus < _MOST_IPUS else []
     sizes += [ipus // 2] if ipus % 2 == 0 else []
     for size in sizes:
-        replicas = total // size
+        replicas = max(1, total // size)
         samples = settings.gradient_accumulation * settings.replicas
         if samples % replicas:
             continue
@@ -317,10 +327,11 @@ def _split_change(situation: Situation, size: int, settings: Settings) -> Option
     ipus, kept = situation.layout.num_ipus, situation.layout.checkpoints
     words: List[str] = []
     if size != ipus:
-        settings = dataclasses.replace(settings, available_proportion=settings.available_proportion[:1])
+        typed, proportions = resized(situation.words, settings.available_proportion, size)
+        settings = dataclasses.replace(settings, available_proportion=proportions)
         words = [
-            f"devices={ipus * situation.settings.replicas}",
-            *_proportion_words(situation),
+            f"devices={size * settings.replicas}",
+            *typed,
             f"gradient_accumulation={settings.gradient_accumulation}",
             *situation.words.batch,
         ]
@@ -335,14 +346,6 @@ def _split_change(situation: Situation, size: int, settings: Settings) -> Option
         return None
     title = "another split"
     if size != ipus:
-        title = f"{size} IPUs a replica, {'more' if size < ipus else 'fewer'} replicas"
+        replicas = "more" if size < ipus else "fewer" if settings.replicas < situation.settings.replicas else "as many"
+        title = f"{size} IPUs a replica, {replicas} replicas"
     return Change(title, (*split_overrides(split, situation.words), *words), settings, split.layout)
-
-
-def _proportion_words(situation: Situation) -> List[str]:
-    """A list by IPU does not fit another number of IPUs: its first share is then taken for all."""
-    given = situation.settings.available_proportion
-    words = list(situation.words.resized)
-    if "memory.available_proportion=null" in words and given:
-        words[words.index("memory.available_proportion=null")] = f"memory.available_proportion={given[0]:g}"
-    return words

@@ -11,9 +11,19 @@ from ipurun.planner.hardware import Machine
 from ipurun.planner.split import Split, solve_split
 from ipurun.planner.stages import single_ipu
 from ipurun.planner.types import Estimate, Layout, ModelProfile, Settings, Verdict
-from ipurun.planner.words import Words
+from ipurun.planner.words import Words, resized
 
-__all__ = ["Goal", "Solution", "Variant", "powers_up_to", "search", "split_for", "split_overrides", "variants_of"]
+__all__ = [
+    "Goal",
+    "Solution",
+    "Variant",
+    "powers_up_to",
+    "ranked",
+    "search",
+    "split_for",
+    "split_overrides",
+    "variants_of",
+]
 
 _MOST_MICRO_BATCHES = 9
 # A small share of tile memory for temporaries of matmuls, as published configs of large models have it.
@@ -85,22 +95,23 @@ def powers_up_to(most: int) -> List[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def variants_of(settings: Settings, block_checkpoints: Sequence[int]) -> List[Variant]:
+def variants_of(settings: Settings, block_checkpoints: Sequence[int], kept: Sequence[int] = ()) -> List[Variant]:
     """Ways to run a model, from as it is to those that save most memory.
 
     Args:
         settings: As the config has it.
         block_checkpoints: Operations that end the layers of the model's repeated stacks.
+        kept: Operations whose results the config keeps by itself where the rest is recomputed.
     """
-    found = [Variant(settings, (), ())]
+    found = [Variant(settings, (), tuple(kept))]
     if not settings.training:
         return found
     recomputing = dataclasses.replace(settings, recompute="checkpoints")
     words: Tuple[str, ...] = ("recompute.mode=pipeline", "recompute.every=block")
-    if block_checkpoints:
-        found.append(Variant(recomputing, words, tuple(block_checkpoints)))
+    if not set(block_checkpoints) <= set(kept) or (block_checkpoints and settings.recompute != "checkpoints"):
+        found.append(Variant(recomputing, words, tuple(sorted({*block_checkpoints, *kept}))))
     elif settings.recompute == "none":
-        found.append(Variant(recomputing, words[:1], ()))
+        found.append(Variant(recomputing, words[:1], tuple(kept)))
     if settings.state_on_chip and settings.state_bytes:
         last = found[-1]
         off_chip = dataclasses.replace(last.settings, state_on_chip=False, state_sharded=True)
@@ -163,6 +174,11 @@ def search(
             found = list(_of_size(profile, goal, ipus, variant, machine, names, fitting))
             solutions += found
             fitting |= {x.settings.micro_batch_size for x in found if x.estimate.verdict is Verdict.FITS}
+    return ranked(solutions)
+
+
+def ranked(solutions: Sequence[Solution]) -> List[Solution]:
+    """The quickest that fits first; tight ones come behind all that fit."""
     return sorted(solutions, key=_rank)
 
 
@@ -191,7 +207,7 @@ def _of_size(
             replicas=replicas,
             strategy="pipelined",
             accumulator_bytes=_accumulator_bytes(variant.settings, accumulation),
-            available_proportion=variant.settings.available_proportion[:1],
+            available_proportion=resized(goal.words, variant.settings.available_proportion, ipus)[1],
         )
         if ipus == 1:
             split, layout = None, single_ipu(profile)
@@ -238,8 +254,10 @@ def _batches(goal: Goal, ipus: int, replicas: int) -> Iterator[Tuple[int, int]]:
 
 def _overrides(goal: Goal, settings: Settings, split: Optional[Split], variant: Variant) -> Tuple[str, ...]:
     own_keys = {word.partition("=")[0] for word in variant.overrides}
-    resized = [word for word in goal.words.resized if word.partition("=")[0] not in own_keys]
-    words = [f"devices={goal.devices}", *split_overrides(split, goal.words), *resized]
+    ipus = 1 if split is None else split.layout.num_ipus
+    typed, _ = resized(goal.words, variant.settings.available_proportion, ipus)
+    kept = [word for word in typed if word.partition("=")[0] not in own_keys]
+    words = [f"devices={goal.devices}", *split_overrides(split, goal.words), *kept]
     words += [
         f"micro_batch_size={settings.micro_batch_size}",
         f"gradient_accumulation={settings.gradient_accumulation}",

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Collection, List, Optional, Sequence, Tuple
 
+from ipurun.planner.costs import proportion_of
 from ipurun.planner.cuts import Cell, CutPoint, Segment, cells_of, cut_points, segment_memory, segments_ending_at
 from ipurun.planner.hardware import Machine
 from ipurun.planner.memory import in_flight
@@ -139,7 +140,13 @@ def _solve(
     checkpoints: Collection[int],
     room: float,
 ) -> Optional[Split]:
-    cells = cells_of(profile, points, checkpoints, settings, machine)
+    shares = [proportion_of(settings, machine, ipu) for ipu in range(num_ipus)]
+    # An IPU may have a share of tile memory of its own, which changes the cost of what runs there.
+    by_share = {
+        share: cells_of(profile, points, checkpoints, settings, machine, shares.index(share))
+        for share in dict.fromkeys(shares)
+    }
+    cells = by_share[shares[0]]
     end = len(cells) if head is None else points.index(head) + 1
     # A parameter that both ends share is counted in both of their cells: the head's own comes in without it.
     behind = _head_segment(cells, end, profile, settings, machine) if head is not None else None
@@ -147,11 +154,18 @@ def _solve(
     again = 2 if settings.recompute == "checkpoints" and settings.training else 1
     work = [again * cell.forward + cell.backward for cell in cells]
     starts = None
-    if _could_fit(cells, profile, num_ipus, settings, machine, room):
+    if _could_fit(list(by_share.values()), num_ipus, profile, settings, machine, room):
         # Stages are first taken to be short: whatever is found that way is no worse than what longer ones give.
         short = max(work) + _SHORT * sum(work) / num_ipus
         for longest in (short, math.inf) if short < sum(work) else (math.inf,):
-            starts = _partition(cells[:end], profile, num_ipus, stages, behind, settings, machine, room, longest)
+            tables = {
+                share: [
+                    segments_ending_at(last, own[:end], profile, settings, machine, room, longest)
+                    for last in range(end + 1)
+                ]
+                for share, own in by_share.items()
+            }
+            starts = _partition([tables[share] for share in shares], stages, behind, settings, machine, room)
             if starts is not None:
                 break
     if starts is None:
@@ -169,14 +183,18 @@ def _solve(
 
 
 def _could_fit(
-    cells: List[Cell], profile: ModelProfile, num_ipus: int, settings: Settings, machine: Machine, room: float
+    kinds: List[List[Cell]], num_ipus: int, profile: ModelProfile, settings: Settings, machine: Machine, room: float
 ) -> bool:
-    """Whether parameters fit all IPUs together, and every cell an IPU of its own."""
-    if sum(cell.share.weights + cell.share.gradients + cell.share.state for cell in cells) > 2 * num_ipus * room:
+    """Whether parameters fit all IPUs together, and every cell some IPU by itself."""
+    fixed = sum(cell.share.weights + cell.share.gradients + cell.share.state for cell in kinds[0])
+    if fixed > 2 * num_ipus * room:
         return False
     return all(
-        segment_memory(segments_ending_at(end, cells, profile, settings, machine, 0.0)[0], 1, machine) <= room
-        for end in range(1, len(cells) + 1)
+        any(
+            segment_memory(segments_ending_at(end, cells, profile, settings, machine, 0.0)[0], 1, machine) <= room
+            for cells in kinds
+        )
+        for end in range(1, len(kinds[0]) + 1)
     )
 
 
@@ -189,23 +207,27 @@ def _head_segment(cells: List[Cell], end: int, profile: ModelProfile, settings: 
 
 
 def _partition(
-    cells: List[Cell],
-    profile: ModelProfile,
-    num_ipus: int,
+    tables: List[List[List[Segment]]],
     stages: int,
     head: Optional[Segment],
     settings: Settings,
     machine: Machine,
     room: float,
-    longest: float,
 ) -> Optional[Tuple[List[int], float, float]]:
     """First cells of IPUs 1, 2, ..., the seconds of the slowest IPU and the bytes of the fullest; None: none fits.
 
     ``best[j]`` after n rounds is the smallest possible time of the slowest of n stages that hold the first j cells.
+
+    Args:
+        tables: For each IPU, the stages that could end before each cell there.
+        stages: Stages in all.
+        head: The last stage, where it comes back to IPU 0.
+        settings: How it runs.
+        machine: On what it runs.
+        room: Bytes that may be taken on each IPU.
     """
-    count = len(cells)
+    num_ipus, count = len(tables), len(tables[0]) - 1
     never = float("inf")
-    tables = [segments_ending_at(end, cells, profile, settings, machine, room, longest) for end in range(count + 1)]
     best: List[Tuple[float, float]] = [(0.0, 0.0)] + [(never, never)] * count
     choices: List[List[int]] = []
     directions = 2 if settings.training else 1
@@ -216,7 +238,7 @@ def _partition(
         is_last = stage == stages - 1
         ends = range(stage + 1, count - (num_ipus - stage - 1) + 1)
         for end in ends if stage < num_ipus - 1 else (count,):
-            for segment in tables[end]:
+            for segment in tables[stage][end]:
                 work = segment.forward + segment.backward + segment.again - (segment.tail if is_last else 0.0)
                 if work >= now[end][0]:
                     break  # longer stages only take longer

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Tuple
+from typing import List, Sequence, Tuple
 
 from ipurun.config.schema import RunConfig
 
-__all__ = ["Words", "words_of"]
+__all__ = ["Words", "resized", "words_of"]
 
 # Keys that place modules, apart from the split itself, with the value that each has when it is not used.
 _PLACEMENT = {
@@ -38,6 +38,20 @@ class Words:
     blocks: Tuple[str, ...] = ()
     resized: Tuple[str, ...] = ()
     batch: Tuple[str, ...] = ()
+
+
+def resized(words: Words, proportions: Sequence[float], ipus: int) -> Tuple[List[str], Tuple[float, ...]]:
+    """What to type for another number of IPUs in a replica, and the shares of tile memory that then hold.
+
+    A list of shares by IPU stays where it is as long as there are IPUs; else its first one is taken for all.
+    """
+    key = "memory.available_proportion"
+    typed = list(words.resized)
+    if len(proportions) in (0, 1):
+        return typed, tuple(proportions)
+    if len(proportions) == ipus:
+        return [word for word in typed if not word.startswith(key)], tuple(proportions)
+    return [f"{key}={proportions[0]:g}" if word.startswith(key) else word for word in typed], tuple(proportions[:1])
 
 
 def words_of(config: RunConfig) -> Words:

@@ -154,6 +154,28 @@ def test_a_solution_does_what_it_says_when_typed(capsys: Any) -> None:
     assert again["estimate"]["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"], rel=0.01)
 
 
+def test_shares_by_ipu_hold_in_a_solution_too(capsys: Any) -> None:
+    """The preset lists its shares for 4 IPUs; a replica of another size takes the first of them for all."""
+    words = [*GPT, "pipeline=gpt_tiny_4ipu", "devices=4", "memory.available_proportion=[0.5,0.1,0.2,0.3]"]
+    words += ["gradient_accumulation=null", "global_batch_size=128"]
+    document = _json(capsys, 0, *words, "--solve")
+    solutions = [solution for solution in document["solutions"] if solution["overrides"]]
+    by_size = {solution["ipus_per_replica"]: solution for solution in solutions}
+    assert "memory.available_proportion=0.5" in by_size[1]["overrides"]
+    assert not any("available_proportion" in word for word in by_size[4]["overrides"])
+    for solution in by_size.values():
+        found = _json(capsys, 0, *words, *solution["overrides"])["estimate"]
+        assert found["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"], rel=1e-6)
+        assert max(ipu["share"] for ipu in found["ipus"]) == pytest.approx(solution["fullest_share"], rel=1e-6)
+
+
+def test_a_solution_is_never_slower_than_the_config_as_it_is(capsys: Any) -> None:
+    document = _json(capsys, 0, *GPT, "pipeline=gpt_tiny_4ipu", "devices=4", "--solve")
+    best = max(solution["samples_per_second"] for solution in document["solutions"])
+    assert best >= document["estimate"]["time"]["samples_per_second"]
+    assert [] in [solution["overrides"] for solution in document["solutions"]]
+
+
 def test_a_solution_can_be_written_and_used(capsys: Any) -> None:
     words = [*GPT, *SMALL, "devices=4", "global_batch_size=64"]
     assert main(["plan", *words, "--solve=conf/recipe/solved.yaml"]) != 0  # its folder does not exist

@@ -191,3 +191,19 @@ def test_a_solution_is_valid_yaml() -> None:
 def test_no_solution_says_so() -> None:
     assert solution_lines([])[0].startswith("solve: no split")
     assert "  'pipeline.split=[a]'" in solution_lines([_solution("pipeline.split=[a]")])
+
+
+def test_a_quicker_config_that_is_tight_is_told_beside_those_that_fit() -> None:
+    fits = [_solution(f"micro_batch_size={size}") for size in (1, 2, 3)]
+    time = fits[0].estimate.time
+    faster = dataclasses.replace(time, samples_per_second=2 * time.samples_per_second)
+    tight = dataclasses.replace(fits[0].estimate, verdict=Verdict.TIGHT, time=faster)
+    lines = solution_lines([*fits, dataclasses.replace(_solution("micro_batch_size=9"), estimate=tight)])
+    told = next(index for index, line in enumerate(lines) if line.startswith("  quicker, if it fits: "))
+    assert "tight" in lines[told] and lines[told + 1] == "    micro_batch_size=9"
+    assert lines[-1] == "  micro_batch_size=1"
+
+
+def test_the_config_itself_may_be_the_best() -> None:
+    lines = solution_lines([_solution()])
+    assert "(the config as it is)" in lines[1] and lines[-1].startswith("nothing to type")

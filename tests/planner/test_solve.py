@@ -140,3 +140,24 @@ def test_recomputation_pays_where_it_makes_room_for_larger_micro_batches() -> No
     assert max(s.settings.micro_batch_size for s in found) > largest_without
     sizes = [s.settings.micro_batch_size for s in found if s.estimate.verdict is Verdict.FITS]
     assert len(sizes) == len(set(sizes))  # each micro-batch is solved once
+
+
+def test_what_a_config_keeps_stays_kept() -> None:
+    kept = variants_of(SETTINGS, (3, 7), kept=(1,))
+    assert kept[0].checkpoints == (1,) and kept[1].checkpoints == (1, 3, 7)
+    recomputing = dataclasses.replace(SETTINGS, recompute="checkpoints")
+    assert "recompute.every=block" not in variants_of(recomputing, (3, 7), kept=(3, 7))[0].overrides
+    assert all("recompute.every=block" not in v.overrides for v in variants_of(recomputing, (3, 7), kept=(3, 7)))
+
+
+def test_each_ipu_has_its_own_share_of_memory_for_products() -> None:
+    """Wide products are slow in little room, so that the IPU with little room gets fewer of them."""
+    profile = chain(8)
+    ops = tuple(dataclasses.replace(op, dims=(1, 2048, 2048, 2048, 1), signature="wide") for op in profile.ops)
+    profile = dataclasses.replace(profile, ops=ops)
+    lean = dataclasses.replace(SETTINGS, available_proportion=(0.6, 0.02))
+    even, uneven = (solve_split(profile, 2, settings, MACHINE) for settings in (SETTINGS, lean))
+    assert even is not None and uneven is not None
+    assert uneven.layout.stage_of_op.count(1) < even.layout.stage_of_op.count(1)
+    time = estimate(profile, uneven.layout, lean, MACHINE).time
+    assert uneven.slowest == pytest.approx(max(ipu.total for ipu in time.ipus), rel=0.01)
