@@ -23,6 +23,8 @@ PUBLISHED = Path(__file__).with_name("published.json")
 _RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}
 _HEADS = {"bert": "predictions.decoder", "gpt": "lm_head"}
 _BITS_OF_HALF = 16
+# A model of our own has the data, the loss and the metrics of a recipe.
+_RECIPES = {"efficientnet": "resnet"}
 Row = Dict[str, Any]
 
 
@@ -91,7 +93,7 @@ def words_of(model: Row, run: Row) -> List[str]:
     ipus = len(run.get("layers_per_ipu") or [0, *run.get("split", [])])
     samples = run["micro_batch"] * run["accumulation"] * run["replicas"] * run["device_iterations"]
     words = [
-        f"+recipe={kind}",
+        f"+recipe={_RECIPES.get(kind, kind)}",
         *_model_words(model),
         *_optimizer_words(run),
         f"micro_batch_size={run['micro_batch']}",
@@ -126,6 +128,14 @@ def _model_words(model: Row) -> List[str]:
     kind = model["kind"]
     if kind == "resnet":
         return [f"model=resnet{model['depth']}", f"model.norm={model['norm']}", f"model.image_size={model['image']}"]
+    if kind == "efficientnet":
+        own = {**model, "image_size": model["image"], "num_classes": model["classes"]}
+        keys = ("image_size", "num_classes", "width", "depth", "expansion", "group", "norm_groups")
+        return [
+            "model._target_=held_out_models.EfficientNet",
+            "~model.norm",
+            *(f"++model.{key}={own[key]}" for key in keys),
+        ]
     base = {"bert": "bert_base", "gpt": "gpt2_small", "vit": "vit_base"}[kind]
     keys = {"hidden": "hidden_size", "layers": "num_layers", "heads": "num_heads", "vocab": "vocab_size"}
     keys.update({"classes": "num_classes", "image": "image_size", "patch": "patch_size", "masked": "mask_tokens"})
