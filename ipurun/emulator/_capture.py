@@ -20,6 +20,7 @@ from ipurun.emulator._loss_shapes import give_device_shapes
 from ipurun.emulator._losses import find_loss
 from ipurun.emulator._model_guard import forget_history
 from ipurun.emulator._prune import prune
+from ipurun.emulator._replaced_functions import attention_by_parts
 from ipurun.emulator._structures import rebuild, tensors_in
 from ipurun.emulator._tracing import Recorder
 
@@ -82,7 +83,7 @@ def capture(
     modules = modules or {}
     recorder.host.declare_attributes(attribute_tensors(modules))
     plain = _without_mask_check(modules)
-    with constants, _module_paths(recorder, modules), _attention_by_parts(), _plain_recurrence(modules), plain:
+    with constants, _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules), plain:
         with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
             with _watched_by_autograd(training, inputs), FunctionWatcher(recorder):
                 returned = call()
@@ -223,14 +224,6 @@ def _spare_dynamo(mode: Optional[type]) -> None:
     handler = getattr(getattr(mode, "__torch_dispatch__", None), "__wrapped__", None)
     if handler is not None and not hasattr(handler, "__dynamo_disable"):
         setattr(handler, "__dynamo_disable", handler)
-
-
-def _attention_by_parts() -> Any:
-    """Keeps scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
-    attention = getattr(torch.nn, "attention", None)
-    if attention is None or not hasattr(attention, "sdpa_kernel"):
-        return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
-    return attention.sdpa_kernel(attention.SDPBackend.MATH)
 
 
 @contextlib.contextmanager

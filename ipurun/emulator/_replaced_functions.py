@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable, Dict, Optional, Union
 
 import torch
@@ -10,7 +11,21 @@ from torch.nn import functional
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._tracing import current
 
-__all__ = ["REPLACED_FUNCTIONS"]
+__all__ = ["REPLACED_FUNCTIONS", "attention_by_parts"]
+
+
+def attention_by_parts() -> Any:
+    """Keeps scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
+    attention = getattr(torch.nn, "attention", None)
+    if attention is None or not hasattr(attention, "sdpa_kernel"):
+        return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
+    return attention.sdpa_kernel(attention.SDPBackend.MATH)
+
+
+def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attention by parts, also where the model itself asks for one of torch's fused kernels."""
+    with attention_by_parts():
+        return functional.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -82,4 +97,5 @@ REPLACED_FUNCTIONS: Dict[Callable[..., Any], Callable[..., Any]] = {
     functional.group_norm: _group_norm,
     functional.one_hot: _one_hot,
     functional.rrelu: _rrelu,
+    functional.scaled_dot_product_attention: _attention,
 }

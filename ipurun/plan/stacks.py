@@ -68,7 +68,7 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
         found.problem(
             f"`{key}` counts layers, and the model has several stacks of them",
             known=listing([f"{name or 'the model'} ({len(layers)})" for name, layers in candidates]),
-            fix=f"pipeline.layers={candidates[0][0]}, or pipeline.layers=[{','.join(dict(candidates))}] for all",
+            fix=f"pipeline.layers={candidates[0][0]}, or pipeline.layers=[{','.join(stacks(facts))}] for all",
         )
     else:
         found.problem(

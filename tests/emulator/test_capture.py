@@ -364,3 +364,16 @@ def test_gradients_of_the_users_own_are_exact_for_every_micro_batch(clip):
     assert float(model.weight) == pytest.approx(0.5)
     executor(torch.full((4,), 100.0))
     assert float(model.weight) == pytest.approx(-0.5)
+
+
+def test_attention_is_taken_apart_though_the_model_asks_for_a_fused_kernel():
+    attention = pytest.importorskip("torch.nn.attention")
+
+    class Fused(nn.Module):
+        def forward(self, x):
+            with attention.sdpa_kernel([attention.SDPBackend.FLASH_ATTENTION, attention.SDPBackend.MATH]):
+                return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(1))
+    scores = (x @ x.transpose(-1, -2) / 2).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(poptorch.inferenceModel(Fused())(x), scores.softmax(-1) @ x)

@@ -50,6 +50,11 @@ def test_layers_of_several_stacks(plan_of):
     assert blocks(plan_of(keys, facts=resnet())) == [("layer2.2", 1), ("layer3.4", 2)]
 
 
+def test_several_stacks_are_named_in_the_order_of_the_model(problems_of):
+    (problem,) = problems_of({"pipeline.layers_per_ipu": [8, 8], **ENOUGH}, facts=resnet())
+    assert "pipeline.layers=[layer1,layer2,layer3,layer4] for all" in problem.fix
+
+
 def test_the_head_comes_back_to_the_embedding(plan_of):
     keys = {"pipeline.layers_per_ipu": [0, 3, 3], "pipeline.embedding_ipu": 0, "pipeline.head_ipu": 0, **ENOUGH}
     for known in (gpt(), traced(gpt())):
