@@ -40,7 +40,7 @@ class MachineConfig:
     transfer_seconds: float = option(69e-6, "Delay of one transfer from outside the IPU, in seconds.")
     host_bytes_per_second: float = option(8e9, "From the host to one machine, bytes per second.")
     host_call_seconds: float = option(3.7e-3, "What one host call adds, in seconds.")
-    machine_loss: float = option(0.0085, "Share by which each machine beyond the first makes a cycle longer.")
+    machine_loss: float = option(0.008, "Share by which each machine beyond the first makes a cycle longer.")
     code_bytes_per_tile: float = option(16600.0, "Code on every tile: vertices that all programs have, in bytes.")
     code_bytes_per_op: float = option(150.0, "Code and vertex state of one different operation on a tile, in bytes.")
     code_bytes_per_call: float = option(42.0, "Control code of one call of an operation on a tile, in bytes.")

@@ -36,7 +36,7 @@ class Machine:
     transfer_seconds: float = 69e-6
     host_bytes_per_second: float = 8e9
     host_call_seconds: float = 3.7e-3
-    machine_loss: float = 0.0085
+    machine_loss: float = 0.008
     code_bytes_per_tile: float = 16_600.0
     code_bytes_per_op: float = 150.0
     code_bytes_per_call: float = 42.0

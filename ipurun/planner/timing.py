@@ -24,10 +24,10 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
     ipus = _ipu_times(stages, received, streaming, layout, settings, machine)
     cycle, cycles, bubble = _cycles(ipus, layout, settings)
     machines = machine.machines(layout.num_ipus * settings.replicas)
-    # A synchronisation passes from machine to machine, and every replica waits for it.
-    cycle *= 1 + machine.machine_loss * (machines - 1)
     # Data comes in at every cycle, and all IPUs wait for it to be announced.
     cycle += machine.transfer_seconds + _reading(profile, layout, settings, machine)
+    # A synchronisation passes from machine to machine, and every replica waits for it.
+    cycle *= 1 + machine.machine_loss * (machines - 1)
     compute = cycle * cycles
     all_reduce = _all_reduce(shares, settings, machine)
     update = _update(shares, settings, machine)
