@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from dataclasses import dataclass
 from typing import Iterable, Sequence, Tuple, Union
@@ -20,7 +21,7 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-_WIDTH = 110
+_WIDEST, _NARROWEST = 110, 60
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,11 @@ class Problem:
 
 def _field(label: str, text: str) -> str:
     indent = " " * 9
+    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+    width = max(_NARROWEST, min(_WIDEST, columns)) - len(indent)
     wrapped = []
     for line in text.splitlines():
-        wrapped += textwrap.wrap(line, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False) or [""]
+        wrapped += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
     return f"  {label:<7}" + ("\n" + indent).join(wrapped)
 
 

@@ -172,8 +172,7 @@ def _lines(item: _Shown, flags: Flags) -> List[str]:
         if item.outlook is not None:
             lines += ["", *outlook_lines(item.outlook)]
         elif item.obstacle is not None:
-            why = " ".join(part for part in (item.obstacle.where, item.obstacle.seen) if part)
-            lines += ["", f"no estimate: {item.obstacle.what} ({why})"]
+            lines += ["", *str(item.obstacle).replace("error: ", "no estimate: ", 1).splitlines()]
     if item.outlook is not None and flags.values.get("inference"):
         lines += inference_lines(item.outlook)
     if item.outlook is not None and flags.values.get("explain"):

@@ -6,7 +6,7 @@ from html import escape
 from typing import Dict, List, Sequence, Tuple
 
 from ipurun.log.planner_parts import PARTS, STYLE, ipu_colour
-from ipurun.log.planner_text import count_short
+from ipurun.log.planner_text import change_text, count_short
 from ipurun.plan.types import Plan
 from ipurun.planner.outlook import Outlook
 from ipurun.planner.schedule import gantt
@@ -177,7 +177,7 @@ def _inference(outlook: Outlook) -> str:
 def _remedies(outlook: Outlook) -> str:
     rows = "".join(
         f"<tr><td>{escape(remedy.title)}<br><code>{escape(' '.join(remedy.overrides))}</code></td>"
-        f"<td>{-remedy.saved_bytes / _MIB:+,.0f} MiB</td><td>{remedy.speed:.2f}x</td>"
+        f"<td>{change_text(remedy.saved_bytes)}</td><td>{remedy.speed:.2f}x</td>"
         f"<td>{remedy.verdict.value}</td></tr>"
         for remedy in outlook.remedies
     )

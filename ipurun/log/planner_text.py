@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from ipurun.log.format import count, plural
+from ipurun.log.narrow import WIDE, columns, fitted
 from ipurun.planner.needs import Needs
 from ipurun.planner.outlook import Cache, Outlook
 from ipurun.planner.remedies import Remedy, Situation
@@ -14,6 +15,7 @@ from ipurun.planner.types import Estimate, IpuMemory, Verdict
 
 __all__ = [
     "bar",
+    "change_text",
     "count_short",
     "explain_lines",
     "inference_lines",
@@ -44,7 +46,7 @@ def outlook_lines(outlook: Outlook) -> List[str]:
     if outlook.inference is not None:
         rows.append(("inference", _inference_text(outlook.inference)))
     rows.append(("cache", _cache_text(outlook.cache)))
-    lines += ["", *(f"  {label:<11}{text}" for label, text in rows)]
+    lines += ["", *_row_lines(rows)]
     if outlook.needs is not None:
         lines += ["", "what it would take (estimate)", *_needs_lines(outlook.needs, outlook)]
     return lines + _remedy_lines(outlook.remedies, found)
@@ -68,7 +70,11 @@ def inference_lines(outlook: Outlook) -> List[str]:
     rows = _rows(situation, schedule)
     found = situation.estimate
     lines = ["", f"inference on {situation.machine.name}: {_verdict_text(found)} (estimate)", "", *_tables(found), ""]
-    return lines + [f"  {label:<11}{text}" for label, text in rows]
+    return lines + _row_lines(rows)
+
+
+def _row_lines(rows: Iterable[Tuple[str, str]]) -> List[str]:
+    return fitted((f"  {label:<11}{text}" for label, text in rows), indent=13)
 
 
 def _tables(found: Estimate) -> List[str]:
@@ -168,10 +174,15 @@ def _memory_table(found: Estimate) -> List[str]:
     lines = [f"memory of each IPU in MiB, of {limit // _MIB:,} (estimate)"]
     rows = [_cells(ipu) for ipu in found.ipus]
     widths = [max(len(text), *(len(row[column]) for row in rows)) for column, text in enumerate(_HEADINGS)]
-    lines.append("  IPU  " + "  ".join(f"{text:>{width}}" for text, width in zip(_HEADINGS, widths)))
-    for ipu, verdict, row in zip(found.ipus, found.verdicts, rows):
-        cells = "  ".join(f"{text:>{width}}" for text, width in zip(row, widths))
-        lines.append(f"  {ipu.ipu:>3}  {cells}  {bar(ipu.share)} {ipu.share:,.0%} {verdict.value}")
+    bars = [f"{bar(ipu.share)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)]
+    is_wide = columns() >= WIDE
+    gap = "  " if is_wide else " "
+    lines.append("  IPU" + "".join(f"{gap}{text:>{width}}" for text, width in zip(_HEADINGS, widths)))
+    for ipu, row, drawn in zip(found.ipus, rows, bars):
+        cells = "".join(f"{gap}{text:>{width}}" for text, width in zip(row, widths))
+        lines.append(f"  {ipu.ipu:>3}{cells}" + (f"  {drawn}" if is_wide else ""))
+    if not is_wide:  # beside the numbers they would be broken
+        lines += ["", *(f"  IPU {ipu.ipu:>2}  {drawn}" for ipu, drawn in zip(found.ipus, bars))]
     return lines
 
 
@@ -195,7 +206,7 @@ def _balance(found: Estimate) -> List[str]:
             groups.append((text, [ipu.ipu]))
     names = [str(ipus[0]) if len(ipus) == 1 else f"{ipus[0]}-{ipus[-1]}" for _, ipus in groups]
     width = max(2, *map(len, names))
-    return [f"  IPU {name:>{width}}  {text}" for name, (text, _) in zip(names, groups)]
+    return fitted((f"  IPU {name:>{width}}  {text}" for name, (text, _) in zip(names, groups)), indent=8 + width)
 
 
 def _schedule_text(situation: Situation, schedule: Schedule) -> str:
@@ -262,13 +273,19 @@ def _remedy_lines(remedies: Sequence[Remedy], found: Estimate) -> List[str]:
     title = "what would make it faster" if found.verdict is Verdict.FITS else "what would help it fit"
     lines = ["", f"{title} (each tried by the planner; estimates)"]
     for number, remedy in enumerate(remedies[:_MOST_REMEDIES], start=1):
-        change = f"{'-' if remedy.saved_bytes >= 0 else '+'}{_mib(abs(remedy.saved_bytes))} MiB on the fullest IPU"
-        lines.append(
-            f"  {number}. {remedy.title}: {change} ({remedy.fullest_share:,.0%}), "
-            f"{remedy.speed:.2f}x the speed, {remedy.verdict.value}"
+        told = (
+            f"  {number}. {remedy.title}: {change_text(remedy.saved_bytes)} on the fullest IPU "
+            f"({remedy.fullest_share:,.0%}), {remedy.speed:.2f}x the speed, {remedy.verdict.value}"
         )
+        lines += fitted([told], indent=5)
         lines.append("     " + " ".join(quoted(word) for word in remedy.overrides))
     return lines
+
+
+def change_text(saved_bytes: float) -> str:
+    """Memory that a change saves (-) or takes (+)."""
+    size = _mib(abs(saved_bytes))
+    return f"{'' if size == '0' else '-' if saved_bytes > 0 else '+'}{size} MiB"
 
 
 def quoted(word: str) -> str:

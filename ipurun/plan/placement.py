@@ -56,6 +56,7 @@ def lay_out(
     before = len(found.problems)
     wanted = wanted_blocks(pipeline, facts, room, found)
     placements, listed = gather(pipeline, wanted, facts, found)
+    placements = checks.one_block_each(placements, found)
     unplaced = [block for block in facts.own_blocks if block.ipu is None and numbers_blocks]
     if listed is None and unplaced:
         checks.check_unplaced(unplaced, pipeline, found)

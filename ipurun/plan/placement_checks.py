@@ -20,25 +20,32 @@ __all__ = [
     "check_phases",
     "check_shared",
     "check_unplaced",
+    "one_block_each",
 ]
 
 _NEVER_CALLED = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
-def check_blocks(placements: Sequence[Placement], facts: Facts, found: Findings) -> None:
-    """Blocks at one module, one name on several IPUs, modules that are never called."""
+def one_block_each(placements: Sequence[Placement], found: Findings) -> List[Placement]:
+    """The blocks without those that begin where another one does; the first stands for both in what else is checked."""
     at: Dict[str, Placement] = {}
+    for placement in placements:
+        other = at.setdefault(placement.module, placement)
+        if other is not placement and (other.origin != placement.origin or other.ipu != placement.ipu):
+            found.problem(
+                f"two blocks begin at `{placement.module or 'the model'}`",
+                seen=f"IPU {other.ipu} by {other.origin}, IPU {placement.ipu} by {placement.origin}",
+                fix="one block for each module",
+            )
+    return list(at.values())
+
+
+def check_blocks(placements: Sequence[Placement], facts: Facts, found: Findings) -> None:
+    """One name on several IPUs, modules that begin a block in the model's code, modules that are never called."""
     ids: Dict[str, Placement] = {}
     own = {block.module for block in facts.own_blocks if block.module is not None}
     for placement in placements:
         name = placement.module or "the model"
-        other = at.setdefault(placement.module, placement)
-        if other is not placement and (other.origin != placement.origin or other.ipu != placement.ipu):
-            found.problem(
-                f"two blocks begin at `{name}`",
-                seen=f"IPU {other.ipu} by {other.origin}, IPU {placement.ipu} by {placement.origin}",
-                fix="one block for each module",
-            )
         same = ids.setdefault(placement.block_id, placement)
         if same.ipu != placement.ipu:
             found.problem(

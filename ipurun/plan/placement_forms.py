@@ -143,12 +143,12 @@ def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) ->
             continue
         for index, match in enumerate(_block_matches(pattern, facts, found)):
             block_id = _block_id(fields.get("id"), match, index, fields.get("ipu"), found)
-            if taken.get(match.name, pattern) != pattern:
+            if taken.setdefault(match.name, pattern) != pattern:
                 found.problem(
                     f"`pipeline.blocks`: `{taken[match.name]}` and `{pattern}` both begin a block at `{match.name}`",
                     fix="one block for each module",
                 )
-            taken[match.name] = pattern
+                continue  # the first one stands for both in what else is checked
             wanted.append(Wanted(match.name, fields.get("ipu"), block_id, "pipeline.blocks"))
     return wanted
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ipurun.log.planner_solutions import solution_lines, solution_yaml
-from ipurun.log.planner_text import bar, inference_lines, outlook_dict, outlook_lines
+from ipurun.log.planner_text import bar, change_text, inference_lines, outlook_dict, outlook_lines
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
 from ipurun.planner.outlook import Cache, Outlook
@@ -207,3 +207,18 @@ def test_a_quicker_config_that_is_tight_is_told_beside_those_that_fit() -> None:
 def test_the_config_itself_may_be_the_best() -> None:
     lines = solution_lines([_solution()])
     assert "(the config as it is)" in lines[1] and lines[-1].startswith("nothing to type")
+
+
+def test_nothing_is_broken_inside_a_word_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    remedy = Remedy("another split", ("pipeline.split=[a,b]",), Verdict.FITS, 12 << 20, 1.5, 10.0, 0.4)
+    outlook = toy_outlook(remedies=(remedy,))
+    wide = outlook_lines(outlook)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = outlook_lines(outlook)
+    assert max(map(len, narrow)) <= 80 < max(map(len, wide))
+    assert set(" ".join(narrow).split()) == set(" ".join(wide).split())
+
+
+def test_a_change_that_saves_nothing_has_no_sign() -> None:
+    assert [change_text(size) for size in (-(3 << 20), 10, -10, 3 << 20)] == ["+3 MiB", "0 MiB", "0 MiB", "-3 MiB"]

@@ -131,12 +131,12 @@ def test_one_stack_may_be_much_longer_than_the_others(plan_of):
     ],
 )
 def test_overlapping_blocks(problems_of, blocks, what):
-    assert what in problems_of({**ENOUGH, "pipeline.blocks": blocks}, facts=UNTIED)[0].what
+    assert what in the_problem(problems_of, {"pipeline.blocks": blocks}).what
 
 
 def test_blocks_that_overlap_other_keys_or_the_models_code(problems_of):
     keys = {"pipeline.split": ["h.2"], "pipeline.blocks": {"h.2": 3}}
-    assert "two blocks begin at `h.2`" in problems_of({**ENOUGH, **keys}, facts=UNTIED)[0].what
+    assert "two blocks begin at `h.2`" in the_problem(problems_of, keys).what
     written = {**UNTIED, "own_blocks": (OwnBlock("h.2", 1, "own"),)}
     assert "in the model's code" in the_problem(problems_of, {"pipeline.split": ["h.2"]}, written).what
 
