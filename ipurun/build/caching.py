@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, List
+
 from torch import nn
 
 __all__ = ["CACHE_NOTE", "stop_caching"]
@@ -15,11 +17,8 @@ def stop_caching(model: nn.Module) -> bool:
     That is how models of transformers say that every layer is to keep its keys and values for the next token. Such a
     cache grows from a tensor without elements, which no IPU takes, and would come back to the host with every output.
     """
-    caching = [
-        config
-        for config in (getattr(module, "config", None) for module in model.modules())
-        if getattr(config, "use_cache", None) is True
-    ]
+    configs: List[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
     for config in caching:
         config.use_cache = False
     return bool(caching)
