@@ -10,6 +10,7 @@ import torch
 from ipurun.emulator._anchors import Anchors
 from ipurun.emulator._batching import BatchLayout
 from ipurun.emulator._capture import Captured
+from ipurun.emulator._graph import Graph
 from ipurun.emulator._outputs import OutputCollector
 from ipurun.emulator._random_streams import RandomStreams, host_generator_kept
 from ipurun.emulator._run import Replay, generate
@@ -62,6 +63,7 @@ class Executable:
         self._is_random = make_replay is not generate or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
         self._grad_names = list(self.graph.grads)
+        self._borrowed_grads = _grads_in_inputs(self.graph)
         self._num_outputs = len(captured.output_values)
         self._varying = [value in self.graph.varying for value in captured.output_values]
         written = self.graph.storages_written()
@@ -207,7 +209,10 @@ class Executable:
             originals[index].copy_(inputs[index])
         num_results = self._num_outputs + len(self._grad_names)
         self._anchor_results = results[num_results:]
-        return results[: self._num_outputs], dict(zip(self._grad_names, results[self._num_outputs : num_results]))
+        grads = dict(zip(self._grad_names, results[self._num_outputs : num_results]))
+        for name in self._borrowed_grads:
+            grads[name] = grads[name].clone()
+        return results[: self._num_outputs], grads
 
     def arguments(self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]) -> List[Any]:
         """Returns what the graph takes for one run; None for inputs that are not given."""
@@ -241,3 +246,13 @@ class Executable:
                 whole[group.rows_trained_by(replica, self.layout.replicas)] = grads[name]
                 grads[name] = whole
         return grads
+
+
+def _grads_in_inputs(graph: Graph) -> List[str]:
+    """Returns the parameters whose gradient is memory of a weight, a buffer or an input.
+
+    A backward function of the user's own may hand over what it saved. The update changes the weights one after
+    the other, and the next micro-batch its buffers: such a gradient must be a copy.
+    """
+    outside = {graph.specs[item.value].storage for item in graph.inputs}
+    return [name for name, value in graph.grads.items() if graph.specs[value].storage in outside]

@@ -162,3 +162,35 @@ def test_garbage_is_not_collected_while_capturing(allocations):
     finally:
         gc.set_threshold(*thresholds)
     assert gc.isenabled()
+
+
+class _HandsOverItsWeights(torch.autograd.Function):
+    """A product whose backward pass returns the saved weights themselves."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        ctx.save_for_backward(first, second)
+        return (first * second).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        first, second = ctx.saved_tensors
+        return second, first
+
+
+class _Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.second = nn.Parameter(torch.tensor([3.0, 5.0]))
+
+    def forward(self, x):
+        return poptorch.identity_loss(_HandsOverItsWeights.apply(self.first, self.second) + 0 * x.sum(), "sum")
+
+
+def test_a_gradient_that_is_a_weight_is_the_weight_before_the_update():
+    model = _Product()
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    training(torch.ones(1))
+    torch.testing.assert_close(model.first.detach(), torch.tensor([1 - 0.3, 2 - 0.5]))
+    torch.testing.assert_close(model.second.detach(), torch.tensor([3 - 0.1, 5 - 0.2]))
