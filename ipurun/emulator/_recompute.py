@@ -71,10 +71,12 @@ def _recomputable(graph: Graph, mode: Recomputation) -> Dict[Value, Node]:
     kept = _kept_values(graph, mode)
     found: Dict[Value, Node] = {}
     for node in graph.nodes:
-        touched = {graph.specs[value].storage for value in (*node.reads(), *values_in(node.outputs))}
+        reads = set(node.reads())
+        touched = {graph.specs[value].storage for value in (*reads, *values_in(node.outputs))}
         if node.is_backward or node.is_random or touched & written or not hasattr(node.op, "_schema"):
             continue
-        found.update({value: node for value in values_in(node.outputs) if value not in kept})
+        # What an operation hands on as it came (torch.tensor ends in one that does) is not of its making.
+        found.update({value: node for value in values_in(node.outputs) if value not in kept and value not in reads})
     return found
 
 

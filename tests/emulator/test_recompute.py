@@ -85,3 +85,27 @@ def test_checkpoints_pass_values_through():
     assert poptorch.recomputationCheckpoint(x) is x
     with pytest.raises(ValueError, match="tensors"):
         poptorch.recomputationCheckpoint(1)
+
+
+def test_a_constant_that_forward_makes_is_no_obstacle():
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with poptorch.Block("first", ipu_id=0):
+                hidden = torch.max(self.first(x), torch.tensor(torch.finfo(x.dtype).min, device=x.device)).tanh()
+            with poptorch.Block("second", ipu_id=1):
+                return poptorch.identity_loss(self.second(hidden).tanh().square(), reduction="mean")
+
+    model, x = Clamped(), torch.randn(3, 4)
+    inner = torch.tanh(nn.functional.linear(x, model.first.weight, model.first.bias))
+    expected = nn.functional.linear(inner, model.second.weight, model.second.bias).tanh().square().mean()
+    gradient = torch.autograd.grad(expected, model.first.weight)[0]
+    before = model.first.weight.detach().clone()
+    opts = poptorch.Options()
+    opts.Training.gradientAccumulation(3)
+    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.5))
+    executor(x.repeat(3, 1))
+    torch.testing.assert_close(model.first.weight.detach(), before - 0.5 * gradient, rtol=1e-4, atol=1e-6)
