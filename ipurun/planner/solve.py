@@ -140,8 +140,14 @@ def split_for(
     limit, margin = machine.memory_bytes, machine.tight_margin
 
     def within(share: float) -> Optional[Split]:
-        return solve_split(
+        found = solve_split(
             scaled, num_ipus, settings, machine, names=names, checkpoints=checkpoints, room=share * limit
+        )
+        if found is None or found.leaner is None:
+            return found
+        return max(
+            (found, found.leaner),
+            key=lambda split: estimate(scaled, split.layout, settings, machine).time.samples_per_second,
         )
 
     quickest = within(1 + machine.over_margin)

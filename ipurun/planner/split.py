@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Collection, List, Optional, Sequence, Tuple
 
 from ipurun.planner.costs import proportion_of
@@ -17,6 +17,7 @@ __all__ = ["Split", "solve_split", "tied_head"]
 
 _MOST_CUTS = 400
 _SHORT = 1.6  # times the even share of the work
+_HARDLY_SLOWER = 1.02
 # Cutting inside layers has to be worth this much to be preferred to cutting between them.
 _WORTH_DEPTH = 0.9
 
@@ -31,6 +32,8 @@ class Split:
         slowest: Seconds of the slowest IPU for one micro-batch.
         fullest: Bytes of the fullest IPU.
         evenness: Time of an IPU if all had the same work, over that of the slowest.
+        leaner: Another one whose fullest IPU holds less and whose slowest is hardly slower: what an update costs beside
+            its micro-batches may be less there.
     """
 
     blocks: Tuple[Tuple[str, int], ...]
@@ -38,6 +41,7 @@ class Split:
     slowest: float
     fullest: float
     evenness: float
+    leaner: Optional[Split] = None
 
     @property
     def modules(self) -> Tuple[str, ...]:
@@ -165,11 +169,29 @@ def _solve(
                 ]
                 for share, own in by_share.items()
             }
-            starts = _partition([tables[share] for share in shares], stages, behind, settings, machine, room)
+            on_ipu = [tables[share] for share in shares]
+            starts = _partition(on_ipu, stages, behind, settings, machine, room)
             if starts is not None:
                 break
     if starts is None:
         return None
+    quickest = _split(profile, points, head, num_ipus, checkpoints, starts, work)
+    leaner = _partition(on_ipu, stages, behind, settings, machine, room, starts[1] * _HARDLY_SLOWER)
+    if leaner is None or leaner[0] == starts[0]:
+        return quickest
+    return replace(quickest, leaner=_split(profile, points, head, num_ipus, checkpoints, leaner, work))
+
+
+def _split(
+    profile: ModelProfile,
+    points: List[CutPoint],
+    head: Optional[CutPoint],
+    num_ipus: int,
+    checkpoints: Collection[int],
+    starts: Tuple[List[int], float, float],
+    work: Sequence[float],
+) -> Split:
+    """A split from the first cells of its IPUs, the seconds of the slowest and the bytes of the fullest."""
     cuts = [points[start - 1] for start in starts[0]]
     blocks = [(point.module, ipu) for ipu, point in enumerate(cuts, start=1)]
     ipus = list(range(num_ipus))
@@ -213,6 +235,7 @@ def _partition(
     settings: Settings,
     machine: Machine,
     room: float,
+    most_seconds: Optional[float] = None,
 ) -> Optional[Tuple[List[int], float, float]]:
     """First cells of IPUs 1, 2, ..., the seconds of the slowest IPU and the bytes of the fullest; None: none fits.
 
@@ -225,6 +248,7 @@ def _partition(
         settings: How it runs.
         machine: On what it runs.
         room: Bytes that may be taken on each IPU.
+        most_seconds: Where it is given, the fullest IPU is made as empty as can be, none taking longer than that.
     """
     num_ipus, count = len(tables), len(tables[0]) - 1
     never = float("inf")
@@ -240,7 +264,7 @@ def _partition(
         for end in ends if stage < num_ipus - 1 else (count,):
             for segment in tables[stage][end]:
                 work = segment.forward + segment.backward + segment.again - (segment.tail if is_last else 0.0)
-                if work >= now[end][0]:
+                if work >= (now[end][0] if most_seconds is None else most_seconds):
                     break  # longer stages only take longer
                 before = best[segment.begin]
                 if before[0] == never or (stage == 0) != (segment.begin == 0):
@@ -255,7 +279,9 @@ def _partition(
                     continue
                 seconds = work + directions * received / machine.link_bytes_per_second
                 reached = (max(before[0], seconds), max(before[1], memory))
-                if reached < now[end]:
+                if most_seconds is not None and reached[0] > most_seconds:
+                    continue
+                if reached < now[end] if most_seconds is None else reached[::-1] < now[end][::-1]:
                     now[end] = reached
                     choice[end] = segment.begin
         best = now

@@ -161,3 +161,19 @@ def test_each_ipu_has_its_own_share_of_memory_for_products() -> None:
     assert uneven.layout.stage_of_op.count(1) < even.layout.stage_of_op.count(1)
     time = estimate(profile, uneven.layout, lean, MACHINE).time
     assert uneven.slowest == pytest.approx(max(ipu.total for ipu in time.ipus), rel=0.01)
+
+
+def test_the_update_counts_where_the_slowest_stage_is_the_same() -> None:
+    """Seven layers on four IPUs: the one whose state is long on its way at either end is alone on its IPU."""
+    for heavy in (0, 6):
+        sizes = [4_000_000 if layer == heavy else 1_000_000 for layer in range(7)]
+        profile = _uneven([512] * 7, sizes)
+        settings = dataclasses.replace(SETTINGS, state_bytes=8.0, state_tensors=2, state_on_chip=False)
+        found = split_for(profile, 4, settings, MACHINE)
+        assert found is not None
+        tried = (
+            estimate(profile, layout_of_cuts(profile, cuts), settings, MACHINE).time.samples_per_second
+            for cuts in itertools.combinations(range(1, 7), 3)
+        )
+        speed = estimate(profile, found.layout, settings, MACHINE).time.samples_per_second
+        assert speed == pytest.approx(max(tried), rel=0.02)
