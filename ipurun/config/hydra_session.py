@@ -129,7 +129,7 @@ class Session:
         # What else the command line chose counts: a pipeline preset may say something of the optimizer.
         groups = {other.key for other in explicit if other.key != RECIPE_GROUP}
         own = [text for text in texts if text.lstrip("+").partition("=")[0] in groups]
-        inside = [text for text in texts if text.lstrip("+").startswith(f"{group}.")]
+        inside = [text for text in texts if text.lstrip("+~").startswith(f"{group}.")]
         fresh = self.loader.load_configuration(self.config_name, own + inside, RunMode.RUN)
         with open_dict(config):
             config[group] = fresh[group]

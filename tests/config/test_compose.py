@@ -65,6 +65,11 @@ class TestComposing:
         assert data["train_samples"] == 7
         assert "folder" not in data
 
+    def test_a_key_can_be_taken_out_of_a_chosen_group(self) -> None:
+        write_recipe("mine", "# @package _global_\nsample: [{shape: [2]}]\ndata: {_target_: my.Data}\n")
+        data = one(["+recipe=mine", "data=synthetic", "~data.train_samples"]).config.data
+        assert data["_target_"] == "ipurun.datasets.synthetic.splits" and "train_samples" not in data
+
     def test_changed_keys_name_their_origin(self) -> None:
         write_recipe("mine", "# @package _global_\n\nepochs: 3\nmodel:\n  _target_: a.B\n")
         changed = {change.key: change.origin for change in one(["+recipe=mine", "seed=5"]).changed}
