@@ -24,6 +24,7 @@ class ExecutorReports:
     """Reports of an executor; the executor's own state is set by its constructor."""
 
     _executable: Optional[Executable]
+    _is_attached: bool
     _options: Any
     _compilation_time: Optional[datetime.timedelta]
 
@@ -31,6 +32,14 @@ class ExecutorReports:
         if self._executable is None:
             raise createPoptorchError(f"Model has not been compiled or has been destroyed: {what} needs it compiled.")
         return self._executable
+
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+        return self._executable is not None
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the model is compiled and attached."""
+        return self._executable is not None and self._is_attached
 
     def compilationTime(self) -> datetime.timedelta:
         """Returns how long the last compile took.

@@ -57,7 +57,7 @@ def load_executable(executor: Any, filename: str) -> None:
         )
     positional, named = data["arguments"]
     executor._compile_arguments(positional, named)
-    if executor._connects:
+    if executor._device.connects:
         executor.attachToDevice()
 
 
@@ -93,7 +93,7 @@ def load(filename: str, edit_opts_fn: Optional[Callable[[Any], None]] = None) ->
     executor = PoplarExecutor(data["model"], options, data["training"], __version__, optimizer)
     positional, named = data["arguments"]
     executor._compile_arguments(positional, named)
-    if executor._connects:
+    if executor._device.connects:
         executor.attachToDevice()
     if data["rng_state"]:
         executor.rng_state = data["rng_state"]

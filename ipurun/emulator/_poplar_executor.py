@@ -14,10 +14,11 @@ from ipurun.emulator import _compile_hooks, _persistence, _wrapping
 from ipurun.emulator._compile import compile_model
 from ipurun.emulator._compile_checks import refuse_accumulation
 from ipurun.emulator._compile_files import write_compile_files
+from ipurun.emulator._device import Device
 from ipurun.emulator._executable import Executable
 from ipurun.emulator._executable_cache import cache_lock
 from ipurun.emulator._executor_optimizer import ExecutorOptimizer
-from ipurun.emulator._executor_reports import ExecutorReports
+from ipurun.emulator._executor_weights import ExecutorWeights
 from ipurun.emulator._faults import raise_requested_fault
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._inputs import ArgumentParser, Arguments, matching_tensors
@@ -27,14 +28,14 @@ from ipurun.emulator._parameter_proxy import ParameterProxy
 from ipurun.emulator._printing import module_repr
 from ipurun.emulator._random_streams import default_seed
 from ipurun.emulator._weights import ReplicaGroups
-from ipurun.emulator.enums import ConnectionType, OutputMode
+from ipurun.emulator.enums import OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel
 
 __all__ = ["PoplarExecutor"]
 
 
-class PoplarExecutor(ExecutorReports):
+class PoplarExecutor(ExecutorWeights):
     """Runs a model as a device would: compiled at its first call, with weights of its own.
 
     Made by `poptorch.trainingModel` and `poptorch.inferenceModel`.
@@ -81,6 +82,7 @@ class PoplarExecutor(ExecutorReports):
         self._parser = ArgumentParser(self._model)
         self._executable: Optional[Executable] = None
         self._compiled_arguments: Optional[Arguments] = None
+        self._device = Device(self._options)
         self._is_attached = False
         self._dirty_host_weights = False
         self._host_weights_version = 0
@@ -124,7 +126,7 @@ class PoplarExecutor(ExecutorReports):
             AssertionError: If the options say that no device is ever connected.
             Error: If the arguments differ from those that the model was compiled for.
         """
-        self._require_connection()
+        self._device.require_connection()
         if self._executable is None:
             self._compile(args, kwargs)
         if not self._is_attached:
@@ -160,28 +162,22 @@ class PoplarExecutor(ExecutorReports):
             logger.warning("Call to compile() ignored: the executable is already compiled")
             return
         self._compile(args, kwargs)
-        if self._connects:
+        if self._device.connects:
             self.attachToDevice()
-
-    def isCompiled(self) -> bool:
-        """Whether the model is compiled."""
-        return self._executable is not None
-
-    def isAttachedToDevice(self) -> bool:
-        """Whether the model is compiled and attached."""
-        return self._executable is not None and self._is_attached
 
     def attachToDevice(self) -> None:
         """Attaches, and uploads weights, optimizer and random state.
 
         Raises:
             Error: If the model is not compiled, or is attached already.
+            Error: If another executor is attached to the IPU that the options choose.
             AssertionError: If the options say that no device is ever connected.
         """
         executable = self._compiled("attachToDevice")
-        self._require_connection()
+        self._device.require_connection()
         if self._is_attached:
             raise createPoptorchError("Failed to attach to device: already attached.")
+        self._device.acquire()
         self._is_attached = True
         native_logger.debug("Writing weights from host to IPU memory.")
         executable.weights.upload(self._host_tensors())
@@ -207,6 +203,7 @@ class PoplarExecutor(ExecutorReports):
         if self._optimizer is not None:
             self._optimizer.detach()
         self._is_attached = False
+        self._device.release()
 
     def destroy(self) -> None:
         """Drops the compiled model; weights and optimizer state go back to the host, the model is un-wrapped."""
@@ -218,60 +215,10 @@ class PoplarExecutor(ExecutorReports):
         self._executable = None
         self._compiled_arguments = None
         self._is_attached = False
+        self._device.release()
         self._rng_state = None
         if self._training:
             _wrapping.unwrap(self._user_model)
-
-    def copyWeightsToHost(self) -> None:
-        """Copies the device's parameters and buffers to the user's model.
-
-        Raises:
-            Error: If the model is not compiled.
-        """
-        executable = self._compiled("copyWeightsToHost")
-        self._dirty_host_weights = False
-        native_logger.debug("Writing weights from IPU to host.")
-        executable.weights.download(self._host_tensors())
-        self._host_weights_version += 1
-
-    def copyWeightsToDevice(self) -> None:
-        """Copies the user's parameters and buffers to the device; training progress not copied back is lost.
-
-        Raises:
-            Error: If the model is not compiled.
-        """
-        executable = self._compiled("copyWeightsToDevice")
-        self._dirty_host_weights = False
-        if self._optimizer is not None:
-            self._optimizer.read_back()
-        native_logger.debug("Writing weights from host to IPU memory.")
-        executable.weights.upload(self._host_tensors())
-
-    def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copies the weights to the host if they are newer on the device.
-
-        Returns:
-            Whether they were copied.
-        """
-        if not self._dirty_host_weights:
-            return False
-        self._dirty_host_weights = False
-        logger.debug("Implicit copyWeightsToHost()")
-        self.copyWeightsToHost()
-        return True
-
-    def copyNamedBuffersToDevice(self) -> None:
-        """Uploads the buffers listed by `Options.updatableNamedBuffers`.
-
-        Raises:
-            Error: If the model is not compiled or the option is not set.
-        """
-        executable = self._compiled("copyNamedBuffersToDevice")
-        names = self._options._Popart.options.get("updatableNamedBuffers")
-        if not names:
-            raise createPoptorchError("copyNamedBuffersToDevice needs Options.updatableNamedBuffers([...]).")
-        host = self._host_tensors()
-        executable.weights.upload({name: host[name] for name in names})
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Sends the values of an optimizer to the device: needed after every change of them.
@@ -283,13 +230,6 @@ class PoplarExecutor(ExecutorReports):
         if self._optimizer is None:
             raise AttributeError("An inference model has no optimizer")
         self._optimizer.set(optimizer)
-
-    def load_state_dict(self, state_dict: Dict[str, torch.Tensor], strict: bool = True) -> Any:
-        """Loads parameters and buffers into the user's model, and uploads them if attached."""
-        result = self._user_model.load_state_dict(state_dict, strict)
-        if self.isAttachedToDevice():
-            self.copyWeightsToDevice()
-        return result
 
     @property
     def rng_state(self) -> Optional[List[int]]:
@@ -331,7 +271,7 @@ class PoplarExecutor(ExecutorReports):
         """Compiles the model for these arguments and writes it to a file (see `save`)."""
         if self._executable is None:
             self._compile(args, kwargs)
-            if self._connects:
+            if self._device.connects:
                 self.attachToDevice()
         self.save(filename, export_model)
 
@@ -342,19 +282,6 @@ class PoplarExecutor(ExecutorReports):
             Error: If the file was written by another version.
         """
         _persistence.load_executable(self, filename)
-
-    @property
-    def _connects(self) -> bool:
-        return bool(self._options.connection_type != ConnectionType.Never.value)
-
-    def _require_connection(self) -> None:
-        assert self._connects, (
-            "Trying to run a model on an offline device (ConnectionType.Never): the model can only be compiled"
-        )
-
-    def _host_tensors(self) -> Dict[str, torch.Tensor]:
-        parameters, buffers = named_tensors(self._model)
-        return {**parameters, **buffers}
 
     def _compile_arguments(self, positional: List[Any], named: Dict[str, Any]) -> None:
         """Compiles for arguments that were bound before."""
@@ -369,7 +296,9 @@ class PoplarExecutor(ExecutorReports):
         has_seed = self._options.exists("random_seed")
         _compile_hooks.run_pre_compile()
         try:
-            with self._profiling.tracepoint("modelCompilation"), cache_lock(self._model, self._options):
+            with self._device.acquired(), self._profiling.tracepoint("modelCompilation"), cache_lock(
+                self._model, self._options
+            ):
                 executable = compile_model(
                     self._model,
                     self._parser.on_device(given),
@@ -378,8 +307,8 @@ class PoplarExecutor(ExecutorReports):
                     seed=self._options.random_seed if has_seed else default_seed(),
                     groups=self.per_replica_params,
                 )
-            if self._optimizer is not None:
-                self._optimizer.compile(executable, named_tensors(self._model)[0])
+                if self._optimizer is not None:
+                    self._optimizer.compile(executable, named_tensors(self._model)[0])
         finally:
             _compile_hooks.run_post_compile()
         self._executable = executable
@@ -387,14 +316,3 @@ class PoplarExecutor(ExecutorReports):
         default_name = "training" if self._training else "inference"
         write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
-
-    def _follow_training_weights(self) -> None:
-        """Takes new weights from the training executor that the user's model belongs to."""
-        if not _wrapping.is_wrapped(self._user_model) or _wrapping.executor_of(self._user_model) is None:
-            return
-        self._user_model.copyWeightsToHostIfNeeded()
-        version = self._user_model._host_weights_version
-        if version != self._seen_weights_version:
-            logger.debug("Implicit copyWeightsToDevice()")
-            self.copyWeightsToDevice()
-            self._seen_weights_version = version

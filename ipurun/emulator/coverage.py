@@ -26,7 +26,7 @@ _RECORDED: Dict[str, str] = {
         Options.appendToLocationExcludes Options.disableModuleNamescope Options.enableProfiling
         Options.enableStableNorm Options.logDir Options.maxRepeatLogs Options.modelName
         Options.setAvailableMemoryProportion Options.sourceLocationExcludes Options.syncPattern
-        Options.useIpuId Options.useIpuModel _PopartOptions.setEngineOptions _PopartOptions.setPatterns
+        Options.useIpuModel _PopartOptions.setEngineOptions _PopartOptions.setPatterns
         _PrecisionOptions.halfFloatCasting _PrecisionOptions.runningStatisticsAlwaysFloat
         _PrecisionOptions.setPartialsType _TrainingOptions.setConvolutionDithering
         _IPhasedExecution.useSeparateBackwardPhase ParallelPhasedExecution.sendTensorsOffChipAfterFwd
