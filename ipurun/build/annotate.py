@@ -12,7 +12,7 @@ from torch import nn
 
 from ipurun.build.matmuls import Forwards
 from ipurun.build.precision import cast_hooks
-from ipurun.plan.types import Placement, Serialized
+from ipurun.plan.types import EndedBlock, Placement, Serialized
 
 __all__ = ["Annotations", "overlap_io"]
 
@@ -26,7 +26,7 @@ class Annotations:
     """All hooks that ipurun puts on a model, installed together so that their order is always the same.
 
     PopTorch counts what a pre-hook does before BeginBlock's own hook to the preceding block, so blocks come
-    first, then casts, then marks on what modules return.
+    first (those that end with a module go on behind it), then casts, then marks on what modules return.
 
     Args:
         model: The user's model.
@@ -36,6 +36,7 @@ class Annotations:
         checkpoints: Modules whose outputs are kept when the rest is recomputed.
         serialized: Linear layers and embeddings that are done in parts.
         proportions: Linear layer or convolution -> share of tile memory for its product.
+        ended_blocks: Blocks of the model's code that go on behind the modules that end them.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Annotations:
         checkpoints: Sequence[str],
         serialized: Sequence[Serialized] = (),
         proportions: Optional[Mapping[str, float]] = None,
+        ended_blocks: Sequence[EndedBlock] = (),
     ) -> None:
         self._model = model
         self._engine = engine_module
@@ -54,6 +56,7 @@ class Annotations:
         self._rules = rules
         self._checkpoints = checkpoints
         self._proportions = proportions or {}
+        self._ended_blocks = ended_blocks
         self._forwards = Forwards(model, engine_module, serialized, self._proportions)
         self._blocks: List[Tuple[nn.Module, int]] = []
         self._handles: List[Any] = []
@@ -66,6 +69,9 @@ class Annotations:
             before = set(module._forward_pre_hooks)
             self._engine.BeginBlock(module, user_id=placement.block_id, ipu_id=placement.ipu)
             self._blocks += [(module, hook) for hook in module._forward_pre_hooks if hook not in before]
+        for block in self._ended_blocks:
+            begin = _BeginAgain(self._engine.Block.start, block.block_id, block.ipu)
+            self._handles.append(self._model.get_submodule(block.module).register_forward_hook(begin))
         self._handles += cast_hooks(self._model, self._precision, self._rules)
         self._forwards.install()
         for name, share in self._proportions.items():
@@ -102,6 +108,15 @@ def overlap_io(step: nn.Module, engine_module: ModuleType, mode: str) -> None:
     overlap = getattr(engine_module.OverlapMode, _OVERLAPS[mode])
     step.register_forward_pre_hook(_MarkInputs(engine_module.set_overlap_for_input, overlap), with_kwargs=True)
     step.register_forward_hook(_MarkOutput(engine_module.set_overlap_for_output, overlap))
+
+
+class _BeginAgain:
+    def __init__(self, start: Callable[..., None], *block: Any) -> None:
+        self._start = start
+        self._block = block
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._start(*self._block)
 
 
 class _MarkOutput:

@@ -158,6 +158,7 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         walk, failure = walked(config, sample)
     if walk is not None:
         parts["own_blocks"] += tuple(walk.blocks)
+        parts["ended_blocks"] = tuple(walk.ended)
     return Facts(
         engine=engine.kind,
         engine_version=engine.version,

@@ -17,6 +17,7 @@ from ipurun.build.batch import as_call, map_tensors, split_target
 from ipurun.build.caching import stop_caching
 from ipurun.build.perform import construct
 from ipurun.build.precision import cast_hooks, cast_weights
+from ipurun.build.profile_blocks import go_on_in_ended_blocks
 from ipurun.build.profile_ops import profile_graph
 from ipurun.build.step import Step, make_loss
 from ipurun.build.targets import make
@@ -192,7 +193,7 @@ def _trace(
     precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
     stop_caching(model)
     cast_weights(model, precision, rules)
-    handles = cast_hooks(model, precision, rules)
+    handles = [*go_on_in_ended_blocks(model), *cast_hooks(model, precision, rules)]
     if precision.startswith("16"):
         batch = _half_inputs(config, batch)
     step = Step(model, make_loss(config.loss, emulator), config.loss, returns_output=not training)

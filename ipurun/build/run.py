@@ -114,6 +114,7 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
         plan.recompute,
         plan.serialized,
         plan.module_proportions,
+        plan.ended_blocks,
     )
     loss = make_loss(config.loss, module)
     train_metrics = make_metrics(config.metrics, "train", module)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import ipurun.emulator as emulator
+from ipurun.build.profile_blocks import ended_block
 from ipurun.build.sampling import seeded
 from ipurun.build.step import Step
 from ipurun.config.schema import RunConfig
@@ -19,7 +20,7 @@ from ipurun.emulator._options_impl import IStageManager
 from ipurun.emulator._strategies import PipelinedExecution, Stage
 from ipurun.emulator._tracing import current
 from ipurun.errors import ConfigError
-from ipurun.plan.types import ModuleCall, OwnBlock
+from ipurun.plan.types import EndedBlock, ModuleCall, OwnBlock
 
 __all__ = ["Walk", "begins_blocks", "first_item", "own_blocks", "record_walk", "structure", "walked"]
 
@@ -35,11 +36,13 @@ class Walk:
         calls: Calls in order, under the names of the user's model; those of the loss are left out.
         operations: Operations of the whole pass.
         blocks: Blocks that `forward` itself begins.
+        ended: Blocks that end where a module does.
     """
 
     calls: List[ModuleCall] = field(default_factory=list)
     operations: int = 0
     blocks: List[OwnBlock] = field(default_factory=list)
+    ended: List[EndedBlock] = field(default_factory=list)
 
 
 class _AnyBlocks(PipelinedExecution):
@@ -122,6 +125,7 @@ def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator
         if isinstance(module, Step):
             module.train()
             walk.calls.clear()
+            walk.ended.clear()
             names.clear()
             names.update({id(part): name for name, part in module.model.named_modules()})
         elif id(module) in names:
@@ -129,15 +133,21 @@ def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator
 
     def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
         recorder = current()
-        if recorder is None or not isinstance(module, Step):
+        if recorder is None:
+            return
+        if not isinstance(module, Step):
+            place = ended_block(recorder) if id(module) in names else None
+            if place is not None:
+                ipu = place.ipu_id if asked is None else asked[place.block_id]
+                walk.ended.append(EndedBlock(names[id(module)], place.block_id, ipu))
             return
         walk.operations = len(recorder.graph.nodes)
         at_modules = {block.block_id for block in own_blocks(module.model)}
         begun = [(e.info["placement"], e.position) for e in recorder.graph.events if e.kind == "begin_block"]
         walk.blocks = [
             OwnBlock(None, place.ipu_id if asked is None else asked[place.block_id], place.block_id, position)
-            for place, position in begun
-            if place.block_id not in at_modules
+            for (place, position), (before, _) in zip(begun, [(None, 0), *begun])
+            if place != before and place.block_id not in at_modules  # what goes on in a block begins it once more
         ]
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]

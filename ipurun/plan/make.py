@@ -93,6 +93,7 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
         stages=numbers.layout.stages,
         inference_stages=numbers.inference_layout.stages,
         own_blocks=facts.own_blocks,
+        ended_blocks=facts.ended_blocks,
         serialized=serialized,
         module_proportions=proportions,
         overlap_io=config.memory.overlap_io,

@@ -60,6 +60,11 @@ def _model_lines(plan: Plan) -> List[str]:
         f"# {module} computes in float{bits}, with casts at its edges" for module, bits in plan.module_precision.items()
     ]
     lines += [_own_block(block) for block in plan.own_blocks]
+    lines += [
+        f"# block {block.block_id!r} goes on in the loss: poptorch.Block.start({block.block_id!r}, ipu_id={block.ipu})"
+        for block in plan.ended_blocks
+        if not block.module
+    ]
     lines += [_block(placement) for placement in plan.placements]
     lines += [_serialized(layer) for layer in plan.serialized]
     lines += [

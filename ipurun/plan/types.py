@@ -12,6 +12,7 @@ __all__ = [
     "Batch",
     "Call",
     "Devices",
+    "EndedBlock",
     "Facts",
     "ModuleCall",
     "OwnBlock",
@@ -50,6 +51,21 @@ class OwnBlock:
 
 
 @dataclass(frozen=True)
+class EndedBlock:
+    """A block of the model's own code that ends with a module, so that none is active behind it.
+
+    Args:
+        module: The module; "" is the model itself.
+        block_id: Name of the block.
+        ipu: The IPU that the code asks for; None where it leaves it to the strategy.
+    """
+
+    module: str
+    block_id: str
+    ipu: Optional[int] = None
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a plan needs to know beyond the config: read off the engine, the data and the model.
 
@@ -70,6 +86,7 @@ class Facts:
         calls: Calls of modules in one forward pass, in order; empty: the model was not traced.
         operations: Operations of the forward pass, the loss included.
         own_blocks: Blocks that the model's own code begins.
+        ended_blocks: Those of them that end where a module does.
         solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
         unsolved: Why it is not.
         on_paper: Whether nothing will run, so that a machine larger than one process can attach is fine.
@@ -91,6 +108,7 @@ class Facts:
     calls: Tuple[ModuleCall, ...] = ()
     operations: int = 0
     own_blocks: Tuple[OwnBlock, ...] = ()
+    ended_blocks: Tuple[EndedBlock, ...] = ()
     solved_split: Optional[Tuple[str, ...]] = None
     unsolved: str = ""
     on_paper: bool = False
@@ -241,6 +259,7 @@ class Plan:
     stages: int = 1  # forward stages of training: 1 + switches between IPUs
     inference_stages: int = 1
     own_blocks: Tuple[OwnBlock, ...] = ()  # begun by the model's code, and kept
+    ended_blocks: Tuple[EndedBlock, ...] = ()  # ended by it, and begun again for what ipurun puts behind modules
     serialized: Tuple[Serialized, ...] = ()
     module_proportions: Mapping[str, float] = field(default_factory=dict)  # linear layer, convolution -> tile memory
     overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop

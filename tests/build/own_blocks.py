@@ -57,3 +57,46 @@ class Unplaced(Returning):
     """Leaves it to the strategy where its blocks run."""
 
     ipus = (None, None, None)
+
+
+class Enclosed(nn.Module):
+    """All of `forward` is in blocks that end."""
+
+    ipus: Tuple[Optional[int], ...] = (0, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with poptorch.Block("a", ipu_id=self.ipus[0]):
+            x = torch.relu(self.first(x))
+        with poptorch.Block("b", ipu_id=self.ipus[1]):
+            return self.second(x)
+
+
+class EnclosedUnplaced(Enclosed):
+    """Leaves it to the strategy where its blocks run."""
+
+    ipus = (None, None)
+
+
+class _Layer(nn.Module):
+    def __init__(self, columns: int, ipu: int) -> None:
+        super().__init__()
+        self.product, self.ipu = nn.Linear(4 if ipu == 0 else 8, columns), ipu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with poptorch.Block(ipu_id=self.ipu):
+            return self.product(x)
+
+
+class EnclosedLayers(nn.Module):
+    """Each layer is a block that ends with it, and has no name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Layer(8, 0), _Layer(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))

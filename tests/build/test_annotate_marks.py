@@ -78,6 +78,44 @@ def test_the_planner_sees_own_blocks_where_they_run(model: str, changes: Dict[st
     assert ipus_of(built(settings), "addmm") == ipus
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "ipus"),
+    [
+        ("Enclosed", {}, [0, 1]),
+        ("EnclosedUnplaced", {}, [1, 2]),
+        ("EnclosedLayers", {}, [0, 1]),
+        ("EnclosedLayers", {"recompute__checkpoints": ["first"]}, [0, 1]),
+        ("EnclosedLayers", {"precision_rules": {"first": "16"}}, [0, 1]),
+    ],
+)
+def test_what_follows_a_block_that_ends_goes_on_in_it(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
+    settings = config(**own(model, **{**changes, "gradient_accumulation": 5}))
+    settings.pipeline.auto_round = True
+    subject = inspected(settings)
+    plan = make_plan(settings, subject.facts)
+    situation = look_ahead(settings, plan, subject, engines.load("cpu")).situation
+    assert [situation.layout.ipu_of_op(op.index) for op in situation.profile.ops if op.name == "addmm"] == ipus
+    assert situation.layout.ipu_of_op(len(situation.profile.ops) - 1) == ipus[-1]  # the loss
+
+    run = built(settings)
+    before = {name: value.clone() for name, value in run.user_model.state_dict().items()}
+    run.train_loader.start()
+    run.enter_training()
+    features, classes = as_call(next(run.train_loader.epoch()))[0]
+    losses = run.training_model(features, classes)
+    placed = run.training_model.placements()
+    assert [place.ipu_id for name, place, _ in placed if name == "addmm"] == ipus
+    assert {place.ipu_id for name, place, _ in placed if name == "nll_loss_forward"} == {ipus[-1]}
+    assert len({place.block_id for _, place, _ in placed}) <= 3  # that of the loss is no block of its own
+    plain = type(run.user_model)()
+    plain.load_state_dict(before)
+    expected = [functional.cross_entropy(plain(x), y) for x, y in zip(features.split(2), classes.split(2))]
+    torch.testing.assert_close(losses, torch.stack(expected).sum(), rtol=1e-3, atol=1e-3)
+
+    run.enter_inference()
+    run.inference_model(*as_call(next(iter(run.eval_loaders["eval"]))[0])[0])
+
+
 def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
     settings = config(**own("Returning", gradient_accumulation=7))
     subject = inspected(settings)
