@@ -5,14 +5,12 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from executor_models import Classifier, Double, images
 
 import ipurun.emulator as poptorch
-from ipurun.emulator import _device
 
 HOLDER = """
 import sys, torch
@@ -141,17 +139,21 @@ def test_another_process_holds_its_ipu_until_it_dies(child_environment):
 
 def test_waiting_for_an_ipu(monkeypatch, capfd):
     monkeypatch.setenv("POPTORCH_WAIT_FOR_IPU", "1")
-    monkeypatch.setattr(_device, "_SECONDS_BETWEEN_TRIES", 0.01)
     first, second = on_ipu(1), on_ipu(1)
     first(torch.ones(2))
-    detach = threading.Timer(0.2, first.detachFromDevice)
-    detach.start()
+    naps = []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        if len(naps) == 2:
+            first.detachFromDevice()
+
+    monkeypatch.setattr("time.sleep", sleep)
     poptorch.setLogLevel("TRACE")
     try:
         assert second(torch.ones(2)).tolist() == [2.0, 2.0]
     finally:
         poptorch.setLogLevel("WARN")
-        detach.join()
+    assert naps == [15, 15]
     assert "No IPU available, sleeping" in capfd.readouterr().err
-    assert not first.isAttachedToDevice()
     assert second.isAttachedToDevice()
