@@ -2,6 +2,8 @@
 
 import signal
 
-# A shell that starts a command in the background has it ignore Ctrl-C, and so would every program that a test starts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Shells have a command in the background ignore Ctrl-C, and nohup a lost connection, and so would every program that a
+# test starts.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
