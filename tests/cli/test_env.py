@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +19,13 @@ from ipurun.cli.main import main
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with mock.patch.dict(os.environ), warnings.catch_warnings():
+        yield
 
 
 def test_env_is_text_for_a_bug_report(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
