@@ -19,6 +19,7 @@ from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.plan import make_plan
+from ipurun.plan.devices import MAX_IPUS
 from ipurun.plan.placement_forms import is_auto
 from ipurun.plan.stacks import stacks
 from ipurun.plan.types import Facts, Plan
@@ -36,8 +37,6 @@ from ipurun.planner.types import Layout, ModelProfile, Settings, Verdict
 from ipurun.planner.words import words_of
 
 __all__ = ["auto_split", "calibrated_words", "look_ahead", "solve"]
-
-_MOST_IPUS = 64
 
 
 def look_ahead(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Outlook:
@@ -252,7 +251,7 @@ def _sizes(config: RunConfig, devices: Optional[int]) -> List[int]:
         return [config.pipeline.ipus]
     if devices is not None and config.replication.factor:
         return [max(1, devices // config.replication.factor)]
-    return powers_up_to(devices or _MOST_IPUS)
+    return powers_up_to(devices or MAX_IPUS)
 
 
 def _accumulation(config: RunConfig, replicas: int, ipus: int) -> int:

@@ -56,13 +56,13 @@ def lay_out(
     before = len(found.problems)
     wanted = wanted_blocks(pipeline, facts, room, found)
     placements, listed = gather(pipeline, wanted, facts, found)
-    placements = checks.one_block_each(placements, found)
-    unplaced = [block for block in facts.own_blocks if block.ipu is None and numbers_blocks]
-    if listed is None and unplaced:
-        checks.check_unplaced(unplaced, pipeline, found)
-        facts = number_own_blocks(placements, facts)
-    elif listed is not None:
+    placements = checks.without_doubles(placements, found)
+    has_unplaced = numbers_blocks and any(block.ipu is None for block in facts.own_blocks)
+    if listed is not None:
         facts = replace(facts, own_blocks=tuple(listed.placed(block) for block in facts.own_blocks))
+    elif has_unplaced:
+        checks.check_unplaced(facts.own_blocks, pipeline, found)
+        facts = number_own_blocks(placements, facts)
     phased = pipeline.strategy.endswith("phased")
     if phased and not placements and room == "pipeline":
         found.problem(
@@ -89,7 +89,7 @@ def lay_out(
         if len({begin.placement.ipu for begin in begins} | {0}) > 1:
             checks.check_shared([*placements, *own], facts, found)
     _note_order(begins, facts, from_split, room, found)
-    increment, listed = _numbering(pipeline, begins, listed, bool(facts.own_blocks), bool(unplaced), found)
+    increment, listed = _numbering(pipeline, begins, listed, bool(facts.own_blocks), has_unplaced, found)
     if phased:
         listed = listed or _one_block_each(begins)
         names = [", ".join(blocks) for blocks in listed.blocks]

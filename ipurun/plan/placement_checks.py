@@ -20,13 +20,13 @@ __all__ = [
     "check_phases",
     "check_shared",
     "check_unplaced",
-    "one_block_each",
+    "without_doubles",
 ]
 
 _NEVER_CALLED = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
-def one_block_each(placements: Sequence[Placement], found: Findings) -> List[Placement]:
+def without_doubles(placements: Sequence[Placement], found: Findings) -> List[Placement]:
     """The blocks without those that begin where another one does; the first stands for both in what else is checked."""
     at: Dict[str, Placement] = {}
     for placement in placements:
@@ -80,11 +80,12 @@ def _check_called(placement: Placement, facts: Facts, found: Findings) -> None:
 
 
 def check_unplaced(blocks: Sequence[OwnBlock], pipeline: PipelineConfig, found: Findings) -> None:
-    """Blocks of the model's code that ask for no IPU, where only a block's IPU would tell its stage."""
-    if blocks and pipeline.auto_stage == "same_as_ipu":
+    """Those blocks of the model's code that ask for no IPU, where only a block's IPU would tell its stage."""
+    unplaced = [block.block_id or block.module or "a block" for block in blocks if block.ipu is None]
+    if unplaced and pipeline.auto_stage == "same_as_ipu":
         found.problem(
             "`pipeline.auto_stage=same_as_ipu` needs an IPU for every block",
-            seen=", ".join(f"{block.block_id or block.module or 'a block'} has none" for block in blocks),
+            seen=", ".join(f"{name} has none" for name in unplaced),
             fix="pipeline.auto_stage=auto, or ipu_id=... in the model's code",
         )
 

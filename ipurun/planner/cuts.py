@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Collection, Dict, FrozenSet, List, Optional, Set, Tuple
 
-from ipurun.planner.costs import op_costs
+from ipurun.planner.costs import op_costs, proportion_of
 from ipurun.planner.hardware import Machine
-from ipurun.planner.memory import ParameterShare, code_bytes, op_bytes, parameter_shares, programs_of, proportion_of
+from ipurun.planner.memory import ParameterShare, code_bytes, op_bytes, parameter_shares, programs_of
 from ipurun.planner.stages import layout_of_cuts
 from ipurun.planner.types import ModelProfile, Settings
 

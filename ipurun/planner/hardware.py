@@ -62,8 +62,7 @@ class Machine:
 
     def peak_flops(self, element_bytes: int) -> float:
         """Floating-point operations per second that one IPU can do at most, for values of this size."""
-        macs = self.half_macs_per_cycle if element_bytes == 2 else self.single_macs_per_cycle
-        return 2 * macs * self.tiles * self.clock_hz
+        return 2 * self.macs_per_cycle(element_bytes, partials_bytes=element_bytes) * self.tiles * self.clock_hz
 
 
 def machine_from(values: Mapping[str, Any]) -> Machine:

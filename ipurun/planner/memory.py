@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
-from ipurun.planner.costs import OpCost, costs_by_ipu, proportion_of, serial_parts
+from ipurun.planner.costs import OpCost, costs_by_ipu, serial_parts
 from ipurun.planner.hardware import Machine
 from ipurun.planner.recompute import stage_memories
 from ipurun.planner.stages import boundary_values, ops_of_stage
@@ -19,7 +19,6 @@ __all__ = [
     "op_bytes",
     "parameter_shares",
     "programs_of",
-    "proportion_of",
 ]
 
 

@@ -11,7 +11,7 @@ from ipurun.planner.schedule import Schedule
 from ipurun.planner.types import Estimate, Verdict
 from ipurun.planner.verdict import worst
 
-__all__ = ["Outlook"]
+__all__ = ["Cache", "Outlook"]
 
 
 @dataclass(frozen=True)

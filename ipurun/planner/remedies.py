@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Collection, Iterator, List, Optional, Sequence, Tuple
 
-from ipurun.planner.costs import op_costs
+from ipurun.plan.devices import MAX_IPUS
+from ipurun.planner.costs import op_costs, proportion_of
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
-from ipurun.planner.memory import proportion_of
 from ipurun.planner.solve import Goal, Solution, search, split_for, split_overrides, variants_of
 from ipurun.planner.stages import single_ipu
 from ipurun.planner.types import Estimate, Layout, ModelProfile, OpProfile, Settings, Verdict
@@ -21,7 +21,6 @@ _WORTH_SECONDS = 1.02
 _WORTH_SHARE = 0.005  # of an IPU's memory
 _PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
 _PROPORTIONS = (0.3, 0.15)
-_MOST_IPUS = 64  # that PopTorch attaches in one process
 
 
 @dataclass(frozen=True)
@@ -304,7 +303,7 @@ def _splits(situation: Situation) -> Iterator[Change]:
     sizes: List[int] = [ipus] if ipus > 1 else []
     if situation.estimate.verdict is not Verdict.FITS:
         sizes += [size for size in (2 * ipus, 4 * ipus) if total % size == 0]
-        sizes += [2 * ipus] if settings.replicas == 1 and ipus < _MOST_IPUS else []
+        sizes += [2 * ipus] if settings.replicas == 1 and ipus < MAX_IPUS else []
     sizes += [ipus // 2] if ipus % 2 == 0 else []
     for size in sizes:
         replicas = max(1, total // size)
