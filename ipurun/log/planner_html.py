@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from html import escape
 from typing import Dict, List, Sequence, Tuple
 
@@ -176,7 +177,7 @@ def _inference(outlook: Outlook) -> str:
 
 def _remedies(outlook: Outlook) -> str:
     rows = "".join(
-        f"<tr><td>{escape(remedy.title)}<br><code>{escape(' '.join(remedy.overrides))}</code></td>"
+        f"<tr><td>{escape(remedy.title)}<br><code>{escape(shlex.join(remedy.overrides))}</code></td>"
         f"<td>{change_text(remedy.saved_bytes)}</td><td>{remedy.speed:.2f}x</td>"
         f"<td>{remedy.verdict.value}</td></tr>"
         for remedy in outlook.remedies

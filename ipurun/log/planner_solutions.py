@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, Dict, List, Sequence
 
 from ipurun.log.format import plural
-from ipurun.log.planner_text import count_short, quoted
+from ipurun.log.planner_text import count_short
 from ipurun.planner.solve import Solution
 
 __all__ = ["solution_dict", "solution_lines", "solution_yaml"]
@@ -20,10 +21,10 @@ def solution_lines(solutions: Sequence[Solution], most: int = 3) -> List[str]:
     quickest = max(solutions, key=lambda solution: solution.estimate.time.samples_per_second)
     if quickest not in solutions[:most]:
         lines += [f"  quicker, if it fits: {_line(quickest)}"]
-        lines += [f"    {quoted(word)}" for word in quickest.overrides]
+        lines += [f"    {shlex.quote(word)}" for word in quickest.overrides]
     if not solutions[0].overrides:
         return [*lines, "", "nothing to type: the config is the best of them as it is"]
-    return [*lines, "", "type", *(f"  {quoted(word)}" for word in solutions[0].overrides)]
+    return [*lines, "", "type", *(f"  {shlex.quote(word)}" for word in solutions[0].overrides)]
 
 
 def _line(solution: Solution) -> str:

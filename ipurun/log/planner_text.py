@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
@@ -22,7 +23,6 @@ __all__ = [
     "outlook_dict",
     "outlook_lines",
     "quiet_text",
-    "quoted",
 ]
 
 _MIB = 1 << 20
@@ -149,9 +149,15 @@ def _situation_dict(situation: Situation) -> Dict[str, Any]:
 
 def quiet_text(outlook: Outlook) -> str:
     """The estimate in a few words."""
-    fullest = max(ipu.share for ipu in outlook.estimate.ipus)
-    speed = count_short(outlook.estimate.time.samples_per_second)
-    return f"estimate: {outlook.estimate.verdict.value}, fullest IPU {fullest:,.0%}, {speed} samples/s"
+    told = f"estimate: {_short_text(outlook.estimate)}"
+    if outlook.inference is not None and outlook.verdict is not outlook.estimate.verdict:
+        told += f"; inference: {_short_text(outlook.inference.estimate)}"
+    return told
+
+
+def _short_text(found: Estimate) -> str:
+    fullest, speed = max(ipu.share for ipu in found.ipus), count_short(found.time.samples_per_second)
+    return f"{found.verdict.value}, fullest IPU {fullest:,.0%}, {speed} samples/s"
 
 
 def count_short(number: float) -> str:
@@ -263,7 +269,7 @@ def _needs_lines(needs: Needs, outlook: Outlook) -> List[str]:
     else:
         lines.append(f"  no split over up to {needs.tried:,} IPUs by replica fits, with micro-batch 1")
     if needs.overrides:
-        lines.append(f"  supposed: {' '.join(needs.overrides)}")
+        lines.append(f"  supposed: {shlex.join(needs.overrides)}")
     return lines
 
 
@@ -278,7 +284,7 @@ def _remedy_lines(remedies: Sequence[Remedy], found: Estimate) -> List[str]:
             f"({remedy.fullest_share:,.0%}), {remedy.speed:.2f}x the speed, {remedy.verdict.value}"
         )
         lines += fitted([told], indent=5)
-        lines.append("     " + " ".join(quoted(word) for word in remedy.overrides))
+        lines.append("     " + shlex.join(remedy.overrides))
     return lines
 
 
@@ -286,11 +292,6 @@ def change_text(saved_bytes: float) -> str:
     """Memory that a change saves (-) or takes (+)."""
     size = _mib(abs(saved_bytes))
     return f"{'' if size == '0' else '-' if saved_bytes > 0 else '+'}{size} MiB"
-
-
-def quoted(word: str) -> str:
-    """An override as a shell takes it."""
-    return f"'{word}'" if any(sign in word for sign in "[]{} *?") else word
 
 
 def _mib(size: float) -> str:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ipurun.log.planner_solutions import solution_lines, solution_yaml
-from ipurun.log.planner_text import bar, change_text, inference_lines, outlook_dict, outlook_lines
+from ipurun.log.planner_text import bar, change_text, inference_lines, outlook_dict, outlook_lines, quiet_text
 from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
 from ipurun.planner.outlook import Cache, Outlook
@@ -161,6 +161,14 @@ def test_remedies_can_be_copied_into_a_shell() -> None:
     lines: List[str] = outlook_lines(toy_outlook(remedies=(remedy,)))
     assert lines[-1].strip() == "'pipeline.split=[a,b]' devices=4"
     assert "-12 MiB on the fullest IPU (40%), 1.50x the speed, fits" in lines[-2]
+
+
+def test_quiet_text_tells_what_the_exit_code_is_about() -> None:
+    outlook = toy_outlook()
+    large = dataclasses.replace(outlook.estimate, verdict=Verdict.DOES_NOT_FIT)
+    assert "inference" not in quiet_text(dataclasses.replace(outlook, inference=outlook.situation))
+    told = quiet_text(dataclasses.replace(outlook, inference=dataclasses.replace(outlook.situation, estimate=large)))
+    assert told.startswith(quiet_text(outlook)) and "; inference: does not fit" in told
 
 
 def test_json_holds_plain_values() -> None:
