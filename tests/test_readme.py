@@ -46,6 +46,12 @@ def shown_output(page, command):
     raise LookupError(command)
 
 
+def untrue_lines(page, command, written):
+    """Lines that a page shows below a command and that the command did not write; `...` stands for what is left out."""
+    real = written.splitlines()
+    return [line for line in shown_output(page, command) if "..." not in line and line not in real]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_exist(page):
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -73,7 +79,10 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch,
             rest += SHORT
         if command in READING or (command in TRAINING and _is_complete(rest)):
             code = main([command, *rest])
-            assert code == expected, (words, capsys.readouterr().err)
+            written = capsys.readouterr()
+            assert code == expected, (words, written.err)
+            if command == "plan":
+                assert untrue_lines(page, shlex.join(words), written.out + written.err) == []
 
 
 def _is_complete(words):
@@ -82,14 +91,15 @@ def _is_complete(words):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["ipurun ls", "ipurun plan +recipe=mnist devices=8 device_iterations=32", "ipurun plan +recipe=mnist devices=6"],
+    ("page", "command"),
+    [
+        ("tutorials/first-run.md", "ipurun ls"),
+        ("how-to/plan-a-model.md", "ipurun plan +recipe=gpt model=gpt2_medium pipeline=gpt2_medium_4ipu"),
+    ],
 )
-def test_the_output_that_the_tutorial_shows_is_real(command, tmp_path, monkeypatch, capsys):
+def test_the_output_that_a_page_shows_is_real(page, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "110")
     main(command.split()[1:])
-    captured = capsys.readouterr()
-    real = (captured.out + captured.err).splitlines()
-    shown = [line for line in shown_output(ROOT / "docs" / "tutorials" / "first-run.md", command) if "..." not in line]
-    assert [line for line in shown if line not in real] == []
+    written = capsys.readouterr()
+    assert untrue_lines(ROOT / "docs" / page, command, written.out + written.err) == []
