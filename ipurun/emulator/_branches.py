@@ -28,6 +28,7 @@ class Body:
         graph: What the body did; its inputs are the values that it takes from outside.
 
     Attributes:
+        graph: What the body did.
         outer: The values from outside that the body reads or changes.
         written: Those that it changes.
         outputs: Shape and type of what it returns.
@@ -37,6 +38,7 @@ class Body:
 
     def __init__(self, recorder: Recorder, graph: Graph) -> None:
         storages = graph.storages_written()
+        self.graph = graph
         self.outer: List[Value] = [item.value for item in graph.inputs]
         self.written = {value for value in self.outer if graph.specs[value].storage in storages}
         self.outputs = [graph.specs[value][:2] for value in graph.outputs]
@@ -73,6 +75,7 @@ class Branches:
         else_body: Computed otherwise.
 
     Attributes:
+        graphs: What the two bodies did.
         outer: The values that the function takes after the condition.
         written: Those whose new values follow the outputs among the results.
     """
@@ -80,6 +83,7 @@ class Branches:
     def __init__(self, then_body: Body, else_body: Body) -> None:
         _require_alike(then_body.outputs, else_body.outputs)
         self._bodies = (then_body, else_body)
+        self.graphs = (then_body.graph, else_body.graph)
         self._types = [torch.promote_types(a[1], b[1]) for a, b in zip(then_body.outputs, else_body.outputs)]
         self.outer: List[Value] = sorted({*then_body.outer, *else_body.outer})
         self.written: List[Value] = sorted(then_body.written | else_body.written)

@@ -107,7 +107,6 @@ def cond(
     branches = Branches(chosen, other)
     flag = condition.reshape(()).to(torch.bool)
     results = call_recorded(recorder, branches, [flag, *[tensors[value] for value in branches.outer]], name="cond")
-    recorder.graph.nodes[-1].is_random = branches.is_random
     num_outputs = len(results) - len(branches.written)
     with torch.no_grad():
         for value, result in zip(branches.written, results[num_outputs:]):

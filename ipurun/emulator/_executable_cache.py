@@ -13,6 +13,8 @@ import json
 import os
 from typing import Any, Iterator, Optional
 
+import torch
+
 from ipurun.emulator._graph import Graph
 from ipurun.emulator._logging import logger, native_logger
 
@@ -24,14 +26,38 @@ _RUN_TIME_OPTIONS = frozenset(["cachePath", "enableEngineCaching", "ipu_id", "lo
 
 def graph_key(graph: Graph, options: Any) -> str:
     """Returns a key that is equal for equal programs compiled with equal options."""
-    program = [
-        (node.name, repr(node.args), repr(node.kwargs), repr(node.outputs), tuple(node.placement))
+    kept = {key: repr(value) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS}
+    text = repr((_program(graph), sorted(kept.items())))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _program(graph: Graph) -> Any:
+    """Returns all that tells a graph from another: its operations, branches included, inputs and constants."""
+    operations = [
+        (
+            node.name,
+            repr(node.args),
+            repr(node.kwargs),
+            repr(node.outputs),
+            tuple(node.placement),
+            [_program(body) for body in node.bodies],
+        )
         for node in graph.nodes
     ]
     inputs = [(item.kind, item.name, graph.specs[item.value][:2]) for item in graph.inputs]
-    kept = {key: repr(value) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS}
-    text = repr((program, inputs, sorted(kept.items())))
-    return hashlib.sha256(text.encode()).hexdigest()
+    # What shares memory with a weight is no constant of the program, though the capture met it as a plain tensor.
+    of_weights = {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "input")}
+    constants = [
+        (int(value), _digest(tensor))
+        for value, tensor in graph.constants.items()
+        if graph.specs[value].storage not in of_weights
+    ]
+    return operations, inputs, constants, repr(graph.outputs)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    values = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def file_name(graph: Graph, options: Any) -> str:

@@ -92,6 +92,7 @@ class Node:
         is_random: Whether it draws random numbers.
         name: What to call it in messages.
         is_recomputed: Whether it repeats a forward operation for the backward pass.
+        bodies: For a branch, the graphs that it chooses from when it runs.
     """
 
     op: Callable[..., Any]
@@ -107,6 +108,7 @@ class Node:
     is_random: bool = False
     name: str = ""
     is_recomputed: bool = False
+    bodies: Tuple[Graph, ...] = ()
 
     def reads(self) -> Iterator[Value]:
         """Yields every value among the arguments."""

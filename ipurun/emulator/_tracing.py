@@ -42,6 +42,8 @@ class Recorder(TorchDispatchMode):
         self.options = options
         self.graph = Graph()
         self.in_backward = False
+        # In inference what autograd saves is dropped, until forward marks a tensor to take gradients of it.
+        self.saves_for_backward = training
         self.module_stack: List[str] = [""]
         self.host = HostTensors()
         self._check_op = check_op
@@ -133,7 +135,8 @@ class Recorder(TorchDispatchMode):
         """Runs a Python function now and at every replay, as one operation.
 
         Args:
-            fn: Called with the tensors; returns a tensor or a tuple of tensors. It must not change them.
+            fn: Called with the tensors; returns a tensor or a tuple of tensors. It must not change them. Its attributes
+                `is_random` and `graphs` (bodies), if it has them, describe the operation.
             tensors: The arguments.
             backward: Called with (tensors, outputs, gradients of the outputs), each a tuple, and returns the
                 gradient of each tensor, None where there is none. Without it no gradient flows.
@@ -271,6 +274,7 @@ class Recorder(TorchDispatchMode):
         node.is_backward = self.in_backward
         node.grad_enabled = torch.is_grad_enabled()
         node.name = name or getattr(fn, "__name__", "opaque")
+        node.is_random, node.bodies = getattr(fn, "is_random", False), getattr(fn, "graphs", ())
         if not self.in_backward:
             self.host.runs_here(node.name, self._specs(node.reads()), node.source)
         with self.paused():

@@ -218,3 +218,21 @@ def test_bodies_of_different_shapes_are_refused():
 
     with pytest.raises(poptorch.Error, match="both bodies must return"):
         poptorch.inferenceModel(Model())(YES, torch.zeros(2))
+
+
+def test_a_branch_inside_a_loop_draws_anew_at_every_trip():
+    """Every trip is random, so that no two of them may be computed together or share a draw."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            def trip(value, total):
+                drawn = poptorch.cond(value.sum() > 0, lambda v: v + torch.rand_like(v), [value], torch.neg, [value])[0]
+                return value, total + drawn
+
+            return poptorch.for_loop(3, trip, [x, torch.zeros_like(x)])[1]
+
+    executor = poptorch.inferenceModel(Model(), poptorch.Options().deviceIterations(2).randomSeed(3))
+    first, second = executor(torch.ones(2, 8)).split(1)
+    assert not torch.equal(first, second)
+    assert bool((first > 3).all() and (first < 6).all())
+    assert [node.is_random for node in executor._executable.graph.nodes if node.name == "cond"] == [True] * 3
