@@ -77,7 +77,7 @@ class ExecutorOptimizer:
             self._options,
             accumulation=executable.layout.accumulation,
             num_replicas=executable.layout.replicas * self._options.Distributed.numProcesses,
-            by_row=executable.weights.groups,
+            rows=executable.weights.rows_by_replica(),
         )
         if self._converted.value("accum_type") == torch.float16:
             executable.chunks.disable()  # a half accumulator rounds after every micro-batch

@@ -38,7 +38,8 @@ class Slot:
         bias_corrected: Whether LAMB corrects its moments.
         centered: Whether RMSprop subtracts the mean.
         tf_variant: Whether RMSprop follows TensorFlow.
-        by_row: Whether rows are values of different replicas, and so parameters of their own.
+        rows: Where values differ between replicas, the row that each replica computes with: rows are parameters of
+            their own.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Slot:
     bias_corrected: bool = True
     centered: bool = False
     tf_variant: bool = False
-    by_row: bool = False
+    rows: Tuple[int, ...] = ()
 
     def __getitem__(self, scalar: str) -> float:
         return self.scalars[scalar].value
@@ -214,7 +215,7 @@ class _Lamb(_Adam):
     ) -> None:
         direction = (first / denominator).div_(correction)
         direction.add_(weight, alpha=slot["weightDecay"])
-        direction.mul_(trust_ratio(weight, direction, slot["maxWeightNorm"], by_row=slot.by_row))
+        direction.mul_(trust_ratio(weight, direction, slot["maxWeightNorm"], by_row=bool(slot.rows)))
         weight.add_(direction, alpha=-slot["learningRate"])
 
 

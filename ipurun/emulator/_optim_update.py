@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -11,6 +11,7 @@ from ipurun.emulator import enums
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._loss_scaling import AutomaticLossScaling
 from ipurun.emulator._optim_checks import check_attributes, check_replacement
+from ipurun.emulator._optim_clipping import clipped
 from ipurun.emulator._optim_convert import Converted, OptimizerType, Value, convert, forces_running_mean
 from ipurun.emulator._optim_log import log_optimizer
 from ipurun.emulator._optim_rounding import StochasticRounding, round_to_nearest
@@ -43,7 +44,7 @@ class DeviceOptimizer:
         accumulation: Gradient accumulation factor.
         num_replicas: Replicas over all processes.
         name_prefix: Put before parameter names in state dictionaries, as PopTorch's training wrapper does.
-        by_row: Names of the parameters whose rows are values of different replicas.
+        rows: For parameters whose values differ between replicas, the row that each replica computes with.
 
     Raises:
         poptorch.Error: For values that the backend refuses.
@@ -59,7 +60,7 @@ class DeviceOptimizer:
         num_replicas: int = 1,
         *,
         name_prefix: str = "model.",
-        by_row: Collection[str] = (),
+        rows: Optional[Mapping[str, Sequence[int]]] = None,
     ) -> None:
         check_attributes(converted)
         self._converted = converted
@@ -84,7 +85,7 @@ class DeviceOptimizer:
         self._set_loss_scaling()
         for name, weight in named_params.items():
             self._slots[name] = self._make_slot(name_prefix + name, weight, self._values_of(name))
-            self._slots[name].by_row = name in by_row
+            self._slots[name].rows = tuple((rows or {}).get(name, ()))
         self._gradients: Dict[str, torch.Tensor] = {}
         self._owned: Set[str] = set()
         self._micro_batches = 0
@@ -124,7 +125,9 @@ class DeviceOptimizer:
                 rule = RULES[slot.variant]
                 rule.finish(slot, rule.prepare(slot, gradient, step), gradient, step)
         else:
-            self._apply_clipped(work, step, max_norm)
+            prepared = [(slot, RULES[slot.variant].prepare(slot, gradient, step)) for slot, gradient in work]
+            for (slot, gradient), tensor in zip(work, clipped(prepared, max_norm)):
+                RULES[slot.variant].finish(slot, tensor, gradient, step)
         self._gradients.clear()
         self._owned.clear()
         self._micro_batches = 0
@@ -230,16 +233,6 @@ class DeviceOptimizer:
         if self._running:
             total.mul_(seen / (seen + micro_batches))
         self._gradients[name] = total.add_(gradient)
-
-    def _apply_clipped(self, work: Iterable[Tuple[Slot, torch.Tensor]], step: Step, max_norm: float) -> None:
-        prepared = [(slot, gradient, RULES[slot.variant].prepare(slot, gradient, step)) for slot, gradient in work]
-        squares = [
-            float(tensor.double().square().sum()) / RULES[slot.variant].clip_divisor(slot) ** 2
-            for slot, _, tensor in prepared
-        ]
-        clipping = max_norm / max(max_norm, math.sqrt(sum(squares)))
-        for slot, gradient, tensor in prepared:
-            RULES[slot.variant].finish(slot, tensor * clipping, gradient, step)
 
 
 def _uses_nesterov(values: Mapping[str, Value]) -> bool:

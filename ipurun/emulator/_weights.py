@@ -110,6 +110,14 @@ class DeviceWeights:
         tensor = self.parameters[name]
         return tensor if group is None else tensor[group.row_of(replica, self.num_replicas)]
 
+    def rows_by_replica(self) -> Dict[str, List[int]]:
+        """Returns, for parameters whose values differ between replicas, the row that each replica computes with."""
+        replicas = range(self.num_replicas)
+        return {
+            name: [group.row_of(replica, self.num_replicas) for replica in replicas]
+            for name, group in self.groups.items()
+        }
+
     def buffer_of(self, name: str, replica: int) -> torch.Tensor:
         """Returns the buffer that a replica computes with."""
         copies = self.buffers[name]

@@ -399,6 +399,34 @@ def test_lamb_scales_each_group_by_its_own_norm(retrieval):
         torch.testing.assert_close(got, part - 0.1 * part.norm() / direction.norm() * direction)
 
 
+@pytest.mark.parametrize("retrieval", list(poptorch.VariableRetrievalMode))
+def test_each_replica_clips_by_its_own_norm(retrieval):
+    """A replica knows its own values only: a large gradient elsewhere does not shrink its step."""
+
+    class TwoWeights(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Parameter(torch.zeros(2, 2))
+            self.shared = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            return poptorch.identity_loss((x * (self.own + self.shared)).sum(), reduction="sum")
+
+    gradients = torch.tensor([[3.0, 0.0], [0.0, 40.0]])
+    model = TwoWeights()
+    opts = options(replicas=2)
+    opts.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=1.0, max_grad_norm=10.0, use_combined_accum=False)
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    executor.own.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, retrieval)
+    executor(gradients)
+
+    shared = gradients.sum(dim=0)
+    factors = 10.0 / torch.sqrt((gradients**2).sum(dim=1) + (shared**2).sum())
+    torch.testing.assert_close(model.own.detach(), -gradients * factors.unsqueeze(1))
+    torch.testing.assert_close(model.shared.detach(), -shared * factors[0])
+
+
 def test_groups_of_replicas_need_a_leading_dimension_of_their_number():
     model = nn.Linear(2, 3)
     executor = poptorch.inferenceModel(model, options(replicas=2))
