@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import traceback
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -187,10 +186,6 @@ class RunFolder:
         """Appends lines to the log."""
         with self.log_file.open("a", encoding="utf-8") as stream:
             stream.write(text.rstrip("\n") + "\n")
-
-    def log_exception(self, error: BaseException) -> None:
-        """Appends the whole traceback to the log."""
-        self.log("".join(traceback.format_exception(type(error), error, error.__traceback__)))
 
 
 def find_latest(runs_dir: Union[str, Path], name: str, unfinished_only: bool = True) -> Optional[RunFolder]:

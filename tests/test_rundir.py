@@ -106,16 +106,6 @@ def test_a_run_that_was_killed_counts_as_unfinished(plan: Plan) -> None:
     assert not folder.finished and folder.summary() == {}
 
 
-def test_the_log_keeps_tracebacks(plan: Plan) -> None:
-    folder = _create(plan)
-    try:
-        raise ValueError("what went wrong")
-    except ValueError as error:
-        folder.log_exception(error)
-    text = folder.log_file.read_text()
-    assert "Traceback" in text and "test_rundir.py" in text and "ValueError: what went wrong" in text
-
-
 def test_discarding_leaves_nothing_of_its_own_behind(plan: Plan) -> None:
     _create(plan).discard()
     assert not Path("runs").exists()

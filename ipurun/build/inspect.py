@@ -9,8 +9,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from torch import nn
 
 from ipurun.build.buffers import changing_buffers
-from ipurun.build.caching import CACHE_NOTE, stop_caching
 from ipurun.build.data import check_data, check_sample, length_of, make_splits, notes_of, split_for_eval
+from ipurun.build.generation_cache import CACHE_NOTE, stop_caching
 from ipurun.build.loader import check_loader, is_stream, samples_drawn
 from ipurun.build.metrics import check_metrics, check_monitor
 from ipurun.build.optimizer import check_groups, check_optimizer

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.build.batch import as_call, map_tensors, split_target
-from ipurun.build.caching import stop_caching
+from ipurun.build.generation_cache import stop_caching
 from ipurun.build.perform import construct
 from ipurun.build.precision import cast_hooks, cast_weights
 from ipurun.build.profile_blocks import go_on_in_ended_blocks
@@ -110,7 +110,7 @@ def profile_model(
     rules = dict(module_precision or {})
     first: Optional[ConfigError] = None
     # A model that draws and compares a number in training mode only (to skip a layer) can still be planned.
-    for mode in (True, False) if training else (False,):
+    for training_mode in (True, False) if training else (False,):
         for attempt in _attempts(config, model):
             subject, device, samples = attempt()
             if subject is None:
@@ -118,13 +118,15 @@ def profile_model(
             count = min(size, samples) if samples else size
             batch = _micro_batch(config, sample, count, device)
             try:
-                traced = _trace(config, subject, batch, count, training, rules, strategy, mode)
+                traced = _trace(config, subject, batch, count, training, rules, strategy, training_mode)
             except ConfigError as error:
                 first = first or error
                 continue
-            refusal = first.problems[0] if first is not None and mode != training else None
-            refused = "" if refusal is None else f"{refusal.seen} ({refusal.where})"
-            return dataclasses.replace(traced.with_micro_batch(size), refused=refused)
+            profile = traced.with_micro_batch(size)
+            if first is None or training_mode == training:
+                return profile
+            refusal = first.problems[0]
+            return dataclasses.replace(profile, refused=f"{refusal.seen} ({refusal.where})")
     assert first is not None
     raise first
 

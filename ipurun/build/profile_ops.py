@@ -70,7 +70,7 @@ class _Profiler:
     def profile(self, micro_batch_size: int, unsupported: Tuple[str, ...]) -> ModelProfile:
         forward = [node for node in self._graph.nodes if not node.is_backward]
         backward = [node for node in self._graph.nodes if node.is_backward]
-        kept = self._alias_kept_copies(forward, backward)
+        kept = self._alias_kept_copies(forward)
         self._trained = {item.value for item in self._graph.inputs_of("parameter") if item.name in self._graph.grads}
         ops = [self._op(index, node) for index, node in enumerate(node for node in forward if id(node) not in kept)]
         saved = self._saved(backward)
@@ -87,7 +87,7 @@ class _Profiler:
             unsupported=unsupported,
         )
 
-    def _alias_kept_copies(self, forward: List[Node], backward: List[Node]) -> Set[int]:
+    def _alias_kept_copies(self, forward: List[Node]) -> Set[int]:
         """Finds copies that autograd made for itself; what reads them means the original.
 
         Copies that the model makes are read by the forward pass.

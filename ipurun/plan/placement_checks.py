@@ -152,7 +152,7 @@ def check_shared(placements: Sequence[Placement], facts: Facts, found: Findings)
     for module, block in block_at_calls(placements, facts):
         ipus.setdefault(module, {})[block.ipu if block is not None else 0] = None
     for names in facts.shared_parameters:
-        _check_one_ipu(names, ipus, facts, found)
+        _check_one_ipu(names, ipus, found)
     for module, several in ipus.items():
         has_weights = any(name.rpartition(".")[0] == module for name in facts.parameter_shapes)
         if has_weights and len(several) > 1:
@@ -162,7 +162,7 @@ def check_shared(placements: Sequence[Placement], facts: Facts, found: Findings)
             )
 
 
-def _check_one_ipu(names: Sequence[str], ipus: Dict[str, Dict[int, None]], facts: Facts, found: Findings) -> None:
+def _check_one_ipu(names: Sequence[str], ipus: Dict[str, Dict[int, None]], found: Findings) -> None:
     owners = {name: name.rpartition(".")[0] for name in names}
     places = {name: list(ipus[owner]) for name, owner in owners.items() if owner in ipus}
     different = {ipu for used in places.values() for ipu in used}

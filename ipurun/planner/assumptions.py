@@ -30,7 +30,7 @@ def assumptions_of(
             "because the estimate is no better than that.",
         ),
     ]
-    told += _about_compute(profile, machine, settings)
+    told += _about_compute(machine, settings)
     if settings.training:
         told += _about_training(layout, machine, settings)
     if layout.num_stages > 1 and settings.strategy == "pipelined":
@@ -53,7 +53,7 @@ def assumptions_of(
     return tuple(told)
 
 
-def _about_compute(profile: ModelProfile, machine: Machine, settings: Settings) -> List[Assumption]:
+def _about_compute(machine: Machine, settings: Settings) -> List[Assumption]:
     words = "half" if settings.compute_bytes == 2 else "single"
     given = settings.available_proportion or (machine.default_proportion,)
     shares = ", ".join(f"{share:g}" for share in given)

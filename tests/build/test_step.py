@@ -12,7 +12,7 @@ from torch import nn
 
 from ipurun import emulator
 from ipurun.build.batch import leading_rows, map_tensors, pick, split_target, target_of, with_loss
-from ipurun.build.caching import stop_caching
+from ipurun.build.generation_cache import stop_caching
 from ipurun.build.step import Step, check_loss, make_loss
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError
