@@ -1,0 +1,61 @@
+"""After capture the graph is compared with the module: a graph that computes something else is not used."""
+
+import pytest
+import torch
+
+import ipurun.emulator as poptorch
+from ipurun.emulator import _compile
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return poptorch.identity_loss((x * self.weight).sum(), reduction="none")
+
+
+def plain(options):
+    return options
+
+
+def rounding(options):
+    options.Precision.enableStochasticRounding(True)
+    return options
+
+
+def exceptions(options):
+    options.Precision.enableFloatingPointExceptions(True)
+    return options
+
+
+def forward_of_another_model(node):
+    return not node.is_backward and node.name == "mul"
+
+
+def backward_of_another_model(node):
+    return node.is_backward and node.name == "mul"
+
+
+@pytest.mark.parametrize("prepare", [plain, rounding, exceptions])
+@pytest.mark.parametrize("is_spoilt", [forward_of_another_model, backward_of_another_model])
+def test_a_graph_that_computes_something_else_is_refused(monkeypatch, prepare, is_spoilt):
+    spoilt = []
+
+    def spoil(graph, mode):
+        for node in filter(is_spoilt, graph.nodes):
+            node.op = torch.ops.aten.sub.Tensor
+            spoilt.append(node)
+
+    monkeypatch.setattr(_compile, "add_recomputation", spoil)
+    model = poptorch.trainingModel(Scaled(), prepare(poptorch.Options()))
+    with pytest.raises(poptorch.Error, match="does not compute"):
+        model(torch.tensor([5.0, 7.0]))
+    assert spoilt
+
+
+@pytest.mark.parametrize("prepare", [plain, rounding, exceptions])
+def test_a_graph_that_computes_the_same_is_used(prepare):
+    model = poptorch.trainingModel(Scaled(), prepare(poptorch.Options()))
+    assert model(torch.tensor([5.0, 7.0])).item() == 31.0
