@@ -45,8 +45,18 @@ class Entry:
         return ""
 
     def text(self) -> str:
-        """The file's content."""
-        return self.path.read_text(encoding="utf-8")
+        """The file's content.
+
+        Raises:
+            ConfigError: If it cannot be read, or is not text.
+        """
+        try:
+            return self.path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(Problem("a config file cannot be read", str(self.path), seen=str(error))) from error
+        except UnicodeDecodeError as error:
+            seen = f"{error.reason} at byte {error.start}"
+            raise ConfigError(Problem("a config file is not UTF-8 text", str(self.path), seen=seen)) from error
 
 
 def recipes() -> List[Entry]:
@@ -127,6 +137,7 @@ def _entries(group: str) -> List[Entry]:
         Entry(group, path.relative_to(folder / group).with_suffix("").as_posix(), path, built_in)
         for folder, built_in in _folders()
         for path in sorted((folder / group).rglob("*.yaml"))
+        if path.is_file()
     ]
 
 

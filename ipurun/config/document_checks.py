@@ -15,6 +15,15 @@ __all__ = ["check_document"]
 
 def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
     """Unknown keys and values of a wrong type in one file."""
+    if document.package == "recipe" and document.has_byte_order_mark:
+        return [
+            Problem(
+                "a byte order mark hides the first line of a recipe",
+                document.where(1),
+                seen="the bytes EF BB BF at the beginning of the file, which editors do not show",
+                fix="save it as UTF-8 without a byte order mark",
+            )
+        ]
     if document.package == "recipe":
         return [
             Problem(
@@ -23,6 +32,9 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
                 fix="make `# @package _global_` the first line of the file",
             )
         ]
+    if not document.holds_keys:
+        what = "a config file has to hold keys, as in `epochs: 4`"
+        return [Problem(what, document.where(1), seen="a list or a single value")]
     problems: List[Problem] = []
     unknown: List[str] = []
     for entry in document.entries:

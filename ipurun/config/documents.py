@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
@@ -12,7 +13,7 @@ import yaml
 from ipurun.config.folders import builtin_folder
 from ipurun.errors import Problem
 
-__all__ = ["Document", "Entry", "read_document", "yaml_problem"]
+__all__ = ["Document", "Entry", "NotText", "display", "read_document", "yaml_problem"]
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,29 @@ class Document:
     path: Path
     package: str
     entries: Tuple[Entry, ...]
+    holds_keys: bool = True  # false where the file is a list or a single value
+
+    @property
+    def has_byte_order_mark(self) -> bool:
+        """Whether the file begins with the invisible mark that some editors write, which hides its first comment."""
+        with open(self.path, "rb") as file:
+            return file.read(len(BOM_UTF8)) == BOM_UTF8
 
     def where(self, line: Optional[int] = None) -> str:
         """The file as a user knows it, with a line."""
-        return _display(self.path) + (f":{line}" if line else "")
+        return display(self.path) + (f":{line}" if line else "")
 
     def line_of(self, key: str) -> Optional[int]:
         """The line that sets a key, or the nearest node above it."""
         lines = {entry.key: entry.line for entry in self.entries}
         return lines.get(key)
+
+
+class NotText(yaml.YAMLError):
+    """A file that is not UTF-8 text."""
+
+    def __init__(self, error: UnicodeDecodeError) -> None:
+        super().__init__(f"not UTF-8 text: {error.reason} at byte {error.start}")
 
 
 def read_document(path: Path, package: str) -> Document:
@@ -51,11 +66,12 @@ def read_document(path: Path, package: str) -> Document:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise yaml.YAMLError(f"not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise NotText(error) from error
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     prefix = package if package not in ("", "_global_") else ""
     entries = list(_entries(root, prefix)) if isinstance(root, yaml.MappingNode) else []
-    return Document(path, package, tuple(entry for entry in entries if entry.key.split(".")[0] != "defaults"))
+    own = tuple(entry for entry in entries if entry.key.split(".")[0] != "defaults")
+    return Document(path, package, own, holds_keys=root is None or isinstance(root, yaml.MappingNode))
 
 
 def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
@@ -69,7 +85,7 @@ def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
 def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
     """A YAML syntax error as file, line and column."""
     mark = getattr(error, "problem_mark", None)
-    where = _display(path)
+    where = display(path)
     seen = ""
     if mark is not None:
         where += f":{mark.line + 1}:{mark.column + 1}"
@@ -77,12 +93,14 @@ def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
         if mark.line < len(lines):
             seen = lines[mark.line].strip()
     reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return Problem(
-        f"malformed YAML: {reason}", where, seen=seen, fix="mind indentation, colons and quotes at that place"
-    )
+    fix = "mind indentation, colons and quotes at that place"
+    if isinstance(error, NotText):
+        fix = "save it as UTF-8 text, or name another file"
+    return Problem(f"malformed YAML: {reason}", where, seen=seen, fix=fix)
 
 
-def _display(path: Path) -> str:
+def display(path: Path) -> str:
+    """A file as a user knows it."""
     try:
         return "ipurun/conf/" + path.resolve().relative_to(builtin_folder().resolve()).as_posix()
     except ValueError:

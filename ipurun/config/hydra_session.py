@@ -1,4 +1,4 @@
-"""Hydra, opened for one command line: composes overrides, and tells what its exceptions mean."""
+"""Hydra, opened for one command line: composes overrides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
-import yaml
 from hydra import version
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.hydra import Hydra
@@ -15,25 +14,22 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import overrides, search
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.document_checks import check_document
-from ipurun.config.documents import Document, read_document, yaml_problem
+from ipurun.config.documents import Document, read_document
 from ipurun.config.folders import builtin_folder
+from ipurun.config.not_composed import NOT_COMPOSED, explain
 from ipurun.config.schema import RunConfig
-from ipurun.config.suggest import listing
 from ipurun.config.words import Words
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["CONFIG_PATH", "Composed", "Session", "opened", "prepare_hydra"]
 
 CONFIG_PATH = "pkg://ipurun.conf"
-_NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError)
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,8 @@ class Session:
             if problems:
                 return Composed(None, recipes, tuple(documents), tuple(problems))
             config = self.loader.load_configuration(self.config_name, list(texts), RunMode.RUN)
-        except _NOT_COMPOSED as error:
-            return Composed(None, documents=tuple(documents), problems=tuple(self._explain(error)))
+        except NOT_COMPOSED as error:
+            return Composed(None, documents=tuple(documents), problems=tuple(explain(error, self.groups)))
         with open_dict(config):
             config.pop("hydra")
         explicit = [override for override, _ in chosen if override.is_group]
@@ -96,7 +92,7 @@ class Session:
     def _load(self, texts: Sequence[str]) -> Optional[DictConfig]:
         try:
             return self.loader.load_configuration(self.config_name, list(texts), RunMode.MULTIRUN)
-        except _NOT_COMPOSED:
+        except NOT_COMPOSED:
             return None  # `compose` meets the same fault and explains it
 
     def _documents(self, texts: Sequence[str]) -> List[Document]:
@@ -133,31 +129,6 @@ class Session:
         fresh = self.loader.load_configuration(self.config_name, own + inside, RunMode.RUN)
         with open_dict(config):
             config[group] = fresh[group]
-
-    def _explain(self, error: Exception) -> List[Problem]:
-        if isinstance(error, yaml.YAMLError):
-            return _find_broken_yaml(error)
-        if isinstance(error, UnicodeDecodeError):
-            return _find_broken_yaml(yaml.YAMLError(str(error)))
-        cause = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__  # type: ignore[assignment]  # any exception will do for a message
-        if isinstance(cause, yaml.YAMLError):
-            return _find_broken_yaml(cause)
-        message = str(error)
-        if type(error).__name__ == "MissingConfigException":
-            name = getattr(error, "missing_cfg_file", None) or message.splitlines()[0]
-            group, _, option = str(name).rpartition("/")
-            if not group:
-                seen = f"no {option}.yaml in {', '.join([*search.user_folders(), 'the built-in configs'])}"
-                return [
-                    Problem(f"no config `{option}`", "command line: --config-name", seen, fix="--config-name train")
-                ]
-            known = listing(self.groups.get(group, sorted(self.groups)), most=40)
-            return [Problem(f"no config `{option}` in group `{group}`", "a defaults list", known=known)]
-        lines = [line.strip() for line in message.splitlines() if line.strip()]
-        detail = str(cause).splitlines()[0] if cause is not error and str(cause) else ""
-        return [Problem(lines[0] if lines else type(error).__name__, "composing the config", seen=detail)]
 
 
 def prepare_hydra(words: Words) -> None:
@@ -197,17 +168,3 @@ def _is_recipe(document: Document) -> bool:
 
 def _recipe_name(document: Document) -> str:
     return document.path.stem
-
-
-def _find_broken_yaml(error: yaml.YAMLError) -> List[Problem]:
-    mark = getattr(error, "problem_mark", None)
-    if mark is not None and Path(mark.name).is_file():
-        return [yaml_problem(Path(mark.name), error)]
-    # Packaged files are read from a stream without a name: parse the candidates until one fails.
-    for folder in [*search.user_folders(), str(builtin_folder())]:
-        for path in sorted(Path(folder).rglob("*.yaml")):
-            try:
-                read_document(path, "")
-            except yaml.YAMLError as own:
-                return [yaml_problem(path, own)]
-    return [Problem(f"malformed YAML: {error}", "a config file")]

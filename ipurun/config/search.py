@@ -13,7 +13,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from ipurun.config.folders import builtin_folder
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["check_user_folders", "groups", "register", "user_folders"]
+__all__ = ["check_user_folders", "files", "groups", "register", "user_folders"]
 
 _extra_folder: Optional[str] = None
 
@@ -42,6 +42,11 @@ def user_folders() -> List[str]:
     return [str(folder.resolve()) for folder in candidates if folder.is_dir() and folder.resolve() != built_in]
 
 
+def files(folder: str) -> List[Path]:
+    """The config files below a folder."""
+    return sorted(path for path in Path(folder).rglob("*.yaml") if path.is_file())
+
+
 def groups() -> Dict[str, List[str]]:
     """Group name -> names of its files, over all folders.
 
@@ -49,7 +54,7 @@ def groups() -> Dict[str, List[str]]:
     """
     found: Dict[str, List[str]] = {}
     for folder in [str(builtin_folder()), *user_folders()]:
-        for path in sorted(Path(folder).rglob("*.yaml")):
+        for path in files(folder):
             relative = path.relative_to(folder)
             group = relative.parent.as_posix()
             if group != "." and not group.startswith("hydra"):
@@ -67,7 +72,7 @@ def check_user_folders() -> None:
     if _extra_folder and not Path(_extra_folder).is_dir():
         problems.append(Problem("`--config-dir` is not a folder", "command line", seen=_extra_folder))
     for folder in user_folders():
-        for path in sorted(Path(folder).rglob("*.yaml")):
+        for path in files(folder):
             relative = path.relative_to(folder)
             if (builtin_folder() / relative).is_file():
                 group, name = relative.parent.as_posix(), relative.stem

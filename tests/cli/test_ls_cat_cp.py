@@ -204,3 +204,15 @@ def test_cp_refuses_names_that_cannot_work(capsys, name, message):
     assert message in refused
     assert "ipurun cp mnist my_" in refused
     assert list(Path().iterdir()) == []
+
+
+def test_a_file_that_is_no_text_is_listed_and_refused(capsys):
+    own_recipe("latin").write_bytes(b"# @package _global_\nname: caf\xe9\n")
+    Path("conf/recipe/folder.yaml").mkdir()
+    listed = output(capsys, "ls", "--quiet").split()
+    assert "latin" in listed
+    assert "folder" not in listed
+    for command in ("cat", "cp"):
+        message = error(capsys, command, "latin")
+        assert "not UTF-8 text" in message
+        assert "conf/recipe/latin.yaml" in message

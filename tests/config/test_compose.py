@@ -250,3 +250,57 @@ class TestOddValues:
         (problem,) = problems_of("+recipe=binary")
         assert "not UTF-8 text" in problem.what
         assert problem.where.startswith("conf/recipe/binary.yaml")
+
+
+class TestFilesThatAreNoConfigs:
+    """Each names its own file, however many others are broken beside it."""
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"# @package _global_\nname: caf\xe9\n"])
+    def test_not_utf8(self, content: bytes) -> None:
+        write_recipe("another", "a: [\n")
+        write_recipe("mine", "").write_bytes(content)
+        (problem,) = problems_of("+recipe=mine")
+        assert "not UTF-8" in problem.what
+        assert problem.where == "conf/recipe/mine.yaml"
+        assert "UTF-8" in problem.fix
+
+    def test_a_byte_order_mark(self) -> None:
+        write_recipe("mine", "").write_bytes(b"\xef\xbb\xbf# @package _global_\nepochs: 2\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert "byte order mark" in problem.what
+        assert problem.where == "conf/recipe/mine.yaml:1"
+
+    def test_a_list(self) -> None:
+        write_recipe("mine", "# @package _global_\n- 1\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert "has to hold keys" in problem.what
+        assert problem.where == "conf/recipe/mine.yaml:1"
+
+    @pytest.mark.parametrize("defaults", ["5", "[{a: b, c: d}]"])
+    def test_a_defaults_list_that_is_none(self, defaults: str) -> None:
+        write_recipe("mine", f"# @package _global_\ndefaults: {defaults}\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert problem.where == "conf/recipe/mine.yaml"
+
+    def test_a_file_that_includes_itself(self) -> None:
+        write_recipe("mine", "# @package _global_\ndefaults:\n  - /recipe: mine\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert "include each other" in problem.what
+
+    def test_an_unknown_option_names_file_and_line(self) -> None:
+        write_recipe("mine", "# @package _global_\ndefaults:\n  - override /optimizer: nope\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert problem.where == "conf/recipe/mine.yaml:3"
+        assert "adamw" in problem.known
+
+    def test_an_unknown_group_lists_those_that_exist(self) -> None:
+        write_recipe("mine", "# @package _global_\ndefaults:\n  - override /optimiser: adam\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert "`optimiser`" in problem.what
+        assert problem.where == "conf/recipe/mine.yaml"
+        assert "optimizer" in problem.known
+
+    def test_a_folder_with_the_name_of_a_recipe_is_none(self) -> None:
+        Path("conf/recipe/mine.yaml").mkdir(parents=True)
+        (problem,) = problems_of("+recipe=mine")
+        assert "unknown recipe `mine`" in problem.what
