@@ -21,6 +21,7 @@ from ipurun.emulator._losses import find_loss
 from ipurun.emulator._model_guard import forget_history
 from ipurun.emulator._prune import prune
 from ipurun.emulator._replaced_functions import attention_by_parts
+from ipurun.emulator._saved_tensors import SavedTensors
 from ipurun.emulator._structures import rebuild, tensors_in
 from ipurun.emulator._tracing import Recorder
 
@@ -85,7 +86,8 @@ def capture(
     plain = _without_mask_check(modules)
     with constants, _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules), plain:
         with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
-            with _watched_by_autograd(training, inputs), FunctionWatcher(recorder):
+            # Autograd watches in inference too: a model may look at `grad_fn` and `is_leaf`.
+            with torch.enable_grad(), SavedTensors(keep=training) as saved, FunctionWatcher(recorder, saved):
                 returned = call()
                 tensors = list(tensors_in(returned))
                 if before_backward is not None:
@@ -197,33 +199,6 @@ def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> It
     finally:
         before.remove()
         after.remove()
-
-
-@contextlib.contextmanager
-def _watched_by_autograd(training: bool, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Lets autograd watch forward, in inference too: a model may look at `grad_fn` and `is_leaf`."""
-    if not training:
-        keeping: Any = torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing)
-    elif any(tensor.is_meta for tensor in inputs):
-        # Torch tells saved tensors apart by their address, and tensors without memory all have the same.
-        keeping = contextlib.nullcontext()
-    else:
-        # The model may change tensors in place that backward needs: in a device's graph each value is its own.
-        _spare_dynamo(getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", None))
-        keeping = torch.autograd.graph.allow_mutation_on_saved_tensors()
-    with torch.enable_grad(), keeping:
-        yield
-
-
-def _keep_nothing(tensor: Any) -> None:
-    """Drops what autograd would save for a backward pass that never comes."""
-
-
-def _spare_dynamo(mode: Optional[type]) -> None:
-    """Keeps torch from loading torch._dynamo for seconds, only to keep its compiler away from one of its own modes."""
-    handler = getattr(getattr(mode, "__torch_dispatch__", None), "__wrapped__", None)
-    if handler is not None and not hasattr(handler, "__dynamo_disable"):
-        setattr(handler, "__dynamo_disable", handler)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._losses import LOSS_FUNCTIONS, check_loss_arguments
 from ipurun.emulator._outputs import refuse_backward
 from ipurun.emulator._replaced_functions import REPLACED_FUNCTIONS
+from ipurun.emulator._saved_tensors import SavedTensors
 from ipurun.emulator._sources import calling_line
 from ipurun.emulator._structures import tensors_in
 from ipurun.emulator._tracing import Recorder
@@ -23,6 +24,7 @@ _HOOKS = frozenset(
     for name in ("register_hook", "register_post_accumulate_grad_hook")
     if hasattr(torch.Tensor, name)
 )
+_MARKS_LEAF = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])
 _LEAVES_GRAPH = {torch.Tensor.numpy: "numpy()", torch.Tensor.tolist: "tolist()"}
 
 
@@ -31,11 +33,13 @@ class FunctionWatcher(TorchFunctionMode):
 
     Args:
         recorder: The recorder of the compile.
+        saved: What autograd saves meanwhile.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, saved: SavedTensors) -> None:
         super().__init__()
         self._recorder = recorder
+        self._saved = saved
 
     def __torch_function__(
         self,
@@ -60,6 +64,8 @@ class FunctionWatcher(TorchFunctionMode):
             )
         if func is torch.Tensor.backward and not self._recorder.in_backward:
             refuse_backward()
+        if func in _MARKS_LEAF or kwargs.get("requires_grad"):
+            self._saved.keep = True
         if func in _HOOKS:
             self._recorder.graph.has_own_gradients = True
         if func in _TO_DEVICE:

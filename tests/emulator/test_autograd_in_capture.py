@@ -194,3 +194,83 @@ def test_a_gradient_that_is_a_weight_is_the_weight_before_the_update():
     training(torch.ones(1))
     torch.testing.assert_close(model.first.detach(), torch.tensor([1 - 0.3, 2 - 0.5]))
     torch.testing.assert_close(model.second.detach(), torch.tensor([3 - 0.1, 5 - 0.2]))
+
+
+class _Forces(nn.Module):
+    """An energy and its gradient by the positions, which forward takes itself."""
+
+    def __init__(self, mark):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.mark = mark
+
+    def forward(self, positions):
+        if self.mark:
+            positions = positions.detach().requires_grad_()
+        energy = (self.layer(positions) ** 2).sum()
+        return energy, torch.autograd.grad(energy, positions if self.mark else self.layer.weight)[0]
+
+
+def test_inference_models_may_take_gradients_in_forward(monkeypatch):
+    monkeypatch.setenv("POPTORCH_EMULATOR_STRICT", "0")
+    model = _Forces(mark=True)
+    inference = poptorch.inferenceModel(model)
+    for positions in (torch.randn(2, 3), torch.randn(2, 3)):
+        energy, gradient = inference(positions)
+        expected = model(positions)
+        torch.testing.assert_close(energy, expected[0].detach())
+        torch.testing.assert_close(gradient, expected[1])
+
+
+def test_a_gradient_of_what_forward_did_not_mark_is_explained(monkeypatch):
+    monkeypatch.setenv("POPTORCH_EMULATOR_STRICT", "0")
+    with pytest.raises(poptorch.Error, match=r"requires_grad_\(\)"):
+        poptorch.inferenceModel(_Forces(mark=False))(torch.randn(2, 3))
+
+
+def _double_a_slice(z):
+    z[:, 1:] *= 2
+    return z.sum()
+
+
+def _add_to_a_row(z):
+    row, squares = z[1], z * z
+    row.add_(1.0)
+    return (squares + z).sum()
+
+
+def _clear_the_end(z):
+    squares = (z * z).sum()
+    z.view(-1)[3:].zero_()
+    return squares + z.sum()
+
+
+# In place through views that start elsewhere in memory, and the same values without writing.
+WRITES_TO_SAVED = {
+    "slice": (_double_a_slice, lambda z: z[:, 0].sum() + 2 * z[:, 1:].sum()),
+    "row": (_add_to_a_row, lambda z: (z * z).sum() + z.sum()),
+    "flat": (_clear_the_end, lambda z: (z * z).sum() + z.reshape(-1)[:3].sum()),
+}
+
+
+class _Writing(nn.Module):
+    """Writes to a tensor that the backward pass of `exp` needs as it was."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 4))
+        self.write = write
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.write(torch.exp(x * self.weight)), "sum")
+
+
+@pytest.mark.parametrize("name", WRITES_TO_SAVED)
+def test_writing_to_what_backward_needs_changes_no_gradient(name):
+    write, value = WRITES_TO_SAVED[name]
+    model, x = _Writing(write), torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+    weight = model.weight.detach().clone().requires_grad_()
+    expected = torch.autograd.grad(value(torch.exp(x * weight)), weight)[0]
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    training(x)
+    torch.testing.assert_close(weight.detach() - model.weight.detach(), expected)
