@@ -21,7 +21,6 @@ __all__ = ["find_real_poptorch", "install", "shim_folder"]
 
 _ALIAS = "poptorch"
 _TARGET = __package__ or "ipurun.emulator"
-_COMPANIONS = {"popdist": "_popdist", "popdist.poptorch": "_popdist.poptorch", "pva": "_pva"}
 
 
 class _AliasLoader(importlib.abc.Loader):
@@ -58,19 +57,11 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
         )
 
 
-class _CompanionFinder(importlib.abc.MetaPathFinder):
-    """Finds modules that come with PopTorch's SDK and that programs import beside it, if nobody else has them."""
-
-    def find_spec(
-        self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[importlib.machinery.ModuleSpec]:
-        if fullname not in _COMPANIONS:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, _AliasLoader(f"{_TARGET}.{_COMPANIONS[fullname]}"))
-
-
 def shim_folder() -> str:
-    """Return the folder that makes ``import poptorch`` mean the emulator when it is on PYTHONPATH."""
+    """Return the folder that makes ``import poptorch`` mean the emulator when it is on PYTHONPATH.
+
+    It also answers for modules of PopTorch's SDK that programs import beside it, if nobody else has them.
+    """
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 
 
@@ -102,7 +93,6 @@ def install() -> None:
     sys.modules[_ALIAS] = emulator
     if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AliasFinder())
-        sys.meta_path.append(_CompanionFinder())
     torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
     # Programs that rewrite torch.fx graphs insert these by their names in torch.
     torch.ops.poptorch.set_attribute = set_attribute

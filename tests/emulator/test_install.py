@@ -328,7 +328,47 @@ def test_popdist_options_refuse_what_the_launcher_decides(run):
     assert ran.stdout.split() == [*refused, "Distributed.configureProcessId"], ran.stderr
 
 
-def test_a_pva_that_is_installed_is_used(run, tmp_path):
-    write(tmp_path, "pva.py", "name = 'the real one'")
-    ran = run(["-c", "from ipurun import emulator; emulator.install(); import pva; print(pva.name)"])
-    assert ran.stdout == "the real one\n", ran.stderr
+COMPANIONS = """
+import subprocess, sys
+
+for program in ("import popdist.poptorch; print(popdist.poptorch.Options())", "import pva; print(pva.openReport)"):
+    subprocess.run([sys.executable, "-c", program], check=True)
+"""
+
+
+def test_children_may_import_companions_before_poptorch(run, tmp_path):
+    ran = run(["-c", RUN.format("script"), write(tmp_path, "parent.py", COMPANIONS)])
+    assert ran.returncode == 0, ran.stderr
+    assert "device_iterations" in ran.stdout
+    assert "openReport" in ran.stdout
+
+
+@pytest.mark.parametrize("in_child", [False, True])
+@pytest.mark.parametrize("kind", ["module", "package"])
+def test_companions_that_are_installed_are_used(run, tmp_path, kind, in_child):
+    installed = tmp_path / "site"
+    if kind == "module":
+        written = installed / "pva.py"
+    else:
+        (installed / "pva").mkdir(parents=True)
+        write(installed / "pva", "part.py", "name = 'a part'")
+        written = installed / "pva" / "__init__.py"
+    installed.mkdir(exist_ok=True)
+    written.write_text("name = 'the real one'")
+    child = "import pva, sys; print(pva.name, pva.__name__, 'torch' in sys.modules)"
+    if kind == "package":
+        child += "; import pva.part; print(pva.part.name)"
+    program = f"""if True:
+        import os, subprocess, sys
+        from ipurun import emulator
+        emulator.install()
+        sys.path.append({str(installed)!r})  # after the emulator's folder, as site-packages are
+        os.environ["PYTHONPATH"] += os.pathsep + {str(installed)!r}
+        if {in_child}:
+            subprocess.run([sys.executable, "-c", {child!r}], check=True)
+        else:
+            exec({child!r})
+        """
+    ran = run(["-c", program])
+    expected = f"the real one pva {not in_child}\n"
+    assert ran.stdout == (expected if kind == "module" else expected + "a part\n"), ran.stderr
