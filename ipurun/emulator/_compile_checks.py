@@ -104,7 +104,8 @@ def _check_not_empty(graph: Graph, node: Node) -> None:
         if 0 in graph.specs[value].shape:
             raise createNativeError(
                 f"Zero-sized tensors are unsupported (Got shape {list(graph.specs[value].shape)}) in {node.name} "
-                f"at {node.source}."
+                f"at {node.source}. Shapes are fixed, so nothing can start empty and grow: leave out a cache of keys "
+                "and values for generating text (use_cache=False in transformers)."
             )
 
 

@@ -36,11 +36,19 @@ RANDOM_OPS: FrozenSet[str] = names_in("""
 def explain_data_dependence(op: str) -> str:
     """Returns the message for an operation whose result the graph cannot hold."""
     line = calling_line()
+    if "site-packages" in line:
+        advice = (
+            "The line is a library's: look for a setting or an argument that spares it the question. Models of "
+            "transformers take an attention mask of four dimensions (batch, 1, queries, keys) as it is."
+        )
+    else:
+        advice = (
+            "Use torch.where or a mask multiplied in instead of a branch or a selection, poptorch.cond or "
+            "poptorch.for_loop for control flow in inference, or return the tensor and decide on the host."
+        )
     return (
         f"A tensor of the model is used in a way that depends on its data at {line or 'an unknown line'}: "
-        f"{DATA_DEPENDENT_OPS[op]}. The model is captured once, as a graph of fixed shapes without Python. "
-        "Use torch.where or a mask multiplied in instead of a branch or a selection, poptorch.cond or "
-        "poptorch.for_loop for control flow in inference, or return the tensor and decide on the host."
+        f"{DATA_DEPENDENT_OPS[op]}. The model is captured once, as a graph of fixed shapes without Python. {advice}"
     )
 
 

@@ -141,3 +141,24 @@ def test_rrelu_trains_with_random_slopes(inplace):
     assert 0.35 < float(slopes.max()) <= 0.4
     # The loss is the sum of slope * weight, so each weight moves by its slope.
     torch.testing.assert_close(model.weight.detach(), -1.0 - slopes)
+
+
+@pytest.mark.parametrize(
+    ("folder", "advice"),
+    [("site-packages/masks.py", "an attention mask of four dimensions"), ("own/model.py", "torch.where")],
+)
+def test_reading_a_value_is_explained_for_whom_it_concerns(folder, advice):
+    """Who wrote the line can change it; who uses a library needs an argument that avoids it."""
+    names = {}
+    exec(compile("def looks(x):\n    return x * 2 if x.all() else x", f"/somewhere/{folder}", "exec"), names)
+    with pytest.raises(poptorch.Error, match=f"{folder}:2: its value is read back.*{advice}"):
+        inference(names["looks"])(torch.ones(3))
+
+
+def test_a_tensor_that_starts_empty_and_grows_is_explained():
+    def grown(x):
+        cache = torch.tensor([])
+        return torch.cat([cache, x])
+
+    with pytest.raises(poptorch.Error, match=r"Zero-sized tensors are unsupported.*use_cache=False"):
+        inference(grown)(torch.ones(3))
