@@ -17,6 +17,7 @@ def option(
     choices: Sequence[str] = (),
     minimum: Optional[int] = None,
     maximum: Optional[int] = None,
+    positive: bool = False,
 ) -> Any:
     """A config key with its default and the line that ``ipurun ls keys`` prints for it.
 
@@ -27,8 +28,15 @@ def option(
             Python cannot name (``async``, ``32.32``).
         minimum: The smallest number that makes sense.
         maximum: The largest one.
+        positive: Whether it has to be above zero, for numbers that are not whole.
     """
-    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
+    metadata = {
+        "help": help,
+        "choices": tuple(choices),
+        "minimum": minimum,
+        "maximum": maximum,
+        "positive": positive,
+    }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -50,6 +58,7 @@ class Key:
     choices: Tuple[str, ...]
     minimum: Optional[int]
     maximum: Optional[int]
+    positive: bool
     is_open: bool  # a mapping whose keys are not in the schema: arguments of a target, setters, names
 
     @property
@@ -73,7 +82,7 @@ def walk_keys(schema: type, prefix: str = "") -> Iterator[Key]:
         choices = field.metadata["choices"]
         nullable = type(None) in typing.get_args(hint)
         type_name = " | ".join(choices + (("null",) if nullable else ())) if choices else _type_name(hint)
-        limits = field.metadata["minimum"], field.metadata["maximum"]
+        limits = field.metadata["minimum"], field.metadata["maximum"], field.metadata["positive"]
         yield Key(path, type_name, default, field.metadata["help"], choices, *limits, is_open)
 
 

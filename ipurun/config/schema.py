@@ -117,7 +117,7 @@ class SweepConfig:
 
     on_error: str = option("continue", "What follows a failed point.", choices=("continue", "stop"))
     rank_by: Optional[str] = option(None, "Column that ranks the table; null: `monitor`, else samples_per_second.")
-    timeout_seconds: Optional[float] = option(None, "End a point that takes longer; null: wait.")
+    timeout_seconds: Optional[float] = option(None, "End a point that takes longer; null: wait.", positive=True)
 
 
 @dataclass

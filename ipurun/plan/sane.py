@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
-from ipurun.config.checks import check_values
-from ipurun.config.keys import all_keys
+from ipurun.config.checks import check_values, without_misfits
 from ipurun.config.schema import RunConfig
-from ipurun.plan.chosen import read
 from ipurun.plan.findings import Findings
 
 __all__ = ["sane_config"]
@@ -20,16 +15,4 @@ def sane_config(config: RunConfig, found: Findings) -> RunConfig:
     if not problems:
         return config
     found.problems += problems
-    mended = copy.deepcopy(config)
-    for path, key in all_keys().items():
-        value = read(mended, path)
-        if key.choices and value is not None and str(value) not in key.choices:
-            _write(mended, path, key.default)
-        elif key.minimum is not None and isinstance(value, (int, float)) and value < key.minimum:
-            _write(mended, path, key.minimum)
-    return mended
-
-
-def _write(config: RunConfig, path: str, value: Any) -> None:
-    group, _, name = path.rpartition(".")
-    setattr(read(config, group) if group else config, name, value)
+    return without_misfits(config)

@@ -304,3 +304,24 @@ class TestFilesThatAreNoConfigs:
         Path("conf/recipe/mine.yaml").mkdir(parents=True)
         (problem,) = problems_of("+recipe=mine")
         assert "unknown recipe `mine`" in problem.what
+
+
+class TestNumbersAndNodesThatMakeNoSense:
+    @pytest.mark.parametrize(
+        ("typed", "what"),
+        [
+            ("machine.clock_hz=-1", "must be above 0"),
+            ("machine.mixed_macs_per_cycle=0", "must be above 0"),
+            ("machine.op_cycles=-1", "must be 0 or more"),
+            ("machine.tight_margin=nan", "must be a finite number"),
+            ("machine.link_bytes_per_second=1e400", "must be a finite number"),
+            ("sweep.timeout_seconds=-1", "must be above 0"),
+            ("metrics={a: 1}", "`metrics.a` takes a mapping"),
+            ("metrics.accuracy=true", "`metrics.accuracy` takes a mapping"),
+            ("logger.a=5", "`logger.a` takes a mapping"),
+        ],
+    )
+    def test_each_is_told_with_its_place(self, typed: str, what: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", typed)
+        assert what in problem.what
+        assert problem.where == f"command line: {typed}"
