@@ -8,12 +8,12 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipurun.emulator import _half
 from ipurun.emulator._graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._host_tensors import HostTensors
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._integers import kept_in_32_bits
 from ipurun.emulator._op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence, refuse_mask_index
+from ipurun.emulator._run_op import run_op
 from ipurun.emulator._sources import calling_line
 from ipurun.emulator._tensor_numbers import TensorNumbers
 
@@ -42,8 +42,6 @@ class Recorder(TorchDispatchMode):
         self.options = options
         self.graph = Graph()
         self.in_backward = False
-        # In inference what autograd saves is dropped, until forward marks a tensor to take gradients of it.
-        self.saves_for_backward = training
         self.module_stack: List[str] = [""]
         self.host = HostTensors()
         self._check_op = check_op
@@ -199,28 +197,14 @@ class Recorder(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         base_name = func._schema.name.split("::")[-1]
-        node_args = self._encode(args)
-        node_kwargs = self._encode(kwargs)
-        mask = 0
-        for value in values_in((node_args, node_kwargs)):
-            mask |= self._mask_of(value)
+        node = self._node(func, self._encode(args), self._encode(kwargs), base_name)
+        node.is_random = base_name in RANDOM_OPS
+        mask = self._mask_of_all(node.reads())
         if base_name in DATA_DEPENDENT_OPS and mask & 1:
             raise createPoptorchError(explain_data_dependence(base_name))
         if base_name == "index" and mask & 1 and not self.in_backward:
             refuse_mask_index(args[1])
-        node = Node(
-            op=func,
-            args=node_args,
-            kwargs=node_kwargs,
-            outputs=None,
-            placement=self._placement or Placement(),
-            module_path=self.module_stack[-1],
-            source=self._calling_line() if not self.in_backward else "",
-            is_backward=self.in_backward,
-            grad_enabled=torch.is_grad_enabled(),
-            is_random=base_name in RANDOM_OPS,
-            name=base_name,
-        )
+        mutated = _mutated(func, node.args, node.kwargs)
         on_host = not self.in_backward and self.host.runs_here(base_name, self._specs(node.reads()), node.source)
         if not self.in_backward and base_name != "detach":
             if self._placement is None:
@@ -230,11 +214,11 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None and (mask & 1 or node.is_random):
                 self._check_op(node)  # what depends on constants alone is computed on the host
-        node.op, args, result = self._run(func, args, kwargs)
+        node.op, args, result = run_op(func, args, kwargs)
         if mask & 1:
             node.op, result = kept_in_32_bits(node.op, base_name, result)
         node.args = self._encode(args)
-        self._append(node, result, mask | int(node.is_random), _mutated(func, node_args, node_kwargs))
+        self._append(node, result, mask | int(node.is_random), mutated)
         if on_host:
             self.host.made(self._specs(values_in(node.outputs)))
         if base_name == "lift_fresh":
@@ -244,36 +228,9 @@ class Recorder(TorchDispatchMode):
     def _specs(self, values: Iterable[Value]) -> List[TensorSpec]:
         return [self.graph.specs[value] for value in values]
 
-    def _run(
-        self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]
-    ) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
-        """Runs an operation, in another way if the CPU has none for these types; returns how it was run."""
-        if _half.is_slow_in_half(func, args):
-            func = _half.HalfThroughFloat(func)
-        try:
-            return func, args, func(*args, **kwargs)
-        except RuntimeError as error:
-            boxed = _with_boxed_numbers(func, args)
-            if boxed is not None:
-                return func, boxed, func(*boxed, **kwargs)
-            substitute = _half.substitute_for(func, (args, kwargs))
-            if substitute is None:
-                raise
-            try:
-                return substitute, args, substitute(*args, **kwargs)
-            except RuntimeError:
-                raise error from None
-
     def _call_opaque(self, fn: Callable[..., Any], tensors: Tuple[torch.Tensor, ...], name: str) -> Any:
-        args = self._encode(tensors)
-        mask = 0
-        for value in values_in(args):
-            mask |= self._mask_of(value)
-        node = Node(fn, args, {}, None, self._placement or Placement(), self.module_stack[-1])
-        node.source = self._calling_line() if not self.in_backward else ""
-        node.is_backward = self.in_backward
-        node.grad_enabled = torch.is_grad_enabled()
-        node.name = name or getattr(fn, "__name__", "opaque")
+        node = self._node(fn, self._encode(tensors), {}, name or getattr(fn, "__name__", "opaque"))
+        mask = self._mask_of_all(node.reads())
         node.is_random, node.bodies = getattr(fn, "is_random", False), getattr(fn, "graphs", ())
         if not self.in_backward:
             self.host.runs_here(node.name, self._specs(node.reads()), node.source)
@@ -282,15 +239,30 @@ class Recorder(TorchDispatchMode):
             # An output that is one of the arguments would take that argument's number.
             result = _map_tensors(lambda t: t.clone() if any(t is x for x in tensors) else t, result)
         node.op = fn if not tensors else _never_aliasing(fn)
-        self._append(node, result, mask, ())
+        self._append(node, result, mask | int(node.is_random), ())
         return result
+
+    def _node(self, op: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any], name: str) -> Node:
+        """Describes an operation that is called now; its outputs are not known yet."""
+        return Node(
+            op=op,
+            args=args,
+            kwargs=kwargs,
+            outputs=None,
+            placement=self._placement or Placement(),
+            module_path=self.module_stack[-1],
+            source="" if self.in_backward else self._calling_line(),
+            is_backward=self.in_backward,
+            grad_enabled=torch.is_grad_enabled(),
+            name=name,
+        )
 
     def _calling_line(self) -> str:
         return calling_line() if self.options is None else calling_line(self.options._source_location_excludes)
 
     def _append(self, node: Node, result: Any, mask: int, mutated: Tuple[Value, ...]) -> None:
         node.mutated = mutated
-        node.outputs = self._encode_outputs(result, mask, mutated)
+        node.outputs = self._encode_outputs(result, mask)
         produced = list(values_in(node.outputs))
         if not produced and not mutated:
             return
@@ -310,7 +282,7 @@ class Recorder(TorchDispatchMode):
     def _encode(self, structure: Any) -> Any:
         return _map_tensors(self.value_of, structure)
 
-    def _encode_outputs(self, structure: Any, mask: int, mutated: Tuple[Value, ...]) -> Any:
+    def _encode_outputs(self, structure: Any, mask: int) -> Any:
         def number(tensor: torch.Tensor) -> Value:
             known = self._numbers.find(tensor)
             return known if known is not None else self._register(tensor, mask)
@@ -323,6 +295,12 @@ class Recorder(TorchDispatchMode):
         self.graph.specs[value] = spec
         self._masks[value] = mask
         return value
+
+    def _mask_of_all(self, values: Iterable[Value]) -> int:
+        mask = 0
+        for value in values:
+            mask |= self._mask_of(value)
+        return mask
 
     def _mask_of(self, value: Value) -> int:
         return self._masks[value] | self._storage_masks.get(self.graph.specs[value].storage, 0)
@@ -370,20 +348,6 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], structure: Any) -> Any
     if isinstance(structure, dict):
         return {key: _map_tensors(function, item) for key, item in structure.items()}
     return structure
-
-
-def _with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
-    """Puts numbers in tensors where the operation wants tensors; None if there is nothing to do.
-
-    Torch 2.0 hands a number that an operator such as `^` wrapped in a tensor over as a plain number.
-    """
-    numbers = [
-        str(argument.type) == "Tensor" and isinstance(given, (bool, int, float))
-        for argument, given in zip(func._schema.arguments, args)
-    ]
-    if not any(numbers):
-        return None
-    return tuple(torch.tensor(given) if number else given for number, given in zip(numbers, args))
 
 
 def _mutated(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Value, ...]:

@@ -236,3 +236,15 @@ def test_a_branch_inside_a_loop_draws_anew_at_every_trip():
     assert not torch.equal(first, second)
     assert bool((first > 3).all() and (first < 6).all())
     assert [node.is_random for node in executor._executable.graph.nodes if node.name == "cond"] == [True] * 3
+
+
+def test_random_numbers_of_a_body_without_inputs_differ_between_runs():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            drawn = poptorch.cond(torch.tensor([True]), lambda: torch.rand(2), [], lambda: torch.zeros(2), [])[0]
+            return x, drawn
+
+    executor = poptorch.inferenceModel(Model(), poptorch.Options().deviceIterations(3).randomSeed(1))
+    drawn = executor(torch.ones(3, 1))[1]
+    assert drawn.shape == (6,)
+    assert len(set(drawn.tolist())) == 6
