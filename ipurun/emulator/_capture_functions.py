@@ -48,6 +48,9 @@ class FunctionWatcher(TorchFunctionMode):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            # A dispatch mode hands it on: the function that the model calls is still the one above it, or none.
+            return self._call(func, args, kwargs or {})
         host = self._recorder.host
         outer, host.function = host.function, func
         try:
