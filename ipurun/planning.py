@@ -182,14 +182,14 @@ def auto_split(config: RunConfig, subject: Subject, on_paper: bool = False) -> T
     found = _best_auto(config, profile, settings_of(plan), plan, subject, obstacles)
     if found is None and on_paper:
         note = f"pipeline.split=auto found no split that fits; shown is the model as a whole: {'; '.join(obstacles)}"
-        return config, dataclasses.replace(facts, solved_split=(), notes=(*facts.notes, note))
+        return config, dataclasses.replace(facts, solved_split=(), is_left_whole=True, notes=(*facts.notes, note))
     if found is None:
         return config, dataclasses.replace(facts, unsolved="; ".join(obstacles))
     split = found[0]
     if split is None:
         return config, dataclasses.replace(facts, solved_split=())
-    if split.head is not None:
-        blocks = {**dict(config.pipeline.blocks or {}), split.head: 0}
+    if split.returning:
+        blocks = {**dict(config.pipeline.blocks or {}), **split.returning}
         config = dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, blocks=blocks))
     return config, dataclasses.replace(facts, solved_split=split.modules)
 
@@ -230,7 +230,9 @@ def _best_auto(
                 obstacles[f"no modules of the model begin {ipus} parts that fit, with shared weights on one IPU"] = None
                 continue
             needed = 2 * split.layout.num_stages - 1
-            if accumulation < needed:
+            if accumulation < needed and _is_batch_free(config):
+                own = dataclasses.replace(own, gradient_accumulation=needed)
+            elif accumulation < needed:
                 obstacles[f"{ipus} IPUs need gradient_accumulation={needed}, and it is {accumulation}"] = None
                 continue
             layout = split.layout

@@ -22,7 +22,7 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
     rows = [
         ("engine", f"{plan.engine} ({plan.engine_version})"),
         ("model", f"{plural(plan.parameters, 'parameter')}, precision {plan.precision}"),
-        ("devices", devices_text(plan.devices, num_stages(plan))),
+        ("devices", _devices_text(plan)),
         ("batch", batch_equation(plan.training)),
         ("", f"{plural(plan.training.samples_per_update, 'sample')} per weight update"),
         ("inference", batch_equation(plan.inference)),
@@ -48,6 +48,12 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
     for variable, value in plan.environment.items():
         rows.append(("env", f"{variable}={value}"))
     return rows
+
+
+def _devices_text(plan: Plan) -> str:
+    if plan.is_left_whole:
+        return f"1 IPU of {plan.devices.total}: no split fits, and the model is shown whole"
+    return devices_text(plan.devices, num_stages(plan))
 
 
 def plan_lines(plan: Plan) -> List[str]:

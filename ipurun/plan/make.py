@@ -97,6 +97,7 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
         serialized=serialized,
         module_proportions=proportions,
         overlap_io=config.memory.overlap_io,
+        is_left_whole=facts.is_left_whole,
     )
 
 

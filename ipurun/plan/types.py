@@ -89,6 +89,7 @@ class Facts:
         ended_blocks: Those of them that end where a module does.
         solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
         unsolved: Why it is not.
+        is_left_whole: Whether no split fits, and the plan shows the model as a whole instead.
         on_paper: Whether nothing will run, so that a machine larger than one process can attach is fine.
     """
 
@@ -111,6 +112,7 @@ class Facts:
     ended_blocks: Tuple[EndedBlock, ...] = ()
     solved_split: Optional[Tuple[str, ...]] = None
     unsolved: str = ""
+    is_left_whole: bool = False
     on_paper: bool = False
 
 
@@ -263,3 +265,4 @@ class Plan:
     serialized: Tuple[Serialized, ...] = ()
     module_proportions: Mapping[str, float] = field(default_factory=dict)  # linear layer, convolution -> tile memory
     overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
+    is_left_whole: bool = False  # where no split fits, a plan shows the model on one IPU

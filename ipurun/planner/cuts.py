@@ -42,18 +42,24 @@ def cut_points(profile: ModelProfile, names: Optional[Collection[str]] = None) -
     """
     entered: Dict[str, int] = {}
     begins: Dict[int, List[str]] = {}
-    before: Tuple[str, ...] = ()
+    around_last: Tuple[str, ...] = ()
     for op in profile.ops:
         around = _around(op.module)
         for module in around:
-            if module not in before:
+            if module not in around_last:
                 entered[module] = entered.get(module, 0) + 1
                 begins.setdefault(op.index, []).append(module)
-        before = around
+        around_last = around
+    containers = {outer for module in entered for outer in _around(module)[:-1]}
     points = []
     for index, modules in begins.items():
         # A module that is called twice would begin its block twice.
         usable = [name for name in modules if entered[name] == 1 and (names is None or name in names)]
+        before = profile.ops[index - 1] if index else None
+        if before is not None and before.parameters and entered.get(before.module, 1) > 1:
+            # The name of a layer with several callers does not tell who called it: what has parts of its own may have
+            # begun before that call.
+            usable = [name for name in usable if name not in containers]
         if usable and index > 0:
             points.append(CutPoint(index, usable[0]))
     return points
@@ -70,6 +76,7 @@ class Cell:
 
     Args:
         first: Its first operation.
+        end: The first operation behind it.
         forward: Seconds.
         backward: Seconds.
         saved: Bytes that its backward pass reads.
@@ -84,6 +91,7 @@ class Cell:
     """
 
     first: int
+    end: int
     forward: float
     backward: float
     saved: int
@@ -124,6 +132,7 @@ def cells_of(
         cells.append(
             Cell(
                 first=first,
+                end=end,
                 forward=sum(costs[op.index].forward for op in ops),
                 backward=sum(costs[op.index].backward for op in ops),
                 saved=sum(op.saved_bytes for op in ops),
@@ -173,23 +182,24 @@ class Segment:
     update: int
 
 
-def segment_memory(segment: Segment, in_flight: int, machine: Machine, head: Optional[Segment] = None) -> float:
+def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning: Optional[Segment] = None) -> float:
     """Bytes that a stage takes on its IPU, the fullest tile's excess included.
 
     Args:
         segment: The stage.
         in_flight: Micro-batches between its forward and its backward pass.
         machine: The device.
-        head: The last stage, where it runs on the same IPU.
+        returning: Parts of the model that come back to the same IPU, as one; what they keep is that of all their
+            micro-batches.
     """
     stash = segment.kept * in_flight
     stays = segment.fixed + segment.received + segment.code + machine.tile_imbalance_bytes * machine.tiles
     run, peak, update = segment.run, segment.peak, segment.update
-    if head is not None:
-        stash += head.kept
-        # Both stages begin with the code that every program has.
-        stays += head.fixed + head.received + head.code - machine.tiles * machine.code_bytes_per_tile
-        run, peak, update = max(run, head.run), max(peak, head.peak), max(update, head.update)
+    if returning is not None:
+        stash += returning.kept
+        # Both begin with the code that every program has.
+        stays += returning.fixed + returning.received + returning.code - machine.tiles * machine.code_bytes_per_tile
+        run, peak, update = max(run, returning.run), max(peak, returning.peak), max(update, returning.update)
     return stays + stash + max(run + peak, update - stash)
 
 
@@ -211,7 +221,7 @@ def segments_ending_at(
     run, longest_run, checkpoint_seen = 0, 0, False
     for number in range(end - 1, -1, -1):
         cell = cells[number]
-        for index in [index for index in external if index >= cell.first]:
+        for index in [index for index in external if cell.first <= index < cell.end]:
             external.discard(index)
             received -= profile.ops[index].output_bytes
         for index in cell.reads - external:

@@ -57,10 +57,11 @@ def parameter_shares(profile: ModelProfile, layout: Layout, settings: Settings) 
     for parameter in profile.parameters:
         for ipu in {layout.ipu_of_op(op) for op in parameter.ops}:
             owned[ipu].append(parameter)
-    return [_share(parameters, settings) for parameters in owned]
+    return [share_of(parameters, settings) for parameters in owned]
 
 
-def _share(parameters: List[ParameterProfile], settings: Settings) -> ParameterShare:
+def share_of(parameters: Sequence[ParameterProfile], settings: Settings) -> ParameterShare:
+    """What parameters take on the IPU that has them."""
     names = ("weights", "gradients", "state", "streaming", "streamed", "transfers", "fetched", "fetches")
     totals: Dict[str, float] = dict.fromkeys(names, 0.0)
     trained, update = 0, 0.0

@@ -278,5 +278,6 @@ def split_overrides(split: Optional[Split], words: Words) -> List[str]:
     """What to type for a split; None: everything on one IPU."""
     if split is None:
         return ["pipeline.split=[]", *words.placement, *words.blocks]
-    head = words.blocks if split.head is None else (f"pipeline.blocks={{{split.head}: 0}}",)
-    return [f"pipeline.split=[{','.join(split.modules)}]", *words.placement, *head]
+    returning = ", ".join(f"{module}: {ipu}" for module, ipu in split.returning.items())
+    blocks = (f"pipeline.blocks={{{returning}}}",) if returning else words.blocks
+    return [f"pipeline.split=[{','.join(split.modules)}]", *words.placement, *blocks]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Collection, List, Optional, Sequence, Tuple
+from typing import Collection, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.planner.costs import proportion_of
 from ipurun.planner.cuts import Cell, CutPoint, Segment, cells_of, cut_points, segment_memory, segments_ending_at
 from ipurun.planner.hardware import Machine
-from ipurun.planner.memory import in_flight
+from ipurun.planner.memory import in_flight, share_of
 from ipurun.planner.stages import layout_of_cuts
+from ipurun.planner.tied import Ties, ways_to_tie
 from ipurun.planner.types import Layout, ModelProfile, Settings
 
-__all__ = ["Split", "solve_split", "tied_head"]
+__all__ = ["Split", "solve_split"]
 
 _MOST_CUTS = 400
 _SHORT = 1.6  # times the even share of the work
@@ -45,47 +46,18 @@ class Split:
 
     @property
     def modules(self) -> Tuple[str, ...]:
-        """Modules at which the next IPU begins, for `pipeline.split`; without a head that goes back to IPU 0."""
-        return tuple(module for module, ipu in self.blocks if ipu)
+        """Modules at which the next IPU begins, for `pipeline.split`."""
+        return tuple(module for module, _ in self._first_blocks())
 
     @property
-    def head(self) -> Optional[str]:
-        """Module whose block goes back to IPU 0, if one does."""
-        return next((module for module, ipu in self.blocks if not ipu), None)
+    def returning(self) -> Mapping[str, int]:
+        """Module -> the IPU that its block comes back to, for `pipeline.blocks`."""
+        first = self._first_blocks()
+        return {module: ipu for module, ipu in self.blocks if (module, ipu) not in first}
 
-
-def tied_head(profile: ModelProfile, points: Sequence[CutPoint]) -> Optional[CutPoint]:
-    """Where a head begins that shares a weight with the model's beginning: both have to be on one IPU."""
-    # Used at both ends and nowhere between.
-    early, late = len(profile.ops) // 3, 2 * len(profile.ops) // 3
-    first_uses = [
-        min(op for op in ops if op >= late)
-        for ops in _users(profile)
-        if ops[0] < early and ops[-1] >= late and not any(early <= op < late for op in ops)
-    ]
-    before = [point for point in points if first_uses and early <= point.op <= min(first_uses)]
-    return before[-1] if before else None
-
-
-def _users(profile: ModelProfile) -> List[List[int]]:
-    return [sorted(parameter.ops) for parameter in profile.parameters if len(parameter.ops) > 1]
-
-
-def _allowed(profile: ModelProfile, points: Sequence[CutPoint], head: Optional[CutPoint]) -> List[CutPoint]:
-    """Cut points that leave all users of a parameter on one IPU, given where the head goes back to IPU 0."""
-    forbidden: List[Tuple[int, int]] = []
-    for ops in _users(profile):
-        if head is not None and ops[0] < head.op <= ops[-1]:
-            # The beginning stays on IPU 0 until its last use of what the head shares with it.
-            forbidden.append((0, max(op for op in ops if op < head.op)))
-            forbidden.append((head.op, ops[-1]))
-        else:
-            forbidden.append((ops[0], ops[-1]))
-    return [
-        point
-        for point in points
-        if (head is None or point.op <= head.op) and not any(first < point.op <= last for first, last in forbidden)
-    ]
+    def _first_blocks(self) -> List[Tuple[str, int]]:
+        ipus = [0, *(ipu for _, ipu in self.blocks)]
+        return [block for number, block in enumerate(self.blocks, start=1) if block[1] not in ipus[:number]]
 
 
 def solve_split(
@@ -119,16 +91,16 @@ def solve_split(
     points = cut_points(profile, names)
     best: Optional[Split] = None
     for depth in sorted({point.depth for point in points}) or [0]:
-        usable = [point for point in points if point.depth <= depth]
-        head = tied_head(profile, usable) if num_ipus > 1 else None
-        usable = _allowed(profile, usable, head)
-        if best is not None and len(usable) > _MOST_CUTS:
-            break
-        if len(usable) + 1 - (head is not None) < num_ipus or len(usable) > 4 * _MOST_CUTS:
-            continue
-        found = _solve(profile, usable, head, num_ipus, settings, machine, checkpoints, room)
-        if found is not None and (best is None or found.slowest < best.slowest * _WORTH_DEPTH):
-            best = found
+        at_depth: Optional[Split] = None
+        for ties in ways_to_tie(profile, [point for point in points if point.depth <= depth]):
+            cuts = len(ties.points)
+            if cuts + 1 - len(ties.returns) < num_ipus or cuts > (4 if best is None else 1) * _MOST_CUTS:
+                continue
+            found = _solve(profile, ties, num_ipus, settings, machine, checkpoints, room)
+            if found is not None and (at_depth is None or found.slowest < at_depth.slowest):
+                at_depth = found
+        if at_depth is not None and (best is None or at_depth.slowest < best.slowest * _WORTH_DEPTH):
+            best = at_depth
         if best is not None and best.evenness > _WORTH_DEPTH:
             break  # no finer cuts could make the slowest IPU clearly quicker
     return best
@@ -136,8 +108,7 @@ def solve_split(
 
 def _solve(
     profile: ModelProfile,
-    points: List[CutPoint],
-    head: Optional[CutPoint],
+    ties: Ties,
     num_ipus: int,
     settings: Settings,
     machine: Machine,
@@ -147,14 +118,11 @@ def _solve(
     shares = [proportion_of(settings, machine, ipu) for ipu in range(num_ipus)]
     # An IPU may have a share of tile memory of its own, which changes the cost of what runs there.
     by_share = {
-        share: cells_of(profile, points, checkpoints, settings, machine, shares.index(share))
+        share: cells_of(profile, list(ties.points), checkpoints, settings, machine, shares.index(share))
         for share in dict.fromkeys(shares)
     }
     cells = by_share[shares[0]]
-    end = len(cells) if head is None else points.index(head) + 1
-    # A parameter that both ends share is counted in both of their cells: the head's own comes in without it.
-    behind = _head_segment(cells, end, profile, settings, machine) if head is not None else None
-    stages = num_ipus + (head is not None)
+    fixed = _fixed_cells(profile, cells, ties, num_ipus, settings, machine)
     again = 2 if settings.recompute == "checkpoints" and settings.training else 1
     work = [again * cell.forward + cell.backward for cell in cells]
     starts = None
@@ -164,44 +132,113 @@ def _solve(
         for longest in (short, math.inf) if short < sum(work) else (math.inf,):
             tables = {
                 share: [
-                    segments_ending_at(last, own[:end], profile, settings, machine, room, longest)
-                    for last in range(end + 1)
+                    segments_ending_at(
+                        last, [own[cell] for cell in fixed.free], profile, settings, machine, room, longest
+                    )
+                    for last in range(len(fixed.free) + 1)
                 ]
                 for share, own in by_share.items()
             }
             on_ipu = [tables[share] for share in shares]
-            starts = _partition(on_ipu, stages, behind, settings, machine, room)
+            starts = _partition(on_ipu, fixed, settings, machine, room)
             if starts is not None:
                 break
     if starts is None:
         return None
-    quickest = _split(profile, points, head, num_ipus, checkpoints, starts, work)
-    leaner = _partition(on_ipu, stages, behind, settings, machine, room, starts[1] * _HARDLY_SLOWER)
+    quickest = _split(profile, ties, fixed, num_ipus, checkpoints, starts, work)
+    leaner = _partition(on_ipu, fixed, settings, machine, room, starts[1] * _HARDLY_SLOWER)
     if leaner is None or leaner[0] == starts[0]:
         return quickest
-    return replace(quickest, leaner=_split(profile, points, head, num_ipus, checkpoints, leaner, work))
+    return replace(quickest, leaner=_split(profile, ties, fixed, num_ipus, checkpoints, leaner, work))
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """What of a model is on IPU 0 whatever the split is, beside its beginning.
+
+    Args:
+        free: Numbers of the cells that are left to share out.
+        before: For each of them, how many parts came back to IPU 0 before it.
+        segment: The parts that come back, as one; None: there are none.
+        is_last: Whether the last of them is the last stage.
+        stages: Most stages that the model can have with them.
+    """
+
+    free: Tuple[int, ...]
+    before: Tuple[int, ...]
+    segment: Optional[Segment]
+    is_last: bool
+    stages: int
+
+
+def _fixed_cells(
+    profile: ModelProfile, cells: List[Cell], ties: Ties, num_ipus: int, settings: Settings, machine: Machine
+) -> _Fixed:
+    """Each part that comes back is one cell, as nothing may be cut inside."""
+    pinned = [ties.points.index(part.first) + 1 for part in ties.returns]
+    free = tuple(number for number in range(len(cells)) if number not in pinned)
+    before = tuple(sum(cell < number for cell in pinned) for number in free)
+    is_last = bool(ties.returns) and ties.returns[-1].resume is None
+    # The IPU that a part interrupts goes on behind it in a stage of its own.
+    stages = num_ipus + 2 * len(pinned) - is_last
+    if not pinned:
+        return _Fixed(free, before, None, False, stages)
+    parts = [segments_ending_at(number + 1, cells, profile, settings, machine, 0.0)[0] for number in pinned]
+    # Nobody knows yet in which stage a part comes back; the later, the less it keeps.
+    at_least = [1 + number for number in range(len(parts))]
+    if is_last:
+        at_least[-1] = stages - 1
+    inside = {op for number in pinned for op in range(cells[number].first, cells[number].end)}
+    own = [
+        parameter
+        for parameter in profile.parameters
+        if not inside.isdisjoint(parameter.ops) and min(parameter.ops) >= cells[0].end
+    ]
+    share = share_of(own, settings)
+    every_code = machine.tiles * machine.code_bytes_per_tile
+    segment = Segment(
+        begin=0,
+        forward=sum(part.forward for part in parts),
+        backward=sum(part.backward for part in parts),
+        again=sum(part.again for part in parts),
+        tail=parts[-1].tail if is_last else 0.0,
+        fixed=share.weights + share.gradients + share.state,
+        received=sum(part.received for part in parts),
+        kept=sum(part.kept * in_flight(stage, stages, settings) for part, stage in zip(parts, at_least)),
+        run=max(part.run for part in parts),
+        peak=max(part.peak for part in parts),
+        code=every_code + sum(part.code - every_code for part in parts),
+        update=max(part.update for part in parts),
+    )
+    return _Fixed(free, before, segment, is_last, stages)
 
 
 def _split(
     profile: ModelProfile,
-    points: List[CutPoint],
-    head: Optional[CutPoint],
+    ties: Ties,
+    fixed: _Fixed,
     num_ipus: int,
     checkpoints: Collection[int],
     starts: Tuple[List[int], float, float],
     work: Sequence[float],
 ) -> Split:
-    """A split from the first cells of its IPUs, the seconds of the slowest and the bytes of the fullest."""
-    cuts = [points[start - 1] for start in starts[0]]
-    blocks = [(point.module, ipu) for ipu, point in enumerate(cuts, start=1)]
-    ipus = list(range(num_ipus))
-    if head is not None:
-        cuts.append(head)
-        blocks.append((head.module, 0))
-        ipus.append(0)
-    layout = layout_of_cuts(profile, [point.op for point in cuts], ipus, sorted(checkpoints))
+    """A split from the first free cells of its IPUs, the seconds of the slowest and the bytes of the fullest."""
+    first_cells = [fixed.free[start] for start in starts[0]]
+    begins = [(ties.points[cell - 1], ipu) for ipu, cell in enumerate(first_cells, start=1)]
+    for part in ties.returns:
+        begins.append((part.first, 0))
+        if part.resume is not None:
+            cell = ties.points.index(part.resume) + 1
+            begins.append((part.resume, sum(first <= cell for first in first_cells)))
+    blocks: List[Tuple[CutPoint, int]] = []
+    for point, ipu in sorted(set(begins), key=lambda begin: begin[0].op):
+        if ipu != (blocks[-1][1] if blocks else 0):
+            blocks.append((point, ipu))
+    layout = layout_of_cuts(
+        profile, [point.op for point, _ in blocks], [0, *(ipu for _, ipu in blocks)], sorted(checkpoints)
+    )
     even = sum(work) / num_ipus / starts[1] if starts[1] else 1.0
-    return Split(tuple(blocks), layout, starts[1], starts[2], even)
+    return Split(tuple((point.module, ipu) for point, ipu in blocks), layout, starts[1], starts[2], even)
 
 
 def _could_fit(
@@ -220,31 +257,21 @@ def _could_fit(
     )
 
 
-def _head_segment(cells: List[Cell], end: int, profile: ModelProfile, settings: Settings, machine: Machine) -> Segment:
-    tables = segments_ending_at(len(cells), cells, profile, settings, machine)
-    segment = next(segment for segment in tables if segment.begin == end)
-    shared = cells[end].share
-    twice = shared.weights + shared.gradients + shared.state
-    return Segment(**{**vars(segment), "fixed": max(0, segment.fixed - twice)})
-
-
 def _partition(
     tables: List[List[List[Segment]]],
-    stages: int,
-    head: Optional[Segment],
+    fixed: _Fixed,
     settings: Settings,
     machine: Machine,
     room: float,
     most_seconds: Optional[float] = None,
 ) -> Optional[Tuple[List[int], float, float]]:
-    """First cells of IPUs 1, 2, ..., the seconds of the slowest IPU and the bytes of the fullest; None: none fits.
+    """First free cells of IPUs 1, 2, ..., the seconds of the slowest IPU and the bytes of the fullest; None: none fits.
 
     ``best[j]`` after n rounds is the smallest possible time of the slowest of n stages that hold the first j cells.
 
     Args:
-        tables: For each IPU, the stages that could end before each cell there.
-        stages: Stages in all.
-        head: The last stage, where it comes back to IPU 0.
+        tables: For each IPU, the stages that could end before each free cell there.
+        fixed: What is not free.
         settings: How it runs.
         machine: On what it runs.
         room: Bytes that may be taken on each IPU.
@@ -256,10 +283,9 @@ def _partition(
     choices: List[List[int]] = []
     directions = 2 if settings.training else 1
     for stage in range(num_ipus):
-        micro_batches = in_flight(stage, stages, settings)
         now: List[Tuple[float, float]] = [(never, never)] * (count + 1)
         choice = [-1] * (count + 1)
-        is_last = stage == stages - 1
+        is_last = stage == num_ipus - 1 and not fixed.is_last
         ends = range(stage + 1, count - (num_ipus - stage - 1) + 1)
         for end in ends if stage < num_ipus - 1 else (count,):
             for segment in tables[stage][end]:
@@ -269,12 +295,13 @@ def _partition(
                 before = best[segment.begin]
                 if before[0] == never or (stage == 0) != (segment.begin == 0):
                     continue
-                behind = head if stage == 0 else None
-                memory = segment_memory(segment, micro_batches, machine, behind)
+                returning = fixed.segment if stage == 0 else None
+                micro_batches = in_flight(stage + fixed.before[segment.begin], fixed.stages, settings)
+                memory = segment_memory(segment, micro_batches, machine, returning)
                 received = segment.received
-                if behind is not None:
-                    work += behind.forward + behind.backward + behind.again - behind.tail
-                    received += behind.received
+                if returning is not None:
+                    work += returning.forward + returning.backward + returning.again - returning.tail
+                    received += returning.received
                 if memory > room:
                     continue
                 seconds = work + directions * received / machine.link_bytes_per_second

@@ -9,10 +9,12 @@ import torch
 from run_harness import built, config, inspected
 from torch import nn
 
-from ipurun.build import Run
+from ipurun import engine
+from ipurun.build import Run, build_run
 from ipurun.build.batch import as_call
 from ipurun.errors import ConfigError
 from ipurun.plan import make_plan
+from ipurun.planning import auto_split
 
 MODELS = {
     "GPT2LMHeadModel": ("transformer.h", "lm_head"),
@@ -46,8 +48,12 @@ def two_updates(run: Run) -> Tuple[List[float], Dict[str, torch.Tensor], torch.T
 
 
 def assert_same(run: Run, model: str, **changes: Any) -> None:
+    assert_same_as(run, built(**keys_of(model, **changes)))
+
+
+def assert_same_as(run: Run, whole: Run) -> None:
     losses, weights, output = two_updates(run)
-    expected_losses, expected_weights, expected_output = two_updates(built(**keys_of(model, **changes)))
+    expected_losses, expected_weights, expected_output = two_updates(whole)
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     for name, weight in expected_weights.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
@@ -102,6 +108,23 @@ def test_the_embedding_of_a_decoder_runs_where_its_weight_is(counts: List[int]) 
     note = "decoder.embed_tokens runs on IPU 0, because its weight is that of encoder.embed_tokens"
     assert note in run.plan.notes
     assert_same(run, "T5ForConditionalGeneration", **T5_BATCH)
+
+
+@pytest.mark.parametrize("ipus", [2, 4])
+@pytest.mark.parametrize("one_module", [False, True])
+def test_a_solved_split_has_all_uses_of_a_table_on_one_ipu(one_module: bool, ipus: int) -> None:
+    model = {"_target_": "lookalikes.T5ForConditionalGeneration", "layers": 4, "one_module": one_module}
+    keys = {**keys_of("T5ForConditionalGeneration", **T5_BATCH), "model": model}
+    settings = config(**keys, pipeline__split="auto", pipeline__ipus=ipus)
+    subject = inspected(settings)
+    settings, facts = auto_split(settings, subject)
+    plan = make_plan(settings, facts)
+    placed = {one.module: one.ipu for one in plan.placements}
+    assert plan.devices.per_replica == ipus
+    assert placed.get("decoder", 0) == placed["lm_head"] == 0
+    assert set(placed.values()) == set(range(ipus))
+    run = build_run(settings, plan, subject, engine.load("cpu"))
+    assert_same_as(run, built(**keys))
 
 
 def test_a_table_that_runs_twice_stays_on_one_ipu() -> None:

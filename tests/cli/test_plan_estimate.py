@@ -213,6 +213,8 @@ def test_split_auto_that_finds_nothing_still_shows_a_plan(capsys: Any) -> None:
     found = _json(capsys, 3, *words)
     assert any("no split that fits" in note for note in found["notes"])
     assert found["estimate"]["needs"]["ipus"] is None
+    assert main(["plan", *words]) == 3
+    assert "devices    1 IPU of 4: no split fits" in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_traced_still_has_a_plan(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

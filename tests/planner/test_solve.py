@@ -14,7 +14,7 @@ from ipurun.planner.estimate import estimate
 from ipurun.planner.hardware import Machine
 from ipurun.planner.solve import Goal, search, split_for, variants_of
 from ipurun.planner.split import solve_split
-from ipurun.planner.stages import layout_of_cuts
+from ipurun.planner.stages import layout_of_blocks, layout_of_cuts
 from ipurun.planner.types import ModelProfile, Settings, Verdict
 
 MACHINE = Machine()
@@ -86,7 +86,7 @@ def test_a_head_that_shares_the_first_weight_goes_back_to_its_ipu() -> None:
     profile = _with_tied_head(9)
     split = solve_split(profile, 4, SETTINGS, MACHINE)
     assert split is not None
-    assert split.head == "head"
+    assert split.returning == {"head": 0}
     assert split.layout.ipu_of_stage == (0, 1, 2, 3, 0)
     ipus = {split.layout.ipu_of_op(op) for op in profile.parameters[0].ops}
     assert ipus == {0}
@@ -104,10 +104,43 @@ def test_layers_that_share_a_weight_stay_together() -> None:
 
 def test_blocks_begin_only_at_modules_that_are_called_once() -> None:
     plain = chain(6)
-    modules = ["a", "stack.0", "stack.1", "a", "b", "b.inner"]
+    modules = ["a", "stack.0", "stack.1", "a", "b", "c"]
     ops = tuple(dataclasses.replace(op, module=module) for op, module in zip(plain.ops, modules))
-    points = cut_points(dataclasses.replace(plain, ops=ops), names={"a", "stack.0", "stack.1", "b", "b.inner"})
-    assert [(point.op, point.module) for point in points] == [(1, "stack.0"), (2, "stack.1"), (4, "b"), (5, "b.inner")]
+    points = cut_points(dataclasses.replace(plain, ops=ops), names={"a", "stack.0", "stack.1", "b", "c"})
+    assert [(point.op, point.module) for point in points] == [(1, "stack.0"), (2, "stack.1"), (4, "b"), (5, "c")]
+
+
+def test_what_may_have_called_a_shared_layer_begins_no_block_behind_it() -> None:
+    plain = chain(5)
+    modules = ["shared", "encoder", "shared", "decoder", "decoder.block"]
+    ops = tuple(dataclasses.replace(op, module=module) for op, module in zip(plain.ops, modules))
+    points = cut_points(dataclasses.replace(plain, ops=ops))
+    assert [(point.op, point.module) for point in points] == [(1, "encoder"), (4, "decoder.block")]
+
+
+def _with_table(uses: Tuple[int, ...]) -> ModelProfile:
+    """A chain of 24 operations, some of which share the weight of the first or of another one."""
+    plain = chain(24)
+    table = plain.parameters[uses[0]]
+    others = tuple(p for p in plain.parameters if not set(uses) & set(p.ops))
+    ops = tuple(dataclasses.replace(op, parameters=(table.name,)) if op.index in uses else op for op in plain.ops)
+    return dataclasses.replace(plain, ops=ops, parameters=(dataclasses.replace(table, ops=uses), *others))
+
+
+@pytest.mark.parametrize("uses", [(0, 12, 23), (12, 23), (0, 8, 16)])
+@pytest.mark.parametrize("ipus", [2, 4])
+def test_all_uses_of_a_weight_are_on_one_ipu(uses: Tuple[int, ...], ipus: int) -> None:
+    profile = _with_table(uses)
+    split = solve_split(profile, ipus, SETTINGS, MACHINE)
+    assert split is not None
+    assert len({split.layout.ipu_of_op(op) for op in uses}) == 1
+    assert {ipu for _, ipu in split.blocks} | {0} == set(range(ipus))
+    # Nearly even, though IPU 0 has the uses beside its own part: 24 equal operations.
+    times = [time.total for time in estimate(profile, split.layout, SETTINGS, MACHINE).time.ipus]
+    assert max(times) == pytest.approx(split.slowest, rel=0.02)
+    assert max(times) < 1.35 * sum(times) / ipus
+    again = layout_of_blocks(profile, split.blocks)
+    assert (again.stage_of_op, again.ipu_of_stage) == (split.layout.stage_of_op, split.layout.ipu_of_stage)
 
 
 def test_solutions_keep_the_global_batch_and_feed_the_pipeline() -> None:
