@@ -9,10 +9,10 @@ from typing import Dict, FrozenSet, List, Optional, Tuple
 
 from torch import nn
 
+from ipurun.build.cached_executables import look_into_cache
 from ipurun.build.inspect import Subject
 from ipurun.build.loader import is_stream
 from ipurun.build.profile import profile_model, strategy_of
-from ipurun.build.profile_cache import look_into_cache
 from ipurun.build.sampling import seeded
 from ipurun.build.structure import first_item
 from ipurun.config.schema import RunConfig

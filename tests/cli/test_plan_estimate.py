@@ -10,8 +10,8 @@ from typing import Any, List
 import pytest
 
 from ipurun import engine as engines
+from ipurun.build.cached_executables import look_into_cache
 from ipurun.build.inspect import inspect
-from ipurun.build.profile_cache import look_into_cache
 from ipurun.cli.main import main
 from ipurun.config.compose import one
 from ipurun.plan import make_plan
