@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 
 from ipurun.build import Run, build_run
 from ipurun.build.data import split_for_eval
-from ipurun.checkpoint import Checkpoint, best, latest, listed
+from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
 from ipurun.errors import ConfigError, Problem
 from ipurun.prepare import prepare
 from ipurun.rundir import RunFolder
@@ -82,7 +82,7 @@ def _checkpoint(folder: RunFolder, file: Optional[str], use_best: bool) -> Check
         names = ", ".join(item.path.name for item in listed(folder)[-5:])
         kind = f"checkpoint {file}" if file else "best checkpoint" if use_best else "checkpoint"
         what = f"the run `{folder}` has no {kind}"
-        raise ConfigError(
-            Problem(what, where=str(folder.checkpoints), known=names, fix="train first, or take another run")
-        )
+        damaged = damaged_files(folder)
+        seen = f"damaged or incomplete: {', '.join(damaged)}" if damaged else ""
+        raise ConfigError(Problem(what, str(folder.checkpoints), seen, names, "train first, or take another run"))
     return found

@@ -76,3 +76,12 @@ def test_a_config_of_another_version_is_told(folder: RunFolder) -> None:
     folder.config_file.write_text(folder.config_file.read_text() + "old_key: 1\n")
     with pytest.raises(ConfigError, match="does not fit this version"):
         stored_point(folder, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff\xfe", "not UTF-8"), (b"", "is empty"), (b"a: [", "malformed")]
+)
+def test_a_stored_config_that_is_damaged_is_told(folder: RunFolder, content: bytes, message: str) -> None:
+    folder.config_file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        stored_point(folder, [])

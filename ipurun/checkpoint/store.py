@@ -22,7 +22,7 @@ import torch
 
 from ipurun.errors import Problem, RunError
 
-__all__ = ["Checkpoint", "Folder", "best", "latest", "listed", "load", "save"]
+__all__ = ["Checkpoint", "Folder", "best", "damaged_files", "latest", "listed", "load", "save"]
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)\.json")
@@ -108,6 +108,12 @@ def listed(folder: Union[Folder, Path]) -> List[Checkpoint]:
         if match and about is not None and tensors.is_file() and tensors.stat().st_size == about.get("bytes"):
             found.append(Checkpoint(tensors, int(match.group(1)), about))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def damaged_files(folder: Union[Folder, Path]) -> List[str]:
+    """Names of files that should hold the tensors of a checkpoint and belong to none that is complete."""
+    complete = {checkpoint.path.name for checkpoint in listed(folder)}
+    return sorted(file.name for file in _place(folder).glob("step-*.pt") if file.name not in complete)
 
 
 def latest(folder: Union[Folder, Path]) -> Optional[Checkpoint]:

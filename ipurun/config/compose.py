@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import checks, hydra_session, overrides
-from ipurun.config.documents import Document, yaml_problem
+from ipurun.config.documents import Document, NotText, yaml_problem
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
 from ipurun.config.words import split_words
@@ -124,9 +124,13 @@ def from_yaml(path: Path) -> RunConfig:
     """
     try:
         stored = OmegaConf.load(path)
+        if not stored:
+            raise ConfigError(Problem("the stored config is empty", str(path), fix="give the folder of another run"))
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
     except FileNotFoundError:
         raise ConfigError(Problem("no stored config there", str(path), fix="give the folder of a run")) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(yaml_problem(path, NotText(error))) from error
     except yaml.YAMLError as error:
         raise ConfigError(yaml_problem(path, error)) from error
     except OmegaConfBaseException as error:

@@ -82,12 +82,12 @@ def eval_record(event: EvalEnd) -> Dict[str, Any]:
 
 def _drop_after(path: Path, step: int) -> None:
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            continue  # the line that a kill cut short
+            continue  # a line that a kill cut short, or a damaged one
     partial = path.with_suffix(".partial")
     partial.write_text("".join(kept), encoding="utf-8")
     os.replace(partial, path)

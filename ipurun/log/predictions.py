@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
-from typing import Any, Mapping
+from typing import IO, Any, Mapping
 
 import numpy
 import torch
@@ -38,26 +39,35 @@ def write_predictions(path: Path, outputs: Any) -> None:
     """Writes outputs, whole or not at all.
 
     Raises:
-        RunError: .npy or .csv were asked for and the outputs are not one tensor.
+        RunError: .npy or .csv were asked for and the outputs are not one tensor, or the file cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
-    if path.suffix == ".pt":
-        torch.save(outputs, str(partial))
-    else:
-        if not isinstance(outputs, torch.Tensor):
-            raise RunError(
-                Problem(
-                    f"the outputs are not one tensor, so they do not fit {path.suffix}",
-                    seen=describe(outputs),
-                    fix="--out FILE.pt",
-                )
+    if path.suffix != ".pt" and not isinstance(outputs, torch.Tensor):
+        raise RunError(
+            Problem(
+                f"the outputs are not one tensor, so they do not fit {path.suffix}",
+                seen=describe(outputs),
+                fix="--out FILE.pt",
             )
+        )
+    partial = path.with_name(path.name + ".partial")
+    try:
         with partial.open("wb") as stream:
-            if path.suffix == ".npy":
-                numpy.save(stream, outputs.numpy())
-            else:
-                numpy.savetxt(stream, outputs.float().reshape(len(outputs), -1).numpy(), "%.9g", delimiter=",")
-    os.replace(partial, path)
+            _write(stream, path.suffix, outputs)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # torch tells a full disk as RuntimeError
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        fix = "--out FILE in a folder with room that you can write to"
+        raise RunError(Problem("the predictions could not be written", str(path), seen=str(error), fix=fix)) from error
+
+
+def _write(stream: IO[bytes], suffix: str, outputs: Any) -> None:
+    if suffix == ".pt":
+        torch.save(outputs, stream)
+    elif suffix == ".npy":
+        numpy.save(stream, outputs.numpy())
+    else:
+        numpy.savetxt(stream, outputs.float().reshape(len(outputs), -1).numpy(), "%.9g", delimiter=",")
 
 
 def describe(outputs: Any) -> str:

@@ -82,6 +82,7 @@ def _where(error: BaseException) -> str:
     if remote:
         return ":".join(remote[-1])
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/ipurun/" not in f.filename]
-    chosen = own[-1] if own else frames[-1]
+    named = [f for f in frames if not f.filename.startswith("<")]  # `<frozen os>` is no file to look into
+    own = [f for f in named if "/torch/" not in f.filename and "/ipurun/" not in f.filename]
+    chosen = (own or named or frames)[-1]
     return f"{chosen.filename}:{chosen.lineno}"

@@ -179,3 +179,24 @@ def test_a_damaged_checkpoint_is_no_config_error(capsys: Any, tmp_path: Path) ->
     checkpoint.path.write_bytes(bytes(content))
     assert main(["eval", str(tmp_path / "damaged")]) == 1
     assert "checksum" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_was_cut_off_is_named(capsys: Any, tmp_path: Path) -> None:
+    shutil.copytree("run", str(tmp_path / "cut"))
+    names = sorted(file.name for file in (tmp_path / "cut/checkpoints").glob("*.pt"))
+    for name in names:
+        (tmp_path / "cut/checkpoints" / name).write_bytes(b"cut")
+    assert main(["eval", str(tmp_path / "cut")]) == 2
+    message = capsys.readouterr().err
+    assert "has no checkpoint" in message
+    assert all(name in message for name in names)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_predictions_on_a_full_disk(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "out.pt.partial").symlink_to("/dev/full")
+    assert main(["predict", "run", "--out", str(tmp_path / "out.pt")]) == 1
+    message = capsys.readouterr().err
+    assert "the predictions could not be written" in message
+    assert "No space left" in message
+    assert list(tmp_path.iterdir()) == []

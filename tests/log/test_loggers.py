@@ -53,8 +53,8 @@ def test_a_resumed_run_does_not_log_a_step_twice(tmp_path: Path, step: Callable[
     killed = JsonlLogger(path)
     for number in (8, 16, 24):
         killed.on_step(step(step=number))
-    with path.open("a") as stream:
-        stream.write('{"step": 32, "lo')  # the kill came in the middle of a line
+    with path.open("ab") as stream:
+        stream.write(b'{"step": 9, \xff\xfe}\n{"step": 32, "lo')  # damaged; and a kill in the middle of a line
     resumed = JsonlLogger(path)
     resumed.on_start(RunStart("digits", str(tmp_path), 16, 64, "step-16.pt"))
     resumed.on_step(step(step=24))
