@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Sequence, Set, Tuple
 
 from ipurun.planner.costs import OpCost, costs_by_ipu, serial_parts
 from ipurun.planner.hardware import Machine
@@ -125,6 +125,7 @@ def estimate_memory(
         if not settings.activations_on_chip:
             streaming += stash
             stash = max((activations[stage].kept for stage in stages), default=0)
+        fetched, accumulated = _of_largest_phase(profile, layout, settings, stages)
         working = max((activations[stage].working for stage in stages), default=0)
         temporary = working + max((op_bytes(profile, op, settings, costs[ipu]) for op in ops), default=0.0)
         # Weights are updated when the pipeline is empty: state takes the place of activations.
@@ -133,8 +134,8 @@ def estimate_memory(
         ipus.append(
             IpuMemory(
                 ipu=ipu,
-                weights=share.weights + profile.buffers_bytes // layout.num_ipus,
-                gradients=share.gradients,
+                weights=share.weights + fetched + profile.buffers_bytes // layout.num_ipus,
+                gradients=share.gradients + accumulated,
                 optimizer_state=share.state,
                 activations=stash,
                 temporary=round(temporary),
@@ -146,6 +147,29 @@ def estimate_memory(
             )
         )
     return tuple(ipus)
+
+
+def _of_largest_phase(
+    profile: ModelProfile, layout: Layout, settings: Settings, stages: Sequence[int]
+) -> Tuple[int, int]:
+    """Weights and accumulators from streaming memory that are on chip while their phase runs: the most of any."""
+    by_phase: Dict[int, Set[int]] = {}
+    for stage in stages if layout.phase_of_stage else ():
+        by_phase.setdefault(layout.phase_of_stage[stage], set()).add(stage)
+    weights = gradients = 0
+    for running in by_phase.values():
+        moved = [
+            parameter
+            for parameter in profile.parameters
+            if parameter.elements >= settings.min_elements_off_chip
+            and any(layout.stage_of_op[op] in running for op in parameter.ops)
+        ]
+        if not settings.weights_on_chip:
+            weights = max(weights, sum(parameter.num_bytes for parameter in moved))
+        if settings.training and not settings.accumulators_on_chip:
+            trained = sum(parameter.elements for parameter in moved if parameter.trainable)
+            gradients = max(gradients, round(trained * settings.accumulator_bytes))
+    return weights, gradients
 
 
 def op_bytes(profile: ModelProfile, op: OpProfile, settings: Settings, costs: Sequence[OpCost]) -> float:

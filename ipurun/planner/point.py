@@ -8,6 +8,7 @@ from typing import List, Mapping, Sequence, Tuple
 from ipurun.config.schema import RunConfig
 from ipurun.plan.types import Plan
 from ipurun.planner.hardware import Machine, machine_from
+from ipurun.planner.settings import phases_of
 from ipurun.planner.stages import checkpoint_ops, layout_of_blocks
 from ipurun.planner.types import Layout, ModelProfile
 
@@ -22,7 +23,9 @@ def machine_of(config: RunConfig) -> Machine:
 def layout_of_plan(profile: ModelProfile, plan: Plan, *, training: bool = True) -> Layout:
     """Which operation runs where, as the plan's blocks for training or for inference say."""
     placements = plan.placements if training else plan.inference_placements
-    return layout_of_blocks(profile, [(placed.module, placed.ipu) for placed in placements], plan.recompute)
+    numbers = phases_of(plan.training_options if training else plan.inference_options)
+    phases = {placed.module: numbers[placed.block_id] for placed in placements if placed.block_id in numbers}
+    return layout_of_blocks(profile, [(placed.module, placed.ipu) for placed in placements], plan.recompute, phases)
 
 
 def block_checkpoints(profile: ModelProfile, stacks: Mapping[str, Sequence[str]]) -> Tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 from ipurun.plan.types import Call, Plan
 from ipurun.planner.types import Settings
 
-__all__ = ["settings_of"]
+__all__ = ["phases_of", "settings_of"]
 
 # PopART's RecomputationType by number.
 _RECOMPUTATION = {0: "none", 1: "checkpoints", 2: "norm_only", 3: "checkpoints", 4: "checkpoints"}
@@ -100,6 +100,15 @@ def _strategy(calls: Sequence[Call]) -> str:
     if given is None or not given.args or not isinstance(given.args[0], Call):
         return "pipelined"
     return _STRATEGIES.get(given.args[0].path.rpartition(".")[2], "pipelined")
+
+
+def phases_of(calls: Sequence[Call]) -> Dict[str, int]:
+    """Block id -> its phase, in phased execution."""
+    if not _strategy(calls).endswith("phased"):
+        return {}
+    given = _last(calls, "setExecutionStrategy")
+    phases = given.args[0].args if given is not None else ()
+    return {block: number for number, phase in enumerate(phases) for stage in phase.args for block in stage.args}
 
 
 def _recomputation(plan: Plan, calls: Sequence[Call]) -> str:

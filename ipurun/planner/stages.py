@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from dataclasses import replace
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ipurun.planner.types import Layout, ModelProfile, OpProfile
 
@@ -19,7 +20,10 @@ __all__ = [
 
 
 def layout_of_blocks(
-    profile: ModelProfile, blocks: Sequence[Tuple[str, int]], checkpoints: Iterable[str] = ()
+    profile: ModelProfile,
+    blocks: Sequence[Tuple[str, int]],
+    checkpoints: Iterable[str] = (),
+    phases: Optional[Mapping[str, int]] = None,
 ) -> Layout:
     """The layout that blocks give: each begins where its module is entered and lasts until the next one begins.
 
@@ -28,19 +32,21 @@ def layout_of_blocks(
         blocks: (module, IPU) of each block of the config; an empty module name is the model itself. Blocks that the
             model's own code begins are kept among them. None at all: everything on one IPU.
         checkpoints: Modules whose results are kept where the rest is recomputed.
+        phases: Module of a block -> its phase, in phased execution.
     """
-    ipus: List[int] = []
-    by_module = dict(blocks)
-    current, inside, own = by_module.get("", 0), "", 0
+    places: List[Tuple[int, int]] = []
+    by_module, phase_of = dict(blocks), phases or {}
+    current, phase, inside, own = by_module.get("", 0), phase_of.get("", 0), "", 0
     for op in profile.ops:
         for module in _outer_first(op.module):
             if module in by_module and module and not _within(inside, module):
-                current = by_module[module]
+                current, phase = by_module[module], phase_of.get(module, phase)
         inside = op.module
         if op.ipu is not None and op.ipu != own:  # 0 is also where operations before any block of the code are
             current = own = op.ipu
-        ipus.append(current)
-    return _layout(ipus, checkpoint_ops(profile, checkpoints))
+        places.append((current, phase))
+    layout = _layout(places, checkpoint_ops(profile, checkpoints))
+    return layout if phases else replace(layout, phase_of_stage=())
 
 
 def layout_of_cuts(
@@ -119,14 +125,16 @@ def boundary_values(profile: ModelProfile, layout: Layout) -> List[int]:
     ]
 
 
-def _layout(ipus: Sequence[int], checkpoints: Tuple[int, ...]) -> Layout:
+def _layout(places: Sequence[Tuple[int, int]], checkpoints: Tuple[int, ...]) -> Layout:
+    """A stage for each run of operations with the same IPU and phase."""
     stages: List[int] = []
-    ipu_of_stage: List[int] = []
-    for ipu in ipus:
-        if not ipu_of_stage or ipu_of_stage[-1] != ipu:
-            ipu_of_stage.append(ipu)
-        stages.append(len(ipu_of_stage) - 1)
-    return Layout(tuple(stages), tuple(ipu_of_stage), checkpoints)
+    place_of_stage: List[Tuple[int, int]] = []
+    for place in places:
+        if not place_of_stage or place_of_stage[-1] != place:
+            place_of_stage.append(place)
+        stages.append(len(place_of_stage) - 1)
+    ipus, phases = tuple(ipu for ipu, _ in place_of_stage), tuple(phase for _, phase in place_of_stage)
+    return Layout(tuple(stages), ipus, checkpoints, phases)
 
 
 def _outer_first(module: str) -> List[str]:

@@ -31,11 +31,14 @@ class Layout:
         stage_of_op: Stage of each operation of the profile, in order. Never decreasing under pipelining.
         ipu_of_stage: IPU of each stage; an IPU may come back (the head on the embedding's IPU).
         checkpoints: Operations whose results are kept where the rest is recomputed.
+        phase_of_stage: Phase of each stage in phased execution, where only the weights of the running phase have to be
+            on chip; empty in any other.
     """
 
     stage_of_op: Tuple[int, ...]
     ipu_of_stage: Tuple[int, ...]
     checkpoints: Tuple[int, ...] = ()
+    phase_of_stage: Tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:

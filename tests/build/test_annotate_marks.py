@@ -116,6 +116,20 @@ def test_what_follows_a_block_that_ends_goes_on_in_it(model: str, changes: Dict[
     run.inference_model(*as_call(next(iter(run.eval_loaders["eval"]))[0])[0])
 
 
+@pytest.mark.parametrize(
+    ("keys", "phases", "ipus"),
+    [
+        ({"pipeline__split": ["second"]}, (0, 1), (0, 0)),
+        ({"pipeline__phases": ["first", {"blocks": ["second"], "ipu": 1}]}, (0, 1), (0, 1)),
+    ],
+)
+def test_the_planner_sees_phases(keys: Dict[str, Any], phases: Tuple[int, ...], ipus: Tuple[int, ...]) -> None:
+    settings = config(**PLACED, pipeline__strategy="serial_phased", **keys)
+    subject = inspected(settings)
+    situation = look_ahead(settings, make_plan(settings, subject.facts), subject, engines.load("cpu")).situation
+    assert (situation.layout.phase_of_stage, situation.layout.ipu_of_stage) == (phases, ipus)
+
+
 def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
     settings = config(**own("Returning", gradient_accumulation=7))
     subject = inspected(settings)

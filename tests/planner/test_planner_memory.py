@@ -115,3 +115,27 @@ def test_in_inference_only_what_is_still_needed_waits() -> None:
     assert (whole.kept, whole.working) == (0, 1000)
     first, second = stage_memories(profile, layout_of_cuts(profile, [2]), inference)
     assert (first.working, second.working) == (0, 1000)
+
+
+def test_of_phased_execution_the_largest_phase_is_on_chip() -> None:
+    profile = chain(6, values=1000)
+    blocks = [("layer.0", 0), ("layer.1", 0), ("layer.4", 0)]  # of 1, 3 and 2 layers
+    layout = layout_of_blocks(profile, blocks, phases={"layer.0": 0, "layer.1": 1, "layer.4": 2})
+    assert layout.ipu_of_stage == (0, 0, 0)
+    assert layout.phase_of_stage == (0, 1, 2)
+    off_chip = Settings(
+        strategy="serial_phased",
+        gradient_accumulation=4,
+        accumulator_bytes=4.0,
+        weights_on_chip=False,
+        accumulators_on_chip=False,
+        activations_on_chip=False,
+    )
+    (ipu,) = estimate_memory(profile, layout, off_chip, MACHINE)
+    assert ipu.weights == 3 * 1000 * 2
+    assert ipu.gradients == 3 * 1000 * 4
+    assert ipu.streaming >= 6 * 1000 * (2 + 4)
+    on_chip = dataclasses.replace(off_chip, weights_on_chip=True, accumulators_on_chip=True)
+    (ipu,) = estimate_memory(profile, layout, on_chip, MACHINE)
+    assert (ipu.weights, ipu.gradients) == (6 * 1000 * 2, 6 * 1000 * 4)
+    assert layout_of_blocks(profile, blocks).num_stages == 1  # without phases it is one stage
