@@ -64,6 +64,7 @@ def test_runs_reach_the_emulator_through_the_engine_module_alone():
         "ipurun/emulator/",
         "ipurun/engine.py",
         "ipurun/cli/exec.py",
+        "ipurun/build/cached_executables",
         "ipurun/build/profile",
         "ipurun/build/structure",
     )
