@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 _MOST_MICRO_BATCHES = 9
+# Between the steps of a coarse search, around its best.
+_MOST_FINER = 6
 # A small share of tile memory for temporaries of matmuls, as published configs of large models have it.
 _LEAN_PROPORTION = 0.2
 # Micro-batches of one update for each stage, where nobody says how many samples an update has.
@@ -201,9 +203,49 @@ def _of_size(
     names: Optional[Collection[str]],
     solved: Collection[int],
 ) -> Iterator[Solution]:
-    """Solutions with one number of IPUs in a replica, one for each micro-batch not yet solved, as long as they fit."""
+    """Solutions with one number of IPUs in a replica, one for each micro-batch not yet solved, as long as they fit.
+
+    Of many possible micro-batches, some that are about twice as large each time come first, then those around the best.
+    """
+    batches = list(_batches(goal, ipus, goal.devices // ipus))
+    coarse = _about_doubling(batches)
+    found = list(_as_long_as_they_fit(profile, goal, ipus, variant, machine, names, solved, coarse))
+    yield from found
+    if found and len(coarse) < len(batches):
+        best = min(found, key=_rank).settings.micro_batch_size
+        around = [batch for batch in batches if best < 2 * batch[0] < 4 * best and batch not in coarse]
+        yield from _as_long_as_they_fit(
+            profile, goal, ipus, variant, machine, names, solved, _spread(around, _MOST_FINER)
+        )
+
+
+def _about_doubling(batches: Sequence[Tuple[int, int]]) -> List[Tuple[int, int]]:
+    """The largest micro-batches up to 1, 2, 4, ...; all of them where they are few."""
+    if len(batches) <= _MOST_MICRO_BATCHES:
+        return list(batches)
+    steps = powers_up_to(1 << (_MOST_MICRO_BATCHES - 1))
+    return sorted({max(batch for batch in batches if batch[0] <= step) for step in steps if batches[0][0] <= step})
+
+
+def _spread(batches: Sequence[Tuple[int, int]], most: int) -> List[Tuple[int, int]]:
+    """At most so many, from the first to the last."""
+    if len(batches) <= most:
+        return list(batches)
+    return [batches[round(number * (len(batches) - 1) / (most - 1))] for number in range(most)]
+
+
+def _as_long_as_they_fit(
+    profile: ModelProfile,
+    goal: Goal,
+    ipus: int,
+    variant: Variant,
+    machine: Machine,
+    names: Optional[Collection[str]],
+    solved: Collection[int],
+    batches: Sequence[Tuple[int, int]],
+) -> Iterator[Solution]:
     replicas = goal.devices // ipus
-    for micro_batch, accumulation in _batches(goal, ipus, replicas):
+    for micro_batch, accumulation in batches:
         if micro_batch in solved:
             continue
         settings = dataclasses.replace(
@@ -240,7 +282,7 @@ def _accumulator_bytes(settings: Settings, accumulation: int) -> float:
 
 
 def _batches(goal: Goal, ipus: int, replicas: int) -> Iterator[Tuple[int, int]]:
-    """(micro-batch, accumulation) worth trying, small micro-batches first."""
+    """(micro-batch, accumulation) that make the batch, small micro-batches first."""
     least = 2 * ipus - 1
     if goal.global_batch is None:
         accumulation = _FREE_ACCUMULATION * ipus if ipus > 1 else 1
@@ -253,9 +295,7 @@ def _batches(goal: Goal, ipus: int, replicas: int) -> Iterator[Tuple[int, int]]:
     sizes = [size for size in range(1, own + 1) if own % size == 0 and own // size >= least]
     if goal.micro_batch:
         sizes = [size for size in sizes if size == goal.micro_batch]
-    powers = [size for size in sizes if size & (size - 1) == 0]
-    chosen = sizes if len(sizes) <= _MOST_MICRO_BATCHES else powers or sizes
-    yield from ((size, own // size) for size in chosen[:_MOST_MICRO_BATCHES])
+    yield from ((size, own // size) for size in sizes)
 
 
 def _overrides(goal: Goal, settings: Settings, split: Optional[Split], variant: Variant) -> Tuple[str, ...]:

@@ -210,3 +210,20 @@ def test_the_update_counts_where_the_slowest_stage_is_the_same() -> None:
         )
         speed = estimate(profile, found.layout, settings, MACHINE).time.samples_per_second
         assert speed == pytest.approx(max(tried), rel=0.02)
+
+
+def test_micro_batches_between_powers_of_two_are_tried() -> None:
+    plain = _uneven([400] * 4, [1000] * 4)
+    ops = tuple(dataclasses.replace(op, output_bytes=4_000_000, saved_bytes=4_000_000) for op in plain.ops)
+    profile = dataclasses.replace(plain, ops=ops)
+    settings = dataclasses.replace(SETTINGS, strategy="pipelined")
+    batch = 17 * 2**6 * 3  # 28 divisors
+    found = search(profile, Goal(devices=1, global_batch=batch), variants_of(settings, ())[:1], MACHINE)
+
+    def fits(size: int) -> bool:
+        own = dataclasses.replace(settings, micro_batch_size=size, gradient_accumulation=batch // size)
+        return estimate(profile, layout_of_cuts(profile, ()), own, MACHINE).verdict is Verdict.FITS
+
+    largest = max(size for size in range(1, batch + 1) if batch % size == 0 and fits(size))
+    assert largest & (largest - 1)  # no power of two
+    assert found[0].settings.micro_batch_size == largest
