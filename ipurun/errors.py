@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from dataclasses import dataclass
-from typing import Iterable, Sequence, Tuple, Union
+from typing import Iterable, Optional, Sequence, Tuple, Union
 
 __all__ = [
     "EXIT_CONFIG",
@@ -15,6 +15,7 @@ __all__ = [
     "IpurunError",
     "Problem",
     "RunError",
+    "os_error_behind",
 ]
 
 EXIT_FAILED = 1
@@ -82,3 +83,11 @@ class ConfigError(IpurunError, ValueError):
 
 class RunError(IpurunError, RuntimeError):
     """The config was fine, and the run failed all the same."""
+
+
+def os_error_behind(error: BaseException) -> BaseException:
+    """What the system said, such as that the disk is full, where a library hid it behind an error of its own."""
+    met: Optional[BaseException] = error
+    while met is not None and not isinstance(met, OSError):
+        met = met.__cause__ or met.__context__
+    return met or error

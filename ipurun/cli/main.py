@@ -94,6 +94,7 @@ def _dispatch(words: List[str]) -> int:
 
 
 def _command(name: str, rest: List[str]) -> int:
+    _check_text(rest)
     # Console scripts do not put the working folder on the path; a user's model.py is there.
     folder = _working_folder()
     if folder not in sys.path:
@@ -105,6 +106,19 @@ def _command(name: str, rest: List[str]) -> int:
         if answer is not None:
             return int(answer)
     return int(import_module(_MODULES.get(name, f"ipurun.cli.{name}")).run(rest))
+
+
+def _check_text(words: List[str]) -> None:
+    """Bytes that are no text reach Python as lone surrogates, which no file can be written with."""
+    for word in words:
+        try:
+            word.encode("utf-8")
+        except UnicodeEncodeError:
+            from ipurun.errors import ConfigError, Problem
+
+            seen = ascii(os.fsencode(word))
+            fix = "type it in UTF-8, in a locale such as LANG=C.UTF-8"
+            raise ConfigError(Problem("a word is not UTF-8 text", "command line", seen, fix=fix)) from None
 
 
 def _working_folder() -> str:

@@ -10,7 +10,7 @@ from typing import IO, Any, Mapping
 import numpy
 import torch
 
-from ipurun.errors import ConfigError, Problem, RunError
+from ipurun.errors import ConfigError, Problem, RunError, os_error_behind
 
 __all__ = ["check_file", "describe", "write_predictions"]
 
@@ -57,8 +57,9 @@ def write_predictions(path: Path, outputs: Any) -> None:
     except (OSError, RuntimeError) as error:  # torch tells a full disk as RuntimeError
         with contextlib.suppress(OSError):
             partial.unlink()
+        seen = str(os_error_behind(error))
         fix = "--out FILE in a folder with room that you can write to"
-        raise RunError(Problem("the predictions could not be written", str(path), seen=str(error), fix=fix)) from error
+        raise RunError(Problem("the predictions could not be written", str(path), seen=seen, fix=fix)) from error
 
 
 def _write(stream: IO[bytes], suffix: str, outputs: Any) -> None:

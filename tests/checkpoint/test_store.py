@@ -191,3 +191,17 @@ def test_kill_during_a_save_leaves_the_earlier_checkpoint(tmp_path: Path, moment
         "step-00000002.json",
         "step-00000002.pt",
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("elements", [2, 200_000])
+def test_a_full_disk_is_called_one(tmp_path: Path, elements: int) -> None:
+    """torch hides a failed write behind an error about positions in its file."""
+    (tmp_path / "step-00000001.pt.partial").symlink_to("/dev/full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ipurun.checkpoint.store._remove_partial", lambda place: None)  # it would clear the device away
+        with pytest.raises(RunError) as caught:
+            save(tmp_path, 1, {"weight": torch.zeros(elements)})
+    (problem,) = caught.value.problems
+    assert "No space left" in problem.seen
+    assert "free some space" in problem.fix

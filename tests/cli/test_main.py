@@ -159,3 +159,10 @@ def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     gone.rmdir()
     assert main(["validate", "+recipe=mnist"]) == 2
     assert "the working folder no longer exists" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "+recipe=mnist", os.fsdecode(b"name=caf\xe9")]) == 2
+    message = capsys.readouterr().err
+    assert "not UTF-8 text" in message
+    assert "caf\\xe9" in message
