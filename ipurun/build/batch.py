@@ -111,6 +111,10 @@ def _place(output: Any, which: Optional[str], loss: bool) -> Any:
             has = ", ".join(map(str, output))
             raise _absent("loss.output", f"the model's output has no `{names[0]}`; it has {has}")
         return found
+    if not isinstance(output, (list, tuple)) or not output:
+        kind = f"an empty {type(output).__name__}" if isinstance(output, (list, tuple)) else type(output).__name__
+        fix = "return a tensor, or a tuple, list or dict of tensors, from forward"
+        raise ConfigError(Problem(f"`model`: the model returns {kind}", fix=fix))
     index = _index(which, len(output)) if which is not None else (len(output) - 1 if loss else 0)
     if index is None:
         raise _absent("loss.output", f"the model's output has no item `{which}`; it has {len(output)} items")

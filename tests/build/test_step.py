@@ -147,6 +147,12 @@ def test_a_batch_of_one_item_is_its_own_target() -> None:
     assert torch.allclose(_step(Same(), _loss("MSELoss"))(X), X.square().mean())
 
 
+@pytest.mark.parametrize(("output", "shown"), [(None, "NoneType"), (3.5, "float"), ((), "an empty tuple")])
+def test_a_model_that_returns_no_tensor_is_told_so(output: Any, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"the model returns {shown}"):
+        pick(output, None)
+
+
 def test_picking_from_outputs() -> None:
     t = torch.zeros(1)
     assert pick(t, None) is t and pick((1, t), None, loss=True) is t and pick({"loss": t, "x": 1}, None, loss=True) is t
