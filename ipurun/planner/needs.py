@@ -71,7 +71,7 @@ def needs_of(
         size = segment_memory(alone, 1, machine)
         if size > machine.memory_bytes * (1 + machine.over_margin) and (largest is None or size > largest[1]):
             largest = (modules[number], round(size))
-    least = math.ceil(fixed / machine.memory_bytes)
+    least = max(math.ceil(fixed / machine.memory_bytes), 1)  # weights may all be in streaming memory
     number, found = max(2 * devices, 2), None
     while largest is None and number <= min(most, len(cells)) and found is None:
         if number >= least and split_for(scaled, number, settings, machine, names, variant.checkpoints) is not None:
