@@ -8,7 +8,7 @@ import torch
 
 from ipurun.emulator import _half
 
-__all__ = ["run_op"]
+__all__ = ["run_op", "with_boxed_numbers"]
 
 
 def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
@@ -22,7 +22,7 @@ def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Ca
     try:
         return func, args, func(*args, **kwargs)
     except RuntimeError as error:
-        boxed = _with_boxed_numbers(func, args)
+        boxed = with_boxed_numbers(func, args)
         if boxed is not None:
             return func, boxed, func(*boxed, **kwargs)
         substitute = _half.substitute_for(func, (args, kwargs))
@@ -34,7 +34,7 @@ def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Ca
             raise error from None
 
 
-def _with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
+def with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
     """Puts numbers in tensors where the operation wants tensors; None if there is nothing to do.
 
     Torch 2.0 hands a number that an operator such as `^` wrapped in a tensor over as a plain number.

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._run_op import with_boxed_numbers
 from ipurun.emulator._structures import tensors_in
 
 __all__ = ["SavedTensors"]
@@ -59,7 +60,13 @@ class SavedTensors(TorchDispatchMode):
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             self._copy_what_shares(tensor)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            boxed = with_boxed_numbers(func, args)
+            if boxed is None:
+                raise
+            return func(*boxed, **kwargs)
 
     def _save(self, tensor: torch.Tensor) -> _Saved:
         if not self.keep:
