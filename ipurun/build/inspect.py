@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from torch import nn
 
 from ipurun.build.buffers import changing_buffers
+from ipurun.build.custom_ops import load_custom_ops
 from ipurun.build.data import check_data, check_sample, length_of, make_splits, notes_of, split_for_eval
 from ipurun.build.generation_cache import CACHE_NOTE, stop_caching
 from ipurun.build.loader import check_loader, is_stream, samples_drawn
@@ -52,7 +53,8 @@ def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper:
     Raises:
         ConfigError: With the problems of all targets.
     """
-    problems = _problems_without_building(config, engine, need_data)
+    problems = load_custom_ops(config.custom_ops, engine)
+    problems += _problems_without_building(config, engine, need_data)
     wrong = {_root(problem) for problem in problems}
     model = splits = None
     if "model" not in wrong:

@@ -25,6 +25,7 @@ from ipurun.config.option import node, option
 
 __all__ = [
     "CheckpointConfig",
+    "CustomOpsConfig",
     "DebugConfig",
     "EvalConfig",
     "LoaderConfig",
@@ -97,6 +98,17 @@ class CheckpointConfig:
     at_end: bool = option(True, "Save when training ends.")
     keep: int = option(2, "How many of the newest checkpoints stay; 0 keeps all.", minimum=0)
     best: Optional[str] = option(None, "Metric whose best checkpoint is kept as well; null: the run's `monitor`.")
+
+
+@dataclass
+class CustomOpsConfig:
+    """Operations of your own, which the model calls with `poptorch.custom_op`."""
+
+    libraries: List[str] = option([], "Shared libraries (.so) with the ops; loaded where an IPU or its simulator runs.")
+    cpu: Dict[str, Any] = option(
+        {},
+        "DOMAIN/NAME -> Python function that computes the op on the CPU engine, or {forward: ..., backward: ...}.",
+    )
 
 
 @dataclass
@@ -210,6 +222,8 @@ class RunConfig:
     poptorch_conf: Optional[str] = option(
         None, "A poptorch.conf file (Options.loadFromFile) to include; own keys win over it."
     )
+
+    custom_ops: CustomOpsConfig = node(CustomOpsConfig, "Operations of your own.")
 
     logger: Dict[str, Any] = option({}, "Logger name -> `_target_` and arguments; metrics.jsonl is always written.")
     debug: DebugConfig = node(DebugConfig, "Debugging aids.")
