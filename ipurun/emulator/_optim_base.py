@@ -15,6 +15,11 @@ DeviceState = Dict[str, Optional[Dict[str, torch.Tensor]]]
 _ACCUMULATION_TYPES = (torch.float16, torch.float32)
 
 
+def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizers without its wrapper, which loads torch's compiler only to keep it away."""
+    return getattr(method, "__wrapped__", method)
+
+
 class VariableAttributes:
     """Which attributes of an optimizer may still change after the model was compiled.
 
@@ -62,9 +67,13 @@ class Optimizer:
     def __init__(self) -> None:
         self._ipu_state: DeviceState = {"ipu_state": None, "ipu_param": None}
 
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add parameters with settings of their own."""
+        _uncompiled(torch.optim.Optimizer.add_param_group)(self, param_group)
+
     def state_dict(self) -> Dict[str, Any]:
         """Torch's state dictionary with the device's `ipu_state` and `ipu_param` (None until compiled)."""
-        state = super().state_dict()  # type: ignore[misc]  # the second base is a torch optimizer
+        state = _uncompiled(torch.optim.Optimizer.state_dict)(self)
         if self._needs_reading():
             self._pull()
         else:
@@ -78,7 +87,7 @@ class Optimizer:
         Raises:
             RuntimeError: If the dictionary does not come from a poptorch optimizer.
         """
-        super().load_state_dict(state)  # type: ignore[misc]  # the second base is a torch optimizer
+        _uncompiled(torch.optim.Optimizer.load_state_dict)(self, state)
         if "ipu_state" not in state or "ipu_param" not in state:
             raise RuntimeError("Only IPU optimizer states can be loaded onto the IPU.")
         self._keep(state)

@@ -31,6 +31,7 @@ EXTRA_METHODS = {
     ("poptorch.options", "_PrecisionOptions"): {"autocastEnabled", "autocastPolicy"},
     ("poptorch.options", "_IExecutionStrategy"): {"stage_manager"},
     ("poptorch", "PoplarExecutor"): {"placements"},
+    ("poptorch.optim", "Optimizer"): {"add_param_group"},  # torch has it on the second base
 }
 
 
