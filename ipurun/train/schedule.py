@@ -143,6 +143,10 @@ class _StandIn(torch.optim.Optimizer):
         ]
         super().__init__(groups, {k: v for k, v in original.defaults.items() if _is_plain(v)})
 
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Take a group as it is: torch's own method loads its compiler, for a second, only to be kept out of it."""
+        self.param_groups.append({**self.defaults, **param_group})
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is nothing to update
         """Do nothing: schedulers want it called before they move."""
 
