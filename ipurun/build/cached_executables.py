@@ -14,10 +14,10 @@ from ipurun.build.sampling import seeded
 from ipurun.build.structure import first_item
 from ipurun.build.targets import make
 from ipurun.config.schema import RunConfig
-from ipurun.emulator._capture import capture
-from ipurun.emulator._executable_cache import file_name
-from ipurun.emulator._model_guard import named_tensors
-from ipurun.emulator._recompute import add_recomputation, recomputation_mode
+from ipurun.emulator._capture.capture import capture
+from ipurun.emulator._capture.model_guard import named_tensors
+from ipurun.emulator._capture.recompute import add_recomputation, recomputation_mode
+from ipurun.emulator._executor.executable_cache import file_name
 from ipurun.engine import Engine
 from ipurun.plan.types import Batch, Plan
 from ipurun.planner.outlook import Cache

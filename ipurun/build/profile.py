@@ -23,9 +23,9 @@ from ipurun.build.step import Step, make_loss
 from ipurun.build.targets import make
 from ipurun.config.schema import RunConfig
 from ipurun.datasets.synthetic import parse_sample
-from ipurun.emulator._capture import Captured, capture
-from ipurun.emulator._graph import Node
-from ipurun.emulator._supported import is_supported
+from ipurun.emulator._capture.capture import Captured, capture
+from ipurun.emulator._capture.graph import Node
+from ipurun.emulator._capture.supported import is_supported
 from ipurun.errors import ConfigError, Problem
 from ipurun.plan.options_program import last_call
 from ipurun.plan.types import Call

@@ -10,8 +10,8 @@ from typing import Any, List, Optional
 
 from torch import nn
 
-from ipurun.emulator._graph import Placement
-from ipurun.emulator._tracing import Recorder, current
+from ipurun.emulator._capture.graph import Placement
+from ipurun.emulator._capture.recorder import Recorder, current
 
 __all__ = ["ended_block", "go_on_in_ended_blocks"]
 

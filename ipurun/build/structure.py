@@ -16,9 +16,9 @@ from ipurun.build.profile_blocks import ended_block
 from ipurun.build.sampling import seeded
 from ipurun.build.step import Step
 from ipurun.config.schema import RunConfig
+from ipurun.emulator._capture.recorder import current
+from ipurun.emulator._options.strategies import PipelinedExecution, Stage
 from ipurun.emulator._options_impl import IStageManager
-from ipurun.emulator._strategies import PipelinedExecution, Stage
-from ipurun.emulator._tracing import current
 from ipurun.errors import ConfigError
 from ipurun.plan.types import EndedBlock, ModuleCall, OwnBlock
 

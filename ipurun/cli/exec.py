@@ -36,7 +36,7 @@ def run(argv: List[str]) -> int:
         what = "`exec` needs a module behind -m" if is_module else "`exec` needs a script or -m MODULE"
         seen = "" if not program else f"the flag {program[0]}"
         raise ConfigError(Problem(what, "command line", seen=seen, fix="ipurun exec train.py --epochs 1"))
-    from ipurun.emulator._exec import run_module, run_script
+    from ipurun.emulator.exec import run_module, run_script
     from ipurun.emulator.install import find_real_poptorch
 
     real = find_real_poptorch()

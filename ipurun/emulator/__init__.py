@@ -10,18 +10,18 @@ import atexit
 import os
 
 from ipurun.emulator import enums, ops, optim, options, poptorch_core, profiling
-from ipurun.emulator._args_parsers import (
+from ipurun.emulator._capture.args_parsers import (
     ICustomArgParser,
     registerCustomArgParser,
     registerGeometricCustomArgParsers,
 )
-from ipurun.emulator._compile_hooks import registerPostCompileHook, registerPreCompileHook
-from ipurun.emulator._data_accessor import AsynchronousDataAccessor
+from ipurun.emulator._data.accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
-from ipurun.emulator._hardware import ipuHardwareIsAvailable, ipuHardwareVersion
+from ipurun.emulator._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
+from ipurun.emulator._executor.hardware import ipuHardwareIsAvailable, ipuHardwareVersion
+from ipurun.emulator._executor.model_wrappers import inferenceModel, load, trainingModel
 from ipurun.emulator._impl import createPoptorchError, isRunningOnIpu
 from ipurun.emulator._logging import logger, setLogLevel
-from ipurun.emulator._model_wrappers import inferenceModel, load, trainingModel
 from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.emulator._printing import module_repr, print
 from ipurun.emulator._utils import accessAttributes, getIpuTensorId

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Sampler
 
 from ipurun.emulator import enums
-from ipurun.emulator._data_accessor import AsynchronousDataAccessor
-from ipurun.emulator._data_partition import GlobalShuffleSampler, PartitionedDataset, partition_for
+from ipurun.emulator._data.accessor import AsynchronousDataAccessor
+from ipurun.emulator._data.partition import GlobalShuffleSampler, PartitionedDataset, partition_for
+from ipurun.emulator._data.rebatching import grouped
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger
-from ipurun.emulator._rebatching import grouped
 from ipurun.emulator.options import Options
 
 __all__ = ["DataLoader"]

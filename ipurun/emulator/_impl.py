@@ -21,9 +21,9 @@ def createNativeError(msg: str, type: str = "poptorch_cpp_error") -> Error:
 
 def isRunningOnIpu() -> bool:
     """Whether the calling code is being captured for a device, rather than run by plain torch."""
-    from ipurun.emulator import _tracing
+    from ipurun.emulator._capture.recorder import current
 
-    return _tracing.current() is not None
+    return current() is not None
 
 
 def isDispatchTracing() -> bool:

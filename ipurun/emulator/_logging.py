@@ -115,9 +115,9 @@ def setPopartLogLevel(level: str) -> None:
     Raises:
         ValueError: For anything but the name of a level.
     """
-    from ipurun.emulator import _backend_log  # it needs the graph, which logs itself
+    from ipurun.emulator._logs import backend  # it needs the graph, which logs itself
 
-    _backend_log.set_level(level)
+    backend.set_level(level)
 
 
 def trace(message: str, *args: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
 from ipurun.emulator._logging import logger
 
 if TYPE_CHECKING:
-    from ipurun.emulator._strategies import Stage
+    from ipurun.emulator._options.strategies import Stage
 
 __all__ = ["IStageManager", "OptionsDict", "Placement", "ProgressBar", "merge"]
 

@@ -10,24 +10,24 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from ipurun.emulator import _compile_hooks, _persistence, _wrapping
-from ipurun.emulator._compile import compile_model
-from ipurun.emulator._compile_checks import refuse_accumulation
-from ipurun.emulator._compile_files import write_compile_files
-from ipurun.emulator._device import Device
-from ipurun.emulator._executable import Executable
-from ipurun.emulator._executable_cache import cache_lock
-from ipurun.emulator._executor_optimizer import ExecutorOptimizer
-from ipurun.emulator._executor_weights import ExecutorWeights
-from ipurun.emulator._faults import raise_requested_fault
+from ipurun.emulator._capture.model_guard import named_tensors
+from ipurun.emulator._executor import compile_hooks, files, wrapping
+from ipurun.emulator._executor.compile_files import write_compile_files
+from ipurun.emulator._executor.device import Device
+from ipurun.emulator._executor.executable_cache import cache_lock
+from ipurun.emulator._executor.faults import raise_requested_fault
+from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
+from ipurun.emulator._executor.optimizer import ExecutorOptimizer
+from ipurun.emulator._executor.parameter_proxy import ParameterProxy
+from ipurun.emulator._executor.weight_copies import ExecutorWeights
+from ipurun.emulator._executor.weights import ReplicaGroups
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._inputs import ArgumentParser, Arguments, matching_tensors
 from ipurun.emulator._logging import logger, native_logger
-from ipurun.emulator._model_guard import named_tensors
-from ipurun.emulator._parameter_proxy import ParameterProxy
 from ipurun.emulator._printing import module_repr
-from ipurun.emulator._random_streams import default_seed
-from ipurun.emulator._weights import ReplicaGroups
+from ipurun.emulator._run.checks import refuse_accumulation
+from ipurun.emulator._run.compile import compile_model
+from ipurun.emulator._run.executable import Executable
+from ipurun.emulator._run.random_streams import default_seed
 from ipurun.emulator.enums import OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel
@@ -92,7 +92,7 @@ class PoplarExecutor(ExecutorWeights):
         self._compilation_time: Optional[datetime.timedelta] = None
         self._profiling = Channel("poptorch.trainingModel" if self._model.training else "poptorch.inferenceModel")
         if training:
-            _wrapping.wrap(self._user_model, self)
+            wrapping.wrap(self._user_model, self)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -186,7 +186,7 @@ class PoplarExecutor(ExecutorWeights):
             executable.streams.state = self._rng_state
         if self._optimizer is not None:
             self._optimizer.attach()
-        if _wrapping.is_wrapped(self._user_model):
+        if wrapping.is_wrapped(self._user_model):
             self._seen_weights_version = self._user_model._host_weights_version
 
     def detachFromDevice(self) -> None:
@@ -218,7 +218,7 @@ class PoplarExecutor(ExecutorWeights):
         self._device.release()
         self._rng_state = None
         if self._training:
-            _wrapping.unwrap(self._user_model)
+            wrapping.unwrap(self._user_model)
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Sends the values of an optimizer to the device: needed after every change of them.
@@ -263,7 +263,7 @@ class PoplarExecutor(ExecutorWeights):
             Error: If the model is not compiled.
         """
         self._compiled("save")
-        _persistence.save(self, filename, export_model, save_rng_state)
+        files.save(self, filename, export_model, save_rng_state)
 
     def compileAndExport(
         self, filename: str, *args: torch.Tensor, export_model: bool = True, **kwargs: torch.Tensor
@@ -281,7 +281,7 @@ class PoplarExecutor(ExecutorWeights):
         Raises:
             Error: If the file was written by another version.
         """
-        _persistence.load_executable(self, filename)
+        files.load_executable(self, filename)
 
     def _compile_arguments(self, positional: List[Any], named: Dict[str, Any]) -> None:
         """Compiles for arguments that were bound before."""
@@ -290,11 +290,11 @@ class PoplarExecutor(ExecutorWeights):
     def _compile(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
         start = time.perf_counter()
         self.copyWeightsToHostIfNeeded()
-        if self._training and not _wrapping.is_wrapped(self._user_model):
-            _wrapping.wrap(self._user_model, self)
+        if self._training and not wrapping.is_wrapped(self._user_model):
+            wrapping.wrap(self._user_model, self)
         given = self._parser.bind(args, kwargs)
         has_seed = self._options.exists("random_seed")
-        _compile_hooks.run_pre_compile()
+        compile_hooks.run_pre_compile()
         try:
             with self._device.acquired(), self._profiling.tracepoint("modelCompilation"), cache_lock(
                 self._model, self._options
@@ -310,7 +310,7 @@ class PoplarExecutor(ExecutorWeights):
                 if self._optimizer is not None:
                     self._optimizer.compile(executable, named_tensors(self._model)[0])
         finally:
-            _compile_hooks.run_post_compile()
+            compile_hooks.run_post_compile()
         self._executable = executable
         self._compiled_arguments = given
         default_name = "training" if self._training else "inference"

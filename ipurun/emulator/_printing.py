@@ -7,7 +7,7 @@ from typing import Any, List
 
 import torch
 
-from ipurun.emulator._blocks import BlockHook
+from ipurun.emulator._ops.blocks import BlockHook
 
 __all__ = ["module_repr", "print"]
 

@@ -45,9 +45,9 @@ def getIpuTensorId(x: torch.Tensor) -> int:
     Raises:
         Error: Nothing is being captured, or the tensor is not part of it.
     """
-    from ipurun.emulator import _tracing
+    from ipurun.emulator._capture.recorder import current
 
-    recorder = _tracing.current()
+    recorder = current()
     value = None if recorder is None else recorder.value_of(x)
     if value is None:
         raise createPoptorchError("Expected an IPU tensor: the tensor is not part of a graph being captured")

@@ -153,9 +153,9 @@ def _map_floats(function: Callable[[torch.Tensor], Any], structure: Any) -> Any:
 
 def _region(enabled: bool) -> ContextManager[Any]:
     """Return the region to enter: a no-op unless a model whose options allow casting is being captured."""
-    from ipurun.emulator import _tracing
+    from ipurun.emulator._capture.recorder import current
 
-    recorder = _tracing.current()
+    recorder = current()
     if recorder is None or not recorder.options.Precision._autocast_enabled:
         return contextlib.nullcontext()
     if not enabled:

@@ -13,7 +13,7 @@ from typing import Any, Optional, Sequence
 
 import torch
 
-from ipurun.emulator._attributes import clear_attribute, set_attribute
+from ipurun.emulator._options.attributes import clear_attribute, set_attribute
 from ipurun.emulator._torch_compat import restore_removed
 from ipurun.emulator.autocasting import autocast_module
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipurun.emulator._annotations import (
+from ipurun.emulator._ops.annotations import (
     NameScope,
     identity_loss,
     nop,
@@ -10,7 +10,7 @@ from ipurun.emulator._annotations import (
     serializedMatMul,
     set_available_memory,
 )
-from ipurun.emulator._blocks import (
+from ipurun.emulator._ops.blocks import (
     BeginBlock,
     Block,
     BlockFunction,
@@ -18,15 +18,15 @@ from ipurun.emulator._blocks import (
     LegacyBeginBlockFn,
     removeBlocks,
 )
-from ipurun.emulator._cluster import fps, nearest
-from ipurun.emulator._control_flow import cond, for_loop
-from ipurun.emulator._cpu_ops import CPU
-from ipurun.emulator._ctc import ctc_beam_search_decoder
-from ipurun.emulator._custom_ops import custom_op, register_cpu_implementation
-from ipurun.emulator._multi_conv import MultiConv
-from ipurun.emulator._overlap import set_overlap_for_input, set_overlap_for_output
-from ipurun.emulator._print_tensor import ipu_print_tensor
-from ipurun.emulator._slices import dynamic_slice, dynamic_update
+from ipurun.emulator._ops.cluster import fps, nearest
+from ipurun.emulator._ops.control_flow import cond, for_loop
+from ipurun.emulator._ops.cpu_ops import CPU
+from ipurun.emulator._ops.ctc import ctc_beam_search_decoder
+from ipurun.emulator._ops.custom_ops import custom_op, register_cpu_implementation
+from ipurun.emulator._ops.multi_conv import MultiConv
+from ipurun.emulator._ops.overlap import set_overlap_for_input, set_overlap_for_output
+from ipurun.emulator._ops.print_tensor import ipu_print_tensor
+from ipurun.emulator._ops.slices import dynamic_slice, dynamic_update
 
 __all__ = [
     "BeginBlock",

@@ -10,9 +10,9 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
 
-from ipurun.emulator._lamb import lamb_step
 from ipurun.emulator._logging import logger
-from ipurun.emulator._optim_base import Optimizer, VariableAttributes, accumulation_type, explicit_only
+from ipurun.emulator._optimizer.base import Optimizer, VariableAttributes, accumulation_type, explicit_only
+from ipurun.emulator._optimizer.lamb import lamb_step
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 

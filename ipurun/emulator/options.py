@@ -9,18 +9,16 @@ from typing import Any, Dict, List, Optional, Type
 import torch
 
 from ipurun.emulator import enums
-from ipurun.emulator._attributes import Attribute
 from ipurun.emulator._logging import logger
-from ipurun.emulator._option_groups import (
+from ipurun.emulator._options.attributes import Attribute
+from ipurun.emulator._options.groups import (
     _DistributedOptions,
     _JitOptions,
     _PopartOptions,
     _PrecisionOptions,
     _TrainingOptions,
 )
-from ipurun.emulator._options_impl import OptionsDict, merge
-from ipurun.emulator._options_text import ConfigFileError, apply_file, apply_json
-from ipurun.emulator._strategies import (
+from ipurun.emulator._options.strategies import (
     BlockId,
     ParallelPhasedExecution,
     Phase,
@@ -32,7 +30,9 @@ from ipurun.emulator._strategies import (
     _IExecutionStrategy,
     _IPhasedExecution,
 )
-from ipurun.emulator._tensor_locations import TensorLocationSettings, _TensorLocationOptions
+from ipurun.emulator._options.tensor_locations import TensorLocationSettings, _TensorLocationOptions
+from ipurun.emulator._options.text import ConfigFileError, apply_file, apply_json
+from ipurun.emulator._options_impl import OptionsDict, merge
 
 __all__ = [
     "Attribute",

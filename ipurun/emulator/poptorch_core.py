@@ -83,30 +83,30 @@ def _validateOptions(options: Dict[str, Any]) -> None:
     Raises:
         Error: For a key that the backend does not know with a value of that type.
     """
-    from ipurun.emulator import _option_checks
+    from ipurun.emulator._options import checks
 
-    _option_checks.check_backend_options(options)
+    checks.check_backend_options(options)
 
 
 def importPoptorchMetadataFromFile(filename: str) -> bytes:
     """Return the metadata that ``PoplarExecutor.save`` wrote to a file."""
-    from ipurun.emulator import _persistence
+    from ipurun.emulator._executor import files
 
-    return _persistence.read_metadata(filename)
+    return files.read_metadata(filename)
 
 
 def ipuHardwareVersion(num_ipus: int = 1) -> int:
     """Return the architecture version of the attached IPUs, 0 where there are none."""
-    from ipurun.emulator import _hardware
+    from ipurun.emulator._executor import hardware
 
-    return _hardware.version(num_ipus)
+    return hardware.version(num_ipus)
 
 
 def isCompilingWithDispatcher() -> bool:
     """Whether a model is being captured now."""
-    from ipurun.emulator import _tracing
+    from ipurun.emulator._capture.recorder import current
 
-    return _tracing.current() is not None
+    return current() is not None
 
 
 def setCustomCodeletsPath(path: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ipurun.emulator as poptorch
-from ipurun.emulator import _compile
+from ipurun.emulator._run import compile as compiling
 
 
 class Scaled(torch.nn.Module):
@@ -48,7 +48,7 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch, prepare, i
             node.op = torch.ops.aten.sub.Tensor
             spoilt.append(node)
 
-    monkeypatch.setattr(_compile, "add_recomputation", spoil)
+    monkeypatch.setattr(compiling, "add_recomputation", spoil)
     model = poptorch.trainingModel(Scaled(), prepare(poptorch.Options()))
     with pytest.raises(poptorch.Error, match="does not compute"):
         model(torch.tensor([5.0, 7.0]))

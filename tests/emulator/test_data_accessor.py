@@ -20,8 +20,9 @@ from data_sources import (
     collate_into_pair,
 )
 
-from ipurun.emulator import _structures, enums
-from ipurun.emulator._data_accessor import AsynchronousDataAccessor
+from ipurun.emulator import enums
+from ipurun.emulator._capture import structures
+from ipurun.emulator._data.accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator.options import Options
 from ipurun.emulator.poptorch_core import Error
@@ -95,7 +96,7 @@ class TestItems:
         assert [item[1].tolist() for item in accessor] == [[0, 1], [2, 3], [4, 5]]
 
     def test_registered_class(self, access):
-        class Parser(_structures.ICustomArgParser):
+        class Parser(structures.ICustomArgParser):
             def yieldTensors(self, struct):
                 yield struct.data
                 yield struct.label
@@ -103,12 +104,12 @@ class TestItems:
             def reconstruct(self, original_structure, tensor_iterator):
                 return Pair(next(tensor_iterator), next(tensor_iterator))
 
-        _structures.registerCustomArgParser(Pair, Parser())
+        structures.registerCustomArgParser(Pair, Parser())
         try:
             loader = torch.utils.data.DataLoader(Counting(4), batch_size=2, collate_fn=collate_into_pair)
             found = [(type(item), item.label.tolist()) for item in access(loader)]
         finally:
-            _structures.registerCustomArgParser(Pair, None)
+            structures.registerCustomArgParser(Pair, None)
         assert found == [(Pair, [0, 1]), (Pair, [2, 3])]
 
 

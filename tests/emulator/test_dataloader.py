@@ -15,7 +15,8 @@ from data_sources import (
     labels,
 )
 
-from ipurun.emulator import _structures, enums
+from ipurun.emulator import enums
+from ipurun.emulator._capture import structures
 from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator.options import Options
 from ipurun.emulator.poptorch_core import Error
@@ -214,7 +215,7 @@ class TestBatchSampler:
         assert labels(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
     def test_batches_of_a_registered_class(self):
-        class Parser(_structures.ICustomArgParser):
+        class Parser(structures.ICustomArgParser):
             def yieldTensors(self, struct):
                 yield struct.data
                 yield struct.label
@@ -222,14 +223,14 @@ class TestBatchSampler:
             def reconstruct(self, original_structure, tensor_iterator):
                 return Pair(next(tensor_iterator), next(tensor_iterator))
 
-        _structures.registerCustomArgParser(Pair, Parser())
+        structures.registerCustomArgParser(Pair, Parser())
         try:
             loader = DataLoader(
                 options(2), Counting(4), batch_sampler=self.sampler([2, 2]), collate_fn=collate_into_pair
             )
             (batch,) = list(loader)
         finally:
-            _structures.registerCustomArgParser(Pair, None)
+            structures.registerCustomArgParser(Pair, None)
         assert isinstance(batch, Pair)
         assert batch.label.tolist() == [0, 1, 2, 3]
         assert batch.data.shape == (4, 2)

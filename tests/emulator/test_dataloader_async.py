@@ -16,7 +16,7 @@ from data_sources import (
 )
 
 from ipurun.emulator import enums
-from ipurun.emulator._data_accessor import AsynchronousDataAccessor
+from ipurun.emulator._data.accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator.options import Options
 from ipurun.emulator.poptorch_core import Error

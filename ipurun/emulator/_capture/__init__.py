@@ -1,0 +1,1 @@
+"""Capture of a model as a graph."""

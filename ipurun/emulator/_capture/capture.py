@@ -1,0 +1,281 @@
+"""Capturing a model: one run of forward, and of backward in training, becomes a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import inspect
+import warnings
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
+
+import torch
+
+from ipurun.emulator._capture.functions import FunctionWatcher
+from ipurun.emulator._capture.graph import Graph, Node, Value
+from ipurun.emulator._capture.host_checkpoints import plain_checkpoints
+from ipurun.emulator._capture.host_tensors import attribute_tensors
+from ipurun.emulator._capture.loss_shapes import give_device_shapes
+from ipurun.emulator._capture.losses import find_loss
+from ipurun.emulator._capture.model_guard import forget_history
+from ipurun.emulator._capture.prune import prune
+from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._capture.replaced_functions import attention_by_parts
+from ipurun.emulator._capture.saved_tensors import SavedTensors
+from ipurun.emulator._capture.structures import rebuild, tensors_in
+
+__all__ = ["Captured", "capture"]
+
+
+@dataclasses.dataclass
+class Captured:
+    """A graph and what forward returned when it was captured.
+
+    Attributes:
+        graph: The captured program.
+        returned: The structure that forward returned, with empty tensors.
+        output_values: The value of each tensor of the structure, in order.
+        reference: Results of the captured run: outputs, then gradients by name.
+    """
+
+    graph: Graph
+    returned: Any
+    output_values: List[Value]
+    reference: Tuple[List[torch.Tensor], Dict[str, torch.Tensor]]
+
+
+def capture(
+    call: Callable[[], Any],
+    *,
+    parameters: Dict[str, torch.Tensor],
+    buffers: Dict[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    training: bool,
+    options: Any,
+    modules: Optional[Dict[str, torch.nn.Module]] = None,
+    check_op: Optional[Callable[[Node], None]] = None,
+    before_backward: Optional[Callable[[Recorder, Any], None]] = None,
+) -> Captured:
+    """Runs a model once and returns what it did as a graph.
+
+    Args:
+        call: Runs forward on `inputs` and returns its result.
+        parameters: The parameters that forward reads, by name.
+        buffers: The buffers that forward reads and may change, by name.
+        inputs: The tensors that differ between calls.
+        training: Whether to look for the loss and add the backward pass.
+        options: The options of the executor.
+        modules: The modules by name, to tell which of them an operation belongs to.
+        check_op: Raises for an operation that cannot be lowered.
+        before_backward: Called with the recorder and the result of forward before the backward pass.
+
+    Raises:
+        Error: If the model does what a graph cannot hold, or if no loss is found in training.
+    """
+    recorder = Recorder(training, options, check_op)
+    for name, tensor in parameters.items():
+        recorder.add_input("parameter", name, tensor)
+    for name, tensor in buffers.items():
+        recorder.add_input("buffer", name, tensor)
+    for index, tensor in enumerate(inputs):
+        recorder.add_input("input", f"input_{index}", tensor)
+    constants = _ConstantGuard(recorder)
+    modules = modules or {}
+    recorder.host.declare_attributes(attribute_tensors(modules))
+    plain = _without_mask_check(modules)
+    with constants, _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules), plain:
+        with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
+            # Autograd watches in inference too: a model may look at `grad_fn` and `is_leaf`.
+            with torch.enable_grad(), SavedTensors(keep=training) as saved, FunctionWatcher(recorder, saved):
+                returned = call()
+                tensors = list(tensors_in(returned))
+                if before_backward is not None:
+                    before_backward(recorder, returned)
+                grads = _backward(recorder, tensors, parameters) if training else {}
+        output_values = [recorder.value_of(tensor) for tensor in tensors]
+        graph = recorder.graph
+        if any(recorder.host.holds(graph.specs[value]) for value in output_values):
+            warnings.warn("Output expected to be on the IPU but is on cpu", stacklevel=2)
+        graph.outputs = output_values
+        graph.grads = {name: recorder.value_of(grad) for name, grad in grads.items()}
+        results = [tensor.detach().clone() for tensor in tensors]
+    recorder.finish()
+    for index in give_device_shapes(graph):
+        results[index] = results[index].reshape(1)
+    reference = (results, {name: g.detach() for name, g in grads.items()})
+    prune(graph)
+    # The tensors of the captured run would keep all its activations alive.
+    template = rebuild(returned, (torch.empty(0) for _ in tensors))
+    return Captured(graph, template, output_values, reference)
+
+
+def _backward(
+    recorder: Recorder, returned: Sequence[torch.Tensor], parameters: Dict[str, torch.Tensor]
+) -> Dict[str, torch.Tensor]:
+    loss = find_loss(recorder, returned)
+    recorder.graph.loss = recorder.value_of(loss)
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not trained or not loss.requires_grad:
+        return {}
+    with recorder.paused():
+        seed = torch.ones_like(loss)
+    recorder.add_input("seed", "loss_scaling", seed)
+    if _has_own_gradients(loss, trained.values()):
+        recorder.graph.has_own_gradients = True
+    recorder.in_backward = True
+    grads = _gradients(loss, list(trained.values()), seed)
+    return {name: grad for name, grad in zip(trained, grads) if grad is not None}
+
+
+def _gradients(
+    loss: torch.Tensor, parameters: List[torch.Tensor], seed: torch.Tensor
+) -> Sequence[Optional[torch.Tensor]]:
+    """What `torch.autograd.grad` gives, without its check of the seed's shape, which loads sympy."""
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        return torch.autograd.grad(loss, parameters, grad_outputs=seed, allow_unused=True)
+    return run((loss,), (seed,), False, False, tuple(parameters), True, accumulate_grad=False)
+
+
+def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a Python function or a hook of a parameter takes part in the backward pass of a loss."""
+    if any(parameter._backward_hooks for parameter in parameters):
+        return True
+    seen: Set[Any] = set()
+    pending = [loss.grad_fn]
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        if isinstance(function, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(function)
+        pending.extend(following for following, _ in function.next_functions)
+    return False
+
+
+class _ConstantGuard:
+    """Puts plain tensors back that the model changed by what a device computes: there they are constants.
+
+    What the model makes of plain tensors alone runs on the host, once for each compile, and the host keeps it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, failure: Any, *exc: Any) -> None:
+        graph = self._recorder.graph
+        written = graph.storages_written()
+        for value, original in graph.constants.items():
+            if graph.specs[value].storage not in written:
+                continue
+            tensor = self._recorder.tensor_of(value)
+            forget_history(tensor)
+            if failure is not None or self._recorder.varies(tensor):
+                with torch.no_grad():
+                    tensor.data.copy_(original)
+
+
+@contextlib.contextmanager
+def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
+    names = {id(module): name for name, module in modules.items()}
+    stack = recorder.module_stack
+
+    def enter(module: torch.nn.Module, inputs: Any) -> None:
+        stack.append(names.get(id(module), stack[-1]))
+
+    def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        if len(stack) > 1:
+            stack.pop()
+
+    before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
+    after = torch.nn.modules.module.register_module_forward_hook(leave)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextlib.contextmanager
+def _without_mask_check(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
+    """Keeps torch's transformers from comparing a mask with the causal one, which reads its values.
+
+    The comparison only picks a faster kernel: the mask is applied all the same.
+    """
+    flags = {torch.nn.TransformerEncoder: "is_causal", torch.nn.TransformerDecoder: "tgt_is_causal"}
+    handles = []
+    for module in modules.values():
+        flag = next((flag for kind, flag in flags.items() if isinstance(module, kind)), None)
+        parameters = list(inspect.signature(module.forward).parameters) if flag is not None else []
+        if flag in parameters:
+            hook = functools.partial(_say_not_causal, flag, parameters.index(flag))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _say_not_causal(
+    flag: str, position: int, module: torch.nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Optional[Tuple[Tuple[Any, ...], Dict[str, Any]]]:
+    if len(args) > position or kwargs.get(flag) is not None:
+        return None
+    return args, {**kwargs, flag: False}
+
+
+@contextlib.contextmanager
+def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
+    """Keeps LSTM layers in plain operations: the fused one hands its workspace over in a way nobody can see."""
+    enabled = torch._C._get_mkldnn_enabled()
+    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules.values())
+    torch._C._set_mkldnn_enabled(enabled and not recurrent)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _without_validation() -> Iterator[None]:
+    """Turns off the checks of torch.distributions, which read values back to Python."""
+    distribution = torch.distributions.Distribution
+    before = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keeps Python from collecting garbage: it would clear the weak references by which tensors are known.
+
+    A tensor in a garbage cycle (a closure that calls itself is one) lives on if autograd still needs it, but
+    without its weak references.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _seeded_by_options() -> Iterator[None]:
+    """Lets forward call `torch.manual_seed` without effect: a device draws from the seed of the options."""
+    original = torch.manual_seed
+    torch.manual_seed = torch.random.manual_seed = lambda seed: torch.default_generator
+    try:
+        yield
+    finally:
+        torch.manual_seed = torch.random.manual_seed = original

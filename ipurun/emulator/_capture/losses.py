@@ -1,0 +1,86 @@
+"""Finding the loss of a training model in what was captured."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Sequence, Tuple
+
+import torch
+from torch.nn import functional
+
+from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._impl import createNativeError, createPoptorchError
+
+__all__ = ["LOSS_FUNCTIONS", "check_loss_arguments", "find_loss"]
+
+LOSS_FUNCTIONS = frozenset(
+    [
+        functional.l1_loss,
+        functional.mse_loss,
+        functional.cross_entropy,
+        functional.nll_loss,
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.kl_div,
+        functional.poisson_nll_loss,
+        functional.hinge_embedding_loss,
+        functional.smooth_l1_loss,
+        functional.soft_margin_loss,
+        functional.multilabel_soft_margin_loss,
+        functional.cosine_embedding_loss,
+        functional.margin_ranking_loss,
+        functional.triplet_margin_loss,
+        functional.ctc_loss,
+        torch.nll_loss if hasattr(torch, "nll_loss") else functional.nll_loss,
+        torch.binary_cross_entropy_with_logits,
+        torch.kl_div,
+        torch.poisson_nll_loss,
+        torch.hinge_embedding_loss,
+        torch.cosine_embedding_loss,
+        torch.margin_ranking_loss,
+        torch.triplet_margin_loss,
+        torch.ctc_loss,
+    ]
+)
+
+
+def check_loss_arguments(function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    """Raises for a loss that PopTorch cannot lower: class weights, unreduced or concatenated CTC."""
+    if function in (functional.cross_entropy, functional.nll_loss):
+        weight = args[2] if len(args) > 2 else kwargs.get("weight")
+        if weight is not None:
+            raise createNativeError(f"{function.__name__}: the class weights argument is not supported")
+    elif function in (functional.ctc_loss, torch.ctc_loss):
+        targets = args[1] if len(args) > 1 else kwargs.get("targets")
+        if kwargs.get("reduction", "mean") == "none":
+            raise createNativeError("Unsupported reduction type for ctc_loss: none")
+        if isinstance(targets, torch.Tensor) and targets.dim() != 2:
+            raise createNativeError("ctc_loss: targets must be 2-dimensional and padded")
+
+
+def find_loss(recorder: Recorder, returned: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the one loss that the returned tensors depend on.
+
+    Raises:
+        Error: If there is no loss, if there are several, or if it has more than one element.
+    """
+    losses = recorder.independent_losses(returned)
+    if not losses:
+        raise createNativeError(
+            "Couldn't find a loss in graph. A training model must return a value that depends on a loss: "
+            "use one of torch's loss functions, or wrap your own with poptorch.identity_loss."
+        )
+    if len(losses) > 1:
+        raise createNativeError(
+            "Multiple independent losses found in graph. Graph must have one final loss. "
+            "Wrap final graph loss in poptorch.identity_loss."
+        )
+    loss = recorder.tensor_of(losses[0])
+    if loss.numel() != 1:
+        raise createNativeError(
+            f"The loss must be a scalar tensor, this one has shape {tuple(loss.shape)}. "
+            "Reduce it with the reduction 'mean' or 'sum'.",
+            "popart_exception",
+        )
+    if not loss.is_floating_point():
+        raise createPoptorchError(f"The loss must be a floating point tensor, this one is {loss.dtype}.")
+    return loss

@@ -1,0 +1,362 @@
+"""The recorder: notes every aten operation of a forward pass and of the backward pass that follows it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipurun.emulator._capture.graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
+from ipurun.emulator._capture.host_tensors import HostTensors
+from ipurun.emulator._capture.integers import kept_in_32_bits
+from ipurun.emulator._capture.op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence, refuse_mask_index
+from ipurun.emulator._capture.run_op import run_op
+from ipurun.emulator._capture.sources import calling_line
+from ipurun.emulator._capture.tensor_numbers import TensorNumbers
+from ipurun.emulator._impl import createPoptorchError
+
+__all__ = ["Recorder", "current"]
+
+_active: List[Recorder] = []
+
+
+def current() -> Optional[Recorder]:
+    """Returns the recorder of the compile that is running, None outside a compile."""
+    return _active[-1] if _active else None
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations that run while it is entered, with autograd running above it.
+
+    Args:
+        training: Whether a training graph is being captured.
+        options: The options of the executor that compiles.
+        check_op: Called with each new forward node; raises for an operation that cannot be lowered.
+    """
+
+    def __init__(self, training: bool, options: Any, check_op: Optional[Callable[[Node], None]] = None) -> None:
+        super().__init__()
+        self.training = training
+        self.options = options
+        self.graph = Graph()
+        self.in_backward = False
+        self.module_stack: List[str] = [""]
+        self.host = HostTensors()
+        self._check_op = check_op
+        self._numbers = TensorNumbers()
+        self._kept: List[torch.Tensor] = []
+        self._masks: Dict[Value, int] = {}
+        self._storage_masks: Dict[int, int] = {}
+        self._placement: Optional[Placement] = Placement()
+        self._placement_of: Dict[Value, Placement] = {}
+        self._loss_dependencies: List[int] = []
+        self.loss_values: List[Value] = []
+        self._paused = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing compiles this class, and torch's guard against it would load seconds' worth of torch._dynamo.
+        return False
+
+    # A mask tells what a value depends on: bit 0 is "varies between runs", bit i+1 is "loss number i".
+
+    def __enter__(self) -> Recorder:
+        _active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        _active.remove(self)
+        super().__exit__(*exc)
+
+    def add_input(self, kind: str, name: str, tensor: torch.Tensor) -> Value:
+        """Declares a tensor as an input of the program; a tensor declared twice keeps its first name."""
+        known = self._numbers.find(tensor)
+        if known is not None:
+            return known
+        value = self._register(tensor, 0 if kind == "constant" else 1)
+        self._kept.append(tensor)
+        self.graph.inputs.append(GraphInput(kind, name, value))
+        return value
+
+    def begin_block(self, stage_id: int, phase_id: int, ipu_id: int, user_id: str) -> None:
+        """Places the operations that follow."""
+        self._placement = Placement(stage_id, phase_id, ipu_id, user_id)
+        self.record_event("begin_block", placement=self._placement)
+
+    def end_block(self) -> None:
+        """Ends the block; an operation before the next block is an error."""
+        self._placement = None
+        self.record_event("end_block")
+
+    def record_event(self, kind: str, **info: Any) -> None:
+        """Notes a fact between two operations."""
+        self.graph.events.append(Event(kind, len(self.graph.nodes), None, info))
+
+    def mark(self, tensor: torch.Tensor, kind: str, **info: Any) -> torch.Tensor:
+        """Notes a fact about a tensor and returns the tensor."""
+        value = self.value_of(tensor)
+        self.graph.events.append(Event(kind, len(self.graph.nodes), value, info))
+        if kind == "identity_loss":
+            self.mark_loss(tensor)
+        return tensor
+
+    def mark_loss(self, tensor: torch.Tensor) -> None:
+        """Declares the tensor to be a loss; losses it was made of no longer count by themselves."""
+        value = self.value_of(tensor)
+        before = self._mask_of(value)
+        self._loss_dependencies.append(before >> 1)
+        self.loss_values.append(value)
+        self._kept.append(tensor)
+        self._masks[value] = before | 1 << len(self.loss_values)
+
+    def independent_losses(self, returned: Sequence[torch.Tensor]) -> List[Value]:
+        """Returns the losses that a returned tensor depends on and no other such loss contains."""
+        live = 0
+        for tensor in returned:
+            live |= self._mask_of(self.value_of(tensor)) >> 1
+        contained = 0
+        for index, dependencies in enumerate(self._loss_dependencies):
+            if live >> index & 1:
+                contained |= dependencies
+        kept = live & ~contained
+        return [value for index, value in enumerate(self.loss_values) if kept >> index & 1]
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        tensors: Sequence[torch.Tensor],
+        backward: Optional[Callable[..., Any]] = None,
+        name: str = "",
+    ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
+        """Runs a Python function now and at every replay, as one operation.
+
+        Args:
+            fn: Called with the tensors; returns a tensor or a tuple of tensors. It must not change them. Its attributes
+                `is_random` and `graphs` (bodies), if it has them, describe the operation.
+            tensors: The arguments.
+            backward: Called with (tensors, outputs, gradients of the outputs), each a tuple, and returns the
+                gradient of each tensor, None where there is none. Without it no gradient flows.
+            name: What messages call the operation.
+        """
+        if backward is None and self.training:
+            with torch.no_grad():
+                return self._call_opaque(fn, tuple(tensors), name)
+        return _OpaqueFunction.apply(self, fn, backward, name, *tensors)
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """Returns the number of a tensor; one never seen before becomes a constant."""
+        known = self._numbers.find(tensor)
+        if known is not None:
+            return known
+        if self.in_backward:
+            raise createPoptorchError(
+                "The capture lost track of a tensor between forward and backward "
+                f"(shape {tuple(tensor.shape)}); the gradients would be wrong."
+            )
+        is_alias = self._numbers.has_storage(tensor)  # of a tensor that is known, as `.data` is
+        value = self._register(tensor, 0)
+        if not is_alias:
+            self.host.found(tensor, self.graph.specs[value].storage)
+        self._kept.append(tensor)
+        with self.paused():
+            self.graph.constants[value] = tensor.detach().clone()
+        self.graph.inputs.append(GraphInput("constant", f"constant_{int(value)}", value))
+        return value
+
+    def tensor_of(self, value: Value) -> torch.Tensor:
+        """Returns the tensor that got this number."""
+        return self._numbers.tensor(value)
+
+    def varies(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor depends on an input, a parameter, a buffer or a random draw."""
+        known = self._numbers.find(tensor)
+        return known is not None and bool(self._mask_of(known) & 1)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets operations run without being recorded."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def finish(self) -> Graph:
+        """Closes the graph and lets go of every tensor that was seen."""
+        self.graph.varying = {value for value in self.graph.specs if self._mask_of(value) & 1}
+        self._kept.clear()
+        self._numbers.clear()
+        return self.graph
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        base_name = func._schema.name.split("::")[-1]
+        node = self._node(func, self._encode(args), self._encode(kwargs), base_name)
+        node.is_random = base_name in RANDOM_OPS
+        mask = self._mask_of_all(node.reads())
+        if base_name in DATA_DEPENDENT_OPS and mask & 1:
+            raise createPoptorchError(explain_data_dependence(base_name))
+        if base_name == "index" and mask & 1 and not self.in_backward:
+            refuse_mask_index(args[1])
+        mutated = _mutated(func, node.args, node.kwargs)
+        on_host = not self.in_backward and self.host.runs_here(base_name, self._specs(node.reads()), node.source)
+        if not self.in_backward and base_name != "detach":
+            if self._placement is None:
+                raise createPoptorchError(
+                    f"No active Block: {base_name} at {node.source or 'an unknown line'} is called after a "
+                    "Block ended and before the next one begins. All the operations must be in a Block."
+                )
+            if self._check_op is not None and (mask & 1 or node.is_random):
+                self._check_op(node)  # what depends on constants alone is computed on the host
+        node.op, args, result = run_op(func, args, kwargs)
+        if mask & 1:
+            node.op, result = kept_in_32_bits(node.op, base_name, result)
+        node.args = self._encode(args)
+        self._append(node, result, mask | int(node.is_random), mutated)
+        if on_host:
+            self.host.made(self._specs(values_in(node.outputs)))
+        if base_name == "lift_fresh":
+            self.host.lifted(self.graph.specs[node.outputs])
+        return result
+
+    def _specs(self, values: Iterable[Value]) -> List[TensorSpec]:
+        return [self.graph.specs[value] for value in values]
+
+    def _call_opaque(self, fn: Callable[..., Any], tensors: Tuple[torch.Tensor, ...], name: str) -> Any:
+        node = self._node(fn, self._encode(tensors), {}, name or getattr(fn, "__name__", "opaque"))
+        mask = self._mask_of_all(node.reads())
+        node.is_random, node.bodies = getattr(fn, "is_random", False), getattr(fn, "graphs", ())
+        if not self.in_backward:
+            self.host.runs_here(node.name, self._specs(node.reads()), node.source)
+        with self.paused():
+            result = fn(*tensors)
+            # An output that is one of the arguments would take that argument's number.
+            result = _map_tensors(lambda t: t.clone() if any(t is x for x in tensors) else t, result)
+        node.op = fn if not tensors else _never_aliasing(fn)
+        self._append(node, result, mask | int(node.is_random), ())
+        return result
+
+    def _node(self, op: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any], name: str) -> Node:
+        """Describes an operation that is called now; its outputs are not known yet."""
+        return Node(
+            op=op,
+            args=args,
+            kwargs=kwargs,
+            outputs=None,
+            placement=self._placement or Placement(),
+            module_path=self.module_stack[-1],
+            source="" if self.in_backward else self._calling_line(),
+            is_backward=self.in_backward,
+            grad_enabled=torch.is_grad_enabled(),
+            name=name,
+        )
+
+    def _calling_line(self) -> str:
+        return calling_line() if self.options is None else calling_line(self.options._source_location_excludes)
+
+    def _append(self, node: Node, result: Any, mask: int, mutated: Tuple[Value, ...]) -> None:
+        node.mutated = mutated
+        node.outputs = self._encode_outputs(result, mask)
+        produced = list(values_in(node.outputs))
+        if not produced and not mutated:
+            return
+        for value in mutated:
+            storage = self.graph.specs[value].storage
+            self._storage_masks[storage] = self._storage_masks.get(storage, 0) | mask
+        if self.in_backward:
+            node.placement = self._backward_placement(node)
+        for value in produced:
+            self._placement_of.setdefault(value, node.placement)
+        self.graph.nodes.append(node)
+
+    def _backward_placement(self, node: Node) -> Placement:
+        placements = [self._placement_of[v] for v in node.reads() if v in self._placement_of]
+        return placements[-1] if placements else Placement()
+
+    def _encode(self, structure: Any) -> Any:
+        return _map_tensors(self.value_of, structure)
+
+    def _encode_outputs(self, structure: Any, mask: int) -> Any:
+        def number(tensor: torch.Tensor) -> Value:
+            known = self._numbers.find(tensor)
+            return known if known is not None else self._register(tensor, mask)
+
+        return _map_tensors(number, structure)
+
+    def _register(self, tensor: torch.Tensor, mask: int) -> Value:
+        value = self._numbers.add(tensor)
+        spec = TensorSpec(tuple(tensor.shape), tensor.dtype, self._numbers.storage_of(tensor))
+        self.graph.specs[value] = spec
+        self._masks[value] = mask
+        return value
+
+    def _mask_of_all(self, values: Iterable[Value]) -> int:
+        mask = 0
+        for value in values:
+            mask |= self._mask_of(value)
+        return mask
+
+    def _mask_of(self, value: Value) -> int:
+        return self._masks[value] | self._storage_masks.get(self.graph.specs[value].storage, 0)
+
+
+class _OpaqueFunction(torch.autograd.Function):
+    """Gives an opaque operation the backward function it came with."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # the extra arguments are not tensors
+        ctx: Any, recorder: Recorder, fn: Callable, backward: Optional[Callable], name: str, *tensors: torch.Tensor
+    ) -> Any:
+        outputs = recorder._call_opaque(fn, tensors, name)
+        listed = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.save_for_backward(*tensors, *listed)
+        ctx.recorder, ctx.backward_fn, ctx.name, ctx.num_inputs = recorder, backward, name, len(tensors)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        count, num_saved, function = ctx.num_inputs, len(saved), ctx.backward_fn
+
+        def run(*values: torch.Tensor) -> Any:
+            result = function(values[:count], values[count:num_saved], values[num_saved:])
+            return tuple(result) if isinstance(result, (list, tuple)) else (result,)
+
+        result = ctx.recorder._call_opaque(run, tuple(saved) + grads, ctx.name + "_backward")
+        return (None, None, None, None, *result)
+
+
+def _never_aliasing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*tensors: torch.Tensor) -> Any:
+        return _map_tensors(lambda t: t.clone() if any(t is x for x in tensors) else t, fn(*tensors))
+
+    return call
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], structure: Any) -> Any:
+    if isinstance(structure, torch.Tensor):
+        return function(structure)
+    if isinstance(structure, (list, tuple)):
+        mapped = [_map_tensors(function, item) for item in structure]
+        return mapped if isinstance(structure, list) else tuple(mapped)
+    if isinstance(structure, dict):
+        return {key: _map_tensors(function, item) for key, item in structure.items()}
+    return structure
+
+
+def _mutated(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Value, ...]:
+    schema = func._schema
+    found: List[Value] = []
+    if schema.name == "aten::native_batch_norm" and args[5]:
+        found.extend(values_in(args[3:5]))  # its schema does not say that it updates the running statistics
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            found.extend(values_in((given,)))
+    return tuple(found)

@@ -1,0 +1,51 @@
+"""Finding the line of the user's model that called an operation."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+from typing import Dict, Optional, Sequence, Tuple
+
+import torch
+
+__all__ = ["calling_line"]
+
+_TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# The emulator, and what torch puts between a function and its dispatch.
+_OWN_FILES: Tuple[str, ...] = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
+    *(_TORCH_FOLDER + name for name in ("_dynamo", "_compile.py", "_ops.py", "overrides.py")),
+    os.path.join(_TORCH_FOLDER, "utils", "_python_dispatch.py"),
+)
+# What PopTorch calls torch's own files in its list of excludes, wherever torch is installed.
+_TORCH_EXCLUDE = "site-packages/torch"
+_excluded: Dict[Tuple[str, Tuple[str, ...]], bool] = {}
+
+
+def calling_line(excludes: Sequence[str] = (_TORCH_EXCLUDE,)) -> str:
+    """Returns `file:line` of the innermost caller that is not excluded, "" if there is none.
+
+    Args:
+        excludes: Parts of the paths to pass over (Options.sourceLocationExcludes); the emulator always is.
+    """
+    key = tuple(excludes)
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        excluded = _excluded.get((filename, key))
+        if excluded is None:
+            excluded = _excluded[filename, key] = _is_excluded(filename, key)
+        if not excluded:
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_excluded(filename: str, excludes: Tuple[str, ...]) -> bool:
+    if filename.startswith(("<", *_OWN_FILES)):
+        return True
+    if _TORCH_EXCLUDE in excludes and filename.startswith(_TORCH_FOLDER):
+        return True
+    return any(part in filename for part in excludes)

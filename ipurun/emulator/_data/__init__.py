@@ -1,0 +1,1 @@
+"""Reading data for ``DataLoader``, in this process and ahead in another."""

@@ -1,0 +1,162 @@
+"""The ring buffer between an AsynchronousDataAccessor and its worker process, and the layout of its items."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import time
+from typing import Any, Callable, List, Optional, Sequence
+
+import torch
+
+from ipurun.emulator._capture import structures
+
+__all__ = ["ItemLayout", "Ring", "SlotKind", "wait_until"]
+
+_LONGEST_PAUSE_SECONDS = 0.005
+
+
+class SlotKind(enum.IntEnum):
+    """What a ready slot of the ring holds."""
+
+    DATA = 0
+    END_OF_EPOCH = 1
+    FAILURE = 2
+
+
+class ItemLayout:
+    """How an item is taken apart into tensors and put together again.
+
+    Args:
+        example: An item. All later ones must be built alike.
+
+    Raises:
+        TypeError: If it is neither a tensor, a flat list, tuple or dict of tensors, nor of a class with a
+            registered parser.
+    """
+
+    def __init__(self, example: Any) -> None:
+        self._keys: Optional[List[Any]] = None
+        self._custom: Any = None
+        self._is_tensor = isinstance(example, torch.Tensor)
+        if not self._is_tensor and structures.custom_parser_of(example) is not None:
+            self._custom = example
+        elif isinstance(example, dict):
+            self._keys = list(example)
+        elif not self._is_tensor and not isinstance(example, (list, tuple)):
+            raise TypeError(
+                "An AsynchronousDataAccessor takes tensors, lists, tuples and dictionaries of tensors, and "
+                f"classes registered with registerCustomArgParser, not {type(example).__name__}"
+            )
+        self.leaves(example)
+
+    def leaves(self, item: Any) -> List[torch.Tensor]:
+        """The tensors of an item, in a fixed order.
+
+        Raises:
+            TypeError: If the item is nested or not built like the first one.
+        """
+        if self._is_tensor:
+            found: Sequence[Any] = [item]
+        elif self._custom is not None:
+            found = list(structures.tensors_in(item))
+        elif self._keys is not None:
+            if set(item) != set(self._keys):
+                raise TypeError(f"The keys of an item changed from {self._keys} to {list(item)}")
+            found = [item[key] for key in self._keys]
+        else:
+            found = item
+        for leaf in found:
+            if not isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    f"An AsynchronousDataAccessor takes flat collections of tensors, not {type(leaf).__name__}"
+                )
+        return list(found)
+
+    def item(self, leaves: List[torch.Tensor]) -> Any:
+        """Put tensors together; sequences become lists."""
+        if self._is_tensor:
+            return leaves[0]
+        if self._custom is not None:
+            return structures.rebuild(self._custom, iter(leaves))
+        if self._keys is not None:
+            return dict(zip(self._keys, leaves))
+        return leaves
+
+
+class Ring:
+    """Slots that the worker fills and the accessor empties in turn, with the signals between the two.
+
+    Made by the accessor; the tensors are added by the worker, which is the first to know their shapes.
+
+    Attributes:
+        indices_mem: 1 for each slot that is ready to be read.
+        buffers: One tensor per leaf of an item, with the slots as first dimension.
+        stop: Set when the worker shall end.
+        epochs_asked: How many epochs the accessor has begun to read.
+        generation_asked: Counted up by the accessor when it abandons an epoch.
+        generation_served: The worker's answer: everything older was thrown away.
+    """
+
+    def __init__(self, context: Any, size: int) -> None:
+        self.size = size
+        self.indices_mem = context.RawArray(ctypes.c_int, size)
+        self.kinds = context.RawArray(ctypes.c_int, size)
+        self.rows = context.RawArray(ctypes.c_longlong, size)
+        self.stop = context.RawValue(ctypes.c_int, 0)
+        self.epochs_asked = context.RawValue(ctypes.c_longlong, 0)
+        self.generation_asked = context.RawValue(ctypes.c_longlong, 0)
+        self.generation_served = context.RawValue(ctypes.c_longlong, 0)
+        self.buffers: List[torch.Tensor] = []
+
+    def allocate(self, leaves: Sequence[torch.Tensor], rows: Optional[int]) -> None:
+        """Make the shared tensors for items like `leaves`, with another number of rows if given."""
+        for leaf in leaves:
+            shape = tuple(leaf.shape) if rows is None else (rows, *leaf.shape[1:])
+            self.buffers.append(torch.empty((self.size, *shape), dtype=leaf.dtype).share_memory_())
+
+    def write(self, slot: int, leaves: Sequence[torch.Tensor], *, rows_may_differ: bool) -> None:
+        """Fill a slot.
+
+        Raises:
+            ValueError: If shapes or types are not those of the first item.
+        """
+        if len(leaves) != len(self.buffers):
+            raise ValueError(f"Items have {len(self.buffers)} tensors, the new one has {len(leaves)}")
+        rows = leaves[0].shape[0] if rows_may_differ else -1
+        for buffer, leaf in zip(self.buffers, leaves):
+            target = buffer[slot][:rows] if rows_may_differ else buffer[slot]
+            if target.shape != leaf.shape or target.dtype != leaf.dtype:
+                raise ValueError(
+                    f"Shapes and types are fixed by the first item: expected {tuple(target.shape)} of "
+                    f"{target.dtype}, got {tuple(leaf.shape)} of {leaf.dtype}"
+                )
+            target.copy_(leaf)
+        self.rows[slot] = rows
+
+    def publish(self, slot: int, kind: SlotKind) -> None:
+        """Hand a slot to the reader."""
+        self.kinds[slot] = int(kind)
+        self.indices_mem[slot] = 1
+
+    def read(self, slot: int) -> List[torch.Tensor]:
+        """Views of a slot's tensors."""
+        rows = self.rows[slot]
+        return [buffer[slot] if rows < 0 else buffer[slot][:rows] for buffer in self.buffers]
+
+    def release(self, slot: int) -> None:
+        """Hand a slot back to the writer."""
+        self.indices_mem[slot] = 0
+
+    def clear(self) -> None:
+        """Throw away all slots that are ready."""
+        for slot in range(self.size):
+            self.indices_mem[slot] = 0
+
+
+def wait_until(condition: Callable[[], bool], pause_seconds: float) -> None:
+    """Poll, with pauses that start at `pause_seconds` and grow while nothing happens."""
+    longest = max(pause_seconds, _LONGEST_PAUSE_SECONDS)
+    while not condition():
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, longest)

@@ -1,0 +1,1 @@
+"""What PoplarExecutor is made of: device, weights, arguments, optimizer and files."""

@@ -1,0 +1,182 @@
+"""The optimizer of a training executor: its conversion, its device side, and where its state is newest."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Optional
+
+import torch
+
+from ipurun.emulator import optim
+from ipurun.emulator._optimizer.base import Optimizer as PoptorchOptimizer
+from ipurun.emulator._optimizer.update import (
+    AttributeTracker,
+    Converted,
+    DeviceOptimizer,
+    convert,
+    forces_running_mean,
+)
+from ipurun.emulator._run.executable import Executable
+from ipurun.emulator.enums import MeanReductionStrategy
+
+__all__ = ["ExecutorOptimizer"]
+
+
+class ExecutorOptimizer:
+    """Holds the user's optimizer and keeps the device's in step with it.
+
+    Args:
+        options: The executor's options, not frozen yet.
+        optimizer: The user's optimizer; SGD with lr=0.01 for None.
+        model: The user's model.
+    """
+
+    def __init__(self, options: Any, optimizer: Optional[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+        if optimizer is None:
+            optimizer = optim.SGD([{"params": list(model.parameters())}], lr=0.01)
+        self._options = options
+        self._tracker = AttributeTracker(options._relax_optimizer_checks)
+        self._executable: Optional[Executable] = None
+        self._is_attached = False
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self._apply_reduction_rule(optimizer)
+        self._converted: Converted = self._convert(optimizer)
+
+    def set(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the values of an optimizer, the same as before or another one.
+
+        Raises:
+            Error: If a value changed that the compiled model holds as a constant.
+            ValueError: If it needs another reduction than the compiled model has.
+        """
+        self._apply_reduction_rule(optimizer)
+        converted = self._convert(optimizer)
+        if self._executable is not None and self._executable.optimizer is not None:
+            self._executable.optimizer.update(converted)
+        self._converted = converted
+        if optimizer is not self.optimizer:
+            self._disconnect()
+            self.optimizer = optimizer
+            self._connect()
+
+    def compile(self, executable: Executable, named_parameters: Dict[str, torch.Tensor]) -> None:
+        """Makes the device side for a newly compiled model.
+
+        Raises:
+            KeyError: If the optimizer holds tensors that are not in the model.
+        """
+        names = {id(tensor): name for name, tensor in named_parameters.items()}
+        group_of: Dict[str, int] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                group_of[names[id(parameter)]] = index
+        trained = {name: executable.weights.parameters[name] for name in executable.graph.grads}
+        executable.optimizer = DeviceOptimizer(
+            self._converted,
+            trained,
+            group_of,
+            self._options,
+            accumulation=executable.layout.accumulation,
+            num_replicas=executable.layout.replicas * self._options.Distributed.numProcesses,
+            rows=executable.weights.rows_by_replica(),
+        )
+        if self._converted.value("accum_type") == torch.float16:
+            executable.chunks.disable()  # a half accumulator rounds after every micro-batch
+        self._executable = executable
+
+    def attach(self) -> None:
+        """The device is there: uploads state that the user loaded."""
+        self._is_attached = True
+        self.before_run()
+        self._connect()
+
+    def detach(self) -> None:
+        """The device goes away: fetches its state first."""
+        self.read_back()
+        self._disconnect()
+        self._is_attached = False
+
+    def destroy(self) -> None:
+        """The compiled model goes away."""
+        if self._is_attached:
+            self.detach()
+        self._executable = None
+
+    def read_back(self) -> None:
+        """Brings the device's state to the optimizer if it is newer there."""
+        if isinstance(self.optimizer, PoptorchOptimizer) and self.optimizer._needs_reading():
+            self.optimizer._pull()
+
+    def has_state_to_upload(self) -> bool:
+        """Whether `before_run` will change the device's state."""
+        return isinstance(self.optimizer, PoptorchOptimizer) and self.optimizer._has_state_to_upload()
+
+    def before_run(self) -> None:
+        """Uploads state that the user loaded since the last run."""
+        if isinstance(self.optimizer, PoptorchOptimizer) and self._device is not None:
+            state = self.optimizer._take_state_to_upload()
+            if state is not None:
+                self._device.write_state(self._without_group_counts(state))
+
+    def after_run(self) -> None:
+        """Notes that the device's state is newer than the host's."""
+        if isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._mark_device_newer()
+
+    @property
+    def _device(self) -> Optional[DeviceOptimizer]:
+        return None if self._executable is None else self._executable.optimizer
+
+    def _convert(self, optimizer: torch.optim.Optimizer) -> Converted:
+        automatic = self._options._Popart.options.get("automaticLossScalingSettings.enabled", False)
+        return convert(optimizer, self._tracker, automatic_loss_scaling=bool(automatic))
+
+    def _connect(self) -> None:
+        if self._is_attached and self._device is not None and isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._connect(self._read_state)
+
+    def _read_state(self) -> Dict[str, Optional[Dict[str, torch.Tensor]]]:
+        """Reads the device's state; a parameter that differs between replicas has a step count for each value."""
+        assert self._executable is not None
+        assert self._executable.optimizer is not None
+        state = self._executable.optimizer.read_state()
+        weights = self._executable.weights
+        for name, group in weights.groups.items():
+            for key, tensor in state["ipu_state"].items():
+                if tensor.dim() == 0 and key.endswith(name):
+                    state["ipu_state"][key] = tensor.expand(group.rows(weights.num_replicas)).clone()
+        return dict(state)
+
+    def _without_group_counts(self, state: Dict[str, Any]) -> Dict[str, Any]:
+        """Undoes what `_read_state` adds: the step counts of a parameter's values are one number here."""
+        assert self._executable is not None
+        names = tuple(self._executable.weights.groups)
+        if not names or not state.get("ipu_state"):
+            return state
+        counted = {
+            key: tensor[0] if key.startswith("Step___") and key.endswith(names) and tensor.dim() else tensor
+            for key, tensor in state["ipu_state"].items()
+        }
+        return {**state, "ipu_state": counted}
+
+    def _disconnect(self) -> None:
+        if isinstance(self.optimizer, PoptorchOptimizer):
+            self.optimizer._disconnect()
+
+    def _apply_reduction_rule(self, optimizer: torch.optim.Optimizer) -> None:
+        training = self._options.Training
+        running = MeanReductionStrategy.Running
+        if not forces_running_mean(optimizer):
+            return
+        if training.meanAccumulationAndReplicationReductionStrategy == running:
+            return
+        if self._executable is not None:
+            raise ValueError(
+                "accum_type=torch.float16 needs the Running mean reduction, and the model is already compiled. "
+                "Set Training.setMeanAccumulationAndReplicationReductionStrategy(Running) before."
+            )
+        frozen = self._options._is_frozen
+        if frozen:
+            self._options._unfreeze()
+        training.setMeanAccumulationAndReplicationReductionStrategy(running)
+        if frozen:
+            self._options._freeze()

@@ -1,0 +1,1 @@
+"""Log lines of PopTorch's native layer and of its backend."""

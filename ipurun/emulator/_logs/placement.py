@@ -1,0 +1,94 @@
+"""Log lines, at DEBUG, that tell how a compiled model was placed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Callable
+
+from ipurun.emulator._capture.graph import Graph, Placement
+from ipurun.emulator._capture.host_tensors import scalar_type_name
+from ipurun.emulator._logging import native_logger, trace
+from ipurun.emulator._logs.lowering import lowered_ops
+from ipurun.emulator._options.strategies import ShardedExecution, _IPhasedExecution
+from ipurun.emulator.enums import Liveness
+
+_PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
+_PHASES_BETWEEN_PASSES_OFF_CHIP = 3
+
+
+def log_placement(graph: Graph, options: Any) -> None:
+    """Logs the settings that follow from the strategy, and every forward op with its place.
+
+    Args:
+        graph: The captured graph.
+        options: The executor's options.
+    """
+    if not native_logger.isEnabledFor(logging.DEBUG):
+        return
+    strategy = options._execution_strategy
+    forward = [node.placement for node in graph.nodes if not node.is_backward]
+    if isinstance(strategy, _IPhasedExecution):
+        _log_set("enablePipelining", 0)
+        _log_phases(strategy, max([placement.phase_id for placement in forward], default=0))
+        _log_locations(options)
+        describe = _in_phase(strategy)
+    elif isinstance(strategy, ShardedExecution):
+        _log_set("enablePipelining", 0)
+        describe = _in_stage("Sharded")
+    else:
+        _log_set("enablePipelining", int(len({placement.ipu_id for placement in forward}) > 1))
+        describe = _in_stage("Pipelined")
+    _trace_inputs(graph)
+    ops = lowered_ops(graph, options._module_namescope_enabled)
+    native_logger.debug("Graph lowered to PopART:")
+    for op in ops:
+        native_logger.debug("%s [%s, %s]", op.name, op.shape, describe(op.placement))
+    for op in ops:
+        native_logger.debug("%s (%s) was lowered to %s", op.name, op.source, op.type)
+
+
+def _trace_inputs(graph: Graph) -> None:
+    trace("Inputs of the graph:")
+    for item in graph.inputs_of("input", "parameter", "buffer"):
+        spec = graph.specs[item.value]
+        kind = scalar_type_name(spec.dtype)
+        sizes = "".join(f"{size}, " for size in spec.shape)
+        strides = [math.prod(spec.shape[index + 1 :]) for index in range(len(spec.shape))]
+        trace(
+            "%%%d : %s(%sstrides=%s, requires_grad=0, device=ipu:0) -> %s", item.value, kind, sizes, strides, item.name
+        )
+
+
+def _log_set(option: str, value: Any) -> None:
+    native_logger.debug("PopTorch option %s set to value %s", option, value)
+
+
+def _log_phases(strategy: _IPhasedExecution, last_phase: int) -> None:
+    settings = strategy.backendOptions()
+    serial = bool(settings["serial_phases_execution"])
+    phases = last_phase * _stride(strategy) + 1 + int(strategy._separate_backward_phase)
+    if strategy._tensors_liveness != Liveness.AlwaysLive:
+        phases += _PHASES_BETWEEN_PASSES_OFF_CHIP
+    native_logger.debug("PopTorch set serial_phases_execution to value %s", str(serial).lower())
+    _log_set("executionPhaseSettings.stages", 1 if serial else 2)
+    _log_set("executionPhaseSettings.phases", phases)
+
+
+def _log_locations(options: Any) -> None:
+    for kind in ("activation", "weight", "optimizer", "accumulator"):
+        if not options.TensorLocations.exists(f"location_{kind}"):
+            _log_set(f"location_{kind}", "useOnChipStorage(False)")
+
+
+def _stride(strategy: _IPhasedExecution) -> int:
+    return _PHASE_STRIDES.get(strategy._tensors_liveness, 1)
+
+
+def _in_stage(mode: str) -> Callable[[Placement], str]:
+    return lambda place: f"mode({mode}), ipu({place.ipu_id}), stage({place.stage_id})"
+
+
+def _in_phase(strategy: _IPhasedExecution) -> Callable[[Placement], str]:
+    stride = _stride(strategy)
+    return lambda place: f"mode(Phased), ipu({place.ipu_id}), phase({place.phase_id * stride})"

@@ -1,0 +1,1 @@
+"""The operations and annotations of ``poptorch.ops``."""

@@ -1,0 +1,140 @@
+"""Ops that return their tensor as it is, and tell the compile something about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ipurun.emulator import enums
+from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._ops.recording import active_recorder, require_tensor
+
+
+def _mark(tensor: torch.Tensor, kind: str, **info: Any) -> torch.Tensor:
+    recorder = active_recorder()
+    return tensor if recorder is None else recorder.mark(tensor, kind, **info)
+
+
+def nop(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns its tensor; an op that the compiler never removes."""
+    require_tensor(tensor, "nop: the argument")
+    return _mark(tensor, "nop")
+
+
+def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Marks a tensor as the loss (or a part of it) that backpropagation starts from.
+
+    Args:
+        x: The computed loss.
+        reduction: "sum", "mean" or "none".
+
+    Returns:
+        The reduced loss; a copy of `x` for "none".
+    """
+    if reduction == "sum":
+        loss = x.sum()
+    elif reduction == "mean":
+        loss = x.mean()
+    else:
+        assert reduction == "none", f"Unsupported reduction type! Got {reduction!r}"
+        loss = x.clone()
+    return _mark(loss, "identity_loss", reduction=reduction)
+
+
+def recomputationCheckpoint(*tensors: Any) -> Any:
+    """Keeps values between forward and backward where recomputation would drop them.
+
+    Args:
+        *tensors: Tensors, or one list or tuple of them.
+
+    Returns:
+        The same tensors: one tensor, the container type that was given, or a tuple.
+
+    Raises:
+        ValueError: Something given is not a tensor.
+    """
+    if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)):
+        return type(tensors[0])(_checkpoint(tensor) for tensor in tensors[0])
+    kept = tuple(_checkpoint(tensor) for tensor in tensors)
+    return kept[0] if len(kept) == 1 else kept
+
+
+def _checkpoint(tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"All inputs must be tensors, got {type(tensor)}")
+    return _mark(tensor, "recompute")
+
+
+def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
+    """Records the share of temporary memory that the op behind `tensor` may use (device only)."""
+    require_tensor(tensor, "set_available_memory: the value to set available memory for")
+    return _mark(tensor, "available_memory", proportion=available_memory_proportion)
+
+
+def serializedMatMul(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    mode: enums.MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
+) -> torch.Tensor:
+    """Matrix product that a device computes in `factor` parts, to need less memory.
+
+    Args:
+        lhs: Left matrix, m by n.
+        rhs: Right matrix, n by p.
+        mode: Dimension that is cut: InputChannels m, ReducingDim n, OutputChannels p, or Disabled.
+        factor: Number of parts; must divide that dimension.
+        keep_precision: Add the parts in float32 (device only).
+
+    Raises:
+        poptorch.Error: In an executor, when `factor` does not divide the dimension.
+    """
+    assert isinstance(keep_precision, bool), "keep_precision must be a bool"
+    assert isinstance(factor, int), "factor must be an int"
+    assert isinstance(mode, enums.MatMulSerializationMode), "mode must be a MatMulSerializationMode"
+    if active_recorder() is not None:
+        _check_serialization(lhs, rhs, mode, factor)
+    product = torch.matmul(lhs, rhs)
+    return _mark(product, "serialized_matmul", mode=mode.value, factor=factor, keep_precision=keep_precision)
+
+
+def _check_serialization(
+    lhs: torch.Tensor, rhs: torch.Tensor, mode: enums.MatMulSerializationMode, factor: int
+) -> None:
+    modes = enums.MatMulSerializationMode
+    if mode == modes.Disabled:
+        return
+    size = {
+        modes.InputChannels: lhs.shape[-2] if lhs.dim() > 1 else 1,
+        modes.ReducingDim: lhs.shape[-1],
+        modes.OutputChannels: rhs.shape[-1],
+    }[mode]
+    if factor <= 0 or size % factor:
+        raise createPoptorchError(
+            f"Invalid serialisation factor {factor} for serializedMatMul: with mode {mode.name} it must "
+            f"be at least 1 and divide {size}, the size of the dimension that is cut."
+        )
+
+
+class NameScope:
+    """Context manager that prefixes the names of the ops called inside it.
+
+    Args:
+        name: The prefix.
+    """
+
+    def __init__(self, name: str) -> None:
+        assert isinstance(name, str), "Parameter to NameScope must be a string"
+        self.name = name
+
+    def __enter__(self) -> None:
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.record_event("push_name_scope", name=self.name)
+
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.record_event("pop_name_scope")

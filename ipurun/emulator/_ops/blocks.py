@@ -1,0 +1,160 @@
+"""Block annotations: which part of a model belongs to which stage, phase and IPU."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from typing import Any, Callable, Optional, TypeVar
+
+import torch
+
+from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._ops.recording import active_recorder
+from ipurun.emulator._options_impl import IStageManager
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _stage_manager() -> Optional[IStageManager]:
+    """Returns what hands out stages for the running compile, None outside one."""
+    recorder = active_recorder()
+    return None if recorder is None else recorder.options._execution_strategy.stage_manager()
+
+
+def _begin(user_id: Optional[str], ipu_id: Optional[int]) -> None:
+    recorder, manager = active_recorder(), _stage_manager()
+    if recorder is not None and manager is not None:
+        recorder.begin_block(*manager.beginStage(user_id, ipu_id))
+
+
+class Block(torch.nn.Module):
+    """Context manager that puts the ops called inside it in a block.
+
+    Args:
+        user_id: Name of the block; blocks of one name are one block. Automatic when None.
+        ipu_id: IPU to run on, an index within the model's IPUs.
+    """
+
+    def __init__(self, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+        super().__init__()
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    @staticmethod
+    def useAutoId() -> None:
+        """Restarts the automatic names ("0", "1", ...); call it first in `forward`."""
+        manager = _stage_manager()
+        if manager is not None:
+            manager.resetAutoId()
+
+    @staticmethod
+    def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+        """Begins a block that lasts until another one starts."""
+        _begin(user_id, ipu_id)
+
+    def __enter__(self) -> None:
+        _begin(self._user_id, self._ipu_id)
+
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.end_block()
+
+
+class _BeginsBlock:
+    """Begins a block when called; without a name it keeps the one of its first trace."""
+
+    _user_id: Optional[str]
+    _ipu_id: Optional[int]
+
+    def _begin_block(self) -> None:
+        manager = _stage_manager()
+        if manager is None:
+            return
+        if self._user_id is None:
+            self._user_id = manager.nextAutoId()
+        _begin(self._user_id, self._ipu_id)
+
+
+class BlockHook(_BeginsBlock):
+    """Forward pre-hook that BeginBlock installs; a plain object, so that it copies and pickles."""
+
+    def __init__(self, user_id: Optional[str], ipu_id: Optional[int]) -> None:
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    def __call__(self, module: torch.nn.Module, input: Any) -> None:
+        self._begin_block()
+
+    def __repr__(self) -> str:
+        return f"BeginBlock(user_id={self._user_id}, ipu_id={self._ipu_id})"
+
+
+class LegacyBeginBlockFn(torch.nn.Module, _BeginsBlock):
+    """Module that begins a block and then calls a plain function."""
+
+    def __init__(
+        self, layer_to_call: Callable[..., Any], user_id: Optional[str] = None, ipu_id: Optional[int] = None
+    ) -> None:
+        super().__init__()
+        self._layer_to_call = layer_to_call
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        self._begin_block()
+        return self._layer_to_call(*input, **kwargs)
+
+
+def BeginBlock(
+    layer_to_call: torch.nn.Module, user_id: Optional[str] = None, ipu_id: Optional[int] = None
+) -> torch.nn.Module:
+    """Makes a module begin a block each time it is called; the block lasts until the next one.
+
+    Args:
+        layer_to_call: The module, changed in place. A plain callable is wrapped in a module.
+        user_id: Name of the block; automatic, given at the first trace, when None.
+        ipu_id: IPU to run on.
+
+    Returns:
+        The module itself, or the wrapper of a callable.
+
+    Raises:
+        poptorch.Error: The module begins a block already, or is neither module nor callable.
+    """
+    if not isinstance(layer_to_call, torch.nn.Module):
+        if not callable(layer_to_call):
+            raise createPoptorchError("module is not an instance of torch.nn.Module or function.")
+        return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)
+
+    if any(isinstance(hook, BlockHook) for hook in layer_to_call._forward_pre_hooks.values()):
+        raise createPoptorchError("module has already been assigned to a block.")
+    layer_to_call.register_forward_pre_hook(BlockHook(user_id, ipu_id))
+    return layer_to_call
+
+
+def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> Callable[[F], F]:
+    """Decorator that runs a function inside a Block.
+
+    Args:
+        user_id: Name of the block; automatic when None.
+        ipu_id: IPU to run on.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def inside_block(*args: Any, **kwargs: Any) -> Any:
+            with Block(user_id, ipu_id):
+                return function(*args, **kwargs)
+
+        return inside_block  # type: ignore[return-value]  # wraps keeps the signature of F
+
+    return decorate
+
+
+def removeBlocks(module: torch.nn.Module) -> None:
+    """Removes what BeginBlock installed, from the module and all modules in it."""
+    assert isinstance(module, torch.nn.Module), "removeBlocks takes a torch.nn.Module"
+    for part in module.modules():
+        kept = [(key, hook) for key, hook in part._forward_pre_hooks.items() if not isinstance(hook, BlockHook)]
+        part._forward_pre_hooks = OrderedDict(kept)

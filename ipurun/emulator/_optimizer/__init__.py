@@ -1,0 +1,1 @@
+"""Optimizers on the device: conversion, update rules and state."""

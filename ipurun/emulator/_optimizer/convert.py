@@ -1,0 +1,221 @@
+"""From a torch or poptorch optimizer to the values that are sent to the device, each with its const-ness."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import torch
+
+from ipurun.emulator import optim
+from ipurun.emulator._logging import logger
+from ipurun.emulator._optimizer.tracker import AttributeTracker
+
+__all__ = ["Converted", "OptimizerType", "Value", "convert", "forces_running_mean"]
+
+Value = Tuple[Any, bool]
+"""A value and whether it is constant after compilation."""
+
+
+class OptimizerType(enum.IntEnum):
+    """The optimizers the backend knows; SGD1 keeps one buffer (combined), SGD2 two (separate)."""
+
+    SGD1 = 0
+    SGD2 = 1
+    ADAM = 2
+    ADAMW = 3
+    ADAMW_NO_BIAS = 4
+    RMSPROP = 5
+    RMSPROP_CENTERED = 6
+    LAMB = 7
+    LAMB_NO_BIAS = 8
+
+
+@dataclass
+class Converted:
+    """An optimizer as the device sees it; two that compare equal need no update.
+
+    Attributes:
+        type: Which update runs.
+        attributes: Values for the whole optimizer: `loss_scaling`, accumulator types, `max_grad_norm`, ...
+        defaults: Values for parameters that are in no group.
+        groups: Values for the parameters of each group.
+        group_sizes: Number of parameters in each group.
+    """
+
+    type: OptimizerType
+    attributes: Dict[str, Value]
+    defaults: Dict[str, Value]
+    groups: List[Dict[str, Value]]
+    group_sizes: List[int]
+
+    def value(self, name: str) -> Any:
+        """The value of an attribute of the whole optimizer."""
+        return self.attributes[name][0]
+
+
+@dataclass(frozen=True)
+class _Family:
+    torch_class: type
+    poptorch_class: type
+    per_group: Tuple[str, ...]
+    # For torch's own classes: constant while the attribute has this value. Not listed: always constant.
+    constant_value: Mapping[str, Any]
+
+
+_FAMILIES: Tuple[_Family, ...] = (
+    _Family(
+        torch.optim.SGD,
+        optim.SGD,
+        ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        {"momentum": 0, "dampening": 0, "weight_decay": 0},
+    ),
+    # Before Adam: recent torch derives AdamW from it.
+    _Family(
+        torch.optim.AdamW,
+        optim.AdamW,
+        ("lr", "betas", "weight_decay", "eps"),
+        {"weight_decay": 0.01, "eps": 1e-8},
+    ),
+    _Family(
+        torch.optim.Adam,
+        optim.Adam,
+        ("lr", "betas", "eps", "weight_decay"),
+        {"weight_decay": 0, "eps": 1e-8},
+    ),
+    _Family(
+        torch.optim.RMSprop,
+        optim.RMSprop,
+        ("lr", "momentum", "weight_decay", "alpha", "eps"),
+        {"momentum": 0, "weight_decay": 0, "eps": 1e-8},
+    ),
+    _Family(optim.LAMB, optim.LAMB, ("lr", "weight_decay", "betas", "eps", "max_weight_norm"), {}),
+)
+
+_FIXED_DEFAULTS: Mapping[str, Any] = {
+    "accum_type": torch.float32,
+    "first_order_momentum_accum_type": torch.float32,
+    "second_order_momentum_accum_type": torch.float32,
+    "max_grad_norm": float("inf"),
+    "use_tf_variant": False,
+}
+
+
+def convert(
+    optimizer: torch.optim.Optimizer,
+    tracker: Optional[AttributeTracker] = None,
+    *,
+    automatic_loss_scaling: bool = False,
+) -> Converted:
+    """Read an optimizer's values.
+
+    Args:
+        optimizer: One of torch's SGD, Adam, AdamW, RMSprop, or one of `poptorch.optim`.
+        tracker: Remembers the attributes seen at the first conversion and warns about later ones.
+        automatic_loss_scaling: The device changes the loss scaling by itself, so it cannot be constant.
+
+    Returns:
+        The values, comparable.
+
+    Raises:
+        AssertionError: For another class of optimizer, or a value that is not a number.
+        ValueError: If amsgrad is asked for.
+    """
+    family = _family_of(optimizer)
+    if tracker is not None:
+        tracker.observe(optimizer)
+    per_group = family.per_group
+    if isinstance(optimizer, optim.SGD) and optimizer.use_combined_accum:
+        per_group = (*per_group, "velocity_scaling")
+    groups = optimizer.param_groups
+    for values in (optimizer.defaults, *groups):
+        if values.get("amsgrad"):
+            raise ValueError("Only non-amsgrad Adam/AdamW optimizers are supported.")
+    return Converted(
+        type=_type_of(optimizer, family),
+        attributes=_attributes(optimizer, automatic_loss_scaling),
+        defaults=_values(optimizer, family, per_group, optimizer.defaults),
+        groups=[_values(optimizer, family, per_group, group) for group in groups],
+        group_sizes=[len(group["params"]) for group in groups],
+    )
+
+
+def forces_running_mean(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the accumulator's type asks for the Running mean, whatever the options say."""
+    return getattr(optimizer, "accum_type", None) == torch.float16 and not getattr(
+        optimizer, "use_combined_accum", False
+    )
+
+
+def _family_of(optimizer: Any) -> _Family:
+    for family in _FAMILIES:
+        if isinstance(optimizer, family.torch_class):
+            if type(optimizer) not in (family.torch_class, family.poptorch_class):
+                logger.warning(
+                    "%s is a subclass of %s: the device runs the update of the latter, "
+                    "Python code in step() is not run.",
+                    type(optimizer).__name__,
+                    family.torch_class.__name__,
+                )
+            return family
+    raise AssertionError(
+        f"Unsupported optimizer type {type(optimizer).__name__}. Supported: SGD, Adam, AdamW, RMSprop of "
+        "torch.optim and poptorch.optim, and poptorch.optim.LAMB"
+    )
+
+
+def _type_of(optimizer: Any, family: _Family) -> OptimizerType:
+    corrected = getattr(optimizer, "bias_correction", True)
+    if family.torch_class is torch.optim.SGD:
+        return OptimizerType.SGD1 if getattr(optimizer, "use_combined_accum", False) else OptimizerType.SGD2
+    if family.torch_class is torch.optim.AdamW:
+        return OptimizerType.ADAMW if corrected else OptimizerType.ADAMW_NO_BIAS
+    if family.torch_class is torch.optim.Adam:
+        return OptimizerType.ADAM
+    if family.torch_class is torch.optim.RMSprop:
+        centered = {bool(group["centered"]) for group in optimizer.param_groups}
+        assert len(centered) <= 1, "All parameter groups must have the same value of 'centered'"
+        return OptimizerType.RMSPROP_CENTERED if centered == {True} else OptimizerType.RMSPROP
+    return OptimizerType.LAMB if corrected else OptimizerType.LAMB_NO_BIAS
+
+
+def _attributes(optimizer: Any, automatic_loss_scaling: bool) -> Dict[str, Value]:
+    attributes: Dict[str, Value] = {
+        name: (getattr(optimizer, name, default), True) for name, default in _FIXED_DEFAULTS.items()
+    }
+    if hasattr(optimizer, "velocity_accum_type"):
+        attributes["first_order_momentum_accum_type"] = (optimizer.velocity_accum_type, True)
+    loss_scaling = _number("loss_scaling", getattr(optimizer, "loss_scaling", 1.0))
+    if isinstance(optimizer, optim.Optimizer):
+        constant = optimizer.variable_attrs.isConstant("loss_scaling")
+    else:
+        constant = loss_scaling == 1.0
+    attributes["loss_scaling"] = (loss_scaling, constant and not automatic_loss_scaling)
+    return attributes
+
+
+def _values(optimizer: Any, family: _Family, names: Tuple[str, ...], source: Mapping[str, Any]) -> Dict[str, Value]:
+    values: Dict[str, Value] = {}
+    for name in names:
+        value = source[name]
+        value = _pair(name, value) if name == "betas" else _number(name, value)
+        if isinstance(optimizer, optim.Optimizer):
+            constant = optimizer.variable_attrs.isConstant(name)
+        elif name in family.constant_value:
+            constant = value == family.constant_value[name]
+        else:
+            constant = name != "lr"
+        values[name] = (value, constant)
+    return values
+
+
+def _number(name: str, value: Any) -> Any:
+    assert isinstance(value, Number), f"The value of {name} must be a number, not {type(value).__name__}"
+    return value
+
+
+def _pair(name: str, value: Any) -> Tuple[Any, Any]:
+    assert isinstance(value, tuple) and len(value) == 2, f"The value of {name} must be a tuple of two numbers"
+    return _number(name, value[0]), _number(name, value[1])

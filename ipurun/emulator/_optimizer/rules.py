@@ -1,0 +1,269 @@
+"""The arithmetic of every update, one parameter at a time.
+
+A rule first makes the tensor that `max_grad_norm` clips (`prepare`), then changes weight and state with it,
+clipped or not (`finish`). Gradients arrive as accumulated: `gradient * factor` is the reduced gradient,
+still multiplied by the loss scaling. Values are computed in float32 and rounded to the stored types.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Callable, Dict, Mapping, Tuple
+
+import torch
+
+from ipurun.emulator._optimizer.lamb import bias_corrections, trust_ratio
+from ipurun.emulator._optimizer.scalars import Scalar, Variant
+
+__all__ = ["RULES", "Rule", "Slot", "Step"]
+
+Rounding = Callable[[torch.Tensor, torch.Tensor], object]
+"""Stores a float32 result (second) in a tensor of another type (first)."""
+
+
+@dataclass
+class Slot:
+    """One parameter on the device with everything its update needs.
+
+    Attributes:
+        name: Name of the parameter, as in the names of its state.
+        weight: The device's weight, changed in place.
+        variant: Which update it gets.
+        scalars: The scalars of that update.
+        scalar_owner: Last part of the scalars' names: the parameter, or the defaults shared by all.
+        state: Tensors that live from one update to the next, by the prefix of their names.
+        velocity_scaling: Factor on the stored velocity of SGD.
+        nesterov: Whether SGD uses Nesterov momentum.
+        bias_corrected: Whether LAMB corrects its moments.
+        centered: Whether RMSprop subtracts the mean.
+        tf_variant: Whether RMSprop follows TensorFlow.
+        rows: Where values differ between replicas, the row that each replica computes with: rows are parameters of
+            their own.
+    """
+
+    name: str
+    weight: torch.Tensor
+    variant: Variant
+    scalars: Dict[str, Scalar]
+    scalar_owner: str
+    state: Dict[str, torch.Tensor] = field(default_factory=dict)
+    velocity_scaling: float = 1.0
+    nesterov: bool = False
+    bias_corrected: bool = True
+    centered: bool = False
+    tf_variant: bool = False
+    rows: Tuple[int, ...] = ()
+
+    def __getitem__(self, scalar: str) -> float:
+        return self.scalars[scalar].value
+
+
+@dataclass
+class Step:
+    """What all parameters of one update share."""
+
+    factor: float
+    loss_scaling: float
+    round_into: Rounding
+
+    def store(self, destination: torch.Tensor, result: torch.Tensor) -> None:
+        """Put a float32 result where it lives; nothing to do when it was computed in place."""
+        if destination is not result:
+            self.round_into(destination, result)
+
+
+def working(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself when float32, else a float32 copy."""
+    return tensor if tensor.dtype == torch.float32 else tensor.float()
+
+
+class Rule:
+    """One update. Subclasses describe an optimizer."""
+
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+        """The tensor that gradient clipping acts on."""
+        return working(gradient)
+
+    def clip_divisor(self, slot: Slot) -> float:
+        """What the norm of the prepared tensor is divided by before it is compared."""
+        return 1.0
+
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+        """Change the weight and the state."""
+        raise NotImplementedError
+
+
+class _PlainSgd(Rule):
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+        weight = working(slot.weight)
+        decay = slot["weightDecayScaleFactor0"]
+        if decay != 1.0:
+            weight.mul_(decay)
+        weight.add_(prepared, alpha=-slot["scaledLearningRate0"] * step.factor)
+        step.store(slot.weight, weight)
+
+
+class _SeparateSgd(Rule):
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+        stored = slot.state["Accl1"]
+        velocity = working(stored)
+        velocity.mul_(slot["scaledMomentum2"])
+        velocity.add_(working(gradient), alpha=slot["dampeningScaleFactor2"] * step.factor)
+        decay = slot["weightDecayScaleFactor2"]
+        if decay != 0.0:
+            velocity.add_(working(slot.weight), alpha=decay)
+        step.store(stored, velocity)
+        return working(stored)
+
+    def clip_divisor(self, slot: Slot) -> float:
+        return slot.velocity_scaling
+
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+        weight = working(slot.weight)
+        direction = prepared
+        if slot.nesterov:
+            # The backend divides this gradient by the loss scaling only, not by the number of
+            # micro-batches: the quirk shows when several feed one update.
+            direction = working(gradient) + slot["scaledMomentum2"] * prepared
+            direction.add_(weight, alpha=slot["weightDecayScaleFactor2"])
+        weight.add_(direction, alpha=-slot["scaledLearningRate2"])
+        step.store(slot.weight, weight)
+
+
+class _CombinedSgd(Rule):
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+        stored = slot.state["Accl"]
+        velocity = working(stored)
+        velocity.add_(working(gradient), alpha=slot["dampeningScaleFactor1"] * step.factor)
+        step.store(stored, velocity)
+        return working(stored)
+
+    def clip_divisor(self, slot: Slot) -> float:
+        return slot.velocity_scaling
+
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+        weight = working(slot.weight)
+        direction = prepared
+        if slot.nesterov:
+            scale = slot["dampeningScaleFactor1"] * step.factor
+            direction = working(gradient) * scale + slot["scaledMomentum1"] * prepared
+            direction.add_(weight, alpha=slot["weightDecayScaleFactor1"])
+        weight.add_(direction, alpha=-slot["scaledLearningRate1"])
+        step.store(slot.weight, weight)
+        stored = slot.state["Accl"]
+        velocity = working(stored)
+        velocity.mul_(slot["scaledMomentum1"]).add_(weight, alpha=slot["weightDecayScaleFactor1"])
+        step.store(stored, velocity)
+
+
+def _unscaled(slot: Slot, gradient: torch.Tensor, step: Step, *, l2: bool) -> torch.Tensor:
+    scale = step.factor / step.loss_scaling
+    unscaled = working(gradient) if scale == 1.0 else working(gradient) * scale
+    if l2 and slot["weightDecay"] != 0.0:
+        return torch.add(unscaled, working(slot.weight), alpha=slot["weightDecay"])
+    return unscaled
+
+
+class _Adam(Rule):
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+        return _unscaled(slot, gradient, step, l2=slot.variant is Variant.ADAM)
+
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+        first, second = self._moments(slot, prepared, step)
+        correction1 = correction2 = 1.0
+        if slot.bias_corrected:
+            slot.state["Step"].add_(1)
+            correction1, correction2 = bias_corrections(slot["adamBeta1"], slot["adamBeta2"], float(slot.state["Step"]))
+        denominator = second.sqrt().div_(_root(correction2)).add_(slot["adamEps"])
+        weight = working(slot.weight)
+        self._move(slot, weight, first, denominator, correction1)
+        step.store(slot.weight, weight)
+
+    def _moments(self, slot: Slot, prepared: torch.Tensor, step: Step) -> Tuple[torch.Tensor, torch.Tensor]:
+        beta1, beta2 = slot["adamBeta1"], slot["adamBeta2"]
+        first = working(slot.state["Accl1"])
+        first.mul_(beta1).add_(prepared, alpha=1 - beta1)
+        step.store(slot.state["Accl1"], first)
+        second = working(slot.state["Accl2"])
+        second.mul_(beta2).addcmul_(prepared, prepared, value=1 - beta2)
+        step.store(slot.state["Accl2"], second)
+        return first, second
+
+    def _move(
+        self,
+        slot: Slot,
+        weight: torch.Tensor,
+        first: torch.Tensor,
+        denominator: torch.Tensor,
+        correction: float,
+    ) -> None:
+        if slot.variant is Variant.ADAMW:
+            weight.mul_(1 - slot["learningRate"] * slot["weightDecay"])
+        rate = slot["learningRate"] / correction if correction else math.nan
+        weight.addcdiv_(first, denominator, value=-rate)
+
+
+class _Lamb(_Adam):
+    def _move(
+        self,
+        slot: Slot,
+        weight: torch.Tensor,
+        first: torch.Tensor,
+        denominator: torch.Tensor,
+        correction: float,
+    ) -> None:
+        direction = (first / denominator).div_(correction)
+        direction.add_(weight, alpha=slot["weightDecay"])
+        direction.mul_(trust_ratio(weight, direction, slot["maxWeightNorm"], by_row=bool(slot.rows)))
+        weight.add_(direction, alpha=-slot["learningRate"])
+
+
+def _root(value: float) -> float:
+    # State that a user loads may hold any number; the device would go on with NaN.
+    return math.sqrt(value) if value >= 0 else math.nan
+
+
+class _RmsProp(Rule):
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+        return _unscaled(slot, gradient, step, l2=True)
+
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+        direction = prepared / self._denominator(slot, prepared, step)
+        learning_rate = slot["learningRate"]
+        if "Accl3" in slot.state:
+            momentum = working(slot.state["Accl3"])
+            momentum.mul_(slot["adaptiveMomentum"])
+            momentum.add_(direction, alpha=learning_rate if slot.tf_variant else 1.0)
+            step.store(slot.state["Accl3"], momentum)
+            direction = momentum
+            learning_rate = 1.0 if slot.tf_variant else learning_rate
+        weight = working(slot.weight)
+        weight.add_(direction, alpha=-learning_rate)
+        step.store(slot.weight, weight)
+
+    def _denominator(self, slot: Slot, prepared: torch.Tensor, step: Step) -> torch.Tensor:
+        alpha, eps = slot["adaptiveAlpha"], slot["adaptiveEps"]
+        squares = working(slot.state["Accl1"])
+        squares.mul_(alpha).addcmul_(prepared, prepared, value=1 - alpha)
+        step.store(slot.state["Accl1"], squares)
+        variance = squares
+        if slot.centered:
+            mean = working(slot.state["Accl2"])
+            mean.mul_(alpha).add_(prepared, alpha=1 - alpha)
+            step.store(slot.state["Accl2"], mean)
+            variance = squares - mean * mean
+        if slot.tf_variant:
+            return (variance + eps).sqrt_()
+        return variance.sqrt().add_(eps)
+
+
+RULES: Mapping[Variant, Rule] = {
+    Variant.SGD: _PlainSgd(),
+    Variant.SGD_SEPARATE: _SeparateSgd(),
+    Variant.SGD_COMBINED: _CombinedSgd(),
+    Variant.ADAM: _Adam(),
+    Variant.ADAMW: _Adam(),
+    Variant.LAMB: _Lamb(),
+    Variant.RMSPROP: _RmsProp(),
+}

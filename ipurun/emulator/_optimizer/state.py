@@ -1,0 +1,124 @@
+"""The optimizer's state by the names the backend gives it: reading all of it, writing some of it."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterable, List, Mapping, Optional
+
+import torch
+
+from ipurun.emulator._logging import logger, native_logger
+from ipurun.emulator._optimizer.rules import Slot
+from ipurun.emulator._optimizer.scalars import LOSS_SCALING, Scalar, Variant
+
+__all__ = ["StateTable", "initial_state"]
+
+UPDATE_FACTOR = "lossScaleUpdateFactor"
+
+
+def initial_state(
+    slot: Slot, first_order: torch.dtype, second_order: torch.dtype, *, keeps_momentum: bool
+) -> Dict[str, torch.Tensor]:
+    """Fresh state tensors of one parameter, by the prefix of their names.
+
+    Args:
+        slot: The parameter.
+        first_order: Type of velocities and first moments.
+        second_order: Type of second moments.
+        keeps_momentum: Whether RMSprop has a momentum buffer.
+    """
+    weight = slot.weight
+    if slot.variant is Variant.SGD:
+        return {}
+    if slot.variant is Variant.SGD_COMBINED:
+        return {"Accl": weight.detach() * slot["weightDecayScaleFactor1"]}
+    if slot.variant is Variant.SGD_SEPARATE:
+        return {"Accl1": torch.zeros_like(weight, dtype=first_order)}
+    if slot.variant is Variant.RMSPROP:
+        squares = torch.ones_like if slot.tf_variant else torch.zeros_like
+        state = {"Accl1": squares(weight, dtype=second_order)}
+        if slot.centered:
+            state["Accl2"] = torch.zeros_like(weight, dtype=first_order)
+        if keeps_momentum:
+            state["Accl3"] = torch.zeros_like(weight, dtype=first_order)
+        return state
+    state = {
+        "Accl1": torch.zeros_like(weight, dtype=first_order),
+        "Accl2": torch.zeros_like(weight, dtype=second_order),
+    }
+    if slot.bias_corrected:
+        state["Step"] = torch.zeros((), dtype=torch.float32)
+    return state
+
+
+class StateTable:
+    """Reads and writes what state dictionaries hold.
+
+    Args:
+        slots: The parameters on the device.
+        loss_scaling: The loss scaling on the device.
+        accumulation: Type of the gradient accumulators when there are any, else None.
+        update_factor: The factor of automatic loss scaling, when that is on.
+    """
+
+    def __init__(
+        self,
+        slots: Iterable[Slot],
+        loss_scaling: Scalar,
+        accumulation: Optional[torch.dtype],
+        update_factor: Optional[torch.Tensor],
+    ) -> None:
+        self._slots: List[Slot] = list(slots)
+        self._loss_scaling = loss_scaling
+        self._accumulation = accumulation
+        self._update_factor = update_factor
+
+    def read(self) -> Dict[str, Dict[str, torch.Tensor]]:
+        """Copies of all state, and of the scalars that are variable."""
+        native_logger.debug("Writing optimiser state tensors from IPU to host.")
+        state = {name: tensor.detach().clone() for name, tensor in self._state_tensors().items()}
+        if self._accumulation is not None:
+            for slot in self._slots:
+                if slot.variant is not Variant.SGD_COMBINED:
+                    # Accumulators are empty between two updates, which is when the host can look.
+                    state[f"Accum___{slot.name}"] = torch.zeros_like(slot.weight, dtype=self._accumulation)
+        parameters = {
+            name: torch.tensor(scalars[0].value, dtype=torch.float32) for name, scalars in self._variables().items()
+        }
+        return {"ipu_state": state, "ipu_param": parameters}
+
+    def write(self, state: Mapping[str, Optional[Mapping[str, torch.Tensor]]]) -> None:
+        """Overwrite what `state` names; the rest keeps its value on the device, with a warning."""
+        native_logger.debug("Writing optimiser state tensors from host to IPU memory")
+        loaded_state, loaded_parameters = state.get("ipu_state") or {}, state.get("ipu_param") or {}
+        tensors, variables = self._state_tensors(), self._variables()
+        for name, tensor in tensors.items():
+            if name in loaded_state:
+                tensor.copy_(loaded_state[name])
+        for name, scalars in variables.items():
+            if name in loaded_parameters:
+                for scalar in scalars:
+                    scalar.value = float(loaded_parameters[name])
+        missing = [name for name in tensors if name not in loaded_state]
+        missing += [name for name in variables if name not in loaded_parameters]
+        if missing:
+            logger.warning(
+                "The optimizer state has no entry for %s: the values on the device are kept.",
+                ", ".join(sorted(missing)),
+            )
+
+    def _state_tensors(self) -> Dict[str, torch.Tensor]:
+        tensors = {f"{prefix}___{slot.name}": tensor for slot in self._slots for prefix, tensor in slot.state.items()}
+        if self._update_factor is not None:
+            tensors[UPDATE_FACTOR] = self._update_factor
+        return tensors
+
+    def _variables(self) -> Dict[str, List[Scalar]]:
+        # Parameters in no group share the names of the defaults, hence lists.
+        variables: Dict[str, List[Scalar]] = {}
+        for slot in self._slots:
+            for prefix, scalar in slot.scalars.items():
+                if not scalar.is_const:
+                    variables.setdefault(f"{prefix}___{slot.scalar_owner}", []).append(scalar)
+        if not self._loss_scaling.is_const:
+            variables[LOSS_SCALING] = [self._loss_scaling]
+        return variables

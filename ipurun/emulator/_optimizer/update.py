@@ -1,0 +1,245 @@
+"""The device side of an optimizer: accumulates gradients, reduces them, updates the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+
+import torch
+
+from ipurun.emulator import enums
+from ipurun.emulator._impl import createNativeError
+from ipurun.emulator._logs.optimizer import log_optimizer
+from ipurun.emulator._optimizer.checks import check_attributes, check_replacement
+from ipurun.emulator._optimizer.clipping import clipped
+from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, convert, forces_running_mean
+from ipurun.emulator._optimizer.loss_scaling import AutomaticLossScaling
+from ipurun.emulator._optimizer.rounding import StochasticRounding, round_to_nearest
+from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, Step
+from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, variant_for
+from ipurun.emulator._optimizer.state import StateTable, initial_state
+from ipurun.emulator._optimizer.tracker import AttributeTracker
+
+__all__ = ["AttributeTracker", "Converted", "DeviceOptimizer", "convert", "forces_running_mean"]
+
+_OPERATIONS: Mapping[Variant, Tuple[str, ...]] = {
+    Variant.SGD: ("SGD0VarUpdate",),
+    Variant.SGD_COMBINED: ("SGD1Accumulate", "SGD1VarUpdate", "SGD1AcclUpdate"),
+    Variant.SGD_SEPARATE: ("Accumulate", "SGD2VarUpdate"),
+    Variant.ADAM: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
+    Variant.ADAMW: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
+    Variant.LAMB: ("Accumulate", "Accumulate", "AdamUpdater", "LambSquare", "AdamVarUpdate"),
+    Variant.RMSPROP: ("Accumulate", "RMSPropUpdater", "AdaptiveVarUpdate"),
+}
+
+
+class DeviceOptimizer:
+    """An optimizer compiled for a set of device weights.
+
+    Args:
+        converted: The optimizer's values.
+        named_params: Device weights by name; updated in place.
+        group_of: Index of the group of each parameter; those missing take the defaults.
+        options: The executor's options.
+        accumulation: Gradient accumulation factor.
+        num_replicas: Replicas over all processes.
+        name_prefix: Put before parameter names in state dictionaries, as PopTorch's training wrapper does.
+        rows: For parameters whose values differ between replicas, the row that each replica computes with.
+
+    Raises:
+        poptorch.Error: For values that the backend refuses.
+    """
+
+    def __init__(
+        self,
+        converted: Converted,
+        named_params: Mapping[str, torch.Tensor],
+        group_of: Mapping[str, int],
+        options: Any,
+        accumulation: int = 1,
+        num_replicas: int = 1,
+        *,
+        name_prefix: str = "model.",
+        rows: Optional[Mapping[str, Sequence[int]]] = None,
+    ) -> None:
+        check_attributes(converted)
+        self._converted = converted
+        self._group_of = dict(group_of)
+        self._accumulation_type: torch.dtype = converted.value("accum_type") if accumulation > 1 else None
+        training = options.Training
+        strategy = training.meanAccumulationAndReplicationReductionStrategy
+        is_mean = training.accumulation_and_replication_reduction_type == enums.ReductionType.Mean
+        if is_mean and strategy == enums.MeanReductionStrategy.PostAndLoss:
+            raise createNativeError(
+                "meanAccumulationAndReplicationReductionStrategy: PostAndLoss is not supported",
+                type="popart_exception",
+            )
+        self._running = is_mean and strategy == enums.MeanReductionStrategy.Running
+        self._mean_over = accumulation * num_replicas if is_mean else 1
+        settings = options._Popart.options
+        automatic = bool(settings.get("automaticLossScalingSettings.enabled", False))
+        self._automatic: Optional[AutomaticLossScaling] = AutomaticLossScaling(settings) if automatic else None
+        self._round_into = _rounding(options)
+        self._loss_scaling = Scalar(0.0, True)
+        self._slots: Dict[str, Slot] = {}
+        self._set_loss_scaling()
+        for name, weight in named_params.items():
+            self._slots[name] = self._make_slot(name_prefix + name, weight, self._values_of(name))
+            self._slots[name].rows = tuple((rows or {}).get(name, ()))
+        self._gradients: Dict[str, torch.Tensor] = {}
+        self._owned: Set[str] = set()
+        self._micro_batches = 0
+        log_optimizer(converted)
+
+    @property
+    def loss_scaling(self) -> float:
+        """Factor on the loss for the backward pass, the automatic one included."""
+        factor = 1.0 if self._automatic is None else float(self._automatic.factor)
+        return self._loss_scaling.value * factor
+
+    @torch.no_grad()
+    def accumulate(self, grads: Mapping[str, torch.Tensor], micro_batches: int = 1) -> None:
+        """Take gradients of one or more micro-batches.
+
+        Args:
+            grads: Gradients by parameter name, scaled by `loss_scaling`, summed over the micro-batches.
+            micro_batches: How many were summed.
+        """
+        for name, gradient in grads.items():
+            if self._automatic is not None:
+                self._automatic.watch(gradient)
+            self._add(name, gradient, micro_batches)
+        self._micro_batches += micro_batches
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Reduce what was accumulated, update weights and state, and start again from nothing."""
+        automatic_factor = 1.0 if self._automatic is None else float(self._automatic.factor)
+        # The running mean was taken over what this process fed, the result is one over all processes.
+        factor = (self._micro_batches if self._running else 1) / self._mean_over
+        step = Step(factor / automatic_factor, self._loss_scaling.value, self._round_into)
+        max_norm = float(self._converted.value("max_grad_norm"))
+        work = [(self._slots[name], gradient) for name, gradient in self._gradients.items()]
+        if math.isinf(max_norm):
+            for slot, gradient in work:
+                rule = RULES[slot.variant]
+                rule.finish(slot, rule.prepare(slot, gradient, step), gradient, step)
+        else:
+            prepared = [(slot, RULES[slot.variant].prepare(slot, gradient, step)) for slot, gradient in work]
+            for (slot, gradient), tensor in zip(work, clipped(prepared, max_norm)):
+                RULES[slot.variant].finish(slot, tensor, gradient, step)
+        self._gradients.clear()
+        self._owned.clear()
+        self._micro_batches = 0
+        if self._automatic is not None:
+            self._automatic.step(self._loss_scaling.value)
+
+    def update(self, converted: Converted) -> None:
+        """Take the values of another optimizer (`setOptimizer`); equal values change nothing.
+
+        Raises:
+            poptorch.Error: If something changed that the compiled program holds as a constant.
+        """
+        if converted == self._converted:
+            return
+        check_replacement(self._converted, converted)
+        self._converted = converted
+        self._set_loss_scaling()
+        for name, slot in self._slots.items():
+            self._refresh(slot, self._values_of(name))
+        log_optimizer(converted)
+
+    def read_state(self) -> Dict[str, Dict[str, torch.Tensor]]:
+        """Copies of the state and of the variable scalars: `ipu_state` and `ipu_param`."""
+        return self._table().read()
+
+    @torch.no_grad()
+    def write_state(self, state: Mapping[str, Optional[Mapping[str, torch.Tensor]]]) -> None:
+        """Overwrite state and variable scalars by name; what is missing keeps its value, with a warning."""
+        self._table().write(state)
+
+    def operations(self) -> List[str]:
+        """The backend's names of the operations that update the weights, for dumps of the program."""
+        return [operation for slot in self._slots.values() for operation in _OPERATIONS[slot.variant]]
+
+    def _table(self) -> StateTable:
+        factor = None if self._automatic is None else self._automatic.factor
+        return StateTable(self._slots.values(), self._loss_scaling, self._accumulation_type, factor)
+
+    def _values_of(self, name: str) -> Dict[str, Value]:
+        if name in self._group_of:
+            return self._converted.groups[self._group_of[name]]
+        return self._converted.defaults
+
+    def _set_loss_scaling(self) -> None:
+        value, is_const = self._converted.attributes["loss_scaling"]
+        self._loss_scaling.value = float(value)
+        self._loss_scaling.is_const = is_const
+
+    def _make_slot(self, name: str, weight: torch.Tensor, values: Dict[str, Value]) -> Slot:
+        converted = self._converted
+        variant = variant_for(converted, values)
+        slot = Slot(
+            name=name,
+            weight=weight,
+            variant=variant,
+            scalars=make_scalars(variant, values, converted.attributes["loss_scaling"]),
+            scalar_owner=f"specific___{name}" if values is not converted.defaults else "default___FLOAT",
+            velocity_scaling=self._velocity_scaling(variant, values),
+            nesterov=_uses_nesterov(values),
+            bias_corrected=converted.type is not OptimizerType.LAMB_NO_BIAS,
+            centered=converted.type is OptimizerType.RMSPROP_CENTERED,
+            tf_variant=bool(converted.value("use_tf_variant")),
+        )
+        momentum, momentum_const = values.get("momentum", (0.0, True))
+        with torch.no_grad():
+            slot.state = initial_state(
+                slot,
+                converted.value("first_order_momentum_accum_type"),
+                converted.value("second_order_momentum_accum_type"),
+                keeps_momentum=not (momentum_const and momentum == 0),
+            )
+        return slot
+
+    @torch.no_grad()
+    def _refresh(self, slot: Slot, values: Dict[str, Value]) -> None:
+        slot.scalars = make_scalars(slot.variant, values, self._converted.attributes["loss_scaling"])
+        slot.nesterov = _uses_nesterov(values)
+        scaling = self._velocity_scaling(slot.variant, values)
+        if slot.variant is Variant.SGD_SEPARATE and scaling != slot.velocity_scaling:
+            # The velocity is stored scaled by the loss scaling: a new scale must not change its meaning.
+            slot.state["Accl1"].mul_(scaling / slot.velocity_scaling)
+        slot.velocity_scaling = scaling
+
+    def _velocity_scaling(self, variant: Variant, values: Dict[str, Value]) -> float:
+        if variant is Variant.SGD_COMBINED:
+            return float(values["velocity_scaling"][0])
+        return self._loss_scaling.value
+
+    def _add(self, name: str, gradient: torch.Tensor, micro_batches: int) -> None:
+        dtype = self._accumulation_type or self._slots[name].weight.dtype
+        gradient = gradient.to(dtype)
+        seen = self._micro_batches
+        if self._running and seen + micro_batches > 1:
+            gradient = gradient / (seen + micro_batches)
+        total = self._gradients.get(name)
+        if total is None:
+            self._gradients[name] = gradient
+            return
+        if name not in self._owned:
+            # What the backward pass handed over may be shared between parameters: never change it in place.
+            total = total.clone()
+            self._owned.add(name)
+        if self._running:
+            total.mul_(seen / (seen + micro_batches))
+        self._gradients[name] = total.add_(gradient)
+
+
+def _uses_nesterov(values: Mapping[str, Value]) -> bool:
+    return bool(values.get("nesterov", (False, True))[0]) and values["momentum"][0] > 0
+
+
+def _rounding(options: Any) -> Rounding:
+    if not options._Popart.options.get("enableStochasticRounding", False):
+        return round_to_nearest
+    return StochasticRounding(seed=int(getattr(options, "random_seed", 0)))

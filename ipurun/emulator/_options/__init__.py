@@ -1,0 +1,1 @@
+"""What ``Options`` is made of, and the backend's checks of it."""

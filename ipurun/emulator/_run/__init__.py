@@ -1,0 +1,1 @@
+"""Compiling a captured graph, and running it."""

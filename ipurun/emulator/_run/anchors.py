@@ -1,0 +1,95 @@
+"""Anchored tensors: values inside the graph that a program asked to see."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List
+
+import torch
+
+from ipurun.emulator._capture.graph import Graph, Value, values_in
+from ipurun.emulator._logging import native_logger
+from ipurun.emulator.enums import OutputMode
+
+__all__ = ["GRADIENT_PREFIX", "Anchors", "name_of"]
+
+GRADIENT_PREFIX = "Gradient___"
+_UPDATED = "UpdatedVar___"
+_MODEL_PREFIX = "model."
+_LOSS_SCALE = "finalLossScale"
+
+
+class Anchors:
+    """Knows the tensors of a graph by their long names and keeps the last values of the anchored ones.
+
+    Args:
+        graph: The captured program.
+        requested: The anchors of the options: short name to a list that begins with the long name.
+    """
+
+    def __init__(self, graph: Graph, requested: Dict[str, Any]) -> None:
+        self._values = _named_values(graph)
+        self._weights = [item.name for item in graph.inputs_of("parameter", "buffer")]
+        self._grads = list(graph.grads)
+        self.values: Dict[str, torch.Tensor] = {}
+        """The last value of each anchored tensor, by its short name."""
+        self.in_graph: Dict[str, Value] = {}
+        self.of_weights: Dict[str, str] = {}
+        for short, entry in requested.items():
+            long_name, _, mode, period = entry
+            native_logger.debug("Anchor %s %s/%d", long_name, _mode_name(mode), period)
+            value = self._values.get(long_name, self._values.get(_without_prefix(long_name)))
+            if value is not None:
+                self.in_graph[short] = value
+            else:
+                self.of_weights[short] = long_name
+
+    def names(self, state: Iterable[str] = ()) -> List[str]:
+        """Returns every long name that can be anchored, with those of the optimizer's state."""
+        return [*self._values, *self._weights, *(_UPDATED + name for name in self._grads), *state]
+
+    def read_weights(self, weights: Dict[str, torch.Tensor], state: Dict[str, torch.Tensor]) -> None:
+        """Keeps the values of anchored weights and optimizer state after a call."""
+        for short, long_name in self.of_weights.items():
+            name = long_name[len(_UPDATED) :] if long_name.startswith(_UPDATED) else long_name
+            for table in (weights, state):
+                for candidate in (name, _without_prefix(name)):
+                    if candidate in table:
+                        self.values[short] = table[candidate].detach().clone()
+
+
+def name_of(graph: Graph, value: Value) -> str:
+    """Returns the long name of a value; a value without one is named by its number."""
+    named = {item.name: item.value for item in graph.inputs}
+    named.update(_named_values(graph))
+    return next((name for name, candidate in named.items() if candidate == value), str(int(value)))
+
+
+def _mode_name(mode: int) -> str:
+    name = OutputMode(mode).name
+    return name if name == "Sum" else name.upper()
+
+
+def _without_prefix(name: str) -> str:
+    """Names may be written with the "model." that PopTorch puts before the names of a training model."""
+    for head in (GRADIENT_PREFIX, _UPDATED, ""):
+        if name.startswith(head + _MODEL_PREFIX):
+            return head + name[len(head) + len(_MODEL_PREFIX) :]
+    return name
+
+
+def _named_values(graph: Graph) -> Dict[str, Value]:
+    named: Dict[str, Value] = {GRADIENT_PREFIX + name: value for name, value in graph.grads.items()}
+    for item in graph.inputs_of("seed"):
+        named[_LOSS_SCALE] = item.value
+    for node in graph.nodes:
+        if not node.is_backward:
+            prefix = f"{node.module_path}/" if node.module_path else ""
+            for index, value in enumerate(values_in(node.outputs)):
+                base = f"{prefix}{node.name}:{index}"
+                name, count = base, 1
+                while name in named and named[name] != value:
+                    name, count = f"{prefix}{node.name}__{count}:{index}", count + 1
+                named[name] = value
+    for item in graph.inputs_of("input"):
+        named.setdefault(item.name, item.value)
+    return named

@@ -1,0 +1,170 @@
+"""The checks that PopTorch makes when it compiles."""
+
+from __future__ import annotations
+
+from typing import Any, List, Sequence
+
+import torch
+
+from ipurun.emulator._capture.graph import Graph, Node
+from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._capture.structures import tensors_in
+from ipurun.emulator._executor import hardware
+from ipurun.emulator._impl import createNativeError, createPoptorchError
+from ipurun.emulator._logging import native_logger
+from ipurun.emulator._options import checks
+from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
+from ipurun.emulator._run.batches import BatchLayout
+from ipurun.emulator._run.overlap_checks import check_overlap
+from ipurun.emulator.enums import ConnectionType, OutputMode
+
+__all__ = ["check_buffers", "check_forward", "check_inputs", "check_options", "num_ipus", "refuse_accumulation"]
+
+_MAX_IPUS = 64
+
+
+def check_options(options: Any, layout: BatchLayout) -> None:
+    """Raises for options that no model can be compiled with."""
+    checks.check_backend_options(options.toDict())
+    if layout.output_mode == OutputMode.EveryN:
+        period, iterations = layout.output_period, layout.device_iterations
+        if period > iterations or iterations % period:
+            raise createNativeError(
+                f"EveryN needs a period that divides the device iterations: period {period}, "
+                f"deviceIterations {iterations}.",
+                "popart_exception",
+            )
+    uses_model = bool(options.use_model) if options.exists("use_model") else hardware.uses_ipu_model()
+    if options.exists("use_model"):
+        native_logger.info("From the user configuration: Ipu model: %s", "Enabled" if uses_model else "Disabled")
+    never = options.connection_type == ConnectionType.Never.value
+    if never and uses_model:
+        raise createNativeError("ConnectionType.Never is not supported with the IPU model")
+    if never and options.exists("ipu_id"):
+        raise createNativeError("useIpuId cannot be used with ConnectionType.Never: there is nothing to attach to")
+    counts_cycles = options._Popart.options.get("instrumentWithHardwareCycleCounter", False)
+    if counts_cycles and (uses_model or hardware.version() == 0):
+        raise createNativeError("Cycle count logging is only supported on actual IPU hardware.")
+
+
+def num_ipus(graph: Graph) -> int:
+    """Returns the number of IPUs that one replica of the captured model uses."""
+    used = {node.placement.ipu_id for node in graph.nodes}
+    return max([len(used), *(ipu + 1 for ipu in used)]) if used else 0
+
+
+def check_forward(
+    recorder: Recorder, returned: Any, layout: BatchLayout, *, training: bool, input_names: Sequence[str]
+) -> None:
+    """Raises for a forward pass whose blocks, marks or shapes do not fit the options.
+
+    Args:
+        recorder: The recorder, after forward and before backward.
+        returned: What forward returned.
+        layout: How a call is cut into micro-batches.
+        training: Whether the model is trained.
+        input_names: Names of the tensors among the arguments, for messages.
+    """
+    options = recorder.options
+    total = num_ipus(recorder.graph) * layout.replicas
+    if total > _MAX_IPUS:
+        raise createNativeError(
+            f"Too many IPUs requested ({total}). Experiments that need more than {_MAX_IPUS} IPUs must be "
+            "distributed over several processes (PopRun)."
+        )
+    power = 1
+    while power < total:
+        power *= 2
+    is_hardware = hardware.version() != 0 and options.connection_type != ConnectionType.Never.value
+    if total and power != total and options.auto_round_num_ipus:
+        native_logger.warning("%d IPUs are used, %d are reserved (autoRoundNumIPUs)", total, power)
+    elif total and power != total and is_hardware:
+        raise createNativeError(
+            f"The model specifies the use of {total} IPUs, however PopTorch must reserve a minimum of {power} in "
+            "order to allow the model to run, because PopTorch must reserve a power of 2 or maximum of "
+            f"{_MAX_IPUS} IPUs per process. Please reconfigure your model to use a different number of IPUs or set "
+            "poptorch.Options().autoRoundNumIPUs(True)."
+        )
+    _check_pipeline(recorder, layout, training)
+    for node in recorder.graph.nodes:
+        _check_not_empty(recorder.graph, node)
+    check_overlap(recorder, list(tensors_in(returned)), input_names)
+
+
+def check_inputs(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises for an input without elements."""
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            raise createNativeError(f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)}).")
+
+
+def _check_not_empty(graph: Graph, node: Node) -> None:
+    if node.name in ("empty", "native_batch_norm", "lstm", "gru"):
+        return  # torch's own bookkeeping makes empty tensors there
+    for value in node.reads():
+        if 0 in graph.specs[value].shape:
+            raise createNativeError(
+                f"Zero-sized tensors are unsupported (Got shape {list(graph.specs[value].shape)}) in {node.name} "
+                f"at {node.source}. Shapes are fixed, so nothing can start empty and grow: leave out a cache of keys "
+                "and values for generating text (use_cache=False in transformers)."
+            )
+
+
+def _check_pipeline(recorder: Recorder, layout: BatchLayout, training: bool) -> None:
+    strategy = recorder.options._execution_strategy
+    if not isinstance(strategy, PipelinedExecution) or isinstance(strategy, ShardedExecution):
+        return
+    begins = [event.info["placement"] for event in recorder.graph.events if event.kind == "begin_block"]
+    stages, last_ipu, last_stage = 1, 0, 0
+    for placement in begins:
+        if placement.ipu_id != last_ipu:
+            stages += 1
+        if placement.stage_id < last_stage:
+            raise createNativeError(
+                f"Pipeline stages must be in ascending order: block {placement.block_id!r} is in stage "
+                f"{placement.stage_id} and follows stage {last_stage}.",
+                "popart_exception",
+            )
+        last_ipu, last_stage = placement.ipu_id, placement.stage_id
+    if stages <= 1:
+        return
+    if training and layout.accumulation < 2 * stages - 1:
+        raise createNativeError(
+            "poptorch.Options().Training.gradientAccumulation must be greater than or equal to the number of "
+            f"pipeline stages ({2 * stages - 1}) when using poptorch.PipelinedExecution. Please note that a model "
+            f"with {stages} pipeline stages in PopTorch will have an additional {stages - 1} stages when training. "
+            f"It is {layout.accumulation}."
+        )
+    if not training and layout.device_iterations < stages:
+        raise createNativeError(
+            "poptorch.Options().deviceIterations must be greater than or equal to the number of pipeline "
+            f"stages ({stages}) when using poptorch.PipelinedExecution. It is {layout.device_iterations}."
+        )
+
+
+def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None:
+    """Raises if replicas change buffers that are to be broadcast."""
+    if written and layout.input_groups > 1 and options.broadcast_buffers:
+        raise createPoptorchError(
+            "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
+            "out of sync between replicas, you can disable buffer broadcasting using "
+            f"poptorch.Options.broadcastBuffers(False). Buffers that the model changes: {', '.join(written)}."
+        )
+
+
+def refuse_accumulation(options: Any) -> None:
+    """Raises for options of an inference model that ask for gradient accumulation."""
+    factor = options.Training.gradient_accumulation
+    if factor == 1:
+        return
+    strategy = options._execution_strategy
+    hint = ""
+    if isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution):
+        hint = (
+            " Use poptorch.Options().deviceIterations to process a sufficient number of batches each run for "
+            "pipelined execution instead."
+        )
+    raise createPoptorchError(
+        "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
+        f"when running a poptorch.inferenceModel().{hint} It is {factor}."
+    )

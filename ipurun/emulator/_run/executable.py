@@ -1,0 +1,258 @@
+"""A compiled model: runs the captured graph for every micro-batch of a call."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from ipurun.emulator._capture.capture import Captured
+from ipurun.emulator._capture.graph import Graph
+from ipurun.emulator._capture.structures import rebuild
+from ipurun.emulator._executor.weights import DeviceWeights
+from ipurun.emulator._run.anchors import Anchors
+from ipurun.emulator._run.batches import BatchLayout
+from ipurun.emulator._run.chunks import ChunkRunner
+from ipurun.emulator._run.outputs import OutputCollector
+from ipurun.emulator._run.random_streams import RandomStreams, host_generator_kept
+from ipurun.emulator._run.replay import Replay, generate
+from ipurun.emulator._run.timestamps import Timestamps
+
+__all__ = ["Executable"]
+
+Run = Tuple[int, int, int]
+
+
+class Executable:
+    """A captured graph with the weights, the optimizer and the random streams it runs with.
+
+    Args:
+        captured: The graph and the structure of its results.
+        weights: The device's parameters and buffers.
+        layout: How a call is cut into micro-batches.
+        streams: Seeds of the random operations.
+        anchors: Tensors to keep after each call, as the options name them.
+        make_replay: Turns a graph into a function that runs it.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        weights: DeviceWeights,
+        layout: BatchLayout,
+        streams: RandomStreams,
+        anchors: Optional[Dict[str, Any]] = None,
+        make_replay: Callable[..., Replay] = generate,
+    ) -> None:
+        self.captured = captured
+        self.graph = captured.graph
+        self.weights = weights
+        self.layout = layout
+        self.streams = streams
+        self.optimizer: Optional[Any] = None
+        self.timestamps = Timestamps()
+        self.anchors = Anchors(self.graph, anchors or {})
+        self._anchored = list(self.anchors.in_graph.values())
+        self._replay = make_replay(
+            self.graph, results=[*self.graph.outputs, *self.graph.grads.values(), *self._anchored]
+        )
+        plain = make_replay is generate and not weights.groups and not self._anchored
+        self.chunks = ChunkRunner(self.graph, self._replay, enabled=plain)
+        # A replay of another kind may round at random.
+        self._is_random = make_replay is not generate or any(node.is_random for node in self.graph.nodes)
+        self._anchor_results: Sequence[torch.Tensor] = ()
+        self._grad_names = list(self.graph.grads)
+        self._borrowed_grads = _grads_in_inputs(self.graph)
+        self._num_outputs = len(captured.output_values)
+        self._varying = [value in self.graph.varying for value in captured.output_values]
+        written = self.graph.storages_written()
+        self._written_inputs = [
+            index
+            for index, item in enumerate(self.graph.inputs_of("input"))
+            if self.graph.specs[item.value].storage in written
+        ]
+        self.written_buffers = [
+            item.name for item in self.graph.inputs_of("buffer") if self.graph.specs[item.value].storage in written
+        ]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Runs one call.
+
+        Args:
+            tensors: The whole tensors of the call, in the order of the graph's inputs.
+
+        Returns:
+            The results in the structure that forward returned.
+        """
+        self.timestamps.begin_call()
+        pieces = [self.layout.cut(tensor) for tensor in tensors]
+        collector = OutputCollector(self.layout, self._varying)
+        self._anchor_collector = OutputCollector(self.layout, [True] * len(self._anchored))
+        guard = host_generator_kept() if self._is_random else contextlib.nullcontext()
+        runs = self.layout.runs()
+        # Weights change after each iteration of training; in inference all runs of a call are alike.
+        block_size = len(runs) if self.optimizer is None else self.layout.accumulation * self.layout.replicas
+        with torch.no_grad(), guard:
+            for start in range(0, len(runs), block_size):
+                self._run_block(runs[start : start + block_size], tensors, pieces, collector)
+        self.streams.advance(self.layout.device_iterations * self.layout.accumulation)
+        results = collector.results()
+        self._keep_anchors()
+        self.timestamps.end_call()
+        return rebuild(self.captured.returned, iter(results))
+
+    def write_back(self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> None:
+        """Copies inputs that the model changed to the caller's tensors, where those had to be converted."""
+        for index in self._written_inputs:
+            if device[index].data_ptr() != host[index].data_ptr():
+                with torch.no_grad():
+                    host[index].copy_(device[index])
+
+    def _run_block(
+        self,
+        runs: List[Run],
+        tensors: Sequence[torch.Tensor],
+        pieces: List[List[torch.Tensor]],
+        collector: OutputCollector,
+    ) -> None:
+        """Runs what one weight update needs, several micro-batches at once where that is exact."""
+        seed = self._seed()
+        size = self.chunks.size_for(len(runs), lambda run: self._inputs_of(runs[run], pieces), self.arguments, seed)
+        while size > 1 and len(runs) >= size:
+            chunk, runs = runs[:size], runs[size:]
+            self.timestamps.begin_runs(size)
+            stacked = [self._stack(tensor, chunk) for tensor in tensors]
+            self.timestamps.inputs_complete(size)
+            outputs, grads = self.chunks.run(self.arguments(0, [], seed), stacked, seed)
+            self.timestamps.outputs()
+            for index, (iteration, step, replica) in enumerate(chunk):
+                if collector.wants(iteration, step):
+                    collector.add(replica, [output[index] for output in outputs])
+                if self.layout.hands_over(iteration, step):
+                    self.timestamps.end_run()
+            if self.optimizer is not None:
+                self.optimizer.accumulate(grads, size)
+        for iteration, step, replica in runs:
+            self._run_alone((iteration, step, replica), pieces, seed, collector)
+        if self.optimizer is not None:
+            self.optimizer.apply()
+
+    def _run_alone(
+        self,
+        run: Run,
+        pieces: List[List[torch.Tensor]],
+        seed: Optional[torch.Tensor],
+        collector: OutputCollector,
+    ) -> None:
+        iteration, step, replica = run
+        self.timestamps.begin_runs(1)
+        inputs = self._inputs_of(run, pieces)
+        if self._is_random:
+            self.streams.start(iteration * self.layout.accumulation + step, replica)
+        outputs, grads = self.run_once(replica, inputs, seed)
+        if collector.wants(iteration, step):
+            collector.add(replica, outputs)
+            self._anchor_collector.add(replica, self._anchor_results)
+        if self.layout.hands_over(iteration, step):
+            self.timestamps.end_run()
+        if self.optimizer is not None:
+            self.optimizer.accumulate(self._per_group(replica, grads), 1)
+
+    def _inputs_of(self, run: Run, pieces: List[List[torch.Tensor]]) -> List[torch.Tensor]:
+        piece = self.layout.piece_of(*run)
+        return [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
+
+    def optimizer_state(self) -> Dict[str, torch.Tensor]:
+        """Returns the tensors of the optimizer on the device by name."""
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.read_state()
+        return {**(state.get("ipu_state") or {}), **(state.get("ipu_param") or {})}
+
+    def _keep_anchors(self) -> None:
+        values = self._anchor_collector.results()
+        self.anchors.values = dict(zip(self.anchors.in_graph, values))
+        if self.anchors.of_weights:
+            buffers = {name: copies[0] for name, copies in self.weights.buffers.items()}
+            self.anchors.read_weights({**self.weights.parameters, **buffers}, self.optimizer_state())
+
+    def _stack(self, tensor: torch.Tensor, chunk: Sequence[Run]) -> torch.Tensor:
+        """Returns the micro-batches of some runs with a leading dimension for the runs."""
+        size = self.layout.micro_batch_size(tensor)
+        if tensor.dim() == 0:
+            return tensor.expand(len(chunk))
+        cut = tensor.view(self.layout.micro_batches, size, *tensor.shape[1:])
+        numbers = [self.layout.piece_of(*run) for run in chunk]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return cut[numbers[0] : numbers[0] + len(numbers)]
+        return cut[numbers]
+
+    def run_once(
+        self, replica: int, inputs: List[torch.Tensor], seed: Optional[torch.Tensor] = None
+    ) -> Tuple[Sequence[torch.Tensor], Dict[str, torch.Tensor]]:
+        """Runs one micro-batch on one replica and returns its outputs and its gradients by name.
+
+        Args:
+            replica: The replica, whose buffers are used.
+            inputs: The tensors of the micro-batch; those that the model changes are changed.
+            seed: Gradient of the loss, the loss scaling by default.
+        """
+        seed = self._seed() if seed is None else seed
+        originals = list(inputs)
+        for index in self._written_inputs:
+            inputs[index] = inputs[index].clone()
+        self.timestamps.inputs_complete(1)
+        results = self._replay(self.arguments(replica, inputs, seed))
+        self.timestamps.outputs()
+        for index in self._written_inputs:
+            originals[index].copy_(inputs[index])
+        num_results = self._num_outputs + len(self._grad_names)
+        self._anchor_results = results[num_results:]
+        grads = dict(zip(self._grad_names, results[self._num_outputs : num_results]))
+        for name in self._borrowed_grads:
+            grads[name] = grads[name].clone()
+        return results[: self._num_outputs], grads
+
+    def arguments(self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]) -> List[Any]:
+        """Returns what the graph takes for one run; None for inputs that are not given."""
+        weights = self.weights
+        arguments: List[Any] = []
+        remaining = iter(inputs)
+        for item in self.graph.inputs:
+            if item.kind == "parameter":
+                arguments.append(weights.parameter_of(item.name, replica))
+            elif item.kind == "buffer":
+                arguments.append(weights.buffer_of(item.name, replica))
+            elif item.kind == "input":
+                arguments.append(next(remaining, None))
+            elif item.kind == "seed":
+                arguments.append(seed)
+        return arguments
+
+    def _seed(self) -> Optional[torch.Tensor]:
+        seeds = self.graph.inputs_of("seed")
+        if not seeds:
+            return None
+        spec = self.graph.specs[seeds[0].value]
+        scale = 1.0 if self.optimizer is None else self.optimizer.loss_scaling
+        return torch.full(spec.shape, scale, dtype=spec.dtype)
+
+    def _per_group(self, replica: int, grads: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """Puts gradients of replica-grouped parameters in the rows that the replica trains."""
+        for name, group in self.weights.groups.items():
+            if name in grads:
+                whole = torch.zeros_like(self.weights.parameters[name])
+                whole[group.rows_trained_by(replica, self.layout.replicas)] = grads[name]
+                grads[name] = whole
+        return grads
+
+
+def _grads_in_inputs(graph: Graph) -> List[str]:
+    """Returns the parameters whose gradient is memory of a weight, a buffer or an input.
+
+    A backward function of the user's own may hand over what it saved. The update changes the weights one after
+    the other, and the next micro-batch its buffers: such a gradient must be a copy.
+    """
+    outside = {graph.specs[item.value].storage for item in graph.inputs}
+    return [name for name, value in graph.grads.items() if graph.specs[value].storage in outside]
