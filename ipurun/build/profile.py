@@ -25,7 +25,7 @@ from ipurun.config.schema import RunConfig
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.emulator._capture.capture import Captured, capture
 from ipurun.emulator._capture.graph import Node
-from ipurun.emulator._capture.supported import is_supported
+from ipurun.emulator._capture.op_kinds import is_supported
 from ipurun.errors import ConfigError, Problem
 from ipurun.plan.options_program import last_call
 from ipurun.plan.types import Call

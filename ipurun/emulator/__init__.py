@@ -10,7 +10,7 @@ import atexit
 import os
 
 from ipurun.emulator import enums, ops, optim, options, poptorch_core, profiling
-from ipurun.emulator._capture.args_parsers import (
+from ipurun.emulator._capture.structures import (
     ICustomArgParser,
     registerCustomArgParser,
     registerGeometricCustomArgParsers,
@@ -18,14 +18,13 @@ from ipurun.emulator._capture.args_parsers import (
 from ipurun.emulator._data.accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
-from ipurun.emulator._executor.hardware import ipuHardwareIsAvailable, ipuHardwareVersion
+from ipurun.emulator._executor.device import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipurun.emulator._executor.model_wrappers import inferenceModel, load, trainingModel
-from ipurun.emulator._impl import createPoptorchError, isRunningOnIpu
+from ipurun.emulator._impl import __version__, createPoptorchError, isRunningOnIpu
 from ipurun.emulator._logging import logger, setLogLevel
 from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.emulator._printing import module_repr, print
 from ipurun.emulator._utils import accessAttributes, getIpuTensorId
-from ipurun.emulator._version import __version__
 from ipurun.emulator.autocasting import autocast
 from ipurun.emulator.enums import (
     AutoStage,

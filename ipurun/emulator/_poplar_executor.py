@@ -12,22 +12,19 @@ import torch
 
 from ipurun.emulator._capture.model_guard import named_tensors
 from ipurun.emulator._executor import compile_hooks, files, wrapping
-from ipurun.emulator._executor.compile_files import write_compile_files
-from ipurun.emulator._executor.device import Device
+from ipurun.emulator._executor.device import Device, raise_requested_fault
 from ipurun.emulator._executor.executable_cache import cache_lock
-from ipurun.emulator._executor.faults import raise_requested_fault
+from ipurun.emulator._executor.files import write_compile_files
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
 from ipurun.emulator._executor.optimizer import ExecutorOptimizer
-from ipurun.emulator._executor.parameter_proxy import ParameterProxy
 from ipurun.emulator._executor.weight_copies import ExecutorWeights
-from ipurun.emulator._executor.weights import ReplicaGroups
+from ipurun.emulator._executor.weights import ParameterProxy, ReplicaGroups
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._printing import module_repr
 from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
-from ipurun.emulator._run.executable import Executable
-from ipurun.emulator._run.random_streams import default_seed
+from ipurun.emulator._run.executable import Executable, default_seed
 from ipurun.emulator.enums import OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel

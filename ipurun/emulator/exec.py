@@ -14,8 +14,7 @@ import types
 import zipfile
 from typing import Any, Callable, Dict, Optional, Sequence
 
-from ipurun.emulator._torch_compat import load_whole_objects
-from ipurun.emulator.install import install
+from ipurun.emulator.install import install, load_whole_objects
 
 __all__ = ["run_module", "run_script"]
 

@@ -1,4 +1,4 @@
-"""Makes ``import poptorch`` mean the emulator, in this process and in those it starts."""
+"""Make ``import poptorch`` mean the emulator, in this process and in those it starts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,43 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import warnings
 from types import ModuleType
 from typing import Any, Optional, Sequence
 
 import torch
+from torch.utils.data import Sampler
 
 from ipurun.emulator._options.attributes import clear_attribute, set_attribute
-from ipurun.emulator._torch_compat import restore_removed
 from ipurun.emulator.autocasting import autocast_module
 
-__all__ = ["find_real_poptorch", "install", "shim_folder"]
+__all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder"]
+
+_WHOLE_OBJECTS = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+def restore_removed() -> None:
+    """Put back what newer torch has taken away; calling it again, or on torch 2.0, changes nothing."""
+    if Sampler.__init__ is object.__init__:
+        Sampler.__init__ = _take_data_source  # type: ignore[assignment]
+
+
+def load_whole_objects() -> None:
+    """Let `torch.load(file)` read whole objects, as models saved by PopTorch are, here and in child processes.
+
+    Since 2.6 torch reads nothing but tensors unless `weights_only=False` is passed. Calls that pass the
+    argument keep what they ask for, and so does a user who has set torch's variable.
+    """
+    if _WHOLE_OBJECTS in os.environ:
+        return
+    os.environ[_WHOLE_OBJECTS] = "1"
+    # Torch tells of the variable at every load, but it was not the program that set it.
+    warnings.filterwarnings("ignore", message=f"Environment variable {_WHOLE_OBJECTS} detected")
+
+
+def _take_data_source(self: Any, data_source: Any = None) -> None:
+    """Does nothing, as in torch 2.0: samplers pass their data source on, and keep it themselves."""
+
 
 _ALIAS = "poptorch"
 _TARGET = __package__ or "ipurun.emulator"

@@ -9,6 +9,8 @@ from ipurun.emulator._ops.annotations import (
     recomputationCheckpoint,
     serializedMatMul,
     set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
 )
 from ipurun.emulator._ops.blocks import (
     BeginBlock,
@@ -20,11 +22,9 @@ from ipurun.emulator._ops.blocks import (
 )
 from ipurun.emulator._ops.cluster import fps, nearest
 from ipurun.emulator._ops.control_flow import cond, for_loop
-from ipurun.emulator._ops.cpu_ops import CPU
 from ipurun.emulator._ops.ctc import ctc_beam_search_decoder
-from ipurun.emulator._ops.custom_ops import custom_op, register_cpu_implementation
+from ipurun.emulator._ops.custom_ops import CPU, custom_op, register_cpu_implementation
 from ipurun.emulator._ops.multi_conv import MultiConv
-from ipurun.emulator._ops.overlap import set_overlap_for_input, set_overlap_for_output
 from ipurun.emulator._ops.print_tensor import ipu_print_tensor
 from ipurun.emulator._ops.slices import dynamic_slice, dynamic_update
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import os
+import sys
 from typing import Any, Dict, List, Optional, Type
 
 import torch
@@ -12,10 +15,12 @@ from ipurun.emulator import enums
 from ipurun.emulator._logging import logger
 from ipurun.emulator._options.attributes import Attribute
 from ipurun.emulator._options.groups import (
+    TensorLocationSettings,
     _DistributedOptions,
     _JitOptions,
     _PopartOptions,
     _PrecisionOptions,
+    _TensorLocationOptions,
     _TrainingOptions,
 )
 from ipurun.emulator._options.strategies import (
@@ -30,8 +35,6 @@ from ipurun.emulator._options.strategies import (
     _IExecutionStrategy,
     _IPhasedExecution,
 )
-from ipurun.emulator._options.tensor_locations import TensorLocationSettings, _TensorLocationOptions
-from ipurun.emulator._options.text import ConfigFileError, apply_file, apply_json
 from ipurun.emulator._options_impl import OptionsDict, merge
 
 __all__ = [
@@ -56,7 +59,63 @@ __all__ = [
     "_PrecisionOptions",
     "_TensorLocationOptions",
     "_TrainingOptions",
+    "apply_file",
+    "apply_json",
 ]
+
+
+class ConfigFileError(Exception):
+    """A line of an options file is not Python."""
+
+
+def _statements(filepath: str) -> List[str]:
+    with open(filepath, encoding="utf-8") as file:
+        lines = [line.strip() for line in file]
+    return [f"options.{line}" for line in lines if line and not line.startswith("#")]
+
+
+def apply_file(options: Options, filepath: str) -> None:
+    """Run a file of statements such as ``deviceIterations(4)`` on the options.
+
+    Raises:
+        ConfigFileError: A line is not Python; no line was applied.
+    """
+    statements = _statements(filepath)
+    try:
+        code = compile("\n".join(statements), filepath, "exec")
+    except SyntaxError as error:
+        # An unclosed bracket at the end is reported one line past the last on older Pythons.
+        number = min(error.lineno or 1, len(statements))
+        raise ConfigFileError(
+            f"{type(error).__name__} at line {number} of {os.path.basename(filepath)}: {_wording(error)}\n"
+            f"> {statements[number - 1]}"
+        ) from error
+    exec(code, {"options": options, "poptorch": sys.modules[__package__]})
+
+
+def _wording(error: SyntaxError) -> str:
+    # Since 3.10 Python names the open bracket; PopTorch 3.4 runs on 3.8, whose words programs look for.
+    return "unexpected EOF while parsing" if error.msg.endswith("was never closed") else error.msg
+
+
+def _converted(value: Any) -> Any:
+    """Turn "Enum.Member" into that member; leave anything else as it is."""
+    if not isinstance(value, str) or value.count(".") != 1:
+        return value
+    enum_name, member_name = value.split(".")
+    members = getattr(getattr(enums, enum_name, None), "__members__", {})
+    return members.get(member_name, value)
+
+
+def apply_json(options: Options, string: str) -> None:
+    """Call the setters named by a JSON object: ``{"Training.gradientAccumulation": 4}``."""
+    for accessor, value in json.loads(string).items():
+        setter = functools.reduce(getattr, accessor.split("."), options)
+        if isinstance(value, list):
+            setter(*value)
+        else:
+            setter(_converted(value))
+
 
 # Older programs know the storage class by this name.
 _OptionsDict = OptionsDict

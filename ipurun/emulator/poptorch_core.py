@@ -6,7 +6,7 @@ import enum
 from typing import Any, Dict
 
 from ipurun.emulator import _logging
-from ipurun.emulator._errors import Error, RecoverableError, UnrecoverableError, native_error
+from ipurun.emulator._impl import Error, RecoverableError, UnrecoverableError, createNativeError
 
 __all__ = [
     "CompilerOptions",
@@ -74,7 +74,7 @@ def _throwTestError(error_type: TestErrorType) -> None:
     message = f"This is a test error of kind {error_type.name}"
     if error_type is TestErrorType.PoplarLinkError:
         message += ". Output: -lfoo not found"
-    raise native_error(message, context=_TEST_CONTEXT, **_TEST_FAULTS[error_type])
+    raise createNativeError(message, context=_TEST_CONTEXT, **_TEST_FAULTS[error_type])
 
 
 def _validateOptions(options: Dict[str, Any]) -> None:
@@ -97,9 +97,9 @@ def importPoptorchMetadataFromFile(filename: str) -> bytes:
 
 def ipuHardwareVersion(num_ipus: int = 1) -> int:
     """Return the architecture version of the attached IPUs, 0 where there are none."""
-    from ipurun.emulator._executor import hardware
+    from ipurun.emulator._executor import device
 
-    return hardware.version(num_ipus)
+    return device.version(num_ipus)
 
 
 def isCompilingWithDispatcher() -> bool:

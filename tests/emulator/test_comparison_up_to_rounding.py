@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ipurun.emulator._run.comparison import alike, largest
+from ipurun.emulator._run.chunks import alike, largest
 
 
 def test_a_gradient_that_cancels_may_be_any_rounding_of_its_parts():

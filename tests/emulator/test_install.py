@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-RUN = "import sys; from ipurun.emulator import _exec; sys.exit(_exec.run_{}(sys.argv[1], sys.argv[2:]))"
+RUN = "import sys; from ipurun.emulator import exec; sys.exit(exec.run_{}(sys.argv[1], sys.argv[2:]))"
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_syntax_error_is_shown_as_python_shows_it(run, tmp_path):
     ran = run(["-c", RUN.format("script"), script])
     assert ran.returncode == 1
     assert "SyntaxError" in ran.stderr
-    assert "_exec.py" not in ran.stderr
+    assert "emulator/exec.py" not in ran.stderr
 
 
 def test_a_folder_runs_as_with_python(run, tmp_path):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ipurun import emulator as poptorch
-from ipurun.emulator import _errors
+from ipurun.emulator import _impl
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator.poptorch_core import TestErrorType, _throwTestError
 from ipurun.manifest import load as load_manifest
@@ -79,7 +79,7 @@ def test_native_errors_name_the_line_that_raised():
 
 
 def test_errors_pickle_with_their_attributes():
-    error = _errors.native_error("lost", type="poplar_recoverable_runtime_error", recovery_action="IPU_RESET")
+    error = _impl.createNativeError("lost", type="poplar_recoverable_runtime_error", recovery_action="IPU_RESET")
     read_back = pickle.loads(pickle.dumps(error))
     assert type(read_back) is poptorch.RecoverableError
     assert (str(read_back), read_back.message, read_back.recovery_action) == (str(error), "lost", "IPU_RESET")

@@ -1,4 +1,4 @@
-"""Capturing a model: one run of forward, and of backward in training, becomes a graph."""
+"""Capture a model: one run of forward, and of backward in training, becomes a graph."""
 
 from __future__ import annotations
 
@@ -11,21 +11,57 @@ import warnings
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
+import torch.utils.checkpoint
 
-from ipurun.emulator._capture.functions import FunctionWatcher
-from ipurun.emulator._capture.graph import Graph, Node, Value
-from ipurun.emulator._capture.host_checkpoints import plain_checkpoints
+from ipurun.emulator._capture.functions import FunctionWatcher, attention_by_parts
+from ipurun.emulator._capture.graph import Graph, Node, Value, prune
 from ipurun.emulator._capture.host_tensors import attribute_tensors
-from ipurun.emulator._capture.loss_shapes import give_device_shapes
-from ipurun.emulator._capture.losses import find_loss
+from ipurun.emulator._capture.losses import find_loss, give_device_shapes
 from ipurun.emulator._capture.model_guard import forget_history
-from ipurun.emulator._capture.prune import prune
 from ipurun.emulator._capture.recorder import Recorder
-from ipurun.emulator._capture.replaced_functions import attention_by_parts
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.structures import rebuild, tensors_in
 
 __all__ = ["Captured", "capture"]
+
+
+class _PlainFunction:
+    """Stands in for the autograd function of `use_reentrant=True`."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _plain_generator(*_: Any, **__: Any) -> Iterator[None]:
+    """Does nothing before and after the call that torch makes between two steps of its generator."""
+    yield
+
+
+def _plain_call(function: Callable[..., Any], preserve_rng_state: bool, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+# `checkpoint` itself cannot be replaced: models import it by name. It looks these up when it is called.
+_STAND_INS: Dict[str, Any] = {
+    "CheckpointFunction": _PlainFunction,
+    "_checkpoint_without_reentrant_generator": _plain_generator,
+    "_checkpoint_without_reentrant": _plain_call,  # torch before 2.1
+}
+
+
+@contextlib.contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Makes `torch.utils.checkpoint.checkpoint` call its function and nothing else."""
+    module = torch.utils.checkpoint
+    originals = {name: getattr(module, name) for name in _STAND_INS if hasattr(module, name)}
+    for name in originals:
+        setattr(module, name, _STAND_INS[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
 
 
 @dataclasses.dataclass

@@ -1,15 +1,28 @@
-"""Kinds of aten operations that capture treats apart: random draws, and what depends on data."""
+"""Kinds of aten operations: random, data-dependent, and those that PopTorch cannot lower."""
 
 from __future__ import annotations
 
-from typing import FrozenSet, Optional, Sequence
+import functools
+import json
+import os
+from typing import Callable, FrozenSet, Optional, Sequence
 
 import torch
 
+from ipurun.emulator._capture.graph import Node
 from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._impl import createNativeError
+from ipurun.emulator._logging import logger
 
-__all__ = ["DATA_DEPENDENT_OPS", "RANDOM_OPS", "explain_data_dependence", "names_in", "refuse_mask_index"]
+__all__ = [
+    "DATA_DEPENDENT_OPS",
+    "RANDOM_OPS",
+    "explain_data_dependence",
+    "is_supported",
+    "names_in",
+    "op_checker",
+    "refuse_mask_index",
+]
 
 
 def names_in(text: str) -> FrozenSet[str]:
@@ -64,3 +77,66 @@ def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
             "shapes based on the mask values. The IPU cannot support dynamic output shapes. "
             f"Use torch.where at {calling_line() or 'an unknown line'} instead."
         )
+
+
+_TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supported_ops.json")
+
+# What torch's CPU dispatcher makes of operations that PopTorch takes whole, or that move no data on a device.
+_PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
+    _adaptive_avg_pool2d _adaptive_avg_pool3d _copy_from _ctc_loss _embedding_bag_forward_only
+    _fused_dropout _index_put_impl _local_scalar_dense _native_batch_norm_legit
+    _native_multi_head_attention _pdist_forward _reshape_copy _safe_softmax
+    _scaled_dot_product_attention_math _thnn_fused_gru_cell _thnn_fused_lstm_cell _to_copy
+    _transform_bias_rescale_qkv _trilinear _unsafe_index _unsafe_masked_index adaptive_max_pool2d
+    addbmm addr aminmax clone_ copy diag_embed diagonal empty_like expand_copy fill hardtanh_
+    index_add index_copy is_same_size lift lift_fresh lift_fresh_copy linalg_matrix_norm
+    masked_scatter mkldnn_rnn_layer native_dropout native_norm new_empty new_empty_strided nll_loss
+    nll_loss2d norm_except_dim normal_functional permute_copy rand_like randint_like randn_like
+    resolve_conj resolve_neg scalar_tensor slice_scatter softplus special_erf special_xlog1py
+    split_copy sym_size threshold_ type_as uniform unsafe_split unsafe_split_with_sizes
+    upsample_bilinear2d_aa view_as xlogy zero
+""")
+
+# PopTorch knows these names only to refuse them.
+_REFUSED = {
+    "upsample_linear1d": "Unsupported upsample mode 'linear': in one dimension only 'nearest' is supported.",
+    "upsample_trilinear3d": "Unsupported upsample mode 'trilinear': in three dimensions only 'nearest' is supported.",
+}
+
+
+@functools.lru_cache(maxsize=None)
+def _supported_names() -> FrozenSet[str]:
+    with open(_TABLE, encoding="utf-8") as file:
+        table = json.load(file)
+    return frozenset(table["aten"]) | frozenset(table["decomposed"]) | _PARTS_OF_SUPPORTED
+
+
+def is_supported(name: str) -> bool:
+    """Whether PopTorch can lower an aten operation, given by its base name."""
+    names = _supported_names()
+    if name in _REFUSED:
+        return False
+    return name in names or (name.endswith("_") and name[:-1] in names)
+
+
+def op_checker() -> Callable[[Node], None]:
+    """Returns a function that raises, or warns, for a node that PopTorch cannot lower."""
+    strict = os.environ.get("POPTORCH_EMULATOR_STRICT", "1") != "0"
+    warned = set()
+
+    def check(node: Node) -> None:
+        schema = getattr(node.op, "_schema", None)
+        if schema is None or not schema.name.startswith("aten::") or is_supported(node.name):
+            return
+        text = (
+            f"Unsupported ops found in compiled model: [{schema.name}], called at "
+            f"{node.source or 'an unknown line'}. "
+            f"{_REFUSED.get(node.name, 'PopTorch 3.4 cannot lower this unsupported operation to the IPU.')}"
+        )
+        if strict:
+            raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU all the same.")
+        if node.name not in warned:
+            warned.add(node.name)
+            logger.warning(text)
+
+    return check

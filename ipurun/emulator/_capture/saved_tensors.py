@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipurun.emulator._capture.run_op import with_boxed_numbers
+from ipurun.emulator._capture.dtypes import with_boxed_numbers
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createPoptorchError
 

@@ -1,15 +1,23 @@
-"""Nested arguments and results: finding the tensors in them and putting others in their place."""
+"""Find the tensors in nested arguments and results, and put others in their place."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any, Dict, Iterator, List, Optional, Type
+import copy
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
 
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["ICustomArgParser", "custom_parser_of", "rebuild", "registerCustomArgParser", "tensors_in"]
+__all__ = [
+    "ICustomArgParser",
+    "custom_parser_of",
+    "rebuild",
+    "registerCustomArgParser",
+    "registerGeometricCustomArgParsers",
+    "tensors_in",
+]
 
 
 class ICustomArgParser(abc.ABC):
@@ -27,24 +35,24 @@ class ICustomArgParser(abc.ABC):
 _custom_parsers: Dict[Type[Any], ICustomArgParser] = {}
 
 
-def registerCustomArgParser(arg_type: Type[Any], parser: Optional[ICustomArgParser]) -> None:
+def registerCustomArgParser(arg_data_type: Type[Any], arg_parser: Optional[ICustomArgParser]) -> None:
     """Registers how to handle a class among a model's arguments and results.
 
     Args:
-        arg_type: The class.
-        parser: How to take its instances apart; None forgets the class.
+        arg_data_type: The class of the arguments or results.
+        arg_parser: How to take its instances apart; None forgets the class.
 
     Raises:
         Error: If the parser is not an `ICustomArgParser`.
     """
-    if parser is None:
-        _custom_parsers.pop(arg_type, None)
+    if arg_parser is None:
+        _custom_parsers.pop(arg_data_type, None)
         return
-    if not isinstance(parser, ICustomArgParser):
+    if not isinstance(arg_parser, ICustomArgParser):
         raise createPoptorchError(
-            f"Custom parser for {arg_type} must derive from poptorch.ICustomArgParser, got {type(parser)}."
+            f"Custom parser for {arg_data_type} must derive from poptorch.ICustomArgParser, got {type(arg_parser)}."
         )
-    _custom_parsers[arg_type] = parser
+    _custom_parsers[arg_data_type] = arg_parser
 
 
 def custom_parser_of(item: Any) -> Optional[ICustomArgParser]:
@@ -100,3 +108,36 @@ def _like_dict(original: Dict[Any, Any], entries: Dict[Any, Any]) -> Any:
         copied = original.copy()
         copied.update(entries)
         return copied
+
+
+class _GeometricParser(ICustomArgParser):
+    """Graphs of torch_geometric: the tensors of all their stores, in a fixed order."""
+
+    @staticmethod
+    def _entries(struct: Any) -> Iterator[Tuple[Any, str]]:
+        for store in struct.stores:
+            for key in sorted(store.keys()):
+                if isinstance(store[key], torch.Tensor):
+                    yield store, key
+
+    def yieldTensors(self, struct: Any) -> Iterator[torch.Tensor]:  # type: ignore[override]  # declared as PopTorch does
+        for store, key in self._entries(struct):
+            yield store[key]
+
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
+        copied = copy.copy(original_structure)
+        for store, key in self._entries(copied):
+            store[key] = next(tensor_iterator)
+        return copied
+
+
+def registerGeometricCustomArgParsers() -> None:
+    """Register the graph classes of torch_geometric.
+
+    Raises:
+        ImportError: torch_geometric is not installed.
+    """
+    from torch_geometric.data import Data, HeteroData
+
+    for graph_type in (Data, HeteroData):
+        registerCustomArgParser(graph_type, _GeometricParser())

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator
 import torch
 from torch.utils.data import Dataset, Sampler
 
-__all__ = ["GlobalShuffleSampler", "Partition", "PartitionedDataset", "partition_for"]
+__all__ = ["GlobalShuffleSampler", "PartitionedDataset", "partition_for"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from ipurun.emulator._capture import structures
 
-__all__ = ["concatenated", "grouped", "rebatched"]
+__all__ = ["grouped", "rebatched"]
 
 Leaves = List[torch.Tensor]
 """The tensors of one item, in a fixed order."""

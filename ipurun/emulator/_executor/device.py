@@ -1,8 +1,4 @@
-"""The IPUs that an executor occupies while it is attached.
-
-There is nothing to occupy on a CPU, unless the emulator stands in for hardware and the options choose an IPU: then
-one executor has it at a time, over all processes of the user, as on a device.
-"""
+"""The IPUs that an executor attaches to: whether there are any, who holds them, and their simulated faults."""
 
 from __future__ import annotations
 
@@ -12,14 +8,123 @@ import gc
 import os
 import tempfile
 import time
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator, Optional, Set
 
-from ipurun.emulator._executor import hardware
-from ipurun.emulator._impl import createNativeError
+from ipurun.emulator._impl import Error, createNativeError
 from ipurun.emulator._logging import native_logger, trace
 from ipurun.emulator.enums import ConnectionType
 
-__all__ = ["Device"]
+__all__ = [
+    "Device",
+    "ipuHardwareIsAvailable",
+    "ipuHardwareVersion",
+    "raise_requested_fault",
+    "uses_ipu_model",
+    "version",
+]
+
+_SIMULATED_VERSION = 2
+_MODEL_VERSIONS = ("ipu1", "ipu2", "ipu21")
+_MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
+
+
+def stands_in_for_hardware() -> bool:
+    """Whether ``POPTORCH_EMULATOR_HARDWARE=1`` asks the emulator to behave as if IPUs were attached."""
+    return os.environ.get("POPTORCH_EMULATOR_HARDWARE", "0") not in ("", "0")
+
+
+def uses_ipu_model() -> bool:
+    """Whether an environment variable selects PopTorch's simulator.
+
+    Raises:
+        Error: It is selected with a version that does not exist.
+    """
+    selected = any(int(os.environ.get(name, "0") or "0") != 0 for name in _MODEL_VARIABLES)
+    wanted = os.environ.get("POPTORCH_IPU_MODEL_VERSION", "ipu2")
+    if selected and wanted not in _MODEL_VERSIONS:
+        raise createNativeError(
+            f"Invalid IPU model version {wanted!r} in POPTORCH_IPU_MODEL_VERSION. "
+            f"Valid versions: {', '.join(_MODEL_VERSIONS)}."
+        )
+    return selected
+
+
+def version(num_ipus: int = 1) -> int:
+    """Return the architecture version of the IPUs there are, 0 without any."""
+    if num_ipus < 1 or uses_ipu_model() or not stands_in_for_hardware():
+        return 0
+    return _SIMULATED_VERSION
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """Whether that many IPUs can be attached to."""
+    return version(num_ipus) != 0
+
+
+def ipuHardwareVersion() -> int:
+    """Return the architecture version of the IPUs; 0 while the simulator is selected.
+
+    Raises:
+        AssertionError: There are none.
+    """
+    if uses_ipu_model():
+        return 0
+    found = version()
+    assert found != 0, "No IPU hardware available on this system"
+    return found
+
+
+VARIABLE = "POPTORCH_EMULATOR_FAULTS"
+_RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
+_raised: Set[str] = set()
+
+
+def raise_requested_fault(call: int) -> None:
+    """Raises the fault that the environment asks for at this call.
+
+    Args:
+        call: Number of the executor's call, the first is 1.
+
+    Raises:
+        RecoverableError: If a recovery action is asked for.
+        UnrecoverableError: If `UNRECOVERABLE` is asked for.
+        Error: If `ERROR` is asked for.
+        ValueError: If the variable cannot be read.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        _raised.clear()
+        return
+    wanted = _parse(text).get(call)
+    if wanted is None or f"{call}:{wanted}" in _raised:
+        return
+    _raised.add(f"{call}:{wanted}")
+    raise _fault(wanted, call)
+
+
+def _parse(text: str) -> Dict[int, str]:
+    faults: Dict[int, str] = {}
+    for entry in text.split(","):
+        position, _, kind = entry.strip().partition(":")
+        word, _, number = position.partition("=")
+        kind = kind.strip().upper()
+        known = (*_RECOVERY_ACTIONS, "UNRECOVERABLE", "ERROR")
+        if word.strip() != "call" or not number.strip().isdigit() or kind not in known:
+            raise ValueError(
+                f"{VARIABLE}: expected entries such as call=3:IPU_RESET with one of {known}, got {entry!r}"
+            )
+        faults[int(number)] = kind
+    return faults
+
+
+def _fault(kind: str, call: int) -> Error:
+    message = f"Fault asked for by {VARIABLE} at call {call}"
+    if kind in _RECOVERY_ACTIONS:
+        return createNativeError(message, type="poplar_recoverable_runtime_error", recovery_action=kind)
+    if kind == "UNRECOVERABLE":
+        return createNativeError(message, type="poplar_unrecoverable_runtime_error", unrecoverable=True)
+    return createNativeError(message, type="poplar_application_runtime_error")
+
 
 _SECONDS_BETWEEN_TRIES = 15
 
@@ -103,7 +208,7 @@ class Device:
     def _is_exclusive(self) -> bool:
         options = self._options
         uses_model = options.exists("use_model") and options.use_model
-        return options.exists("ipu_id") and not uses_model and hardware.ipuHardwareIsAvailable()
+        return options.exists("ipu_id") and not uses_model and ipuHardwareIsAvailable()
 
 
 def _try_to_lock(ipu: int) -> Optional[int]:

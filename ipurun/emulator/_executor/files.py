@@ -1,20 +1,19 @@
-"""Compiled models in files."""
+"""Files that an executor writes: saved models, and the reports of a compile."""
 
 from __future__ import annotations
 
 import io
 import os
 import pickle
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Mapping, Optional
 
 import torch
 
-from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._logging import logger
-from ipurun.emulator._version import __version__
+from ipurun.emulator._impl import __version__, createPoptorchError
+from ipurun.emulator._logging import TRACE, logger, native_logger, trace
 from ipurun.emulator.enums import ConnectionType
 
-__all__ = ["load", "load_executable", "read_metadata", "save"]
+__all__ = ["load", "load_executable", "read_metadata", "save", "write_compile_files"]
 
 _MAGIC = b"ipurun-emulator-executable\n"
 _DEFAULT_NAME = "model.poptorch"
@@ -125,3 +124,41 @@ def _target(filename: str) -> str:
         assert not os.path.isfile(parent), f"{parent} is a file, not a directory"
         os.makedirs(parent, exist_ok=True)
     return path
+
+
+_PROTO_VARIABLE = "POPTORCH_EXPORT_PROTO_FILE"
+_PROTO_NAME = "model.proto"
+_PROFILE_NAME = "profile.pop"
+
+
+def write_compile_files(
+    program: Callable[[], str], options: Any, default_name: str, environment: Mapping[str, str]
+) -> None:
+    """Writes the program where options, environment or the log level ask for it.
+
+    On a device these files hold the compiled code and its memory profile. Here each of them holds the
+    captured program as JSON: which operations there are, and where they run.
+
+    Args:
+        program: Returns the compiled program as text.
+        options: The executor's options.
+        default_name: Name of the model where the options give none.
+        environment: Environment variables.
+    """
+    if native_logger.isEnabledFor(TRACE):
+        trace("PopART IR: %s", program())
+    proto = environment.get(_PROTO_VARIABLE, "")
+    if proto:
+        _write(proto if os.path.splitext(proto)[1] else os.path.join(proto, _PROTO_NAME), program())
+    engine = options._Popart.options.get("engineOptions", {})
+    if engine.get("autoReport.all", "false") == "true":
+        name = options.model_name if options.exists("model_name") else default_name
+        _write(os.path.join(engine.get("autoReport.directory", "."), name, _PROFILE_NAME), program())
+
+
+def _write(path: str, text: str) -> None:
+    folder = os.path.dirname(path)
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import torch
 
-from ipurun.emulator._capture.integers import wrapped
+from ipurun.emulator._capture.dtypes import wrapped
 from ipurun.emulator._capture.structures import custom_parser_of, rebuild, tensors_in
 from ipurun.emulator._executor.weights import device_dtype
 from ipurun.emulator._impl import createPoptorchError

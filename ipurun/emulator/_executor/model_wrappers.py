@@ -8,8 +8,8 @@ from typing import Callable, Optional, Union
 import torch
 
 from ipurun.emulator._executor import files
+from ipurun.emulator._impl import __version__
 from ipurun.emulator._poplar_executor import PoplarExecutor
-from ipurun.emulator._version import __version__
 from ipurun.emulator.options import Options
 
 __all__ = ["inferenceModel", "load", "trainingModel"]

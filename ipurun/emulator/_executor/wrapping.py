@@ -10,18 +10,7 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = [
-    "PoptorchBuffer",
-    "PoptorchParameter",
-    "executor_of",
-    "is_wrapped",
-    "new_instance",
-    "restore_class",
-    "unwrap",
-    "unwrap_tensors",
-    "wrap",
-    "wrap_tensors",
-]
+__all__ = ["executor_of", "is_wrapped", "restore_class", "unwrap", "unwrap_tensors", "wrap"]
 
 _EXECUTOR = "_poptorch_executor"
 _SYNCING_READS = frozenset(

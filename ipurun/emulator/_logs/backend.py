@@ -10,7 +10,7 @@ from typing import Any
 from ipurun.emulator._capture.graph import Graph
 from ipurun.emulator._logs.lowering import LoweredOp, lowered_ops
 
-__all__ = ["LEVELS", "log_program", "set_level"]
+__all__ = ["log_program", "set_level"]
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 # Every other op is one of ONNX.

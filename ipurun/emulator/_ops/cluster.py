@@ -8,8 +8,7 @@ from typing import Any, List, Optional, Sequence, Union
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._ops.op_log import call_recorded
-from ipurun.emulator._ops.recording import active_recorder, one_tensor, require_tensor
+from ipurun.emulator._ops.recording import active_recorder, call_recorded, one_tensor, require_tensor
 
 Batch = Optional[Union[List[int], torch.Tensor]]
 

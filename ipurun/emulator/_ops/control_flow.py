@@ -1,20 +1,159 @@
-"""Loops and branches on the device: for_loop and cond.
-
-A body's Python runs once, at compile. What a loop's did is kept as a list of the ops it called, and the list is
-issued again for every further trip, so the compiled graph holds the loop unrolled. A branch is one op of the graph,
-which computes the body that the condition chooses.
-"""
+"""Loops and branches on the device: for_loop and cond."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import torch
 
+from ipurun.emulator._capture.graph import Graph, GraphInput, Value, values_in
+from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._ops.branches import Branches, trace_body
-from ipurun.emulator._ops.op_log import OpLog, call_recorded
-from ipurun.emulator._ops.recording import active_recorder, refuse_training
+from ipurun.emulator._ops.recording import OpLog, active_recorder, call_recorded, logs_muted, refuse_training
+from ipurun.emulator._run.checked import interpreter_for
+from ipurun.emulator._run.replay import generate
+
+
+class CapturedBody:
+    """One body, captured.
+
+    Args:
+        recorder: The recorder of the compile.
+        graph: What the body did; its inputs are the values that it takes from outside.
+
+    Attributes:
+        graph: What the body did.
+        outer: The values from outside that the body reads or changes.
+        written: Those that it changes.
+        outputs: Shape and type of what it returns.
+        is_random: Whether it draws random numbers.
+        run: Takes tensors for `outer`, which it may change, and returns the outputs.
+    """
+
+    def __init__(self, recorder: Recorder, graph: Graph) -> None:
+        storages = graph.storages_written()
+        self.graph = graph
+        self.outer: List[Value] = [item.value for item in graph.inputs]
+        self.written = {value for value in self.outer if graph.specs[value].storage in storages}
+        self.outputs = [graph.specs[value][:2] for value in graph.outputs]
+        self.is_random = any(node.is_random for node in graph.nodes)
+        make_replay: Callable[..., Any] = interpreter_for(recorder.options) or generate
+        self.run = make_replay(graph, results=graph.outputs)
+
+
+def trace_body(
+    recorder: Recorder, function: Callable[..., Any], inputs: Sequence[torch.Tensor]
+) -> Tuple[CapturedBody, Dict[Value, torch.Tensor]]:
+    """Runs a body's Python once, on copies of its inputs.
+
+    Returns:
+        What the body did, and the tensors from outside that it did it with.
+    """
+    start = len(recorder.graph.nodes)
+    log = _UndoneLog(recorder)
+    with logs_muted():
+        with log:
+            returned = function(*[value.clone() for value in inputs])
+        outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        values = [recorder.value_of(tensor) for tensor in outputs]
+        log.undo_writes()
+    body = CapturedBody(recorder, _take_out(recorder.graph, start, values))
+    return body, {value: recorder.tensor_of(value) for value in body.outer}
+
+
+class Branches:
+    """What a branch is in the compiled graph: a pure function, so that changed tensors are results too.
+
+    Args:
+        then_body: Computed if the condition is true.
+        else_body: Computed otherwise.
+
+    Attributes:
+        graphs: What the two bodies did.
+        outer: The values that the function takes after the condition.
+        written: Those whose new values follow the outputs among the results.
+    """
+
+    def __init__(self, then_body: CapturedBody, else_body: CapturedBody) -> None:
+        _require_alike(then_body.outputs, else_body.outputs)
+        self._bodies = (then_body, else_body)
+        self.graphs = (then_body.graph, else_body.graph)
+        self._types = [torch.promote_types(a[1], b[1]) for a, b in zip(then_body.outputs, else_body.outputs)]
+        self.outer: List[Value] = sorted({*then_body.outer, *else_body.outer})
+        self.written: List[Value] = sorted(then_body.written | else_body.written)
+        self.is_random = then_body.is_random or else_body.is_random
+
+    def __call__(self, condition: torch.Tensor, *outer: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        # Where tensors have no memory there is nothing to choose by; both bodies return the same shapes.
+        body = self._bodies[0 if condition.is_meta or bool(condition) else 1]
+        tensors = dict(zip(self.outer, outer))
+        tensors.update(_copies({value: tensors[value] for value in body.written}))
+        results = body.run([tensors[value] for value in body.outer])
+        outputs = [result.to(dtype).clone() for result, dtype in zip(results, self._types)]
+        return (*outputs, *[tensors[value].clone() for value in self.written])
+
+
+class _UndoneLog(OpLog):
+    """Keeps the ops of a body, and what the tensors they write to were before."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._before: List[Tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, given in zip(func._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                with self._recorder.paused():
+                    self._before.append((given, given.detach().clone()))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def undo_writes(self) -> None:
+        """Puts back all that was written."""
+        with torch.no_grad(), self._recorder.paused():
+            for tensor, before in reversed(self._before):
+                tensor.copy_(before)
+
+
+def _take_out(graph: Graph, start: int, outputs: List[Value]) -> Graph:
+    """Moves the nodes from a position on into a graph of their own."""
+    nodes = graph.nodes[start:]
+    del graph.nodes[start:]
+    graph.events = [event._replace(position=min(event.position, start)) for event in graph.events]
+    made: Set[Value] = set()
+    outer: Dict[Value, None] = {}
+    for node in nodes:
+        outer.update(dict.fromkeys(value for value in node.reads() if value not in made))
+        made.update(values_in(node.outputs))
+    outer.update(dict.fromkeys(value for value in outputs if value not in made))
+    inputs = [GraphInput("input", f"outer_{int(value)}", value) for value in outer]
+    return Graph(nodes=nodes, inputs=inputs, outputs=outputs, specs=graph.specs)
+
+
+def _require_alike(then_outputs: Sequence[Any], else_outputs: Sequence[Any]) -> None:
+    shapes = [[shape for shape, _ in outputs] for outputs in (then_outputs, else_outputs)]
+    if shapes[0] != shapes[1]:
+        raise createPoptorchError(
+            "poptorch.cond: both bodies must return the same number of tensors, of the same shapes. "
+            f"then_body returns {shapes[0]}, else_body {shapes[1]}."
+        )
+
+
+def _copies(tensors: Dict[Value, torch.Tensor]) -> Dict[Value, torch.Tensor]:
+    """Returns copies of tensors; those that shared memory share it again."""
+    storages: Dict[int, Any] = {}
+    copies = {}
+    for value, tensor in tensors.items():
+        if tensor.is_meta:
+            copies[value] = tensor.clone()
+            continue
+        key = tensor.untyped_storage()._cdata
+        if key not in storages:
+            storages[key] = tensor.untyped_storage().clone()
+        view = torch.empty(0, dtype=tensor.dtype)
+        copies[value] = view.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+    return copies
+
 
 Body = Callable[..., Any]
 

@@ -7,8 +7,7 @@ from typing import Dict, List, Tuple
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._ops.op_log import call_recorded
-from ipurun.emulator._ops.recording import active_recorder, require_tensor
+from ipurun.emulator._ops.recording import active_recorder, call_recorded, require_tensor
 
 Prefix = Tuple[int, ...]
 

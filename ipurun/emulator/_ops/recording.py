@@ -1,11 +1,13 @@
-"""Whether an op is called inside a compile, and the checks that ops share."""
+"""Record the ops of a running compile: the active recorder, logs of calls, and argument checks."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ipurun.emulator._capture.recorder import Recorder, current
 from ipurun.emulator._impl import createPoptorchError
@@ -55,3 +57,83 @@ def refuse_training(recorder: Recorder, op: str) -> None:
     """Raises poptorch.Error when a training graph is being compiled."""
     if recorder.training:
         raise createPoptorchError(f"poptorch.{op}() is only supported in inference models, not in training.")
+
+
+OpCall = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any], Any]
+_open_logs: List[OpLog] = []
+
+
+class OpLog(TorchDispatchMode):
+    """Keeps the ops that run inside it, while the recorder below sees them as usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: List[OpCall] = []
+        self._muted = False
+
+    def __enter__(self) -> OpLog:
+        _open_logs.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        _open_logs.remove(self)
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._muted:
+            self.calls.append((func, args, kwargs, result))
+        return result
+
+    def issue_again(
+        self, inputs: Sequence[torch.Tensor], new_inputs: Sequence[torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Runs the logged ops with `new_inputs` in the places of `inputs`.
+
+        Returns:
+            A function from a tensor of the logged run to the tensor that took its place.
+        """
+        replaced = {id(old): new for old, new in zip(inputs, new_inputs)}
+
+        def substitute(value: Any) -> Any:
+            return replaced.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+        for func, args, kwargs, result in self.calls:
+            new_result = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+            for old, new in zip(tree_flatten(result)[0], tree_flatten(new_result)[0]):
+                if isinstance(old, torch.Tensor):
+                    replaced[id(old)] = new
+        return substitute
+
+
+@contextlib.contextmanager
+def logs_muted() -> Iterator[List[OpLog]]:
+    """Keeps the ops called inside from the logs that are open; gives those logs."""
+    logs = [log for log in _open_logs if not log._muted]
+    for log in logs:
+        log._muted = True
+    try:
+        yield logs
+    finally:
+        for log in logs:
+            log._muted = False
+
+
+def call_recorded(
+    recorder: Recorder,
+    fn: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    backward: Optional[Callable[..., Any]] = None,
+    name: str = "",
+) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
+    """Calls `Recorder.call`; open logs keep the call as one op, not the ops that `fn` happens to use."""
+
+    def call(arguments: Sequence[torch.Tensor]) -> Any:
+        return recorder.call(fn, arguments, backward=backward, name=name)
+
+    with logs_muted() as logs:
+        result = call(tensors)
+    for log in logs:
+        log.calls.append((call, (list(tensors),), {}, result))
+    return result

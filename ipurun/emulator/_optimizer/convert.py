@@ -1,19 +1,70 @@
-"""From a torch or poptorch optimizer to the values that are sent to the device, each with its const-ness."""
+"""Convert an optimizer to the values that are sent to the device, each constant or variable."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
 
 from ipurun.emulator import optim
 from ipurun.emulator._logging import logger
-from ipurun.emulator._optimizer.tracker import AttributeTracker
 
-__all__ = ["Converted", "OptimizerType", "Value", "convert", "forces_running_mean"]
+__all__ = ["AttributeTracker", "Converted", "OptimizerType", "Value", "convert", "forces_running_mean"]
+
+# Set by torch's or poptorch's constructors: a switch between the two is no reason to warn.
+_CONSTRUCTOR_ATTRIBUTES = frozenset(
+    {
+        "accum_type",
+        "bias_correction",
+        "defaults",
+        "first_order_momentum_accum_type",
+        "loss_scaling",
+        "max_grad_norm",
+        "param_groups",
+        "second_order_momentum_accum_type",
+        "state",
+        "use_combined_accum",
+        "use_tf_variant",
+        "variable_attrs",
+        "velocity_accum_type",
+    }
+)
+
+
+class AttributeTracker:
+    """Remembers what an executor's optimizers looked like.
+
+    Args:
+        relaxed: Only mention unexpected attributes in the debug log.
+    """
+
+    def __init__(self, relaxed: bool = False) -> None:
+        self._log = logger.debug if relaxed else logger.warning
+        self._optimizer_names: Optional[Set[str]] = None
+        self._group_names: Set[str] = set()
+        self._reported: Set[Tuple[int, str]] = set()
+
+    def observe(self, optimizer: Any) -> None:
+        """Learn the attributes the first time, report new ones once each later."""
+        names = {name for name in vars(optimizer) if not name.startswith("_")} - _CONSTRUCTOR_ATTRIBUTES
+        if self._optimizer_names is None:
+            self._optimizer_names = names
+            self._group_names = {name for group in optimizer.param_groups for name in group}
+            return
+        kind = type(optimizer).__name__
+        for name in sorted(names - self._optimizer_names):
+            self._optimizer_names.add(name)
+            self._log("Ignoring unexpected optimizer attribute in %s optimizer: %r", kind, name)
+        for index, group in enumerate(optimizer.param_groups):
+            for name in sorted(set(group) - self._group_names):
+                if (index, name) in self._reported:
+                    continue
+                self._reported.add((index, name))
+                self._log("Ignoring unexpected group %d attribute in %s optimizer: %r", index, kind, name)
+
 
 Value = Tuple[Any, bool]
 """A value and whether it is constant after compilation."""

@@ -1,22 +1,17 @@
-"""The arithmetic of every update, one parameter at a time.
-
-A rule first makes the tensor that `max_grad_norm` clips (`prepare`), then changes weight and state with it,
-clipped or not (`finish`). Gradients arrive as accumulated: `gradient * factor` is the reduced gradient,
-still multiplied by the loss scaling. Values are computed in float32 and rounded to the stored types.
-"""
+"""The arithmetic of every update, one parameter at a time."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Callable, Dict, Mapping, Tuple
+from typing import Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
 from ipurun.emulator._optimizer.lamb import bias_corrections, trust_ratio
 from ipurun.emulator._optimizer.scalars import Scalar, Variant
 
-__all__ = ["RULES", "Rule", "Slot", "Step"]
+__all__ = ["RULES", "Slot", "Step", "clipped"]
 
 Rounding = Callable[[torch.Tensor, torch.Tensor], object]
 """Stores a float32 result (second) in a tensor of another type (first)."""
@@ -267,3 +262,29 @@ RULES: Mapping[Variant, Rule] = {
     Variant.LAMB: _Lamb(),
     Variant.RMSPROP: _RmsProp(),
 }
+
+
+def clipped(prepared: Sequence[Tuple[Slot, torch.Tensor]], max_norm: float) -> List[torch.Tensor]:
+    """Returns the tensors scaled so that the norm of all that a replica updates is at most `max_norm`.
+
+    Replicas whose values of a parameter differ have norms that differ. Each row is scaled as in the first replica that
+    computes with it. What all replicas share is scaled as in the first one, which is the one that the host reads.
+
+    Args:
+        prepared: The parameters with the tensors that their rules prepared.
+        max_norm: The limit.
+    """
+    replicas = max((len(slot.rows) for slot, _ in prepared), default=0) or 1
+    squares = torch.zeros(replicas, dtype=torch.float64)
+    for slot, tensor in prepared:
+        by_row = tensor.double().square().reshape(len(tensor) if slot.rows else 1, -1).sum(dim=1)
+        squares += by_row[list(slot.rows or [0])] / RULES[slot.variant].clip_divisor(slot) ** 2
+    factors = [max_norm / max(max_norm, math.sqrt(square)) for square in squares.tolist()]
+    return [tensor * _factor_for(slot, tensor, factors) for slot, tensor in prepared]
+
+
+def _factor_for(slot: Slot, tensor: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    if not slot.rows:
+        return tensor.new_tensor(factors[0])
+    of_rows = [factors[slot.rows.index(row)] for row in range(len(tensor))]
+    return tensor.new_tensor(of_rows).reshape(-1, *[1] * (tensor.dim() - 1))

@@ -8,19 +8,65 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator import enums
+from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logs.optimizer import log_optimizer
 from ipurun.emulator._optimizer.checks import check_attributes, check_replacement
-from ipurun.emulator._optimizer.clipping import clipped
-from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, convert, forces_running_mean
-from ipurun.emulator._optimizer.loss_scaling import AutomaticLossScaling
-from ipurun.emulator._optimizer.rounding import StochasticRounding, round_to_nearest
-from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, Step
+from ipurun.emulator._optimizer.convert import (
+    AttributeTracker,
+    Converted,
+    OptimizerType,
+    Value,
+    convert,
+    forces_running_mean,
+)
+from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, Step, clipped
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
-from ipurun.emulator._optimizer.tracker import AttributeTracker
 
 __all__ = ["AttributeTracker", "Converted", "DeviceOptimizer", "convert", "forces_running_mean"]
+
+_HALF_MAX = 65504.0
+# A loss in half precision could not hold a larger seed with room to spare.
+_LARGEST_SCALE = 2.0**15
+
+
+class AutomaticLossScaling:
+    """Keeps the factor on top of the user's loss scaling.
+
+    Args:
+        settings: PopART options; `automaticLossScalingSettings.*` overrides the defaults.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        group = "automaticLossScalingSettings."
+        self._limit = _HALF_MAX * float(settings.get(group + "binEdgeLocation", 0.125))
+        self._tolerated = float(settings.get(group + "thresholdUpperCountProportion", 1e-7))
+        self._period = int(settings.get(group + "updatePeriod", 1))
+        self.factor = torch.ones((), dtype=torch.float32)
+        self._large = 0
+        self._seen = 0
+        self._updates = 0
+
+    def watch(self, gradient: torch.Tensor) -> None:
+        """Count the elements of a half gradient that are near overflow; other types do not count."""
+        if gradient.dtype != torch.float16:
+            return
+        magnitude = gradient.abs()
+        self._large += int(((magnitude > self._limit) | ~torch.isfinite(magnitude)).sum())
+        self._seen += gradient.numel()
+
+    def step(self, loss_scaling: float) -> None:
+        """Adjust the factor after a weight update; without half gradients there is nothing to protect."""
+        self._updates += 1
+        if self._updates % self._period or not self._seen:
+            return
+        shrinks = self._large / self._seen > self._tolerated
+        factor = float(self.factor) * (0.5 if shrinks else 2.0)
+        if shrinks or abs(loss_scaling) * factor <= _LARGEST_SCALE:
+            self.factor.fill_(factor)
+        self._large = self._seen = 0
+
 
 _OPERATIONS: Mapping[Variant, Tuple[str, ...]] = {
     Variant.SGD: ("SGD0VarUpdate",),

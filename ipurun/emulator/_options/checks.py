@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, FrozenSet
 
-from ipurun.emulator._errors import native_error
+from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import native_logger
 
 __all__ = ["check_backend_options"]
@@ -113,7 +113,7 @@ def _check_option(key: str, value: Any) -> None:
             _check_known(key, "map", _DICT_KEYS)
             native_logger.debug("poptorch.Options set %s[%s] to %s", key, name, element)
     else:
-        raise native_error(f"Unknown value type {type(value)} for option {key}")
+        raise createNativeError(f"Unknown value type {type(value)} for option {key}")
 
 
 def _check_scalar(key: str, shown: str, kind: str, known: FrozenSet[str]) -> None:
@@ -123,10 +123,10 @@ def _check_scalar(key: str, shown: str, kind: str, known: FrozenSet[str]) -> Non
 
 def _check_known(key: str, kind: str, known: FrozenSet[str]) -> None:
     if key not in known:
-        raise native_error(f"Unknown {kind} option {key}")
+        raise createNativeError(f"Unknown {kind} option {key}")
 
 
 def _check_enum_range(key: str, value: int) -> None:
     size = _ENUM_SIZES.get(key)
     if size is not None and not 0 <= value < size:
-        raise native_error(f"Value for {key} out of range: got {value}, expected 0 to {size - 1}")
+        raise createNativeError(f"Value for {key} out of range: got {value}, expected 0 to {size - 1}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from ipurun.emulator import enums
-from ipurun.emulator._errors import native_error
+from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 from ipurun.emulator._options_impl import IStageManager, Placement
 
@@ -100,7 +100,7 @@ class _AlternatingStageManager(_ListedStageManager):
     def beginStage(self, user_id: Optional[BlockId], ipu_id_from_block: Optional[int]) -> Placement:
         placement = super().beginStage(user_id, ipu_id_from_block)
         if placement.phase_id % 2 != placement.ipu_id % 2:
-            raise native_error(
+            raise createNativeError(
                 f"Invalid IPU {placement.ipu_id} for phase {placement.phase_id} (block {placement.user_id}): with "
                 "ParallelPhasedExecution even phases run on even IPUs, odd phases on odd IPUs"
             )

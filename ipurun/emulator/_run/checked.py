@@ -9,11 +9,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
+from ipurun.emulator._capture.dtypes import HalfThroughFloat, StochasticRounding, holds_half
 from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, values_in
-from ipurun.emulator._capture.half import HalfThroughFloat, holds_half
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._impl import createNativeError
-from ipurun.emulator._optimizer.rounding import StochasticRounding
 
 __all__ = ["interpreter_for"]
 

@@ -1,19 +1,170 @@
-"""Deciding whether micro-batches are computed at once, after comparing with one by one on real data."""
+"""Compute several micro-batches of a weight update at once, where that gives the same results."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
-from ipurun.emulator._capture.graph import Graph
-from ipurun.emulator._errors import Error
+from ipurun.emulator._capture.graph import Graph, Node, Value, needed_nodes, prune, values_in
+from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
-from ipurun.emulator._run.comparison import alike, largest
-from ipurun.emulator._run.replay import Replay
-from ipurun.emulator._run.together import Together, batch_size_for, can_run_together
+from ipurun.emulator._run.replay import Replay, generate
 
-__all__ = ["ChunkRunner"]
+__all__ = ["ChunkRunner", "alike", "largest"]
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> float:
+    """Returns the largest finite magnitude in some tensors, 0 if there is none."""
+    sizes = (t.detach().abs().nan_to_num(0.0, 0.0, 0.0) for t in tensors if t.is_floating_point() and t.numel())
+    return max((float(size.max()) for size in sizes), default=0.0)
+
+
+def alike(expected: torch.Tensor, got: torch.Tensor, *, among: float = 0.0) -> bool:
+    """Whether a result is what was expected; whole numbers must be equal.
+
+    Args:
+        expected: What one way gave.
+        got: What the other way gave.
+        among: Magnitude of the values that the result was made of. Where they cancel, as in the gradient of a
+            bias in front of a norm, what is left is their rounding.
+    """
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(expected, got)
+    tolerance = 1e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    smallest = tolerance * max(largest([expected]), 1e-8) + 8 * torch.finfo(expected.dtype).eps * among
+    return torch.allclose(got.float(), expected.float(), rtol=tolerance, atol=smallest, equal_nan=True)
+
+
+# Activations of the micro-batches that are computed at once, beside what one alone would need.
+_MEMORY_BUDGET_BYTES = 24 * 2**20
+_MOST_AT_ONCE = 16
+
+
+def can_run_together(graph: Graph) -> bool:
+    """Whether nothing in a graph forbids computing micro-batches at once.
+
+    Random operations draw from one stream for each micro-batch, written tensors carry state from one to the
+    next, and where autograd did not watch, or hooks and functions of the user's own took part, the recorded
+    backward pass is not what autograd would do with the recorded forward operations.
+    """
+    if graph.has_own_gradients:
+        return False
+    written = graph.storages_written()
+    outside = {graph.specs[item.value].storage for item in graph.inputs}
+    if written & outside:
+        return False
+    for node in graph.nodes:
+        if node.is_random or not hasattr(node.op, "_schema") or not hasattr(node.op, "overloadpacket"):
+            return False
+        if graph.grads and not node.is_backward and not node.grad_enabled:
+            return False
+    return all(spec.dtype not in (torch.float16, torch.bfloat16) for spec in graph.specs.values())
+
+
+def batch_size_for(graph: Graph, micro_batches: int) -> int:
+    """Returns how many micro-batches to compute at once: a divisor of their number within the budget."""
+    sizes: Dict[int, int] = {}
+    for node in graph.nodes:
+        for value in values_in(node.outputs):
+            spec = graph.specs[value]
+            sizes[spec.storage] = max(sizes.get(spec.storage, 0), spec.num_bytes)
+    most = min(_MOST_AT_ONCE, micro_batches, max(1, _MEMORY_BUDGET_BYTES // max(1, sum(sizes.values()))))
+    divisors = [size for size in range(1, most + 1) if micro_batches % size == 0]
+    return divisors[-1]
+
+
+class Together:
+    """A graph that computes a number of micro-batches at once.
+
+    Args:
+        graph: The graph of one micro-batch.
+        size: How many micro-batches to compute at once.
+        arguments: Arguments of `graph` for one micro-batch: all inputs but the constants, in order.
+
+    Raises:
+        RuntimeError: If torch cannot batch an operation of the graph.
+    """
+
+    def __init__(self, graph: Graph, size: int, arguments: Sequence[torch.Tensor]) -> None:
+        self.size = size
+        self._names = list(graph.grads)
+        self._num_outputs = len(graph.outputs)
+        self._items = [item for item in graph.inputs if item.kind != "constant"]
+        batched = _capture_batched(graph, size, self._items, arguments)
+        self._replay = generate(batched, alias_detach=True)
+
+    def run(
+        self, arguments: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]
+    ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
+        """Returns the outputs with a leading dimension for micro-batches, and the summed gradients.
+
+        Args:
+            arguments: Arguments for one micro-batch, of which parameters and buffers are used.
+            inputs: The inputs with a leading dimension for micro-batches.
+            seed: Gradient of the loss of one micro-batch.
+        """
+        results = self._replay(_batched_arguments(self._items, arguments, inputs, seed, self.size))
+        return results[: self._num_outputs], dict(zip(self._names, results[self._num_outputs :]))
+
+
+def _batched_arguments(
+    items: Sequence[Any],
+    arguments: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    seed: Optional[torch.Tensor],
+    size: int,
+) -> List[torch.Tensor]:
+    remaining = iter(inputs)
+    result = []
+    for item, argument in zip(items, arguments):
+        if item.kind == "input":
+            result.append(next(remaining))
+        elif item.kind == "seed":
+            assert seed is not None
+            result.append(seed.expand(size, *seed.shape))
+        else:
+            result.append(argument)
+    return result
+
+
+def _capture_batched(graph: Graph, size: int, items: Sequence[Any], arguments: Sequence[torch.Tensor]) -> Graph:
+    results: List[Value] = list(graph.outputs)
+    if graph.grads:
+        assert graph.loss is not None
+        results.append(graph.loss)
+    forward: List[Node] = needed_nodes(graph, [n for n in graph.nodes if not n.is_backward], results)
+    call = generate(graph, nodes=forward, results=results, alias_detach=False)
+    recorder = Recorder(False, None)
+    tensors: List[torch.Tensor] = []
+    for item, argument in zip(items, arguments):
+        tensor = argument.detach()
+        if item.kind in ("input", "seed"):
+            tensor = tensor.expand(size, *tensor.shape).contiguous()
+        elif item.kind == "parameter" and item.name in graph.grads:
+            tensor.requires_grad_()
+        recorder.add_input(item.kind, item.name, tensor)
+        tensors.append(tensor)
+    dimensions = tuple(0 if item.kind == "input" else None for item in items)
+    trained = {item.name: t for item, t in zip(items, tensors) if t.requires_grad}
+    seeds = [tensor for item, tensor in zip(items, tensors) if item.kind == "seed"]
+    with torch.set_grad_enabled(bool(trained)), recorder:
+        placed = [t if item.kind != "seed" else t[0] for item, t in zip(items, tensors)]
+        outputs = torch.func.vmap(lambda *args: call(args), in_dims=dimensions)(*placed)
+        grads: Tuple[torch.Tensor, ...] = ()
+        if trained:
+            recorder.in_backward = True
+            ordered = [trained[name] for name in graph.grads]
+            grads = torch.autograd.grad(outputs[-1], ordered, grad_outputs=seeds[0])
+    batched = recorder.graph
+    batched.outputs = [recorder.value_of(tensor) for tensor in outputs[: len(graph.outputs)]]
+    batched.grads = {name: recorder.value_of(grad) for name, grad in zip(graph.grads, grads)}
+    recorder.finish()
+    prune(batched)
+    return batched
 
 
 class ChunkRunner:

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
-from ipurun.emulator._capture import supported
+from ipurun.emulator._capture import op_kinds
 from ipurun.emulator._capture.capture import capture
 from ipurun.emulator._capture.model_guard import named_tensors, on_device
 from ipurun.emulator._capture.recompute import add_recomputation, recomputation_mode
@@ -20,9 +20,8 @@ from ipurun.emulator._logs.placement import log_placement
 from ipurun.emulator._run import checks
 from ipurun.emulator._run.batches import BatchLayout
 from ipurun.emulator._run.checked import interpreter_for
-from ipurun.emulator._run.comparison import alike, largest
-from ipurun.emulator._run.executable import Executable
-from ipurun.emulator._run.random_streams import RandomStreams, host_generator_kept
+from ipurun.emulator._run.chunks import alike, largest
+from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
 from ipurun.emulator._run.replay import generate
 
 __all__ = ["compile_model"]
@@ -74,7 +73,7 @@ def compile_model(
                 training=training,
                 options=options,
                 modules=dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {},
-                check_op=supported.op_checker(),
+                check_op=op_kinds.op_checker(),
                 before_backward=lambda recorder, returned: checks.check_forward(
                     recorder, returned, layout, training=training, input_names=arguments.tensor_names()
                 ),

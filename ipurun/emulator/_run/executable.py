@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+import hashlib
+import time
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -12,14 +14,117 @@ from ipurun.emulator._capture.graph import Graph
 from ipurun.emulator._capture.structures import rebuild
 from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._run.anchors import Anchors
-from ipurun.emulator._run.batches import BatchLayout
+from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.chunks import ChunkRunner
-from ipurun.emulator._run.outputs import OutputCollector
-from ipurun.emulator._run.random_streams import RandomStreams, host_generator_kept
 from ipurun.emulator._run.replay import Replay, generate
-from ipurun.emulator._run.timestamps import Timestamps
 
-__all__ = ["Executable"]
+__all__ = ["Executable", "RandomStreams", "default_seed", "host_generator_kept"]
+
+
+def default_seed() -> int:
+    """Returns a seed for executors without one: it follows torch.manual_seed."""
+    return torch.initial_seed()
+
+
+class RandomStreams:
+    """Numbers the runs of an executable and seeds torch's generator for each of them.
+
+    Args:
+        seed: The seed of the whole sequence.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.position = 0
+
+    @property
+    def state(self) -> List[int]:
+        """Returns what is needed to continue the sequence."""
+        return [self.seed, self.position]
+
+    @state.setter
+    def state(self, words: List[int]) -> None:
+        self.seed = int(words[0])
+        self.position = int(words[1]) if len(words) > 1 else 0
+
+    def start(self, run: int, replica: int) -> None:
+        """Begins the stream of one run, counted from the current position."""
+        words = f"{self.seed} {self.position + run} {replica}".encode()
+        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:7], "little"))
+
+    def advance(self, runs: int) -> None:
+        """Moves past the runs of a call."""
+        self.position += runs
+
+
+@contextlib.contextmanager
+def host_generator_kept() -> Iterator[None]:
+    """Puts torch's own generator back as it was."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+class Timestamps:
+    """The times of the last call, in seconds on one clock."""
+
+    def __init__(self) -> None:
+        self._stamps: Dict[str, List[float]] = {}
+        self._last_output = 0.0
+        self.duration = 0.0
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """Forgets the previous call."""
+        self._stamps = {"input": [], "input_complete": [], "output": [], "output_complete": []}
+
+    def begin_runs(self, count: int) -> None:
+        """Notes that the inputs of some runs are about to be read."""
+        self._stamps["input"] += [time.perf_counter()] * count
+
+    def inputs_complete(self, count: int) -> None:
+        """Notes that the inputs of some runs were read."""
+        self._stamps["input_complete"] += [time.perf_counter()] * count
+
+    def outputs(self) -> None:
+        """Notes that the outputs of some runs were computed."""
+        self._last_output = time.perf_counter()
+
+    def end_run(self) -> None:
+        """Notes that the outputs of one run were kept for the host."""
+        self._stamps["output"].append(self._last_output)
+        self._stamps["output_complete"].append(time.perf_counter())
+
+    def end_call(self) -> None:
+        """Notes that the results of the call are whole: no output is complete before."""
+        now = time.perf_counter()
+        self.duration = now - self._stamps["input"][0]
+        self._stamps["output_complete"] = [now for _ in self._stamps["output_complete"]]
+
+    def counters(self, num_inputs: int, num_outputs: int) -> Dict[str, List[List[float]]]:
+        """Returns the times of every input and output tensor, by event."""
+        counts = {"input": num_inputs, "input_complete": num_inputs}
+        return {
+            event: [list(times) for _ in range(counts.get(event, num_outputs))] for event, times in self._stamps.items()
+        }
+
+    def latency(self, start: str, end: str) -> Tuple[float, float, float]:
+        """Returns minimum, maximum and mean seconds between two events.
+
+        There can be more starts than ends; each end is then measured from the earliest start of its share.
+        """
+        starts, ends = self._stamps[start], self._stamps[end]
+        if not ends or not starts:
+            return (0.0, 0.0, 0.0)
+        share = max(1, len(starts) // len(ends))
+        spans = [
+            last - min(starts[min(index * share, len(starts) - 1) : (index + 1) * share] or starts[-1:])
+            for index, last in enumerate(ends)
+        ]
+        return (min(spans), max(spans), sum(spans) / len(spans))
+
 
 Run = Tuple[int, int, int]
 

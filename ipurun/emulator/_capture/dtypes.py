@@ -1,4 +1,4 @@
-"""Half precision: PopTorch's casts of weights, and half operations that the CPU lacks."""
+"""Compute with a device's number types on the CPU: half precision and 32-bit integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch.nn import functional
 
-__all__ = ["HalfThroughFloat", "cast_weights", "holds_half", "is_slow_in_half", "substitute_for", "to_nearest_half"]
+from ipurun.emulator._capture.op_kinds import names_in
+
+__all__ = [
+    "HalfThroughFloat",
+    "StochasticRounding",
+    "cast_weights",
+    "holds_half",
+    "kept_in_32_bits",
+    "round_to_nearest",
+    "run_op",
+    "with_boxed_numbers",
+    "wrapped",
+]
 
 _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
     functional.linear: ((1, "weight"), (2, "bias")),
@@ -155,3 +167,130 @@ def _map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return type(item)([_map_leaves(function, entry) for entry in item])
     return function(item)
+
+
+def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
+    """Runs an operation.
+
+    Returns:
+        What was called in its place, with which positional arguments, and the result.
+    """
+    if is_slow_in_half(func, args):
+        func = HalfThroughFloat(func)
+    try:
+        return func, args, func(*args, **kwargs)
+    except RuntimeError as error:
+        boxed = with_boxed_numbers(func, args)
+        if boxed is not None:
+            return func, boxed, func(*boxed, **kwargs)
+        substitute = substitute_for(func, (args, kwargs))
+        if substitute is None:
+            raise
+        try:
+            return substitute, args, substitute(*args, **kwargs)
+        except RuntimeError:
+            raise error from None
+
+
+def with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
+    """Puts numbers in tensors where the operation wants tensors; None if there is nothing to do.
+
+    Torch 2.0 hands a number that an operator such as `^` wrapped in a tensor over as a plain number.
+    """
+    numbers = [
+        str(argument.type) == "Tensor" and isinstance(given, (bool, int, float))
+        for argument, given in zip(func._schema.arguments, args)
+    ]
+    if not any(numbers):
+        return None
+    return tuple(torch.tensor(given) if number else given for number, given in zip(numbers, args))
+
+
+# Operations that make values beyond the range of values within it; in place they end in "_".
+_MAY_OVERFLOW = names_in(
+    "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
+    "mv neg pow prod rsub scatter_add square sub sum"
+)
+
+
+def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an int64 tensor with its values wrapped into the range of int32."""
+    return tensor.to(torch.int32).to(torch.int64)
+
+
+def kept_in_32_bits(op: Callable[..., Any], name: str, result: Any) -> Tuple[Callable[..., Any], Any]:
+    """Returns an operation and its result, both as they are on a device.
+
+    Args:
+        op: The operation that was run.
+        name: Its name, without an overload.
+        result: What it returned.
+    """
+    if not isinstance(result, torch.Tensor) or result.dtype != torch.int64:
+        return op, result
+    in_place = name.endswith("_")
+    if (name[:-1] if in_place else name) not in _MAY_OVERFLOW:
+        return op, result
+    return _Wrapping(op, in_place), _wrap(result, in_place)
+
+
+def _wrap(result: torch.Tensor, in_place: bool) -> torch.Tensor:
+    return result.copy_(wrapped(result)) if in_place else wrapped(result)
+
+
+class _Wrapping:
+    """An aten operation whose int64 result is wrapped into the range of int32."""
+
+    def __init__(self, op: Any, in_place: bool) -> None:
+        self._op = op
+        self._in_place = in_place
+        self._schema = op._schema
+        self.overloadpacket = getattr(op, "overloadpacket", None)
+        self.__name__ = op._schema.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _wrap(self._op(*args, **kwargs), self._in_place)
+
+
+_EXPONENT_BITS = 0x7F800000
+_HALF_EPSILON = 2.0**-10
+_SUBNORMAL_STEP = 2.0**-24
+_LARGEST_STEP = 2.0**5  # of the numbers from 32768 on; what is larger than 65504 is infinite in any case
+_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
+
+
+def round_to_nearest(destination: torch.Tensor, result: torch.Tensor) -> None:
+    """Store with the usual rounding."""
+    destination.copy_(result)
+
+
+class StochasticRounding:
+    """Rounds up or down with the probability that keeps the expected value.
+
+    Args:
+        seed: Start of the random stream; it is the rounding's own, torch's global one is left alone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, destination: torch.Tensor, result: torch.Tensor) -> None:
+        """Store `result` in `destination`, at random when that is half precision."""
+        if destination.dtype != torch.float16:
+            destination.copy_(result)
+            return
+        flat = result.reshape(-1)
+        rounded = torch.empty(flat.shape, dtype=torch.float16)
+        for target, chunk in zip(rounded.split(_CHUNK), flat.split(_CHUNK)):
+            target.copy_(self._round(chunk))
+        destination.copy_(rounded.view_as(destination))
+
+    def _round(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns each value or one of its two neighbours among the half numbers, in float32."""
+        power_of_two = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+        step = power_of_two.mul_(_HALF_EPSILON).clamp_(_SUBNORMAL_STEP, _LARGEST_STEP)
+        steps = values / step
+        below = steps.floor()
+        # Compared rather than added: a sum would be rounded itself, and move values that need no rounding.
+        upwards = torch.rand(values.shape, generator=self._generator) < steps.sub_(below)
+        return below.add_(upwards).mul_(step)
