@@ -17,12 +17,11 @@ from ipurun.emulator._capture.structures import (
 )
 from ipurun.emulator._data.accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
-from ipurun.emulator._executor.compile_hooks import registerPostCompileHook, registerPreCompileHook
 from ipurun.emulator._executor.device import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipurun.emulator._executor.model_wrappers import inferenceModel, load, trainingModel
 from ipurun.emulator._impl import __version__, createPoptorchError, isRunningOnIpu
 from ipurun.emulator._logging import logger, setLogLevel
-from ipurun.emulator._poplar_executor import PoplarExecutor
+from ipurun.emulator._poplar_executor import PoplarExecutor, registerPostCompileHook, registerPreCompileHook
 from ipurun.emulator._printing import module_repr, print
 from ipurun.emulator._utils import accessAttributes, getIpuTensorId
 from ipurun.emulator.autocasting import autocast

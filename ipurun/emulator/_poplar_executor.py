@@ -1,26 +1,30 @@
-"""PoplarExecutor: what trainingModel and inferenceModel return."""
+"""PoplarExecutor, which trainingModel and inferenceModel return, and the hooks of its compiles."""
 
 from __future__ import annotations
 
 import copy
 import datetime
+import json
 import os
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from collections import OrderedDict
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from ipurun.emulator._capture.graph import Placement
 from ipurun.emulator._capture.model_guard import named_tensors
-from ipurun.emulator._executor import compile_hooks, files, wrapping
+from ipurun.emulator._executor import files, wrapping
 from ipurun.emulator._executor.device import Device, raise_requested_fault
 from ipurun.emulator._executor.executable_cache import cache_lock
 from ipurun.emulator._executor.files import write_compile_files
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
 from ipurun.emulator._executor.optimizer import ExecutorOptimizer
-from ipurun.emulator._executor.weight_copies import ExecutorWeights
 from ipurun.emulator._executor.weights import ParameterProxy, ReplicaGroups
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger, native_logger
+from ipurun.emulator._logs.lowering import lowered_ops
 from ipurun.emulator._printing import module_repr
 from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
@@ -29,10 +33,47 @@ from ipurun.emulator.enums import OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel
 
-__all__ = ["PoplarExecutor"]
+__all__ = ["PoplarExecutor", "registerPostCompileHook", "registerPreCompileHook"]
+
+# A nominal clock, to turn measured seconds into a number of cycles.
+_CYCLES_PER_SECOND = 1.85e9
+_before: OrderedDict[int, Callable[[], None]] = OrderedDict()
+_after: OrderedDict[int, Callable[[], None]] = OrderedDict()
 
 
-class PoplarExecutor(ExecutorWeights):
+def _register(table: Any, hook: Callable[[], None]) -> RemovableHandle:
+    if not callable(hook):
+        raise RuntimeError(f"A compile hook must be callable, got {hook!r}")
+    handle = RemovableHandle(table)
+    table[handle.id] = hook
+    return handle
+
+
+def registerPreCompileHook(hook: Callable[[], None]) -> RemovableHandle:
+    """Registers a function to call before every compile.
+
+    Returns:
+        A handle whose `remove()` takes the hook away.
+
+    Raises:
+        RuntimeError: If the hook is not callable.
+    """
+    return _register(_before, hook)
+
+
+def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
+    """Registers a function to call after every compile, also after one that failed.
+
+    Returns:
+        A handle whose `remove()` takes the hook away.
+
+    Raises:
+        RuntimeError: If the hook is not callable.
+    """
+    return _register(_after, hook)
+
+
+class PoplarExecutor:
     """Runs a model as a device would: compiled at its first call, with weights of its own.
 
     Made by `poptorch.trainingModel` and `poptorch.inferenceModel`.
@@ -113,6 +154,12 @@ class PoplarExecutor(ExecutorWeights):
             return ParameterProxy(self, attr, found)
         return found
 
+    def __getstate__(self) -> Dict[str, Any]:
+        """What is compiled is not pickled: the copy compiles at its first call. See `save` for files."""
+        kept = dict(self.__dict__)
+        kept.update(_executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False)
+        return kept
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model: compiles and attaches first if needed.
 
@@ -161,6 +208,14 @@ class PoplarExecutor(ExecutorWeights):
         self._compile(args, kwargs)
         if self._device.connects:
             self.attachToDevice()
+
+    def isCompiled(self) -> bool:
+        """Whether the model is compiled."""
+        return self._executable is not None
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the model is compiled and attached."""
+        return self._executable is not None and self._is_attached
 
     def attachToDevice(self) -> None:
         """Attaches, and uploads weights, optimizer and random state.
@@ -228,6 +283,64 @@ class PoplarExecutor(ExecutorWeights):
             raise AttributeError("An inference model has no optimizer")
         self._optimizer.set(optimizer)
 
+    def copyWeightsToHost(self) -> None:
+        """Copies the device's parameters and buffers to the user's model.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        executable = self._compiled("copyWeightsToHost")
+        self._dirty_host_weights = False
+        native_logger.debug("Writing weights from IPU to host.")
+        executable.weights.download(self._host_tensors())
+        self._host_weights_version += 1
+
+    def copyWeightsToDevice(self) -> None:
+        """Copies the user's parameters and buffers to the device; training progress not copied back is lost.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        executable = self._compiled("copyWeightsToDevice")
+        self._dirty_host_weights = False
+        if self._optimizer is not None:
+            self._optimizer.read_back()
+        native_logger.debug("Writing weights from host to IPU memory.")
+        executable.weights.upload(self._host_tensors())
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Copies the weights to the host if they are newer on the device.
+
+        Returns:
+            Whether they were copied.
+        """
+        if not self._dirty_host_weights:
+            return False
+        self._dirty_host_weights = False
+        logger.debug("Implicit copyWeightsToHost()")
+        self.copyWeightsToHost()
+        return True
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Uploads the buffers listed by `Options.updatableNamedBuffers`.
+
+        Raises:
+            Error: If the model is not compiled or the option is not set.
+        """
+        executable = self._compiled("copyNamedBuffersToDevice")
+        names = self._options._Popart.options.get("updatableNamedBuffers")
+        if not names:
+            raise createPoptorchError("copyNamedBuffersToDevice needs Options.updatableNamedBuffers([...]).")
+        host = self._host_tensors()
+        executable.weights.upload({name: host[name] for name in names})
+
+    def load_state_dict(self, state_dict: Dict[str, torch.Tensor], strict: bool = True) -> Any:
+        """Loads parameters and buffers into the user's model, and uploads them if attached."""
+        result = self._user_model.load_state_dict(state_dict, strict)
+        if self.isAttachedToDevice():
+            self.copyWeightsToDevice()
+        return result
+
     @property
     def rng_state(self) -> Optional[List[int]]:
         """Returns the state of the random streams: the seed, and how far they are.
@@ -278,11 +391,117 @@ class PoplarExecutor(ExecutorWeights):
         Raises:
             Error: If the file was written by another version.
         """
-        files.load_executable(self, filename)
-
-    def _compile_arguments(self, positional: List[Any], named: Dict[str, Any]) -> None:
-        """Compiles for arguments that were bound before."""
+        data = files.read(filename)
+        if data["version"] != self._poptorch_version:
+            raise createPoptorchError(
+                f"{filename} was exported by PopTorch version {data['version']}, this is {self._poptorch_version}."
+            )
+        positional, named = data["arguments"]
         self._compile(tuple(positional), named)
+        if self._device.connects:
+            self.attachToDevice()
+
+    def compilationTime(self) -> datetime.timedelta:
+        """Returns how long the last compile took.
+
+        Raises:
+            Error: If the model is not compiled, or if the progress bar, which measures, is off.
+        """
+        self._compiled("compilationTime")
+        if not self._options._show_compilation_progress_bar or self._compilation_time is None:
+            raise createPoptorchError(
+                "compilationTime needs the compilation progress bar: use Options.showCompilationProgressBar(True)."
+            )
+        return self._compilation_time
+
+    def cycleCount(self) -> int:
+        """Returns a nominal number of cycles for the time that the last call took.
+
+        Raises:
+            Error: If cycles are not counted, or if nothing ran yet.
+        """
+        if not self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
+            raise createPoptorchError(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to enable."
+            )
+        seconds = 0.0 if self._executable is None else self._executable.timestamps.duration
+        if seconds == 0.0:
+            raise createPoptorchError("Please run the model at least once before obtaining cycle count.")
+        return int(seconds * _CYCLES_PER_SECOND)
+
+    def getPerfCounters(self) -> Dict[str, List[List[float]]]:
+        """Returns when each tensor of the last call was read, read whole, computed and handed over, in seconds."""
+        events = ("input", "input_complete", "output", "output_complete")
+        if self._options._Popart.options.get("syntheticDataMode", 0):
+            return {event: [] for event in events}  # nothing is exchanged with the host
+        if self._executable is None:
+            return {event: [[]] for event in events}
+        graph = self._executable.graph
+        return self._executable.timestamps.counters(len(graph.inputs_of("input")), len(graph.outputs))
+
+    def getHostIpuLatency(self) -> Tuple[float, float, float]:
+        """Returns minimum, maximum and mean seconds in which inputs were read."""
+        return self._latency("input", "input_complete")
+
+    def getComputeLatency(self) -> Tuple[float, float, float]:
+        """Returns minimum, maximum and mean seconds between the inputs and the outputs of a run."""
+        return self._latency("input_complete", "output")
+
+    def getIpuHostLatency(self) -> Tuple[float, float, float]:
+        """Returns minimum, maximum and mean seconds in which outputs were handed over."""
+        return self._latency("output", "output_complete")
+
+    def getLatency(self) -> Tuple[float, float, float]:
+        """Returns minimum, maximum and mean seconds between reading inputs and handing outputs over."""
+        return self._latency("input", "output_complete")
+
+    def getTensorNames(self) -> List[str]:
+        """Returns the names of the tensors that can be anchored.
+
+        Raises:
+            AssertionError: If the model is not compiled.
+        """
+        assert self._executable is not None, "Model is not compiled: getTensorNames needs it compiled"
+        return self._executable.anchors.names(self._executable.optimizer_state())
+
+    def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
+        """Returns the value that an anchored tensor had in the last call.
+
+        Args:
+            short_name: The name given to `Options.anchorTensor`.
+
+        Raises:
+            AssertionError: If there is no such anchor or nothing ran yet.
+        """
+        assert self._executable is not None, "Model is not compiled: there are no anchored tensors"
+        assert short_name in self._executable.anchors.values, f"No anchored tensor named {short_name}"
+        return self._executable.anchors.values[short_name]
+
+    def placements(self) -> List[Tuple[str, Placement, str]]:
+        """Returns operation, placement and source line of every forward operation.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        return self._compiled("placements").graph.placements()
+
+    def _debugGetPopartIR(self) -> str:
+        executable = self._compiled("_debugGetPopartIR")
+        graph = executable.graph
+        backend = self._options._Popart.options
+        forward = [
+            _dumped(op.type, op.name, op.placement, **_partials(op.type, backend))
+            for op in lowered_ops(graph, self._options._module_namescope_enabled)
+        ]
+        backward = [_dumped(node.name, node.name, node.placement) for node in graph.nodes if node.is_backward]
+        optimizer = executable.optimizer
+        updates = [] if optimizer is None else [_dumped(name, name, Placement()) for name in optimizer.operations()]
+        return json.dumps({"maingraph": forward + backward + updates}, separators=(",", ":"))
+
+    def _compiled(self, what: str) -> Executable:
+        if self._executable is None:
+            raise createPoptorchError(f"Model has not been compiled or has been destroyed: {what} needs it compiled.")
+        return self._executable
 
     def _compile(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
         start = time.perf_counter()
@@ -291,7 +510,8 @@ class PoplarExecutor(ExecutorWeights):
             wrapping.wrap(self._user_model, self)
         given = self._parser.bind(args, kwargs)
         has_seed = self._options.exists("random_seed")
-        compile_hooks.run_pre_compile()
+        for hook in list(_before.values()):
+            hook()
         try:
             with self._device.acquired(), self._profiling.tracepoint("modelCompilation"), cache_lock(
                 self._model, self._options
@@ -307,9 +527,47 @@ class PoplarExecutor(ExecutorWeights):
                 if self._optimizer is not None:
                     self._optimizer.compile(executable, named_tensors(self._model)[0])
         finally:
-            compile_hooks.run_post_compile()
+            for hook in list(_after.values()):
+                hook()
         self._executable = executable
         self._compiled_arguments = given
         default_name = "training" if self._training else "inference"
         write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
+
+    def _host_tensors(self) -> Dict[str, torch.Tensor]:
+        parameters, buffers = named_tensors(self._model)
+        return {**parameters, **buffers}
+
+    def _follow_training_weights(self) -> None:
+        """Takes new weights from the training executor that the user's model belongs to."""
+        if not wrapping.is_wrapped(self._user_model) or wrapping.executor_of(self._user_model) is None:
+            return
+        self._user_model.copyWeightsToHostIfNeeded()
+        version = self._user_model._host_weights_version
+        if version != self._seen_weights_version:
+            logger.debug("Implicit copyWeightsToDevice()")
+            self.copyWeightsToDevice()
+            self._seen_weights_version = version
+
+    def _latency(self, start: str, end: str) -> Tuple[float, float, float]:
+        if self._executable is None:
+            return (0.0, 0.0, 0.0)
+        return self._executable.timestamps.latency(start, end)
+
+    def _log_cycles(self) -> None:
+        if self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
+            native_logger.info("Total number of IPU cycles: %d", self.cycleCount())
+
+
+def _dumped(op_type: str, name: str, placement: Placement, **attributes: str) -> Dict[str, Any]:
+    return {"type": op_type, "name": name, "attributes": {**placement._asdict(), **attributes}}
+
+
+def _partials(op_type: str, backend: Dict[str, Any]) -> Dict[str, str]:
+    """Returns the type of partial results that the options ask for (Precision.setPartialsType)."""
+    if op_type == "MatMul":
+        return {"partialsType": f"MatMulPartialsType::{backend.get('partialsTypeMatMuls', 'float').upper()}"}
+    if op_type in ("Conv", "MultiConv"):
+        return {"partialsType[0]": backend.get("convolutionOptions", {}).get("partialsType", "float")}
+    return {}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Callable, Dict, Mapping
 
 import torch
 
-from ipurun.emulator._impl import __version__, createPoptorchError
+from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import TRACE, logger, native_logger, trace
-from ipurun.emulator.enums import ConnectionType
 
-__all__ = ["load", "load_executable", "read_metadata", "save", "write_compile_files"]
+__all__ = ["read", "read_metadata", "save", "write_compile_files"]
 
 _MAGIC = b"ipurun-emulator-executable\n"
 _DEFAULT_NAME = "model.poptorch"
@@ -47,58 +46,6 @@ def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool)
     os.replace(temporary, path)
 
 
-def load_executable(executor: Any, filename: str) -> None:
-    """Compiles an executor for the arguments stored in a file; see `PoplarExecutor.loadExecutable`."""
-    data = _read(filename)
-    if data["version"] != executor._poptorch_version:
-        raise createPoptorchError(
-            f"{filename} was exported by PopTorch version {data['version']}, this is {executor._poptorch_version}."
-        )
-    positional, named = data["arguments"]
-    executor._compile_arguments(positional, named)
-    if executor._device.connects:
-        executor.attachToDevice()
-
-
-def load(filename: str, edit_opts_fn: Optional[Callable[[Any], None]] = None) -> Any:
-    """Returns an executor made from a file that holds its model.
-
-    Args:
-        filename: The file.
-        edit_opts_fn: Changes the options before they are used.
-
-    Raises:
-        AssertionError: If the file has another version, or no model.
-    """
-    # The executor saves itself with this module.
-    from ipurun.emulator._poplar_executor import PoplarExecutor
-
-    data = _read(filename)
-    assert data["version"] == __version__, (
-        f"{filename} was exported by PopTorch version {data['version']}, this is {__version__}"
-    )
-    assert data["model"] is not None, (
-        f"{filename} does not contain the model: re-create it and call loadExecutable({filename!r})"
-    )
-    options = data["options"].clone()
-    options.deleteIfExists("ipu_version")
-    if options.connection_type == ConnectionType.Never.value:
-        options.connectionType(ConnectionType.Always)
-    if edit_opts_fn is not None:
-        edit_opts_fn(options)
-    optimizer = data.get("optimizer")
-    if optimizer is not None and data.get("optimizer_state", {}).get("ipu_state") is not None:
-        optimizer.load_state_dict(data["optimizer_state"])
-    executor = PoplarExecutor(data["model"], options, data["training"], __version__, optimizer)
-    positional, named = data["arguments"]
-    executor._compile_arguments(positional, named)
-    if executor._device.connects:
-        executor.attachToDevice()
-    if data["rng_state"]:
-        executor.rng_state = data["rng_state"]
-    return executor
-
-
 def read_metadata(filename: str) -> bytes:
     """Returns everything that `save` wrote after the file's mark."""
     with open(filename, "rb") as file:
@@ -106,7 +53,8 @@ def read_metadata(filename: str) -> bytes:
         return file.read()
 
 
-def _read(filename: str) -> Dict[str, Any]:
+def read(filename: str) -> Dict[str, Any]:
+    """Return what `save` stored in a file."""
     stream = io.BytesIO(read_metadata(filename))
     try:
         return torch.load(stream, weights_only=False)

@@ -7,9 +7,10 @@ from typing import Callable, Optional, Union
 
 import torch
 
-from ipurun.emulator._executor import files
+from ipurun.emulator._executor.files import read
 from ipurun.emulator._impl import __version__
 from ipurun.emulator._poplar_executor import PoplarExecutor
+from ipurun.emulator.enums import ConnectionType
 from ipurun.emulator.options import Options
 
 __all__ = ["inferenceModel", "load", "trainingModel"]
@@ -82,4 +83,25 @@ def load(filename: str, edit_opts_fn: Optional[Callable[[Options], None]] = None
     Raises:
         AssertionError: The file was written by another version, or without the model.
     """
-    return files.load(filename, edit_opts_fn)  # type: ignore[no-any-return]  # it imports the class late
+    data = read(filename)
+    assert data["version"] == __version__, (
+        f"{filename} was exported by PopTorch version {data['version']}, this is {__version__}"
+    )
+    assert data["model"] is not None, (
+        f"{filename} does not contain the model: re-create it and call loadExecutable({filename!r})"
+    )
+    options = data["options"].clone()
+    options.deleteIfExists("ipu_version")
+    if options.connection_type == ConnectionType.Never.value:
+        options.connectionType(ConnectionType.Always)
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    optimizer = data.get("optimizer")
+    if optimizer is not None and data.get("optimizer_state", {}).get("ipu_state") is not None:
+        optimizer.load_state_dict(data["optimizer_state"])
+    executor = PoplarExecutor(data["model"], options, data["training"], __version__, optimizer)
+    positional, named = data["arguments"]
+    executor.compile(*positional, **named)
+    if data["rng_state"]:
+        executor.rng_state = data["rng_state"]
+    return executor
