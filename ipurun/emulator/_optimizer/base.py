@@ -13,6 +13,18 @@ __all__ = ["Optimizer", "VariableAttributes"]
 DeviceState = Dict[str, Optional[Dict[str, torch.Tensor]]]
 
 _ACCUMULATION_TYPES = (torch.float16, torch.float32)
+# Constructor arguments that become attributes of the optimizer and not entries of its groups.
+_DEFAULTS: Dict[str, Any] = {
+    "loss_scaling": 1.0,
+    "max_grad_norm": float("inf"),
+    "bias_correction": True,
+    "use_combined_accum": False,
+    "use_tf_variant": False,
+    "accum_type": torch.float32,
+    "velocity_accum_type": torch.float32,
+    "first_order_momentum_accum_type": torch.float32,
+    "second_order_momentum_accum_type": torch.float32,
+}
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,6 +75,11 @@ class Optimizer:
     _read_device: Optional[Callable[[], DeviceState]] = None
     _device_is_newer: bool = False
     _host_is_newer: bool = False
+    variable_attrs: VariableAttributes
+    bias_correction: bool
+    use_combined_accum: bool
+    defaults: Dict[str, Any]
+    param_groups: List[Dict[str, Any]]
 
     def __init__(self) -> None:
         self._ipu_state: DeviceState = {"ipu_state": None, "ipu_param": None}
@@ -152,32 +169,38 @@ class Optimizer:
         self._device_is_newer = True
         return self.get_state_dict()
 
-    def _pickled(self, torch_state: Dict[str, Any], names: Iterable[str]) -> Dict[str, Any]:
+    def _bind(self, arguments: Dict[str, Any]) -> None:
+        """Set the optimizer up from the arguments of its constructor.
+
+        Args:
+            arguments: The constructor's `locals()`; None means that the default is wanted.
+        """
+        Optimizer.__init__(self)
+        given = {
+            name: value for name, value in arguments.items() if value is not None and name not in ("self", "params")
+        }
+        for name in [name for name in _DEFAULTS if name in arguments]:
+            value = given.get(name, _DEFAULTS[name])
+            assert not name.endswith("accum_type") or value in _ACCUMULATION_TYPES, (
+                f"{name} must be torch.float32 or torch.float16, not {value}"
+            )
+            setattr(self, name, value)
+        self._start_torch(arguments["params"], {name: given[name] for name in given if name not in _DEFAULTS})
+        allowed = [*self.defaults, "loss_scaling"]
+        self.variable_attrs = VariableAttributes([name for name in allowed if name in given], allowed)
+
+    def _start_torch(self, params: Iterable, given: Dict[str, Any]) -> None:
+        """Call the constructor of torch's optimizer with what was given."""
+        super().__init__(params, **given)  # type: ignore[call-arg]  # torch's class comes next in the order of bases
+
+    def __getstate__(self) -> Dict[str, Any]:
         """Add the poptorch attributes to what torch pickles; the reader of the device is left out."""
         if self._needs_reading():
             self._pull()
-        own = {name: getattr(self, name) for name in names}
+        own = {name: value for name, value in vars(self).items() if name in _DEFAULTS}
         own["variable_attrs"] = VariableAttributes(
             list(self.variable_attrs._variable_attributes), list(self.variable_attrs._allowed_attributes)
         )
         own["_ipu_state"] = self.get_state_dict()
         own["_host_is_newer"] = self.has_state()
-        return {**torch_state, **own}
-
-    variable_attrs: VariableAttributes
-
-    def _set_variable_attributes(self, explicit: Iterable[str], defaults: Iterable[str]) -> None:
-        allowed = [*defaults, "loss_scaling"]
-        self.variable_attrs = VariableAttributes([name for name in explicit if name in allowed], allowed)
-
-
-def explicit_only(**arguments: Any) -> Dict[str, Any]:
-    """The arguments that the user gave: None stands for "use the default"."""
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def accumulation_type(name: str, given: Optional[torch.dtype]) -> torch.dtype:
-    """Check the dtype of an accumulator, float32 when not given."""
-    dtype = torch.float32 if given is None else given
-    assert dtype in _ACCUMULATION_TYPES, f"{name} must be torch.float32 or torch.float16, not {dtype}"
-    return dtype
+        return {**super().__getstate__(), **own}  # type: ignore[misc]  # torch's
