@@ -58,6 +58,17 @@ def test_the_emulator_stands_alone():
     assert foreign == []
 
 
+def test_private_modules_of_the_emulator_are_imported_inside_it_alone():
+    private = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        if not path.relative_to(ROOT).as_posix().startswith("ipurun/emulator/")
+        for name, line in imported(path)
+        if name.startswith("ipurun.emulator.") and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert private == []
+
+
 def test_runs_reach_the_emulator_through_the_engine_module_alone():
     """Besides it, only what has no PopTorch to go through: `exec`, and the planner's look at the captured graph."""
     doors = (

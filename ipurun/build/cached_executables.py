@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any, List
 
-import torch
-
-from ipurun.build.batch import as_call, map_tensors
+from ipurun.build.batch import as_call
 from ipurun.build.inspect import Subject
 from ipurun.build.run import build_run, collate_of
 from ipurun.build.sampling import seeded
 from ipurun.build.structure import first_item
 from ipurun.build.targets import make
 from ipurun.config.schema import RunConfig
-from ipurun.emulator._capture.capture import capture
-from ipurun.emulator._capture.model_guard import named_tensors
-from ipurun.emulator._capture.recompute import add_recomputation, recomputation_mode
-from ipurun.emulator._executor.executable_cache import file_name
+from ipurun.emulator.graph import executable_file_name
 from ipurun.engine import Engine
 from ipurun.plan.types import Batch, Plan
 from ipurun.planner.outlook import Cache
@@ -76,20 +71,5 @@ def _samples(subject: Subject, split: str, batch: Batch) -> List[Any]:
 
 
 def _file(executor: Any, batch: Any, training: bool) -> str:
-    step, options = executor.model, executor.options
     args, kwargs = as_call(batch)
-    inputs: List[torch.Tensor] = []
-    map_tensors(inputs.append, (args, kwargs))
-    parameters, buffers = named_tensors(step)
-    options._execution_strategy.onStartTracing()
-    captured = capture(
-        lambda: step(*args, **kwargs),
-        parameters=parameters,
-        buffers=buffers,
-        inputs=inputs,
-        training=training,
-        options=options,
-        modules=dict(step.named_modules()),
-    )
-    add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
-    return file_name(captured.graph, options)
+    return executable_file_name(executor.model, args, kwargs, executor.options, training)

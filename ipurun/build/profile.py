@@ -23,9 +23,7 @@ from ipurun.build.step import Step, make_loss
 from ipurun.build.targets import make
 from ipurun.config.schema import RunConfig
 from ipurun.datasets.synthetic import parse_sample
-from ipurun.emulator._capture.capture import Captured, capture
-from ipurun.emulator._capture.graph import Node
-from ipurun.emulator._capture.op_kinds import is_supported
+from ipurun.emulator.graph import Captured, Node, capture, is_supported
 from ipurun.errors import ConfigError, Problem
 from ipurun.plan.options_program import last_call
 from ipurun.plan.types import Call

@@ -10,8 +10,7 @@ from typing import Any, List, Optional
 
 from torch import nn
 
-from ipurun.emulator._capture.graph import Placement
-from ipurun.emulator._capture.recorder import Recorder, current
+from ipurun.emulator.graph import Placement, Recorder, active_recorder
 
 __all__ = ["ended_block", "go_on_in_ended_blocks"]
 
@@ -34,7 +33,7 @@ def go_on_in_ended_blocks(model: nn.Module) -> List[Any]:
 
 
 def _begin_again(module: nn.Module, args: Any, output: Any) -> None:
-    recorder = current()
+    recorder = active_recorder()
     ended = None if recorder is None else ended_block(recorder)
     if recorder is not None and ended is not None:
         recorder.begin_block(*ended)

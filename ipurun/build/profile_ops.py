@@ -7,7 +7,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Tuple
 
 import torch
 
-from ipurun.emulator._capture.graph import Graph, Node, TensorSpec, Value, values_in
+from ipurun.emulator.graph import Graph, Node, TensorSpec, Value, values_in
 from ipurun.planner.types import ModelProfile, OpProfile, ParameterProfile
 
 __all__ = ["profile_graph"]

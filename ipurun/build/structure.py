@@ -16,9 +16,8 @@ from ipurun.build.profile_blocks import ended_block
 from ipurun.build.sampling import seeded
 from ipurun.build.step import Step
 from ipurun.config.schema import RunConfig
-from ipurun.emulator._capture.recorder import current
-from ipurun.emulator._options.strategies import PipelinedExecution, Stage
-from ipurun.emulator._options_impl import IStageManager
+from ipurun.emulator.graph import IStageManager, active_recorder
+from ipurun.emulator.options import PipelinedExecution, Stage
 from ipurun.errors import ConfigError
 from ipurun.plan.types import EndedBlock, ModuleCall, OwnBlock
 
@@ -119,7 +118,7 @@ def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator
     names: Dict[int, str] = {}
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        recorder = current()
+        recorder = active_recorder()
         if recorder is None:
             return
         if isinstance(module, Step):
@@ -132,7 +131,7 @@ def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator
             walk.calls.append(ModuleCall(names[id(module)], len(recorder.graph.nodes)))
 
     def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        recorder = current()
+        recorder = active_recorder()
         if recorder is None:
             return
         if not isinstance(module, Step):

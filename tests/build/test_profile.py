@@ -16,7 +16,7 @@ from ipurun.build.profile import profile_model
 from ipurun.build.step import Step, make_loss
 from ipurun.config.compose import one
 from ipurun.config.schema import RunConfig
-from ipurun.emulator._capture.capture import capture
+from ipurun.emulator.graph import capture
 from ipurun.errors import ConfigError
 from ipurun.planner.types import ModelProfile, OpProfile
 

@@ -21,6 +21,8 @@ EXTRA_NAMES = {
     "autocast": "PopTorch up to 3.0, for older programs",
     "autocasting": "PopTorch up to 3.0, for older programs",
     "coverage": "tells what is emulated",
+    "exec": "runs an unmodified PopTorch program",
+    "graph": "captured graphs, for tools that inspect models",
     "install": "makes `import poptorch` mean the emulator",
     "logger": "PopTorch imports it for itself, and its own examples write to it",
     "register_cpu_implementation": "Python code of a custom op",
