@@ -9,8 +9,8 @@ import ast
 import importlib
 import inspect
 import json
-import os
 import sys
+from pathlib import Path
 from typing import Any, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 __all__ = ["Row", "make_table", "rows"]
@@ -88,10 +88,9 @@ def _words_of(node: ast.AST) -> Set[str]:
     return words
 
 
-def _tests_in(path: str) -> Iterator[_Test]:
+def _tests_in(path: Path) -> Iterator[_Test]:
     """Yield the tests of a file with all words in them, also those of the helpers that they use."""
-    with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read(), path)
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     definitions = (ast.FunctionDef, ast.ClassDef, ast.Assign)
     words_of_helper: Dict[str, Set[str]] = {}
     for node in tree.body:
@@ -104,7 +103,7 @@ def _tests_in(path: str) -> Iterator[_Test]:
             words = _words_of(test) | {argument.arg for argument in test.args.args}
             for helper in sorted(words.intersection(words_of_helper)):
                 words |= words_of_helper[helper]
-            yield _Test(f"{os.path.basename(path)}::{test.name}", frozenset(words))
+            yield _Test(f"{path.name}::{test.name}", frozenset(words))
 
 
 def _assigned(node: ast.Assign) -> List[str]:
@@ -112,9 +111,8 @@ def _assigned(node: ast.Assign) -> List[str]:
 
 
 def _all_tests(folder: str) -> List[_Test]:
-    files = sorted(name for name in os.listdir(folder) if name.startswith("test_") and name.endswith(".py"))
-    evidence = [name for name in files if name not in _NOT_EVIDENCE]
-    found = [test for name in evidence for test in _tests_in(os.path.join(folder, name))]
+    files = sorted(Path(folder).rglob("test_*.py"))
+    found = [test for path in files if path.name not in _NOT_EVIDENCE for test in _tests_in(path)]
     # A test of what a name does says more than one of what it refuses; with few words it is most about its subject.
     return sorted(found, key=lambda test: ("raises" in test.words, len(test.words), test.label))
 

@@ -244,7 +244,7 @@ class TestProgram:
     def script(self, tmp_path):
         here = Path(__file__).resolve().parent
         script = tmp_path / "program.py"
-        script.write_text(SCRIPT.format(path=[str(here), str(here.parents[1])]))
+        script.write_text(SCRIPT.format(path=[str(here), str(here.parents[2])]))
         return script
 
     @staticmethod
