@@ -10,8 +10,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from ipurun.emulator import enums
 from ipurun.emulator._data.accessor import AsynchronousDataAccessor
-from ipurun.emulator._data.partition import GlobalShuffleSampler, PartitionedDataset, partition_for
-from ipurun.emulator._data.rebatching import grouped
+from ipurun.emulator._data.partition import GlobalShuffleSampler, PartitionedDataset, grouped, partition_for
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger
 from ipurun.emulator.options import Options

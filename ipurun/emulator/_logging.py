@@ -115,9 +115,9 @@ def setPopartLogLevel(level: str) -> None:
     Raises:
         ValueError: For anything but the name of a level.
     """
-    from ipurun.emulator._logs import backend  # it needs the graph, which logs itself
+    from ipurun.emulator._logs import program  # it needs the graph, which logs itself
 
-    backend.set_level(level)
+    program.set_level(level)
 
 
 def trace(message: str, *args: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Optional, Sequence
 import torch
 from torch.utils.data import Sampler
 
-from ipurun.emulator._options.attributes import clear_attribute, set_attribute
+from ipurun.emulator._ops.annotations import clear_attribute, set_attribute
 from ipurun.emulator.autocasting import autocast_module
 
 __all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder"]

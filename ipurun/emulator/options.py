@@ -13,7 +13,7 @@ import torch
 
 from ipurun.emulator import enums
 from ipurun.emulator._logging import logger
-from ipurun.emulator._options.attributes import Attribute
+from ipurun.emulator._ops.annotations import Attribute
 from ipurun.emulator._options.groups import (
     TensorLocationSettings,
     _DistributedOptions,

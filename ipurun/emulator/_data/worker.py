@@ -16,7 +16,7 @@ from typing import Any, Iterator, List, Optional
 import torch
 import torch.multiprocessing  # makes tensors travel through pipes as shared memory
 
-from ipurun.emulator._data.rebatching import rebatched
+from ipurun.emulator._data.partition import rebatched
 from ipurun.emulator._data.ring import ItemLayout, Ring, SlotKind, wait_until
 
 __all__ = ["WorkerSettings", "worker_main"]

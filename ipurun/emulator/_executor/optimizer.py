@@ -8,13 +8,8 @@ import torch
 
 from ipurun.emulator import optim
 from ipurun.emulator._optimizer.base import Optimizer as PoptorchOptimizer
-from ipurun.emulator._optimizer.update import (
-    AttributeTracker,
-    Converted,
-    DeviceOptimizer,
-    convert,
-    forces_running_mean,
-)
+from ipurun.emulator._optimizer.convert import AttributeTracker, Converted, convert, forces_running_mean
+from ipurun.emulator._optimizer.update import DeviceOptimizer
 from ipurun.emulator._run.executable import Executable
 from ipurun.emulator.enums import MeanReductionStrategy
 

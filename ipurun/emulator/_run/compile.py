@@ -15,8 +15,7 @@ from ipurun.emulator._executor import executable_cache
 from ipurun.emulator._executor.inputs import Arguments
 from ipurun.emulator._executor.weights import DeviceWeights, ReplicaGroups
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._logs.backend import log_program
-from ipurun.emulator._logs.placement import log_placement
+from ipurun.emulator._logs.program import log_placement, log_program
 from ipurun.emulator._run import checks
 from ipurun.emulator._run.batches import BatchLayout
 from ipurun.emulator._run.checked import interpreter_for

@@ -6,7 +6,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import torch
 
-from ipurun.emulator._optimizer.update import DeviceOptimizer, convert
+from ipurun.emulator._optimizer.convert import convert
+from ipurun.emulator._optimizer.update import DeviceOptimizer
 from ipurun.emulator.options import Options
 
 INPUTS = torch.linspace(-1.0, 1.0, 24).reshape(6, 4)

@@ -7,7 +7,7 @@ import torch
 from optim_harness import Device
 
 from ipurun.emulator import optim
-from ipurun.emulator._optimizer.update import AttributeTracker, convert, forces_running_mean
+from ipurun.emulator._optimizer.convert import AttributeTracker, convert, forces_running_mean
 from ipurun.emulator.poptorch_core import Error
 
 
