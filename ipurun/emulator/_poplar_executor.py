@@ -14,21 +14,21 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipurun.emulator._capture.graph import Placement
-from ipurun.emulator._capture.model_guard import named_tensors
 from ipurun.emulator._executor import files, wrapping
 from ipurun.emulator._executor.device import Device, raise_requested_fault
-from ipurun.emulator._executor.executable_cache import cache_lock
 from ipurun.emulator._executor.files import write_compile_files
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
-from ipurun.emulator._executor.optimizer import ExecutorOptimizer
+from ipurun.emulator._executor.model_guard import named_tensors
 from ipurun.emulator._executor.weights import ParameterProxy, ReplicaGroups
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._logs.lowering import lowered_ops
+from ipurun.emulator._optimizer.executor import ExecutorOptimizer
 from ipurun.emulator._printing import module_repr
 from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
 from ipurun.emulator._run.executable import Executable, default_seed
+from ipurun.emulator._run.executable_cache import cache_lock
 from ipurun.emulator.enums import OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel

@@ -12,14 +12,14 @@ import torch
 
 from ipurun.emulator._capture.capture import Captured, capture
 from ipurun.emulator._capture.graph import Graph, Node, Placement, TensorSpec, Value, values_in
-from ipurun.emulator._capture.model_guard import named_tensors
 from ipurun.emulator._capture.op_kinds import is_supported
 from ipurun.emulator._capture.recompute import add_recomputation, recomputation_mode
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.recorder import current as active_recorder
 from ipurun.emulator._capture.structures import tensors_in
-from ipurun.emulator._executor.executable_cache import file_name
+from ipurun.emulator._executor.model_guard import named_tensors
 from ipurun.emulator._options_impl import IStageManager
+from ipurun.emulator._run.executable_cache import file_name
 
 __all__ = [
     "Captured",

@@ -17,12 +17,11 @@ from ipurun.emulator._capture.functions import FunctionWatcher, attention_by_par
 from ipurun.emulator._capture.graph import Graph, Node, Value, prune
 from ipurun.emulator._capture.host_tensors import attribute_tensors
 from ipurun.emulator._capture.losses import find_loss, give_device_shapes
-from ipurun.emulator._capture.model_guard import forget_history
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.structures import rebuild, tensors_in
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "forget_history"]
 
 
 class _PlainFunction:
@@ -189,6 +188,12 @@ def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -
         seen.add(function)
         pending.extend(following for following, _ in function.next_functions)
     return False
+
+
+def forget_history(tensor: torch.Tensor) -> None:
+    """Makes a tensor a leaf again that a capture changed in place by something autograd watched."""
+    if tensor.grad_fn is not None:
+        tensor.detach_()
 
 
 class _ConstantGuard:

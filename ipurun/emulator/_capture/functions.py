@@ -16,9 +16,8 @@ from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createNativeError, createPoptorchError
-from ipurun.emulator._run.batches import refuse_backward
 
-__all__ = ["FunctionWatcher", "attention_by_parts"]
+__all__ = ["FunctionWatcher", "attention_by_parts", "refuse_backward"]
 
 
 def attention_by_parts() -> Any:
@@ -200,3 +199,16 @@ def _on_cpu(kwargs: Dict[str, Any]) -> Dict[str, Any]:
     if "device" not in kwargs:
         return kwargs
     return {**kwargs, "device": _without_ipu(kwargs["device"])}
+
+
+def refuse_backward(*args: Any, **kwargs: Any) -> None:
+    """Replace the backward method of returned tensors.
+
+    Raises:
+        Error: Always.
+    """
+    raise createPoptorchError(
+        "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
+        "trainingModel, the backwards pass is performed automatically when invoking the model. If you're "
+        "using an inferenceModel, you should use a trainingModel instead."
+    )

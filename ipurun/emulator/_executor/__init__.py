@@ -1,1 +1,1 @@
-"""What PoplarExecutor is made of: device, weights, arguments, optimizer and files."""
+"""Parts of PoplarExecutor: its device, weights, arguments, files, and the wrapping of the model."""

@@ -7,10 +7,10 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 
-from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._capture.functions import refuse_backward
 from ipurun.emulator.enums import CommGroupType, OutputMode
 
-__all__ = ["BatchLayout", "OutputCollector", "refuse_backward"]
+__all__ = ["BatchLayout", "OutputCollector"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,16 +171,3 @@ def _joined(parts: List[torch.Tensor]) -> torch.Tensor:
     joined = joined.to(host_dtype(joined.dtype))
     joined.backward = refuse_backward  # type: ignore[method-assign]  # PopTorch's error instead of torch's
     return joined
-
-
-def refuse_backward(*args: Any, **kwargs: Any) -> None:
-    """Stands in for the backward method of returned tensors.
-
-    Raises:
-        Error: Always.
-    """
-    raise createPoptorchError(
-        "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a "
-        "trainingModel, the backwards pass is performed automatically when invoking the model. If you're "
-        "using an inferenceModel, you should use a trainingModel instead."
-    )

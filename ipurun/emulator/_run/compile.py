@@ -8,15 +8,14 @@ import torch
 
 from ipurun.emulator._capture import op_kinds
 from ipurun.emulator._capture.capture import capture
-from ipurun.emulator._capture.model_guard import named_tensors, on_device
 from ipurun.emulator._capture.recompute import add_recomputation, recomputation_mode
 from ipurun.emulator._capture.recorder import Recorder
-from ipurun.emulator._executor import executable_cache
 from ipurun.emulator._executor.inputs import Arguments
+from ipurun.emulator._executor.model_guard import named_tensors, on_device
 from ipurun.emulator._executor.weights import DeviceWeights, ReplicaGroups
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logs.program import log_placement, log_program
-from ipurun.emulator._run import checks
+from ipurun.emulator._run import checks, executable_cache
 from ipurun.emulator._run.batches import BatchLayout
 from ipurun.emulator._run.checked import interpreter_for
 from ipurun.emulator._run.chunks import alike, largest

@@ -7,10 +7,11 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
 
 import torch
 
+from ipurun.emulator._capture.capture import forget_history
 from ipurun.emulator._executor import wrapping
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["forget_history", "named_tensors", "on_device"]
+__all__ = ["named_tensors", "on_device"]
 
 _MAY_REASSIGN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
@@ -60,12 +61,6 @@ def on_device(model: Any, device_tensors: Dict[str, torch.Tensor]) -> Iterator[N
             wrapping.restore_class(tensor, kind, executor)
     if problems:
         raise createPoptorchError(problems[0])
-
-
-def forget_history(tensor: torch.Tensor) -> None:
-    """Makes a tensor a leaf again that a capture changed in place by something autograd watched."""
-    if tensor.grad_fn is not None:
-        tensor.detach_()
 
 
 class _Table(NamedTuple):
