@@ -1,7 +1,7 @@
 """PopTorch 3.4's Python API on plain CPU torch.
 
 ``install()`` makes ``import poptorch`` mean this package. What is executed, what is only recorded and where
-it differs from a device is told in docs/explanation/emulator.md and docs/reference/emulator-coverage.md.
+it differs from a device is described in docs/explanation/emulator.md and docs/reference/emulator-coverage.md.
 """
 
 from __future__ import annotations

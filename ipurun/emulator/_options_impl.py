@@ -186,7 +186,7 @@ class Placement(NamedTuple):
 
 
 class IStageManager(abc.ABC):
-    """Hands out stages to the blocks that a capture meets."""
+    """Assigns stages to the blocks of a capture."""
 
     def __init__(self) -> None:
         self._next_auto_id = 0

@@ -50,7 +50,7 @@ def _register(table: Any, hook: Callable[[], None]) -> RemovableHandle:
 
 
 def registerPreCompileHook(hook: Callable[[], None]) -> RemovableHandle:
-    """Registers a function to call before every compile.
+    """Register a function to call before every compile.
 
     Returns:
         A handle whose `remove()` takes the hook away.
@@ -62,7 +62,7 @@ def registerPreCompileHook(hook: Callable[[], None]) -> RemovableHandle:
 
 
 def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
-    """Registers a function to call after every compile, also after one that failed.
+    """Register a function to call after every compile, also after one that failed.
 
     Returns:
         A handle whose `remove()` takes the hook away.
@@ -74,7 +74,7 @@ def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
 
 
 class PoplarExecutor:
-    """Runs a model as a device would: compiled at its first call, with weights of its own.
+    """Runs a model as a device would: compiled at its first call, with its own copy of the weights.
 
     Made by `poptorch.trainingModel` and `poptorch.inferenceModel`.
 
@@ -134,12 +134,12 @@ class PoplarExecutor:
 
     @property
     def model(self) -> torch.nn.Module:
-        """Returns the user's model."""
+        """Return the user's model."""
         return self._user_model
 
     @property
     def options(self) -> Options:
-        """Returns the executor's own copy of the options, frozen."""
+        """Return the executor's own copy of the options, frozen."""
         return self._options
 
     def __repr__(self) -> str:
@@ -161,7 +161,7 @@ class PoplarExecutor:
         return kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model: compiles and attaches first if needed.
+        """Run the model; compile it and attach first if needed.
 
         Returns:
             What forward returns, with one row for each kept micro-batch (see `poptorch.OutputMode`).
@@ -201,7 +201,7 @@ class PoplarExecutor:
         return result
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model for these arguments without running it."""
+        """Compile the model for these arguments without running it."""
         if self._executable is not None:
             logger.warning("Call to compile() ignored: the executable is already compiled")
             return
@@ -218,7 +218,7 @@ class PoplarExecutor:
         return self._executable is not None and self._is_attached
 
     def attachToDevice(self) -> None:
-        """Attaches, and uploads weights, optimizer and random state.
+        """Attach, and upload weights, optimizer and random state.
 
         Raises:
             Error: If the model is not compiled, or is attached already.
@@ -242,7 +242,7 @@ class PoplarExecutor:
             self._seen_weights_version = self._user_model._host_weights_version
 
     def detachFromDevice(self) -> None:
-        """Brings everything that is newer on the device back to the host, and detaches.
+        """Bring everything that is newer on the device back to the host, and detach.
 
         Raises:
             Error: If the model is not compiled or not attached.
@@ -258,7 +258,7 @@ class PoplarExecutor:
         self._device.release()
 
     def destroy(self) -> None:
-        """Drops the compiled model; weights and optimizer state go back to the host, the model is un-wrapped."""
+        """Drop the compiled model: copy weights and optimizer state to the host and unwrap the model."""
         if self._executable is None:
             return
         self.copyWeightsToHostIfNeeded()
@@ -273,7 +273,7 @@ class PoplarExecutor:
             wrapping.unwrap(self._user_model)
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sends the values of an optimizer to the device: needed after every change of them.
+        """Send the values of an optimizer to the device: needed after every change of them.
 
         Raises:
             AttributeError: On an inference model.
@@ -284,7 +284,7 @@ class PoplarExecutor:
         self._optimizer.set(optimizer)
 
     def copyWeightsToHost(self) -> None:
-        """Copies the device's parameters and buffers to the user's model.
+        """Copy the device's parameters and buffers to the user's model.
 
         Raises:
             Error: If the model is not compiled.
@@ -296,7 +296,7 @@ class PoplarExecutor:
         self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:
-        """Copies the user's parameters and buffers to the device; training progress not copied back is lost.
+        """Copy the user's parameters and buffers to the device; training progress not copied back is lost.
 
         Raises:
             Error: If the model is not compiled.
@@ -309,7 +309,7 @@ class PoplarExecutor:
         executable.weights.upload(self._host_tensors())
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copies the weights to the host if they are newer on the device.
+        """Copy the weights to the host if they are newer on the device.
 
         Returns:
             Whether they were copied.
@@ -322,7 +322,7 @@ class PoplarExecutor:
         return True
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Uploads the buffers listed by `Options.updatableNamedBuffers`.
+        """Upload the buffers listed by `Options.updatableNamedBuffers`.
 
         Raises:
             Error: If the model is not compiled or the option is not set.
@@ -335,7 +335,7 @@ class PoplarExecutor:
         executable.weights.upload({name: host[name] for name in names})
 
     def load_state_dict(self, state_dict: Dict[str, torch.Tensor], strict: bool = True) -> Any:
-        """Loads parameters and buffers into the user's model, and uploads them if attached."""
+        """Load parameters and buffers into the user's model, and upload them if attached."""
         result = self._user_model.load_state_dict(state_dict, strict)
         if self.isAttachedToDevice():
             self.copyWeightsToDevice()
@@ -343,7 +343,7 @@ class PoplarExecutor:
 
     @property
     def rng_state(self) -> Optional[List[int]]:
-        """Returns the state of the random streams: the seed, and how far they are.
+        """Return the state of the random streams: the seed, and how far they are.
 
         Raises:
             Error: If the model is not compiled.
@@ -362,7 +362,7 @@ class PoplarExecutor:
         executable.streams.state = self._rng_state
 
     def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Writes the compiled model to a file.
+        """Write the compiled model to a file.
 
         Args:
             filename: The file; a folder gets a `model.poptorch`.
@@ -378,7 +378,7 @@ class PoplarExecutor:
     def compileAndExport(
         self, filename: str, *args: torch.Tensor, export_model: bool = True, **kwargs: torch.Tensor
     ) -> None:
-        """Compiles the model for these arguments and writes it to a file (see `save`)."""
+        """Compile the model for these arguments and write it to a file (see `save`)."""
         if self._executable is None:
             self._compile(args, kwargs)
             if self._device.connects:
@@ -386,7 +386,7 @@ class PoplarExecutor:
         self.save(filename, export_model)
 
     def loadExecutable(self, filename: str) -> None:
-        """Compiles the model for the arguments stored in a file, instead of those of the first call.
+        """Compile the model for the arguments stored in a file, instead of those of the first call.
 
         Raises:
             Error: If the file was written by another version.
@@ -402,7 +402,7 @@ class PoplarExecutor:
             self.attachToDevice()
 
     def compilationTime(self) -> datetime.timedelta:
-        """Returns how long the last compile took.
+        """Return how long the last compile took.
 
         Raises:
             Error: If the model is not compiled, or if the progress bar, which measures, is off.
@@ -415,7 +415,7 @@ class PoplarExecutor:
         return self._compilation_time
 
     def cycleCount(self) -> int:
-        """Returns a nominal number of cycles for the time that the last call took.
+        """Return a nominal number of cycles for the time that the last call took.
 
         Raises:
             Error: If cycles are not counted, or if nothing ran yet.
@@ -430,7 +430,7 @@ class PoplarExecutor:
         return int(seconds * _CYCLES_PER_SECOND)
 
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:
-        """Returns when each tensor of the last call was read, read whole, computed and handed over, in seconds."""
+        """Return when each tensor of the last call was read, read whole, computed and handed over, in seconds."""
         events = ("input", "input_complete", "output", "output_complete")
         if self._options._Popart.options.get("syntheticDataMode", 0):
             return {event: [] for event in events}  # nothing is exchanged with the host
@@ -440,23 +440,23 @@ class PoplarExecutor:
         return self._executable.timestamps.counters(len(graph.inputs_of("input")), len(graph.outputs))
 
     def getHostIpuLatency(self) -> Tuple[float, float, float]:
-        """Returns minimum, maximum and mean seconds in which inputs were read."""
+        """Return minimum, maximum and mean seconds in which inputs were read."""
         return self._latency("input", "input_complete")
 
     def getComputeLatency(self) -> Tuple[float, float, float]:
-        """Returns minimum, maximum and mean seconds between the inputs and the outputs of a run."""
+        """Return minimum, maximum and mean seconds between the inputs and the outputs of a run."""
         return self._latency("input_complete", "output")
 
     def getIpuHostLatency(self) -> Tuple[float, float, float]:
-        """Returns minimum, maximum and mean seconds in which outputs were handed over."""
+        """Return minimum, maximum and mean seconds in which outputs were handed over."""
         return self._latency("output", "output_complete")
 
     def getLatency(self) -> Tuple[float, float, float]:
-        """Returns minimum, maximum and mean seconds between reading inputs and handing outputs over."""
+        """Return minimum, maximum and mean seconds between reading inputs and handing outputs over."""
         return self._latency("input", "output_complete")
 
     def getTensorNames(self) -> List[str]:
-        """Returns the names of the tensors that can be anchored.
+        """Return the names of the tensors that can be anchored.
 
         Raises:
             AssertionError: If the model is not compiled.
@@ -465,7 +465,7 @@ class PoplarExecutor:
         return self._executable.anchors.names(self._executable.optimizer_state())
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """Returns the value that an anchored tensor had in the last call.
+        """Return the value that an anchored tensor had in the last call.
 
         Args:
             short_name: The name given to `Options.anchorTensor`.
@@ -478,7 +478,7 @@ class PoplarExecutor:
         return self._executable.anchors.values[short_name]
 
     def placements(self) -> List[Tuple[str, Placement, str]]:
-        """Returns operation, placement and source line of every forward operation.
+        """Return operation, placement and source line of every forward operation.
 
         Raises:
             Error: If the model is not compiled.
@@ -540,7 +540,7 @@ class PoplarExecutor:
         return {**parameters, **buffers}
 
     def _follow_training_weights(self) -> None:
-        """Takes new weights from the training executor that the user's model belongs to."""
+        """Take new weights from the training executor that the user's model belongs to."""
         if not wrapping.is_wrapped(self._user_model) or wrapping.executor_of(self._user_model) is None:
             return
         self._user_model.copyWeightsToHostIfNeeded()
@@ -565,7 +565,7 @@ def _dumped(op_type: str, name: str, placement: Placement, **attributes: str) ->
 
 
 def _partials(op_type: str, backend: Dict[str, Any]) -> Dict[str, str]:
-    """Returns the type of partial results that the options ask for (Precision.setPartialsType)."""
+    """Return the type of partial results that the options ask for (Precision.setPartialsType)."""
     if op_type == "MatMul":
         return {"partialsType": f"MatMulPartialsType::{backend.get('partialsTypeMatMuls', 'float').upper()}"}
     if op_type in ("Conv", "MultiConv"):

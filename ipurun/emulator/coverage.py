@@ -1,4 +1,4 @@
-"""Tells of every public name of PopTorch whether it is executed, recorded or missing, and which test shows it.
+"""List every public name of PopTorch: executed, recorded or missing, and the test that shows it.
 
 ``python -m ipurun.emulator.coverage MANIFEST TESTS OUTPUT`` writes the table.
 """

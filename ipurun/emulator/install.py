@@ -38,12 +38,12 @@ def load_whole_objects() -> None:
     if _WHOLE_OBJECTS in os.environ:
         return
     os.environ[_WHOLE_OBJECTS] = "1"
-    # Torch tells of the variable at every load, but it was not the program that set it.
+    # Torch warns of the variable at every load, but the program did not set it.
     warnings.filterwarnings("ignore", message=f"Environment variable {_WHOLE_OBJECTS} detected")
 
 
 def _take_data_source(self: Any, data_source: Any = None) -> None:
-    """Does nothing, as in torch 2.0: samplers pass their data source on, and keep it themselves."""
+    """Do nothing, as in torch 2.0: samplers pass their data source on, and keep it themselves."""
 
 
 _ALIAS = "poptorch"
@@ -87,7 +87,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 def shim_folder() -> str:
     """Return the folder that makes ``import poptorch`` mean the emulator when it is on PYTHONPATH.
 
-    It also answers for modules of PopTorch's SDK that programs import beside it, if nobody else has them.
+    It also has stand-ins for other modules of PopTorch's SDK, used where those are not installed.
     """
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 

@@ -94,7 +94,7 @@ def apply_file(options: Options, filepath: str) -> None:
 
 
 def _wording(error: SyntaxError) -> str:
-    # Since 3.10 Python names the open bracket; PopTorch 3.4 runs on 3.8, whose words programs look for.
+    # Since 3.10 Python names the open bracket; PopTorch 3.4 runs on 3.8, whose wording programs look for.
     return "unexpected EOF while parsing" if error.msg.endswith("was never closed") else error.msg
 
 
@@ -434,7 +434,7 @@ class Options(OptionsDict):
         return self
 
     def toDict(self) -> Dict[str, Any]:
-        """Return everything that the backend is told; the output mode must be chosen by then."""
+        """Return all settings for the backend; the output mode must be chosen by then."""
         assert not self.defaultOutputMode(), "The output mode must be chosen before the options are used"
         merged = merge(dict(self._execution_strategy.backendOptions()), self._popart.options)
         merged = self.update(merged)

@@ -25,7 +25,7 @@ __all__ = ["Captured", "capture", "forget_history"]
 
 
 class _PlainFunction:
-    """Stands in for the autograd function of `use_reentrant=True`."""
+    """Replacement for the autograd function of `use_reentrant=True`."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -33,7 +33,7 @@ class _PlainFunction:
 
 
 def _plain_generator(*_: Any, **__: Any) -> Iterator[None]:
-    """Does nothing before and after the call that torch makes between two steps of its generator."""
+    """Do nothing before and after the call that torch makes between two steps of its generator."""
     yield
 
 
@@ -51,7 +51,12 @@ _STAND_INS: Dict[str, Any] = {
 
 @contextlib.contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Makes `torch.utils.checkpoint.checkpoint` call its function and nothing else."""
+    """Make `torch.utils.checkpoint.checkpoint` call its function and nothing else.
+
+    The backend chooses what a device keeps for the backward pass (`autoRecomputation`,
+    `poptorch.recomputationCheckpoint`). Torch's own ways of running a part of the model twice do not survive a capture:
+    one refuses to work with `torch.autograd.grad`, the other draws new random numbers.
+    """
     module = torch.utils.checkpoint
     originals = {name: getattr(module, name) for name in _STAND_INS if hasattr(module, name)}
     for name in originals:
@@ -92,7 +97,7 @@ def capture(
     check_op: Optional[Callable[[Node], None]] = None,
     before_backward: Optional[Callable[[Recorder, Any], None]] = None,
 ) -> Captured:
-    """Runs a model once and returns what it did as a graph.
+    """Run a model once and return what it did as a graph.
 
     Args:
         call: Runs forward on `inputs` and returns its result.
@@ -191,7 +196,7 @@ def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -
 
 
 def forget_history(tensor: torch.Tensor) -> None:
-    """Makes a tensor a leaf again that a capture changed in place by something autograd watched."""
+    """Make a tensor a leaf again that a capture changed in place by something autograd watched."""
     if tensor.grad_fn is not None:
         tensor.detach_()
 
@@ -244,7 +249,7 @@ def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> It
 
 @contextlib.contextmanager
 def _without_mask_check(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
-    """Keeps torch's transformers from comparing a mask with the causal one, which reads its values.
+    """Keep torch's transformers from comparing a mask with the causal one, which reads its values.
 
     The comparison only picks a faster kernel: the mask is applied all the same.
     """
@@ -273,7 +278,7 @@ def _say_not_causal(
 
 @contextlib.contextmanager
 def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
-    """Keeps LSTM layers in plain operations: the fused one hands its workspace over in a way nobody can see."""
+    """Keep LSTM layers in plain operations: the fused one passes its workspace on invisibly."""
     enabled = torch._C._get_mkldnn_enabled()
     recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules.values())
     torch._C._set_mkldnn_enabled(enabled and not recurrent)
@@ -285,7 +290,7 @@ def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_validation() -> Iterator[None]:
-    """Turns off the checks of torch.distributions, which read values back to Python."""
+    """Turn off the checks of torch.distributions, which read values back to Python."""
     distribution = torch.distributions.Distribution
     before = distribution._validate_args
     distribution.set_default_validate_args(False)
@@ -297,7 +302,7 @@ def _without_validation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """Keeps Python from collecting garbage: it would clear the weak references by which tensors are known.
+    """Keep Python from collecting garbage: it would clear the weak references by which tensors are known.
 
     A tensor in a garbage cycle (a closure that calls itself is one) lives on if autograd still needs it, but
     without its weak references.
@@ -313,7 +318,7 @@ def _collector_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded_by_options() -> Iterator[None]:
-    """Lets forward call `torch.manual_seed` without effect: a device draws from the seed of the options."""
+    """Let forward call `torch.manual_seed` without effect: a device draws from the seed of the options."""
     original = torch.manual_seed
     torch.manual_seed = torch.random.manual_seed = lambda seed: torch.default_generator
     try:

@@ -47,7 +47,7 @@ for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2
 def cast_weights(
     function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
-    """Returns the arguments with weights and biases in the type of the layer's input, as PopTorch does."""
+    """Return the arguments with weights and biases in the type of the layer's input, as PopTorch does."""
     positions = _WEIGHT_ARGUMENTS.get(function)
     data = args[0] if args else kwargs.get("input", kwargs.get("query"))
     if positions is None or not isinstance(data, torch.Tensor) or not data.is_floating_point():
@@ -66,7 +66,7 @@ def cast_weights(
 
 
 def substitute_for(op: Any, arguments: Any) -> Optional[HalfThroughFloat]:
-    """Returns what can stand in for an operation that failed on half arguments, None if none are half."""
+    """Return a replacement for an operation that failed on half arguments, None if none are half."""
     return HalfThroughFloat(op) if holds_half(arguments) else None
 
 
@@ -104,7 +104,7 @@ _ONLY_FIRST_RESULT_HALF = frozenset(["native_batch_norm", "native_group_norm", "
 
 
 def to_nearest_half(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in half precision, each value rounded to the nearest."""
+    """Return the tensor in half precision, each value rounded to the nearest."""
     return tensor.to(torch.float16)
 
 
@@ -162,7 +162,7 @@ class HalfThroughFloat:
 
 
 def _map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
-    """Returns nested lists and tuples with every item replaced by what the function makes of it."""
+    """Return nested lists and tuples with every item replaced by what the function makes of it."""
     # Not a function inside __call__ that calls itself: it would keep the tensors alive until the next collection.
     if isinstance(item, (list, tuple)):
         return type(item)([_map_leaves(function, entry) for entry in item])
@@ -170,7 +170,7 @@ def _map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
 
 
 def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
-    """Runs an operation.
+    """Run an operation.
 
     Returns:
         What was called in its place, with which positional arguments, and the result.
@@ -193,7 +193,7 @@ def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Ca
 
 
 def with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
-    """Puts numbers in tensors where the operation wants tensors; None if there is nothing to do.
+    """Put numbers in tensors where the operation wants tensors; None if there is nothing to do.
 
     Torch 2.0 hands a number that an operator such as `^` wrapped in a tensor over as a plain number.
     """
@@ -206,7 +206,8 @@ def with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, 
     return tuple(torch.tensor(given) if number else given for number, given in zip(numbers, args))
 
 
-# Operations that make values beyond the range of values within it; in place they end in "_".
+# Integers stay int64, the type that torch's kernels want for indices, but values outside 32 bits wrap around, as on a
+# device. These operations can leave the range; in place their names end in "_".
 _MAY_OVERFLOW = names_in(
     "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
     "mv neg pow prod rsub scatter_add square sub sum"
@@ -214,12 +215,12 @@ _MAY_OVERFLOW = names_in(
 
 
 def wrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an int64 tensor with its values wrapped into the range of int32."""
+    """Return an int64 tensor with its values wrapped into the range of int32."""
     return tensor.to(torch.int32).to(torch.int64)
 
 
 def kept_in_32_bits(op: Callable[..., Any], name: str, result: Any) -> Tuple[Callable[..., Any], Any]:
-    """Returns an operation and its result, both as they are on a device.
+    """Return an operation and its result, both as they are on a device.
 
     Args:
         op: The operation that was run.
@@ -286,7 +287,7 @@ class StochasticRounding:
         destination.copy_(rounded.view_as(destination))
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns each value or one of its two neighbours among the half numbers, in float32."""
+        """Return each value or one of its two neighbours among the half numbers, in float32."""
         power_of_two = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
         step = power_of_two.mul_(_HALF_EPSILON).clamp_(_SUBNORMAL_STEP, _LARGEST_STEP)
         steps = values / step

@@ -21,7 +21,7 @@ __all__ = ["FunctionWatcher", "attention_by_parts", "refuse_backward"]
 
 
 def attention_by_parts() -> Any:
-    """Keeps scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
+    """Keep scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
     attention = getattr(torch.nn, "attention", None)
     if attention is None or not hasattr(attention, "sdpa_kernel"):
         return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
@@ -49,7 +49,7 @@ def _rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Draws the slopes with an operation of its own: torch's writes them into a tensor that backward has saved."""
+    """Draw the slopes in a separate operation: torch's writes them into a tensor that backward has saved."""
     if training:
         slopes: Union[torch.Tensor, float] = torch.empty_like(input, requires_grad=False).uniform_(lower, upper)
     else:
@@ -68,7 +68,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Leaves the running statistics alone in an inference model: the backend updates them with the weights."""
+    """Leave the running statistics alone in an inference model: the backend updates them with the weights."""
     recorder = current()
     if training and recorder is not None and not recorder.training:
         running_mean = running_var = None

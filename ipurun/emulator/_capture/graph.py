@@ -42,7 +42,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the value in memory."""
+        """Return the size of the value in memory."""
         count = 1
         for size in self.shape:
             count *= size
@@ -83,7 +83,7 @@ class Node:
 
     Attributes:
         op: What is called: an aten overload, or a Python function for an opaque operation.
-        args: Positional arguments; a `Value` stands for each tensor.
+        args: Positional arguments; a `Value` in place of each tensor.
         kwargs: Keyword arguments, likewise.
         outputs: Result, a `Value` for each tensor, in the shape the op returns it.
         placement: Stage, phase and IPU.
@@ -114,12 +114,12 @@ class Node:
     bodies: Tuple[Graph, ...] = ()
 
     def reads(self) -> Iterator[Value]:
-        """Yields every value among the arguments."""
+        """Yield every value among the arguments."""
         yield from values_in(self.args)
         yield from values_in(self.kwargs)
 
     def writes(self) -> Iterator[Value]:
-        """Yields every value that the node produces or changes."""
+        """Yield every value that the node produces or changes."""
         yield from values_in(self.outputs)
         yield from self.mutated
 
@@ -153,20 +153,20 @@ class Graph:
     varying: set = dataclasses.field(default_factory=set)
 
     def inputs_of(self, *kinds: str) -> List[GraphInput]:
-        """Returns the graph inputs of the given kinds, in the order they were added."""
+        """Return the graph inputs of the given kinds, in the order they were added."""
         return [item for item in self.inputs if item.kind in kinds]
 
     def storages_written(self) -> set:
-        """Returns the storages that some node changes in place."""
+        """Return the storages that some node changes in place."""
         return {self.specs[value].storage for node in self.nodes for value in node.mutated}
 
     def placements(self) -> List[Tuple[str, Placement, str]]:
-        """Returns (operation, placement, source line) of every forward operation."""
+        """Return (operation, placement, source line) of every forward operation."""
         return [(n.name, n.placement, n.source) for n in self.nodes if not n.is_backward]
 
 
 def map_values(function: Callable[[Value], Any], structure: Any) -> Any:
-    """Returns the structure with every value replaced by what the function makes of it."""
+    """Return the structure with every value replaced by what the function makes of it."""
     if isinstance(structure, Value):
         return function(structure)
     if isinstance(structure, (list, tuple)):
@@ -180,7 +180,7 @@ def map_values(function: Callable[[Value], Any], structure: Any) -> Any:
 
 
 def values_in(structure: Any) -> Iterator[Value]:
-    """Yields every value of a structure of lists, tuples and dicts."""
+    """Yield every value of a structure of lists, tuples and dicts."""
     if isinstance(structure, Value):
         yield structure
     elif isinstance(structure, (list, tuple)):
@@ -192,7 +192,7 @@ def values_in(structure: Any) -> Iterator[Value]:
 
 
 def prune(graph: Graph) -> None:
-    """Removes, in place, the nodes that reach no output, no gradient, and no tensor that outlives a run."""
+    """Remove, in place, the nodes that reach no output, no gradient, and no tensor that outlives a run."""
     needed: Set[Value] = set(values_in(graph.outputs)) | set(graph.grads.values())
     if graph.loss is not None:
         needed.add(graph.loss)
@@ -209,12 +209,12 @@ def prune(graph: Graph) -> None:
 
 
 def needed_nodes(graph: Graph, nodes: Sequence[Node], results: Sequence[Value]) -> List[Node]:
-    """Returns those of the nodes that the results, or a tensor that outlives a run, depend on."""
+    """Return those of the nodes that the results, or a tensor that outlives a run, depend on."""
     return _select(graph, nodes, set(results))
 
 
 def _select(graph: Graph, nodes: Sequence[Node], needed: Set[Value]) -> List[Node]:
-    """Returns the nodes that compute the needed values; adds to those what they need themselves."""
+    """Return the nodes that compute the needed values, and add to those values what the nodes themselves need."""
     storages = {graph.specs[value].storage for value in needed}
     storages |= {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "input")}
     kept = []

@@ -1,8 +1,9 @@
 """Tensors that stay on the host during a capture, which no operation may mix with those of the device.
 
-PopTorch moves parameters, buffers and inputs to the IPU, and makes what `torch.tensor` and its kin create there.
-A tensor from elsewhere (a closure, a global, `torch.LongTensor`, `torch.from_numpy`) stays on the host: operations on
-such tensors alone run on the host, once, and their result is a constant; together with a device's tensor they fail.
+PopTorch moves parameters, buffers and inputs to the IPU, and tensors made by `torch.tensor` and similar functions are
+on the IPU too. Any other tensor (from a closure, a global, `torch.LongTensor`, `torch.from_numpy`) stays on the host.
+Operations on such tensors alone run on the host, once, and their result is a constant; mixed with device tensors they
+fail.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SCALAR_TYPES = {
 
 
 def scalar_type_name(dtype: torch.dtype) -> str:
-    """Returns what torch's native layer calls a type: Float, Long, Bool."""
+    """Return what torch's native layer calls a type: Float, Long, Bool."""
     return _SCALAR_TYPES.get(dtype, str(dtype).split(".")[-1].capitalize())
 
 
@@ -55,11 +56,11 @@ class HostTensors:
         self._attributes: Dict[int, str] = {}
 
     def declare_attributes(self, attributes: Mapping[str, torch.Tensor]) -> None:
-        """Accepts plain tensors that modules hold: they become constants of the graph."""
+        """Accept plain tensors that modules hold: they become constants of the graph."""
         self._attributes = {id(tensor): name for name, tensor in attributes.items()}
 
     def found(self, tensor: torch.Tensor, storage: int) -> None:
-        """Notes a tensor that the capture has not seen being made."""
+        """Note a tensor that the capture has not seen being made."""
         name = self._attributes.get(id(tensor))
         if name is None:
             self._storages.add(storage)
@@ -71,18 +72,18 @@ class HostTensors:
         )
 
     def lifted(self, spec: TensorSpec) -> None:
-        """Notes that torch made a tensor of Python data: on the device, unless a legacy constructor did."""
-        # Legacy constructors and from_numpy are no torch functions, and torch makes scalars in places of its own.
+        """Note that torch made a tensor of Python data: on the device, unless a legacy constructor did."""
+        # Legacy constructors and from_numpy are not torch functions, and torch itself makes scalars in several places.
         by_legacy_constructor = self.function is None and spec.shape != ()
         if not by_legacy_constructor and self.function not in _WRAP_HOST_DATA:
             self.moved(spec)
 
     def moved(self, spec: TensorSpec) -> None:
-        """Notes that a tensor was moved to the device."""
+        """Note that a tensor was moved to the device."""
         self._storages.discard(spec.storage)
 
     def made(self, specs: Sequence[TensorSpec]) -> None:
-        """Notes the results of an operation that ran on the host."""
+        """Note the results of an operation that ran on the host."""
         self._storages.update(spec.storage for spec in specs)
 
     def holds(self, spec: TensorSpec) -> bool:
@@ -122,7 +123,7 @@ def _explain(op: str, spec: TensorSpec, source: str) -> str:
 
 
 def attribute_tensors(modules: Mapping[str, torch.nn.Module]) -> Dict[str, torch.Tensor]:
-    """Returns the tensors that modules hold outside their parameters and buffers, by name.
+    """Return the tensors that modules hold outside their parameters and buffers, by name.
 
     Args:
         modules: The modules by name.

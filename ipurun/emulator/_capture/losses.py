@@ -45,7 +45,7 @@ LOSS_FUNCTIONS = frozenset(
 
 
 def check_loss_arguments(function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-    """Raises for a loss that PopTorch cannot lower: class weights, unreduced or concatenated CTC."""
+    """Raise for a loss that PopTorch cannot lower: class weights, unreduced or concatenated CTC."""
     if function in (functional.cross_entropy, functional.nll_loss):
         weight = args[2] if len(args) > 2 else kwargs.get("weight")
         if weight is not None:
@@ -59,7 +59,7 @@ def check_loss_arguments(function: Callable[..., Any], args: Tuple[Any, ...], kw
 
 
 def find_loss(recorder: Recorder, returned: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the one loss that the returned tensors depend on.
+    """Return the one loss that the returned tensors depend on.
 
     Raises:
         Error: If there is no loss, if there are several, or if it has more than one element.
@@ -91,7 +91,11 @@ _KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
 
 
 def give_device_shapes(graph: Graph) -> List[int]:
-    """Makes outputs vectors of one element that are so on a device, in place; returns which outputs these are."""
+    """Make vectors of the outputs that are vectors of one element on a device, in place, and return their indices.
+
+    PopTorch lowers an `identity_loss` with a reduction inside another loss to a reduction of the flattened tensor along
+    its one long dimension, which leaves a vector of one element where torch has a number. Elementwise operations keep it.
+    """
     if graph.loss is None:
         return []  # in inference losses are plain reductions
     vectors = _one_element_vectors(graph)
@@ -113,7 +117,7 @@ def give_device_shapes(graph: Graph) -> List[int]:
 
 
 def _one_element_vectors(graph: Graph) -> Set[Value]:
-    """Returns the values without dimensions that have one on a device."""
+    """Return the values without dimensions that have one on a device."""
     found = {
         event.value
         for event in graph.events

@@ -1,4 +1,8 @@
-"""Kinds of aten operations: random, data-dependent, and those that PopTorch cannot lower."""
+"""Kinds of aten operations: random, data-dependent, and those that PopTorch cannot lower.
+
+Operations that PopTorch cannot lower are refused, so that what runs here compiles on an IPU too.
+`POPTORCH_EMULATOR_STRICT=0` turns the refusal into a warning.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ __all__ = [
 
 
 def names_in(text: str) -> FrozenSet[str]:
-    """Returns the words of a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -47,7 +51,7 @@ RANDOM_OPS: FrozenSet[str] = names_in("""
 
 
 def explain_data_dependence(op: str) -> str:
-    """Returns the message for an operation whose result the graph cannot hold."""
+    """Return the message for an operation whose result the graph cannot hold."""
     line = calling_line()
     if "site-packages" in line:
         advice = (
@@ -66,7 +70,7 @@ def explain_data_dependence(op: str) -> str:
 
 
 def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
-    """Raises if a selection depends on a mask, because the shape of its result would.
+    """Raise if a selection depends on a mask, because the shape of its result would.
 
     Raises:
         Error: If one of the indices is of booleans or bytes.
@@ -120,7 +124,7 @@ def is_supported(name: str) -> bool:
 
 
 def op_checker() -> Callable[[Node], None]:
-    """Returns a function that raises, or warns, for a node that PopTorch cannot lower."""
+    """Return a function that raises, or warns, for a node that PopTorch cannot lower."""
     strict = os.environ.get("POPTORCH_EMULATOR_STRICT", "1") != "0"
     warned = set()
 

@@ -33,7 +33,7 @@ class Recomputation(enum.IntEnum):
 
 
 def recomputation_mode(graph: Graph, options: Any) -> Recomputation:
-    """Returns the setting that the options ask for, or the default for the strategy."""
+    """Return the setting that the options ask for, or the default for the strategy."""
     setting = options._Popart.options.get("autoRecomputation")
     if setting is not None:
         return Recomputation(int(setting))
@@ -44,7 +44,7 @@ def recomputation_mode(graph: Graph, options: Any) -> Recomputation:
 
 
 def add_recomputation(graph: Graph, mode: Recomputation) -> None:
-    """Changes the graph in place so that the backward pass recomputes what `mode` does not keep."""
+    """Change the graph in place so that the backward pass recomputes what `mode` does not keep."""
     if mode is Recomputation.None_ or not graph.grads:
         return
     producers = _recomputable(graph, mode)
@@ -65,7 +65,7 @@ def add_recomputation(graph: Graph, mode: Recomputation) -> None:
 
 
 def _recomputable(graph: Graph, mode: Recomputation) -> Dict[Value, Node]:
-    """Returns the forward values that are not kept, with the nodes that compute them."""
+    """Return the forward values that are not kept, with the nodes that compute them."""
     written = graph.storages_written()
     kept = _kept_values(graph, mode)
     found: Dict[Value, Node] = {}
@@ -102,7 +102,7 @@ def _compute_again(
     nodes: List[Node],
     numbers: Iterator[int],
 ) -> None:
-    """Appends copies of the nodes that compute a value from what is kept; their values get new numbers."""
+    """Append copies of the nodes that compute a value from what is kept; their values get new numbers."""
     pending = [wanted]
     while pending:
         value = pending[-1]

@@ -21,7 +21,11 @@ __all__ = ["Recorder", "current"]
 
 
 class TensorNumbers:
-    """Gives every tensor, and every storage that tensors share, a number of its own."""
+    """Gives every tensor, and every storage that tensors share, a unique number, without keeping tensors alive.
+
+    A tensor is identified by its Python object, which torch preserves while anything refers to the tensor. When it is
+    gone its entry is dropped, so that a new object at the same address is not mistaken for it.
+    """
 
     def __init__(self) -> None:
         self._value_of: Dict[int, Value] = {}
@@ -31,11 +35,11 @@ class TensorNumbers:
         self._num_storages = 0
 
     def find(self, tensor: torch.Tensor) -> Optional[Value]:
-        """Returns the number of a tensor, None if it has none."""
+        """Return the number of a tensor, None if it has none."""
         return self._value_of.get(id(tensor))
 
     def add(self, tensor: torch.Tensor) -> Value:
-        """Gives a tensor the next number."""
+        """Give a tensor the next number."""
         value = Value(len(self._references))
         address = tensor.untyped_storage()._cdata
         if address not in self._storage_of:
@@ -51,17 +55,17 @@ class TensorNumbers:
         return tensor.untyped_storage()._cdata in self._storage_of
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """Returns the number of a numbered tensor's storage."""
+        """Return the number of a numbered tensor's storage."""
         return self._storage_of[tensor.untyped_storage()._cdata]
 
     def tensor(self, value: Value) -> torch.Tensor:
-        """Returns the tensor of a number; it must be alive."""
+        """Return the tensor of a number; it must be alive."""
         found = self._references[value]()
         assert found is not None, f"the tensor number {int(value)} is gone"
         return found
 
     def clear(self) -> None:
-        """Forgets all tensors."""
+        """Forget all tensors."""
         self._value_of.clear()
         self._references.clear()
         self._storage_of.clear()
@@ -81,7 +85,7 @@ _active: List[Recorder] = []
 
 
 def current() -> Optional[Recorder]:
-    """Returns the recorder of the compile that is running, None outside a compile."""
+    """Return the recorder of the compile that is running, None outside a compile."""
     return _active[-1] if _active else None
 
 
@@ -118,7 +122,7 @@ class Recorder(TorchDispatchMode):
         # Nothing compiles this class, and torch's guard against it would load seconds' worth of torch._dynamo.
         return False
 
-    # A mask tells what a value depends on: bit 0 is "varies between runs", bit i+1 is "loss number i".
+    # A mask says what a value depends on: bit 0 is "varies between runs", bit i+1 is "loss number i".
 
     def __enter__(self) -> Recorder:
         _active.append(self)
@@ -129,7 +133,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exc)
 
     def add_input(self, kind: str, name: str, tensor: torch.Tensor) -> Value:
-        """Declares a tensor as an input of the program; a tensor declared twice keeps its first name."""
+        """Declare a tensor as an input of the program; a tensor declared twice keeps its first name."""
         known = self._numbers.find(tensor)
         if known is not None:
             return known
@@ -139,21 +143,21 @@ class Recorder(TorchDispatchMode):
         return value
 
     def begin_block(self, stage_id: int, phase_id: int, ipu_id: int, user_id: str) -> None:
-        """Places the operations that follow."""
+        """Place the operations that follow."""
         self._placement = Placement(stage_id, phase_id, ipu_id, user_id)
         self.record_event("begin_block", placement=self._placement)
 
     def end_block(self) -> None:
-        """Ends the block; an operation before the next block is an error."""
+        """End the block; an operation before the next block is an error."""
         self._placement = None
         self.record_event("end_block")
 
     def record_event(self, kind: str, **info: Any) -> None:
-        """Notes a fact between two operations."""
+        """Note a fact between two operations."""
         self.graph.events.append(Event(kind, len(self.graph.nodes), None, info))
 
     def mark(self, tensor: torch.Tensor, kind: str, **info: Any) -> torch.Tensor:
-        """Notes a fact about a tensor and returns the tensor."""
+        """Note a fact about a tensor and return the tensor."""
         value = self.value_of(tensor)
         self.graph.events.append(Event(kind, len(self.graph.nodes), value, info))
         if kind == "identity_loss":
@@ -161,7 +165,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def mark_loss(self, tensor: torch.Tensor) -> None:
-        """Declares the tensor to be a loss; losses it was made of no longer count by themselves."""
+        """Declare the tensor to be a loss; losses it was made of no longer count by themselves."""
         value = self.value_of(tensor)
         before = self._mask_of(value)
         self._loss_dependencies.append(before >> 1)
@@ -170,7 +174,7 @@ class Recorder(TorchDispatchMode):
         self._masks[value] = before | 1 << len(self.loss_values)
 
     def independent_losses(self, returned: Sequence[torch.Tensor]) -> List[Value]:
-        """Returns the losses that a returned tensor depends on and no other such loss contains."""
+        """Return the losses that a returned tensor depends on and no other such loss contains."""
         live = 0
         for tensor in returned:
             live |= self._mask_of(self.value_of(tensor)) >> 1
@@ -188,7 +192,7 @@ class Recorder(TorchDispatchMode):
         backward: Optional[Callable[..., Any]] = None,
         name: str = "",
     ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
-        """Runs a Python function now and at every replay, as one operation.
+        """Run a Python function now and at every replay, as one operation.
 
         Args:
             fn: Called with the tensors; returns a tensor or a tuple of tensors. It must not change them. Its attributes
@@ -204,7 +208,7 @@ class Recorder(TorchDispatchMode):
         return _OpaqueFunction.apply(self, fn, backward, name, *tensors)
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """Returns the number of a tensor; one never seen before becomes a constant."""
+        """Return the number of a tensor; one never seen before becomes a constant."""
         known = self._numbers.find(tensor)
         if known is not None:
             return known
@@ -224,7 +228,7 @@ class Recorder(TorchDispatchMode):
         return value
 
     def tensor_of(self, value: Value) -> torch.Tensor:
-        """Returns the tensor that got this number."""
+        """Return the tensor that got this number."""
         return self._numbers.tensor(value)
 
     def varies(self, tensor: torch.Tensor) -> bool:
@@ -234,7 +238,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets operations run without being recorded."""
+        """Let operations run without being recorded."""
         self._paused += 1
         try:
             yield
@@ -242,7 +246,7 @@ class Recorder(TorchDispatchMode):
             self._paused -= 1
 
     def finish(self) -> Graph:
-        """Closes the graph and lets go of every tensor that was seen."""
+        """Close the graph and release every tensor that was seen."""
         self.graph.varying = {value for value in self.graph.specs if self._mask_of(value) & 1}
         self._kept.clear()
         self._numbers.clear()
@@ -301,7 +305,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _node(self, op: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any], name: str) -> Node:
-        """Describes an operation that is called now; its outputs are not known yet."""
+        """Describe an operation that is called now; its outputs are not known yet."""
         return Node(
             op=op,
             args=args,

@@ -33,7 +33,7 @@ class SavedTensors(TorchDispatchMode):
 
     Args:
         keep: Whether a backward pass will come. If not, nothing is kept until `keep` is set: a forward that
-            takes gradients of its own marks a tensor for them first.
+            computes gradients itself marks a tensor for them first.
     """
 
     def __init__(self, keep: bool) -> None:

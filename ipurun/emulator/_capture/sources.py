@@ -25,7 +25,7 @@ _excluded: Dict[Tuple[str, Tuple[str, ...]], bool] = {}
 
 
 def calling_line(excludes: Sequence[str] = (_TORCH_EXCLUDE,)) -> str:
-    """Returns `file:line` of the innermost caller that is not excluded, "" if there is none.
+    """Return `file:line` of the innermost caller that is not excluded, "" if there is none.
 
     Args:
         excludes: Parts of the paths to pass over (Options.sourceLocationExcludes); the emulator always is.

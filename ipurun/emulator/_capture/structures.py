@@ -21,22 +21,22 @@ __all__ = [
 
 
 class ICustomArgParser(abc.ABC):
-    """Tells how to find and replace the tensors of a class that PopTorch does not know."""
+    """Finds and replaces the tensors of a class that PopTorch does not know."""
 
     @abc.abstractmethod
     def yieldTensors(self, struct: Any) -> None:
-        """Yields every tensor of the structure."""
+        """Yield every tensor of the structure."""
 
     @abc.abstractmethod
     def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
-        """Returns a copy of the structure with its tensors taken from the iterator, in the same order."""
+        """Return a copy of the structure with its tensors taken from the iterator, in the same order."""
 
 
 _custom_parsers: Dict[Type[Any], ICustomArgParser] = {}
 
 
 def registerCustomArgParser(arg_data_type: Type[Any], arg_parser: Optional[ICustomArgParser]) -> None:
-    """Registers how to handle a class among a model's arguments and results.
+    """Register how to handle a class among a model's arguments and results.
 
     Args:
         arg_data_type: The class of the arguments or results.
@@ -56,7 +56,7 @@ def registerCustomArgParser(arg_data_type: Type[Any], arg_parser: Optional[ICust
 
 
 def custom_parser_of(item: Any) -> Optional[ICustomArgParser]:
-    """Returns the parser registered for the item's class or for a base of it, None without one."""
+    """Return the parser registered for the item's class or for a base of it, None without one."""
     exact = _custom_parsers.get(type(item))
     if exact is not None:
         return exact
@@ -64,7 +64,7 @@ def custom_parser_of(item: Any) -> Optional[ICustomArgParser]:
 
 
 def tensors_in(structure: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a structure in order."""
+    """Yield the tensors of a structure in order."""
     parser = custom_parser_of(structure)
     if isinstance(structure, torch.Tensor):
         yield structure
@@ -79,7 +79,7 @@ def tensors_in(structure: Any) -> Iterator[torch.Tensor]:
 
 
 def rebuild(structure: Any, tensors: Iterator[Any]) -> Any:
-    """Returns a structure of the same types with each tensor replaced by the next of the iterator."""
+    """Return a structure of the same types with each tensor replaced by the next of the iterator."""
     parser = custom_parser_of(structure)
     if isinstance(structure, torch.Tensor):
         return next(tensors)

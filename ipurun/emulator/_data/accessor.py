@@ -33,7 +33,7 @@ _SECONDS_TO_CLEAN_UP = 5.0
 
 
 class AsynchronousDataAccessor:
-    """Iterates over a dataset or data loader that a process of its own reads ahead.
+    """Iterates over a dataset or data loader that a separate process reads ahead.
 
     Tensors are views of shared memory that hold until the next item is fetched: clone what must last longer.
     Lists and tuples come back as lists.

@@ -1,4 +1,4 @@
-"""The process behind an AsynchronousDataAccessor: reads the dataset ahead and fills the ring buffer."""
+"""The worker process of an AsynchronousDataAccessor: reads the dataset ahead and fills the ring buffer."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _Feeder:
         self._generation = 0
 
     def load_first(self) -> ItemLayout:
-        """Read one item, which tells the shapes of all, and put it in the ring."""
+        """Read one item, which gives the shapes of all, and put it in the ring."""
         self._items = self._one_epoch()
         first = next(self._items, None)
         if first is None or self._layout is None:

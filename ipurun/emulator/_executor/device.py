@@ -1,4 +1,8 @@
-"""The IPUs that an executor attaches to: whether there are any, who holds them, and their simulated faults."""
+"""The IPUs that an executor attaches to: whether there are any, who holds them, and their simulated faults.
+
+A CPU has nothing to hold, unless POPTORCH_EMULATOR_HARDWARE=1 simulates hardware and the options choose an IPU: then
+one executor at a time holds it, across all processes of the user, as on a device.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +78,15 @@ def ipuHardwareVersion() -> int:
     return found
 
 
+# Faults to raise, separated by commas, each once in a process: `call=3:IPU_RESET` raises a recoverable error with that
+# recovery action at an executor's third call, `call=5:UNRECOVERABLE` an unrecoverable one, `call=7:ERROR` a plain one.
 VARIABLE = "POPTORCH_EMULATOR_FAULTS"
 _RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
 _raised: Set[str] = set()
 
 
 def raise_requested_fault(call: int) -> None:
-    """Raises the fault that the environment asks for at this call.
+    """Raise the fault that the environment asks for at this call.
 
     Args:
         call: Number of the executor's call, the first is 1.
@@ -118,7 +124,7 @@ def _parse(text: str) -> Dict[int, str]:
 
 
 def _fault(kind: str, call: int) -> Error:
-    message = f"Fault asked for by {VARIABLE} at call {call}"
+    message = f"Fault requested by {VARIABLE} at call {call}"
     if kind in _RECOVERY_ACTIONS:
         return createNativeError(message, type="poplar_recoverable_runtime_error", recovery_action=kind)
     if kind == "UNRECOVERABLE":
@@ -147,13 +153,13 @@ class Device:
         return bool(self._options.connection_type != ConnectionType.Never.value)
 
     def require_connection(self) -> None:
-        """Raises an AssertionError if the options say that no device is ever connected."""
+        """Raise an AssertionError if the options say that no device is ever connected."""
         assert self.connects, (
             "Trying to run a model on an offline device (ConnectionType.Never): the model can only be compiled"
         )
 
     def acquire(self) -> None:
-        """Takes the IPU that the options choose, if it is not held already.
+        """Take the IPU that the options choose, if it is not held already.
 
         Raises:
             Error: Another executor has it, and ``POPTORCH_WAIT_FOR_IPU`` does not say to wait for it.
@@ -164,7 +170,7 @@ class Device:
         self._owner = os.getpid()
         self._lock = _try_to_lock(ipu)
         if self._lock is None:
-            gc.collect()  # executors that nobody can reach any more let go of their IPUs
+            gc.collect()  # unreachable executors release their IPUs
             self._lock = _try_to_lock(ipu)
         waits = _waits_for_ipus()
         while self._lock is None:
@@ -179,7 +185,7 @@ class Device:
         native_logger.debug("Acquired the IPU with device Id %d", ipu)
 
     def release(self) -> None:
-        """Lets go of the IPU, if it is held."""
+        """Release the IPU, if it is held."""
         if self._lock is None:
             return
         if self._owner == os.getpid():
@@ -190,7 +196,7 @@ class Device:
 
     @contextlib.contextmanager
     def acquired(self) -> Iterator[None]:
-        """Takes the IPU, and keeps it unless what is done inside fails."""
+        """Take the IPU, and keep it unless the body fails."""
         self.acquire()
         try:
             yield
@@ -212,7 +218,7 @@ class Device:
 
 
 def _try_to_lock(ipu: int) -> Optional[int]:
-    """Returns an open file that locks the IPU until it is unlocked or the process dies, None if it is taken."""
+    """Return an open file that locks the IPU until it is unlocked or the process dies, None if it is taken."""
     path = os.path.join(tempfile.gettempdir(), f"poptorch-emulator-{os.getuid()}-ipu{ipu}.lock")
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

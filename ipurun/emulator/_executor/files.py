@@ -19,7 +19,7 @@ _DEFAULT_NAME = "model.poptorch"
 
 
 def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool) -> None:
-    """Writes an executor to a file; see `PoplarExecutor.save`."""
+    """Write an executor to a file; see `PoplarExecutor.save`."""
     path = _target(filename)
     arguments = executor._compiled_arguments
     data: Dict[str, Any] = {
@@ -47,7 +47,7 @@ def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool)
 
 
 def read_metadata(filename: str) -> bytes:
-    """Returns everything that `save` wrote after the file's mark."""
+    """Return everything that `save` wrote after the file's mark."""
     with open(filename, "rb") as file:
         assert file.read(len(_MAGIC)) == _MAGIC, f"{filename} is not a valid PopTorch file"
         return file.read()
@@ -82,7 +82,7 @@ _PROFILE_NAME = "profile.pop"
 def write_compile_files(
     program: Callable[[], str], options: Any, default_name: str, environment: Mapping[str, str]
 ) -> None:
-    """Writes the program where options, environment or the log level ask for it.
+    """Write the program where options, environment or the log level ask for it.
 
     On a device these files hold the compiled code and its memory profile. Here each of them holds the
     captured program as JSON: which operations there are, and where they run.

@@ -38,21 +38,21 @@ class Arguments:
     names: Sequence[str] = ()
 
     def tensors(self) -> List[torch.Tensor]:
-        """Returns every tensor of the arguments in order."""
+        """Return every tensor of the arguments in order."""
         return list(tensors_in((self.positional, self.named)))
 
     def tensor_names(self) -> List[str]:
-        """Returns a name for every tensor, in order: that of the parameter it was passed as."""
+        """Return a name for every tensor, in order: that of the parameter it was passed as."""
         parameters = [self.name_of(index) for index in range(len(self.positional))]
         entries = [*zip(parameters, self.positional), *self.named.items()]
         return [name for name, item in entries for _ in tensors_in(item)]
 
     def name_of(self, index: int) -> str:
-        """Returns the name of the parameter that a positional argument was passed as."""
+        """Return the name of the parameter that a positional argument was passed as."""
         return self.names[index] if index < len(self.names) else f"args[{index}]"
 
     def with_tensors(self, tensors: List[torch.Tensor]) -> Arguments:
-        """Returns the same arguments with other tensors."""
+        """Return the same arguments with other tensors."""
         positional, named = rebuild((self.positional, self.named), iter(tensors))
         return Arguments(positional, named, self.names)
 
@@ -89,7 +89,7 @@ class ArgumentParser:
                     self._defaults[parameter.name] = parameter.default
 
     def bind(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Arguments:
-        """Returns the arguments in the places that forward gives them.
+        """Return the arguments in the places that forward gives them.
 
         Raises:
             AssertionError: For too many arguments, an unknown keyword, or a parameter given twice.
@@ -122,11 +122,11 @@ class ArgumentParser:
         return Arguments(positional, named, self._names)
 
     def on_device(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments with their tensors as the device takes them: detached, contiguous, narrow."""
+        """Return the arguments with their tensors as the device takes them: detached, contiguous, narrow."""
         return arguments.with_tensors([self.device_tensor(t) for t in arguments.tensors()])
 
     def device_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor as the device takes it."""
+        """Return a tensor as the device takes it."""
         if tensor.requires_grad:
             logger.warning(
                 "Input tensor has requires_grad=True set. This tensor will be detached because backward pass via "
@@ -160,7 +160,7 @@ def _warn_narrowed(wide: torch.dtype, narrow: torch.dtype) -> None:
 
 
 def matching_tensors(compiled: Arguments, given: Arguments) -> List[torch.Tensor]:
-    """Returns the tensors of a call in the order of the call that was compiled.
+    """Return the tensors of a call in the order of the call that was compiled.
 
     Raises:
         Error: If the call differs in number, type, shape or value from the compiled one.

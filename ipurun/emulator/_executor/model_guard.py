@@ -17,7 +17,7 @@ _MAY_REASSIGN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3
 
 
 def named_tensors(model: Any) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor]]:
-    """Returns parameters and buffers by name, a tensor with several names under its first one."""
+    """Return parameters and buffers by name, a tensor with several names under its first one."""
     if not isinstance(model, torch.nn.Module):
         return {}, {}
     parameters = dict(torch.nn.Module.named_parameters(model))
@@ -27,7 +27,7 @@ def named_tensors(model: Any) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.
 
 @contextlib.contextmanager
 def on_device(model: Any, device_tensors: Dict[str, torch.Tensor]) -> Iterator[None]:
-    """Makes the parameters and buffers of a model plain tensors with the device's data.
+    """Make the parameters and buffers of a model plain tensors with the device's data.
 
     Afterwards they are what they were. The objects stay the same all the time, so that references to them
     from anywhere see the device's data.

@@ -15,7 +15,7 @@ __all__ = ["DeviceWeights", "ParameterProxy", "ReplicaGroups", "device_dtype"]
 
 
 def device_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type that values of a host type have on the device.
+    """Return the type that values of a host type have on the device.
 
     Integers stay 64 bits wide here, because torch's kernels want indices that wide; results are narrowed.
     """
@@ -37,7 +37,7 @@ class ReplicaGroups:
     retrieval: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup
 
     def count(self, num_replicas: int) -> int:
-        """Returns the number of groups."""
+        """Return the number of groups."""
         if self.kind == CommGroupType.All:
             return 1
         if self.kind == CommGroupType.NoGrouping:
@@ -45,7 +45,7 @@ class ReplicaGroups:
         return num_replicas // self.size
 
     def group_of(self, replica: int, num_replicas: int) -> int:
-        """Returns the group that a replica belongs to."""
+        """Return the group that a replica belongs to."""
         if self.kind == CommGroupType.All:
             return 0
         if self.kind == CommGroupType.NoGrouping:
@@ -55,15 +55,15 @@ class ReplicaGroups:
         return replica % self.count(num_replicas)
 
     def rows(self, num_replicas: int) -> int:
-        """Returns the number of values in the leading dimension: one for each group, or for each replica."""
+        """Return the number of values in the leading dimension: one for each group, or for each replica."""
         return num_replicas if self._one_per_replica else self.count(num_replicas)
 
     def row_of(self, replica: int, num_replicas: int) -> int:
-        """Returns the value that a replica computes with."""
+        """Return the value that a replica computes with."""
         return replica if self._one_per_replica else self.group_of(replica, num_replicas)
 
     def rows_trained_by(self, replica: int, num_replicas: int) -> List[int]:
-        """Returns the values that a replica's gradient goes to: those of all replicas of its group."""
+        """Return the values that a replica's gradient goes to: those of all replicas of its group."""
         group = self.group_of(replica, num_replicas)
         if not self._one_per_replica:
             return [group]
@@ -99,19 +99,19 @@ class DeviceWeights:
             self._check_group(name, group)
 
     def separate_buffers(self, names: Iterable[str]) -> None:
-        """Gives each replica its own copy of the named buffers."""
+        """Give each replica its own copy of the named buffers."""
         for name in names:
             first = self.buffers[name][0]
             self.buffers[name] = [first] + [first.clone() for _ in range(self.num_replicas - 1)]
 
     def parameter_of(self, name: str, replica: int) -> torch.Tensor:
-        """Returns the value of a parameter that a replica computes with."""
+        """Return the value of a parameter that a replica computes with."""
         group = self.groups.get(name)
         tensor = self.parameters[name]
         return tensor if group is None else tensor[group.row_of(replica, self.num_replicas)]
 
     def rows_by_replica(self) -> Dict[str, List[int]]:
-        """Returns, for parameters whose values differ between replicas, the row that each replica computes with."""
+        """Return, for parameters whose values differ between replicas, the row that each replica computes with."""
         replicas = range(self.num_replicas)
         return {
             name: [group.row_of(replica, self.num_replicas) for replica in replicas]
@@ -119,12 +119,12 @@ class DeviceWeights:
         }
 
     def buffer_of(self, name: str, replica: int) -> torch.Tensor:
-        """Returns the buffer that a replica computes with."""
+        """Return the buffer that a replica computes with."""
         copies = self.buffers[name]
         return copies[replica] if len(copies) > 1 else copies[0]
 
     def upload(self, host: Dict[str, torch.Tensor]) -> None:
-        """Copies host values to the device; names that the device does not know are left out."""
+        """Copy host values to the device; names that the device does not know are left out."""
         with torch.no_grad():
             for name, tensor in host.items():
                 if name in self.parameters:
@@ -133,7 +133,7 @@ class DeviceWeights:
                     _copy(copy, tensor, name)
 
     def download(self, host: Dict[str, torch.Tensor]) -> None:
-        """Copies the device's values into the host's tensors, buffers from the first replica."""
+        """Copy the device's values into the host's tensors, buffers from the first replica."""
         with torch.no_grad():
             for name, tensor in host.items():
                 if name in self.parameters:
@@ -175,7 +175,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
 
 
 class ParameterProxy:
-    """Stands for a parameter that is a direct attribute of the model.
+    """A parameter that is a direct attribute of the model, as read from its executor.
 
     Args:
         executor: The executor of the model.
@@ -197,7 +197,7 @@ class ParameterProxy:
         shards: int,
         variable_retrieval_mode: VariableRetrievalMode,
     ) -> None:
-        """Gives groups of replicas values of their own, held in a leading dimension of the parameter.
+        """Give each group of replicas its own values, held in a leading dimension of the parameter.
 
         Args:
             comm_group_type: How replicas are grouped.

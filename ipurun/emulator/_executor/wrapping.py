@@ -19,7 +19,7 @@ _SYNCING_READS = frozenset(
 
 
 def executor_of(item: Any) -> Optional[Any]:
-    """Returns the training executor that a wrapped model, parameter or buffer belongs to."""
+    """Return the training executor that a wrapped model, parameter or buffer belongs to."""
     try:
         return object.__getattribute__(item, "__dict__").get(_EXECUTOR)
     except AttributeError:
@@ -82,7 +82,7 @@ def is_wrapped(model: Any) -> bool:
 
 
 def wrap(model: torch.nn.Module, executor: Any) -> None:
-    """Re-classes a model, its parameters and its buffers in place.
+    """Re-class a model, its parameters and its buffers in place.
 
     Raises:
         RuntimeError: If the model is wrapped already.
@@ -104,7 +104,7 @@ def wrap(model: torch.nn.Module, executor: Any) -> None:
 
 
 def wrap_tensors(model: torch.nn.Module, executor: Any) -> None:
-    """Re-classes the parameters and buffers of a model."""
+    """Re-class the parameters and buffers of a model."""
     for parameter in model.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = PoptorchParameter
@@ -116,7 +116,7 @@ def wrap_tensors(model: torch.nn.Module, executor: Any) -> None:
 
 
 def restore_class(tensor: torch.Tensor, kind: Type[Any], executor: Optional[Any]) -> None:
-    """Gives a tensor the class and the executor it had before `unwrap_tensors`."""
+    """Give a tensor the class and the executor it had before `unwrap_tensors`."""
     if type(tensor) is not kind:
         tensor.__class__ = kind
         if executor is not None:
@@ -124,7 +124,7 @@ def restore_class(tensor: torch.Tensor, kind: Type[Any], executor: Optional[Any]
 
 
 def unwrap_tensors(model: torch.nn.Module) -> None:
-    """Gives the parameters and buffers of a model their plain classes back."""
+    """Give the parameters and buffers of a model their plain classes back."""
     for parameter in torch.nn.Module.parameters(model):
         if isinstance(parameter, PoptorchParameter):
             parameter.__dict__.pop(_EXECUTOR, None)
@@ -136,7 +136,7 @@ def unwrap_tensors(model: torch.nn.Module) -> None:
 
 
 def unwrap(model: torch.nn.Module) -> None:
-    """Gives a model, its parameters and its buffers their plain classes back.
+    """Give a model, its parameters and its buffers their plain classes back.
 
     Raises:
         Error: If the model is not wrapped.
@@ -212,7 +212,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
 
 def new_instance(kind: Type[Any], *args: Any) -> Any:
-    """Makes an instance without calling its constructor, for pickle."""
+    """Make an instance without calling its constructor, for pickle."""
     return kind.__new__(kind, *args)
 
 

@@ -1,4 +1,4 @@
-"""The captured forward pass in the backend's words: op types, tensor names, placement."""
+"""The captured forward pass as the backend names it: op types, tensor names, placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ipurun.emulator._capture.graph import Event, Graph, Node, Placement, TensorSpec, Value, values_in
 
-# Ops of torch that the backend calls by another name, or lowers to several ops of its own.
+# Ops of torch that the backend calls by another name, or lowers to several ops.
 _BACKEND_TYPES: Dict[str, Tuple[str, ...]] = {
     "_log_softmax": ("LogSoftmax",),
     "_softmax": ("Softmax",),
@@ -74,7 +74,7 @@ class LoweredOp(NamedTuple):
 
 
 def lowered_ops(graph: Graph, module_names: bool = True) -> List[LoweredOp]:
-    """Returns the forward pass of a captured graph as ops of the backend.
+    """Return the forward pass of a captured graph as ops of the backend.
 
     Args:
         graph: The captured graph.
@@ -114,7 +114,7 @@ class _Lowering:
         self._attributes: Dict[str, Dict[str, str]] = {}
 
     def note(self, event: Event) -> None:
-        """Takes in what happened between two ops."""
+        """Take in what happened between two ops."""
         if event.kind == "push_name_scope":
             self._scopes.append(event.info["name"])
         elif event.kind == "pop_name_scope":
@@ -129,7 +129,7 @@ class _Lowering:
             self._add(_OPS_OF_MARKS[event.kind], self._producer[event.value], event.value)
 
     def lower(self, node: Node) -> None:
-        """Adds the ops that a node becomes."""
+        """Add the ops that a node becomes."""
         outputs = list(values_in(node.outputs))
         if node.name in _NO_OPS or not outputs or self._is_part_of_l1(node):
             return
@@ -161,7 +161,7 @@ class _Lowering:
             self.ops[begin:] = [*others, joined]
 
     def _l1_loss_input(self, node: Node) -> Optional[Value]:
-        """Returns the absolute differences whose reduction is the loss, None for any other node."""
+        """Return the absolute differences whose reduction is the loss, None for any other node."""
         if node.name not in ("mean", "sum") or self._graph.loss not in list(values_in(node.outputs)):
             return None
         source = next(node.reads(), None)

@@ -32,7 +32,7 @@ class _Threshold:
 
 
 def set_level(level: str) -> None:
-    """Sets how much the backend logs.
+    """Set how much the backend logs.
 
     Args:
         level: One of `LEVELS`.
@@ -46,7 +46,7 @@ def set_level(level: str) -> None:
 
 
 def log_program(graph: Graph, options: Any) -> None:
-    """Logs a compiled program: that it was compiled at TRACE and INFO, and its ops at DEBUG.
+    """Log a compiled program: that it was compiled at TRACE and INFO, and its ops at DEBUG.
 
     Args:
         graph: The captured graph.
@@ -90,7 +90,7 @@ _PHASES_BETWEEN_PASSES_OFF_CHIP = 3
 
 
 def log_placement(graph: Graph, options: Any) -> None:
-    """Logs the settings that follow from the strategy, and every forward op with its place.
+    """Log the settings that follow from the strategy, and every forward op with its place.
 
     Args:
         graph: The captured graph.

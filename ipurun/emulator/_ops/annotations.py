@@ -21,13 +21,13 @@ def _mark(tensor: torch.Tensor, kind: str, **info: Any) -> torch.Tensor:
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns its tensor; an op that the compiler never removes."""
+    """Return its tensor; an op that the compiler never removes."""
     require_tensor(tensor, "nop: the argument")
     return _mark(tensor, "nop")
 
 
 def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Marks a tensor as the loss (or a part of it) that backpropagation starts from.
+    """Mark a tensor as the loss (or a part of it) that backpropagation starts from.
 
     Args:
         x: The computed loss.
@@ -47,7 +47,7 @@ def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Keeps values between forward and backward where recomputation would drop them.
+    """Keep values between forward and backward where recomputation would drop them.
 
     Args:
         *tensors: Tensors, or one list or tuple of them.
@@ -71,7 +71,7 @@ def _checkpoint(tensor: Any) -> torch.Tensor:
 
 
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
-    """Records the share of temporary memory that the op behind `tensor` may use (device only)."""
+    """Record the share of temporary memory that the op that made `tensor` may use (device only)."""
     require_tensor(tensor, "set_available_memory: the value to set available memory for")
     return _mark(tensor, "available_memory", proportion=available_memory_proportion)
 
@@ -150,14 +150,14 @@ def _mark_tensors(structure: Any, kind: str, mode: enums.OverlapMode) -> Any:
     def mark(value: Any) -> Any:
         if recorder is None or not isinstance(value, torch.Tensor):
             return value
-        # A view, so that the marked tensor can be told from the one given.
+        # A view, so that the marked tensor differs from the given one.
         return recorder.mark(value.view_as(value), kind, mode=mode.value)
 
     return tree_map(mark, structure)
 
 
 def set_overlap_for_input(input_tensors: Any, mode: enums.OverlapMode) -> Any:
-    """Asks that the copy of model inputs from the host overlaps computation.
+    """Ask that the copy of model inputs from the host overlaps computation.
 
     Args:
         input_tensors: A tensor, or tuples, lists and dicts of tensors; other values are kept.
@@ -170,7 +170,7 @@ def set_overlap_for_input(input_tensors: Any, mode: enums.OverlapMode) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: enums.OverlapMode) -> Any:
-    """Asks that the copy of model outputs to the host overlaps computation.
+    """Ask that the copy of model outputs to the host overlaps computation.
 
     Args:
         output_tensors: A tensor, or tuples, lists and dicts of tensors; other values are kept.
@@ -215,14 +215,14 @@ class Attribute:
 
 
 def set_attribute(attribute: str, key: str, value: str) -> None:
-    """Gives the ops that follow an attribute; programs find it as ``torch.ops.poptorch.set_attribute``."""
+    """Give the ops that follow an attribute; programs find it as ``torch.ops.poptorch.set_attribute``."""
     in_force = {name: dict(pairs) for name, pairs in Attribute._attributes.items()}
     in_force.setdefault(attribute, {})[key] = value
     Attribute._put_in_force(in_force)
 
 
 def clear_attribute(attribute: str, key: str) -> None:
-    """Takes an attribute from the ops that follow; programs find it as ``torch.ops.poptorch.clear_attribute``."""
+    """Take an attribute from the ops that follow; programs find it as ``torch.ops.poptorch.clear_attribute``."""
     in_force = {name: dict(pairs) for name, pairs in Attribute._attributes.items()}
     in_force.get(attribute, {}).pop(key, None)
     Attribute._put_in_force({name: pairs for name, pairs in in_force.items() if pairs})

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _stage_manager() -> Optional[IStageManager]:
-    """Returns what hands out stages for the running compile, None outside one."""
+    """Return what hands out stages for the running compile, None outside one."""
     recorder = active_recorder()
     return None if recorder is None else recorder.options._execution_strategy.stage_manager()
 
@@ -42,14 +42,14 @@ class Block(torch.nn.Module):
 
     @staticmethod
     def useAutoId() -> None:
-        """Restarts the automatic names ("0", "1", ...); call it first in `forward`."""
+        """Restart the automatic names ("0", "1", ...); call it first in `forward`."""
         manager = _stage_manager()
         if manager is not None:
             manager.resetAutoId()
 
     @staticmethod
     def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
-        """Begins a block that lasts until another one starts."""
+        """Begin a block that lasts until another one starts."""
         _begin(user_id, ipu_id)
 
     def __enter__(self) -> None:
@@ -109,7 +109,7 @@ class LegacyBeginBlockFn(torch.nn.Module, _BeginsBlock):
 def BeginBlock(
     layer_to_call: torch.nn.Module, user_id: Optional[str] = None, ipu_id: Optional[int] = None
 ) -> torch.nn.Module:
-    """Makes a module begin a block each time it is called; the block lasts until the next one.
+    """Make a module begin a block each time it is called; the block lasts until the next one.
 
     Args:
         layer_to_call: The module, changed in place. A plain callable is wrapped in a module.
@@ -153,7 +153,7 @@ def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Removes what BeginBlock installed, from the module and all modules in it."""
+    """Remove what BeginBlock installed, from the module and all modules in it."""
     assert isinstance(module, torch.nn.Module), "removeBlocks takes a torch.nn.Module"
     for part in module.modules():
         kept = [(key, hook) for key, hook in part._forward_pre_hooks.items() if not isinstance(hook, BlockHook)]

@@ -59,7 +59,7 @@ def _farthest(points: torch.Tensor, ratio: float, random_start: bool) -> torch.T
 
 
 def nearest(x: torch.Tensor, y: torch.Tensor, batch_x: Batch = None, batch_y: Batch = None) -> torch.Tensor:
-    """Finds for each point of `x` the nearest point of `y` in the same cloud.
+    """Find for each point of `x` the nearest point of `y` in the same cloud.
 
     Args:
         x: Points, [n, features] or [n].

@@ -1,4 +1,10 @@
-"""Loops and branches on the device: for_loop and cond."""
+"""Loops and branches on the device: for_loop and cond.
+
+The Python code of a body runs once, at compile. For a loop, the ops that it called are kept as a list and issued again
+for every further trip, so the compiled graph holds the loop unrolled. A branch is one op of the graph that computes the
+body that the condition chooses. The ops of a branch's body leave the graph of the model and become a separate graph;
+what the body changed outside is restored at compile and happens only when a run chooses that body.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ class CapturedBody:
 def trace_body(
     recorder: Recorder, function: Callable[..., Any], inputs: Sequence[torch.Tensor]
 ) -> Tuple[CapturedBody, Dict[Value, torch.Tensor]]:
-    """Runs a body's Python once, on copies of its inputs.
+    """Run a body's Python once, on copies of its inputs.
 
     Returns:
         What the body did, and the tensors from outside that it did it with.
@@ -109,14 +115,14 @@ class _UndoneLog(OpLog):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def undo_writes(self) -> None:
-        """Puts back all that was written."""
+        """Put back all that was written."""
         with torch.no_grad(), self._recorder.paused():
             for tensor, before in reversed(self._before):
                 tensor.copy_(before)
 
 
 def _take_out(graph: Graph, start: int, outputs: List[Value]) -> Graph:
-    """Moves the nodes from a position on into a graph of their own."""
+    """Move the nodes from a position on into a separate graph."""
     nodes = graph.nodes[start:]
     del graph.nodes[start:]
     graph.events = [event._replace(position=min(event.position, start)) for event in graph.events]
@@ -140,7 +146,7 @@ def _require_alike(then_outputs: Sequence[Any], else_outputs: Sequence[Any]) -> 
 
 
 def _copies(tensors: Dict[Value, torch.Tensor]) -> Dict[Value, torch.Tensor]:
-    """Returns copies of tensors; those that shared memory share it again."""
+    """Return copies of tensors; those that shared memory share it again."""
     storages: Dict[int, Any] = {}
     copies = {}
     for value, tensor in tensors.items():
@@ -172,7 +178,7 @@ def _check_inputs(op: str, name: str, inputs: Any) -> None:
 
 
 def for_loop(count: int, body: Body, inputs: List[torch.Tensor]) -> List[torch.Tensor]:
-    """Runs `body` `count` times on the device, each time on what the last run returned.
+    """Run `body` `count` times on the device, each time on what the last run returned.
 
     Args:
         count: Number of trips.
@@ -219,7 +225,7 @@ def cond(
     else_body: Body,
     else_inps: List[torch.Tensor],
 ) -> List[torch.Tensor]:
-    """Runs one of two bodies, chosen by a value known at run time only.
+    """Run one of two bodies, chosen by a value known at run time only.
 
     Args:
         condition: One element; true chooses `then_body`.

@@ -15,12 +15,12 @@ Prefix = Tuple[int, ...]
 def ctc_beam_search_decoder(
     probs: torch.Tensor, lengths: torch.Tensor, blank: int = 0, beam_width: int = 100, top_paths: int = 1
 ) -> List[torch.Tensor]:
-    """Finds the most likely label sequences of CTC outputs.
+    """Find the most likely label sequences of CTC outputs.
 
     Args:
         probs: Log-probabilities, [input length, batch, classes].
         lengths: Valid steps of each sample, [batch].
-        blank: Class that stands for "no label".
+        blank: Class that means "no label".
         beam_width: Prefixes kept at each step.
         top_paths: Sequences returned per sample.
 
@@ -69,7 +69,7 @@ def _decode_batch(
 
 
 def _search(probs: torch.Tensor, blank: int, beam_width: int) -> List[Tuple[float, Prefix]]:
-    """Returns the label sequences that survive all steps, best first, with their log-probabilities.
+    """Return the label sequences that survive all steps, best first, with their log-probabilities.
 
     A prefix has two scores, for alignments that end in a blank and for those that end in its last label:
     only after a blank does the same label again make the prefix longer.

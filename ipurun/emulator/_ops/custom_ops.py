@@ -41,7 +41,7 @@ _implementations: Dict[Tuple[str, str], _Implementation] = {
 def register_cpu_implementation(
     name: str, domain: str, fn: Optional[Callable[..., Any]], backward: Optional[Callable[..., Any]] = None
 ) -> None:
-    """Says what a custom op computes where there is no device. Not part of PopTorch.
+    """Define what a custom op computes on a CPU. Not part of PopTorch.
 
     Args:
         name: Name of the op, as given to `custom_op`.
@@ -66,7 +66,7 @@ def custom_op(
     example_outputs: Sequence[torch.Tensor],
     attributes: Optional[Dict[str, AttributeValue]] = None,
 ) -> List[torch.Tensor]:
-    """Applies an operation that PopTorch does not know.
+    """Apply an operation that PopTorch does not know.
 
     Args:
         inputs: The input tensors.
@@ -125,7 +125,7 @@ def _vector_jacobian_product(
     tensors: Sequence[torch.Tensor],
     grads: Sequence[Optional[torch.Tensor]],
 ) -> List[Optional[torch.Tensor]]:
-    """Returns the gradient of each input by running the op again under autograd."""
+    """Return the gradient of each input by running the op again under autograd."""
     with torch.enable_grad():
         watched = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
         outputs = run(*watched)
@@ -186,12 +186,12 @@ class CPU:
         self.outputs: Optional[List[torch.Tensor]] = None
 
     def execute(self) -> None:
-        """Calls the function on the persistent inputs and copies what it returns to the outputs."""
+        """Call the function on the persistent inputs and copy what it returns to the outputs."""
         for kept, value in zip(self.outputs or [], _as_tuple(self._layer_to_call(*(self.inputs or [])))):
             kept.copy_(value)
 
     def registerPersistentData(self) -> None:
-        """Makes tensors for the inputs and outputs of the shapes seen by the last call."""
+        """Make tensors for the inputs and outputs of the shapes seen by the last call."""
         self.inputs = [torch.zeros(shape) for shape in self.in_shapes or []]
         self.outputs = [torch.zeros(shape) for shape in self.out_shapes or []]
 

@@ -45,7 +45,7 @@ class MultiConv:
         self._counter: Optional[_ConvolutionCounter] = None
 
     def availableMemoryProportions(self, value: Union[float, List[float]]) -> MultiConv:
-        """Sets the share of temporary memory, one for all convolutions or one for each."""
+        """Set the share of temporary memory, one for all convolutions or one for each."""
         if value is not None:
             values = value if isinstance(value, (list, tuple)) else (value,)
             valid = len(values) > 0 and all(isinstance(item, float) for item in values)
@@ -56,7 +56,7 @@ class MultiConv:
         return self
 
     def partialsTypes(self, value: Union[torch.dtype, List[torch.dtype]]) -> MultiConv:
-        """Sets the type of partial results (float32 or float16), one for all or one for each."""
+        """Set the type of partial results (float32 or float16), one for all or one for each."""
         values = value if isinstance(value, (list, tuple)) else (value,)
         if not all(item in _PARTIALS_CODES for item in values):
             raise ValueError(f"Invalid partials types. Expecting torch.float or torch.half, got {value!r}")
@@ -64,7 +64,7 @@ class MultiConv:
         return self
 
     def enableConvDithering(self, value: Union[bool, List[bool]]) -> MultiConv:
-        """Sets whether start tiles are spread, one for all or one for each."""
+        """Set whether start tiles are spread, one for all or one for each."""
         if value is None:
             self._enable_conv_ditherings = None
             return self
@@ -75,19 +75,19 @@ class MultiConv:
         return self
 
     def planType(self, value: enums.MultiConvPlanType) -> MultiConv:
-        """Sets whether the convolutions run beside or after each other."""
+        """Set whether the convolutions run beside or after each other."""
         assert value is None or isinstance(value, enums.MultiConvPlanType), f"Invalid plan type! Got {value!r}"
         self._plan_type = value
         return self
 
     def perConvReservedTiles(self, value: int) -> MultiConv:
-        """Sets the number of tiles kept for each convolution."""
+        """Set the number of tiles kept for each convolution."""
         assert isinstance(value, int), f"perConvReservedTiles must be an int, got {value!r}"
         self._per_conv_reserved_tiles = value
         return self
 
     def cycleBackOff(self, value: float) -> MultiConv:
-        """Sets the share of cycles by which a parallel plan may be slower."""
+        """Set the share of cycles by which a parallel plan may be slower."""
         assert isinstance(value, float), f"cycleBackOff must be a float, got {value!r}"
         self._cycle_back_off = value
         return self

@@ -44,7 +44,7 @@ class PrintFormat:
     close_bracket: str = ")"
 
     def text(self, title: str, tensor: torch.Tensor) -> str:
-        """Returns the title and the values of `tensor`."""
+        """Return the title and the values of `tensor`."""
         summarised = tensor.numel() > self.summarise_threshold
         return f"{title}: " + "\n".join(self._lines(tensor, self._number_format(tensor), 0, summarised))
 
@@ -66,7 +66,7 @@ class PrintFormat:
         return lambda value: f"{float(value):.{decimals}f}"  # type: ignore[arg-type]
 
     def _edges(self, size: int, summarised: bool) -> List[int]:
-        """Returns the positions that are shown; -1 stands for what is left out."""
+        """Return the positions that are shown; -1 marks what is left out."""
         if not summarised or size <= 2 * self.edge_items:
             return list(range(size))
         return list(range(self.edge_items)) + [-1] + list(range(size - self.edge_items, size))
@@ -146,7 +146,7 @@ def ipu_print_tensor(
     open_bracket: str = "(",
     close_bracket: str = ")",
 ) -> torch.Tensor:
-    """Prints a tensor to stderr at each run of a compiled model; does nothing outside an executor.
+    """Print a tensor to stderr at each run of a compiled model; outside an executor, do nothing.
 
     Args:
         tensor: What is printed.

@@ -16,13 +16,13 @@ _native_depth = 0
 
 
 def active_recorder() -> Optional[Recorder]:
-    """Returns the recorder of the running compile, None where ops must behave natively."""
+    """Return the recorder of the running compile, None where ops must behave natively."""
     return None if _native_depth else current()
 
 
 @contextlib.contextmanager
 def natively() -> Iterator[None]:
-    """Makes the ops called inside behave as outside an executor (bodies of host functions).
+    """Make the ops called inside behave as outside an executor (bodies of host functions).
 
     The function modes of a running compile are off too: a host function may read values back.
     """
@@ -36,25 +36,25 @@ def natively() -> Iterator[None]:
 
 
 def require_tensor(value: Any, subject: str) -> None:
-    """Raises poptorch.Error unless `value` is a tensor; `subject` begins the message."""
+    """Raise poptorch.Error unless `value` is a tensor; `subject` begins the message."""
     if not isinstance(value, torch.Tensor):
         raise createPoptorchError(f"{subject} must be a torch.tensor. {type(value)} is not supported.")
 
 
 def require_int(value: Any, subject: str) -> None:
-    """Raises poptorch.Error unless `value` is an int; `subject` begins the message."""
+    """Raise poptorch.Error unless `value` is an int; `subject` begins the message."""
     if not isinstance(value, int):
         raise createPoptorchError(f"{subject} must be an integer. {type(value)} is not supported.")
 
 
 def one_tensor(result: Union[torch.Tensor, Tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Returns the result of a recorded call whose function returns one tensor."""
+    """Return the result of a recorded call whose function returns one tensor."""
     assert isinstance(result, torch.Tensor)
     return result
 
 
 def refuse_training(recorder: Recorder, op: str) -> None:
-    """Raises poptorch.Error when a training graph is being compiled."""
+    """Raise poptorch.Error when a training graph is being compiled."""
     if recorder.training:
         raise createPoptorchError(f"poptorch.{op}() is only supported in inference models, not in training.")
 
@@ -89,7 +89,7 @@ class OpLog(TorchDispatchMode):
     def issue_again(
         self, inputs: Sequence[torch.Tensor], new_inputs: Sequence[torch.Tensor]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Runs the logged ops with `new_inputs` in the places of `inputs`.
+        """Run the logged ops with `new_inputs` in the places of `inputs`.
 
         Returns:
             A function from a tensor of the logged run to the tensor that took its place.
@@ -109,7 +109,7 @@ class OpLog(TorchDispatchMode):
 
 @contextlib.contextmanager
 def logs_muted() -> Iterator[List[OpLog]]:
-    """Keeps the ops called inside from the logs that are open; gives those logs."""
+    """Keep the ops called inside out of the open logs, and yield those logs."""
     logs = [log for log in _open_logs if not log._muted]
     for log in logs:
         log._muted = True
@@ -127,7 +127,7 @@ def call_recorded(
     backward: Optional[Callable[..., Any]] = None,
     name: str = "",
 ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
-    """Calls `Recorder.call`; open logs keep the call as one op, not the ops that `fn` happens to use."""
+    """Call `Recorder.call`; open logs keep the call as one op, not the ops that `fn` happens to use."""
 
     def call(arguments: Sequence[torch.Tensor]) -> Any:
         return recorder.call(fn, arguments, backward=backward, name=name)

@@ -11,7 +11,7 @@ _START_TYPES = (torch.int16, torch.int32, torch.int64)
 
 
 def _positions(start: torch.Tensor, size: int, step: int, length: int) -> torch.Tensor:
-    """Returns the positions of a slice; one that would leave the dimension is moved inside it.
+    """Return the positions of a slice; one that would leave the dimension is moved inside it.
 
     A compile may run on values that are not those of the run, so it must not fail because of them.
     """
@@ -39,7 +39,7 @@ def _check_start(op: str, start: torch.Tensor) -> None:
 
 
 def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
-    """Returns `tensor[start : start + size : step]` along `dim`, `start` being a run-time value.
+    """Return `tensor[start : start + size : step]` along `dim`, `start` being a run-time value.
 
     Args:
         tensor: What is sliced.
@@ -72,7 +72,7 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
 
 
 def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
-    """Returns a copy of `input` with `src` written at `[start, start + size)` along `dim`.
+    """Return a copy of `input` with `src` written at `[start, start + size)` along `dim`.
 
     Args:
         input: What is copied; not changed.

@@ -85,7 +85,7 @@ class Optimizer:
         self._ipu_state: DeviceState = {"ipu_state": None, "ipu_param": None}
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add parameters with settings of their own."""
+        """Add parameters with their own settings."""
         _uncompiled(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> Dict[str, Any]:
@@ -143,7 +143,7 @@ class Optimizer:
         self._device_is_newer = False
 
     def _connect(self, read: Callable[[], DeviceState]) -> None:
-        """The executor tells where the state can be read from now on."""
+        """Connect the reader of the device's state; the executor calls this."""
         self._read_device = read
         self._device_is_newer = True
 

@@ -14,7 +14,7 @@ from ipurun.emulator._logging import logger
 
 __all__ = ["AttributeTracker", "Converted", "OptimizerType", "Value", "convert", "forces_running_mean"]
 
-# Set by torch's or poptorch's constructors: a switch between the two is no reason to warn.
+# Set by torch's or poptorch's constructors: no warning when a program switches between the two.
 _CONSTRUCTOR_ATTRIBUTES = frozenset(
     {
         "accum_type",

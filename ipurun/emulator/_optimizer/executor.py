@@ -37,7 +37,7 @@ class ExecutorOptimizer:
         self._converted: Converted = self._convert(optimizer)
 
     def set(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the values of an optimizer, the same as before or another one.
+        """Take the values of an optimizer, the same as before or another one.
 
         Raises:
             Error: If a value changed that the compiled model holds as a constant.
@@ -54,7 +54,7 @@ class ExecutorOptimizer:
             self._connect()
 
     def compile(self, executable: Executable, named_parameters: Dict[str, torch.Tensor]) -> None:
-        """Makes the device side for a newly compiled model.
+        """Make the device side for a newly compiled model.
 
         Raises:
             KeyError: If the optimizer holds tensors that are not in the model.
@@ -97,7 +97,7 @@ class ExecutorOptimizer:
         self._executable = None
 
     def read_back(self) -> None:
-        """Brings the device's state to the optimizer if it is newer there."""
+        """Bring the device's state to the optimizer if it is newer there."""
         if isinstance(self.optimizer, PoptorchOptimizer) and self.optimizer._needs_reading():
             self.optimizer._pull()
 
@@ -106,14 +106,14 @@ class ExecutorOptimizer:
         return isinstance(self.optimizer, PoptorchOptimizer) and self.optimizer._has_state_to_upload()
 
     def before_run(self) -> None:
-        """Uploads state that the user loaded since the last run."""
+        """Upload state that the user loaded since the last run."""
         if isinstance(self.optimizer, PoptorchOptimizer) and self._device is not None:
             state = self.optimizer._take_state_to_upload()
             if state is not None:
                 self._device.write_state(self._without_group_counts(state))
 
     def after_run(self) -> None:
-        """Notes that the device's state is newer than the host's."""
+        """Note that the device's state is newer than the host's."""
         if isinstance(self.optimizer, PoptorchOptimizer):
             self.optimizer._mark_device_newer()
 
@@ -130,7 +130,7 @@ class ExecutorOptimizer:
             self.optimizer._connect(self._read_state)
 
     def _read_state(self) -> Dict[str, Optional[Dict[str, torch.Tensor]]]:
-        """Reads the device's state; a parameter that differs between replicas has a step count for each value."""
+        """Read the device's state; a parameter that differs between replicas has a step count for each value."""
         assert self._executable is not None
         assert self._executable.optimizer is not None
         state = self._executable.optimizer.read_state()
@@ -142,7 +142,7 @@ class ExecutorOptimizer:
         return dict(state)
 
     def _without_group_counts(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        """Undoes what `_read_state` adds: the step counts of a parameter's values are one number here."""
+        """Undo what `_read_state` adds: the step counts of a parameter's values are one number here."""
         assert self._executable is not None
         names = tuple(self._executable.weights.groups)
         if not names or not state.get("ipu_state"):

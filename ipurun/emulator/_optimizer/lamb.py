@@ -24,7 +24,7 @@ def trust_ratio(
         weight: The parameter.
         direction: Where the step goes.
         max_weight_norm: What the weight's norm is capped at.
-        by_row: Whether each row is a parameter of its own, with a ratio of its own.
+        by_row: Whether each row is a separate parameter, with its own ratio.
     """
     weight_norm = torch.clamp(_norm(weight, by_row), max=max_weight_norm)
     direction_norm = _norm(direction, by_row)

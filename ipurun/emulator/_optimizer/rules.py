@@ -1,4 +1,9 @@
-"""The arithmetic of every update, one parameter at a time."""
+"""The arithmetic of every update, one parameter at a time.
+
+A rule first makes the tensor that `max_grad_norm` clips (`prepare`), then changes weight and state with it, clipped or
+not (`finish`). Gradients arrive as accumulated: `gradient * factor` is the reduced gradient, still multiplied by the
+loss scaling. Values are computed in float32 and rounded to the stored types.
+"""
 
 from __future__ import annotations
 
@@ -215,7 +220,7 @@ class _Lamb(_Adam):
 
 
 def _root(value: float) -> float:
-    # State that a user loads may hold any number; the device would go on with NaN.
+    # State that a user loads may hold any number; the device would continue with NaN.
     return math.sqrt(value) if value >= 0 else math.nan
 
 
@@ -265,7 +270,7 @@ RULES: Mapping[Variant, Rule] = {
 
 
 def clipped(prepared: Sequence[Tuple[Slot, torch.Tensor]], max_norm: float) -> List[torch.Tensor]:
-    """Returns the tensors scaled so that the norm of all that a replica updates is at most `max_norm`.
+    """Return the tensors scaled so that the norm of all that a replica updates is at most `max_norm`.
 
     Replicas whose values of a parameter differ have norms that differ. Each row is scaled as in the first replica that
     computes with it. What all replicas share is scaled as in the first one, which is the one that the host reads.

@@ -73,7 +73,7 @@ class StateTable:
         self._update_factor = update_factor
 
     def read(self) -> Dict[str, Dict[str, torch.Tensor]]:
-        """Copies of all state, and of the scalars that are variable."""
+        """Copy of all state, and of the scalars that are variable."""
         native_logger.debug("Writing optimiser state tensors from IPU to host.")
         state = {name: tensor.detach().clone() for name, tensor in self._state_tensors().items()}
         if self._accumulation is not None:

@@ -270,7 +270,7 @@ class DeviceOptimizer:
         log_optimizer(converted)
 
     def read_state(self) -> Dict[str, Dict[str, torch.Tensor]]:
-        """Copies of the state and of the variable scalars: `ipu_state` and `ipu_param`."""
+        """Copy of the state and of the variable scalars: `ipu_state` and `ipu_param`."""
         return self._table().read()
 
     @torch.no_grad()

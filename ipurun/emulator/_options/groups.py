@@ -29,7 +29,7 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 class TensorLocationSettings(OptionsDict):
-    """Where one kind of tensor lives: on or off chip, sharded over replicas, behind IO tiles."""
+    """Where one kind of tensor lives: on or off chip, sharded over replicas, on IO tiles."""
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Keep tensors with fewer elements on chip."""
@@ -303,7 +303,7 @@ class _TrainingOptions(OptionsDict):
 
 
 class _DistributedOptions(OptionsDict):
-    """Which of several processes this one is; read from Open MPI's variables unless told otherwise."""
+    """Which of several processes this one is; read from Open MPI's variables unless configured."""
 
     def __init__(self) -> None:
         super().__init__(num_distributed_processes=1, distributed_process_id=0, ipuof_configs={})

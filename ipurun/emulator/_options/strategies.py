@@ -127,7 +127,7 @@ class _IExecutionStrategy:
         self._block_map = block_map
 
     def stage_manager(self) -> IStageManager:
-        """Return what hands out stages to the blocks that a capture meets."""
+        """Return what assigns stages to the blocks of a capture."""
         return self._stages_manager
 
     def stage(self, block_id: BlockId) -> Stage:
@@ -148,7 +148,7 @@ class _IExecutionStrategy:
         self._stages_manager.printDebug()
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """Return what the backend is told of the strategy."""
+        """Return the settings of the strategy for the backend."""
         return {}
 
     def _described_arguments(self) -> str:
@@ -279,7 +279,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         return self._phases[phase]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
-        """Let the backward pass begin in a phase of its own."""
+        """Let the backward pass begin in a separate phase."""
         assert isinstance(use, bool), f"Expected a bool, got {use!r}"
         self._separate_backward_phase = use
         return self

@@ -44,11 +44,11 @@ class Anchors:
                 self.of_weights[short] = long_name
 
     def names(self, state: Iterable[str] = ()) -> List[str]:
-        """Returns every long name that can be anchored, with those of the optimizer's state."""
+        """Return every long name that can be anchored, with those of the optimizer's state."""
         return [*self._values, *self._weights, *(_UPDATED + name for name in self._grads), *state]
 
     def read_weights(self, weights: Dict[str, torch.Tensor], state: Dict[str, torch.Tensor]) -> None:
-        """Keeps the values of anchored weights and optimizer state after a call."""
+        """Keep the values of anchored weights and optimizer state after a call."""
         for short, long_name in self.of_weights.items():
             name = long_name[len(_UPDATED) :] if long_name.startswith(_UPDATED) else long_name
             for table in (weights, state):
@@ -58,7 +58,7 @@ class Anchors:
 
 
 def name_of(graph: Graph, value: Value) -> str:
-    """Returns the long name of a value; a value without one is named by its number."""
+    """Return the long name of a value; a value without one is named by its number."""
     named = {item.name: item.value for item in graph.inputs}
     named.update(_named_values(graph))
     return next((name for name, candidate in named.items() if candidate == value), str(int(value)))
@@ -70,7 +70,7 @@ def _mode_name(mode: int) -> str:
 
 
 def _without_prefix(name: str) -> str:
-    """Names may be written with the "model." that PopTorch puts before the names of a training model."""
+    """Name may be written with the "model." that PopTorch puts before the names of a training model."""
     for head in (GRADIENT_PREFIX, _UPDATED, ""):
         if name.startswith(head + _MODEL_PREFIX):
             return head + name[len(head) + len(_MODEL_PREFIX) :]

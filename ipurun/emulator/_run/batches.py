@@ -37,7 +37,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, options: Any) -> BatchLayout:
-        """Returns the layout that the options of an executor ask for."""
+        """Return the layout that the options of an executor ask for."""
         return cls(
             device_iterations=options.device_iterations,
             accumulation=options.Training.gradient_accumulation,
@@ -50,16 +50,16 @@ class BatchLayout:
 
     @property
     def input_groups(self) -> int:
-        """Returns the number of groups of replicas that get data of their own."""
+        """Return the number of groups of replicas that get different data."""
         return self.replicas // self.group_size
 
     @property
     def micro_batches(self) -> int:
-        """Returns the number of pieces that the tensors of a call are cut into."""
+        """Return the number of pieces that the tensors of a call are cut into."""
         return self.device_iterations * self.accumulation * self.input_groups
 
     def micro_batch_size(self, tensor: torch.Tensor) -> int:
-        """Returns the rows of one piece of an input.
+        """Return the rows of one piece of an input.
 
         Raises:
             AssertionError: If the tensor cannot be cut evenly.
@@ -76,7 +76,7 @@ class BatchLayout:
         return rows // pieces
 
     def piece_of(self, iteration: int, step: int, replica: int) -> int:
-        """Returns the number of the piece that a replica reads."""
+        """Return the number of the piece that a replica reads."""
         groups = self.input_groups
         if self.grouping == CommGroupType.Orthogonal:
             group = replica % groups
@@ -85,7 +85,7 @@ class BatchLayout:
         return (iteration * self.accumulation + step) * groups + group
 
     def cut(self, tensor: torch.Tensor) -> List[torch.Tensor]:
-        """Returns the pieces of an input, in order; a tensor without dimensions is passed as it is."""
+        """Return the pieces of an input, in order; a tensor without dimensions is passed as it is."""
         size = self.micro_batch_size(tensor)
         if tensor.dim() == 0:
             return [tensor]
@@ -106,7 +106,7 @@ class BatchLayout:
         return self.keeps(iteration, step)
 
     def runs(self) -> List[Tuple[int, int, int]]:
-        """Returns (iteration, step, replica) of every forward run of a call, in order."""
+        """Return (iteration, step, replica) of every forward run of a call, in order."""
         return [
             (iteration, step, replica)
             for iteration in range(self.device_iterations)
@@ -116,7 +116,7 @@ class BatchLayout:
 
 
 def host_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which the host receives values of a type."""
+    """Return the type in which the host receives values of a type."""
     return {torch.int64: torch.int32, torch.float64: torch.float32}.get(dtype, dtype)
 
 
@@ -139,7 +139,7 @@ class OutputCollector:
         return self._layout.keeps(iteration, step)
 
     def add(self, replica: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Takes the outputs of one run; runs come in the order of the layout."""
+        """Take the outputs of one run; runs come in the order of the layout."""
         sums = self._layout.output_mode == OutputMode.Sum
         for index, tensor in enumerate(outputs):
             if not self._varying[index]:
@@ -153,7 +153,7 @@ class OutputCollector:
                 self._sums[index][replica] = tensor.clone()
 
     def results(self) -> List[torch.Tensor]:
-        """Returns one tensor for each output."""
+        """Return one tensor for each output."""
         results = []
         for index, kept in enumerate(self._kept):
             parts = kept or [self._sums[index][r] for r in sorted(self._sums[index])]

@@ -21,7 +21,7 @@ _MAKES_NO_ARITHMETIC = names_in("clone copy copy_ empty empty_like fill fill_ fu
 
 
 def interpreter_for(options: Any) -> Optional[Callable[..., Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]]]:
-    """Returns what turns a graph into a function that replays it as the options ask, None for nothing special."""
+    """Return what turns a graph into a function that replays it as the options ask, None for nothing special."""
     settings = options._Popart.options
     checks = bool(settings.get("enableFloatingPointChecks", False))
     rounds = bool(settings.get("enableStochasticRounding", False))
@@ -91,7 +91,7 @@ class _Finiteness:
         )
 
     def check(self, node: Node, result: Any) -> None:
-        """Raises if the operation made what floating-point exceptions catch."""
+        """Raise if the operation made what floating-point exceptions catch."""
         if node.name in _MAKES_NO_ARITHMETIC:
             return
         if node.name in _COMPARISONS and self.has_nan:
@@ -136,7 +136,7 @@ class _StreamRounding(StochasticRounding):
 
 
 def _rounding_op(node: Node) -> Callable[..., Any]:
-    """Returns the operation with stochastic rounding of half results; views stay views."""
+    """Return the operation with stochastic rounding of half results; views stay views."""
     schema = getattr(node.op, "_schema", None)
     if schema is None:
         return node.op

@@ -24,7 +24,7 @@ _MAX_IPUS = 64
 
 
 def check_options(options: Any, layout: BatchLayout) -> None:
-    """Raises for options that no model can be compiled with."""
+    """Raise for options that no model can be compiled with."""
     checks.check_backend_options(options.toDict())
     if layout.output_mode == OutputMode.EveryN:
         period, iterations = layout.output_period, layout.device_iterations
@@ -48,7 +48,7 @@ def check_options(options: Any, layout: BatchLayout) -> None:
 
 
 def num_ipus(graph: Graph) -> int:
-    """Returns the number of IPUs that one replica of the captured model uses."""
+    """Return the number of IPUs that one replica of the captured model uses."""
     used = {node.placement.ipu_id for node in graph.nodes}
     return max([len(used), *(ipu + 1 for ipu in used)]) if used else 0
 
@@ -56,7 +56,7 @@ def num_ipus(graph: Graph) -> int:
 def check_forward(
     recorder: Recorder, returned: Any, layout: BatchLayout, *, training: bool, input_names: Sequence[str]
 ) -> None:
-    """Raises for a forward pass whose blocks, marks or shapes do not fit the options.
+    """Raise for a forward pass whose blocks, marks or shapes do not fit the options.
 
     Args:
         recorder: The recorder, after forward and before backward.
@@ -92,7 +92,7 @@ def check_forward(
 
 
 def check_inputs(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises for an input without elements."""
+    """Raise for an input without elements."""
     for tensor in tensors:
         if tensor.numel() == 0:
             raise createNativeError(f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)}).")
@@ -143,7 +143,7 @@ def _check_pipeline(recorder: Recorder, layout: BatchLayout, training: bool) -> 
 
 
 def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None:
-    """Raises if replicas change buffers that are to be broadcast."""
+    """Raise if replicas change buffers that are to be broadcast."""
     if written and layout.input_groups > 1 and options.broadcast_buffers:
         raise createPoptorchError(
             "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
@@ -153,7 +153,7 @@ def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None
 
 
 def refuse_accumulation(options: Any) -> None:
-    """Raises for options of an inference model that ask for gradient accumulation."""
+    """Raise for options of an inference model that ask for gradient accumulation."""
     factor = options.Training.gradient_accumulation
     if factor == 1:
         return
@@ -171,7 +171,7 @@ def refuse_accumulation(options: Any) -> None:
 
 
 def check_overlap(recorder: Recorder, returned: Iterable[torch.Tensor], input_names: Sequence[str] = ()) -> None:
-    """Raises poptorch.Error where an overlap was asked for that a device cannot do.
+    """Raise poptorch.Error where an overlap was asked for that a device cannot do.
 
     Args:
         recorder: The recorder, after forward and before the graph is pruned.

@@ -1,4 +1,9 @@
-"""Compute several micro-batches of a weight update at once, where that gives the same results."""
+"""Compute several micro-batches of a weight update at once, where that gives the same results.
+
+The forward operations are batched with vmap, which keeps micro-batches apart by construction, and what vmap and
+autograd then do is recorded as a second graph. It is used only after its results on real data were found equal to
+those of the micro-batches run one by one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ __all__ = ["ChunkRunner", "alike", "largest"]
 
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
-    """Returns the largest finite magnitude in some tensors, 0 if there is none."""
+    """Return the largest finite magnitude in some tensors, 0 if there is none."""
     sizes = (t.detach().abs().nan_to_num(0.0, 0.0, 0.0) for t in tensors if t.is_floating_point() and t.numel())
     return max((float(size.max()) for size in sizes), default=0.0)
 
@@ -66,7 +71,7 @@ def can_run_together(graph: Graph) -> bool:
 
 
 def batch_size_for(graph: Graph, micro_batches: int) -> int:
-    """Returns how many micro-batches to compute at once: a divisor of their number within the budget."""
+    """Return how many micro-batches to compute at once: a divisor of their number within the budget."""
     sizes: Dict[int, int] = {}
     for node in graph.nodes:
         for value in values_in(node.outputs):
@@ -100,7 +105,7 @@ class Together:
     def run(
         self, arguments: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
-        """Returns the outputs with a leading dimension for micro-batches, and the summed gradients.
+        """Return the outputs with a leading dimension for micro-batches, and the summed gradients.
 
         Args:
             arguments: Arguments for one micro-batch, of which parameters and buffers are used.
@@ -186,7 +191,7 @@ class ChunkRunner:
         self._together: Optional[Together] = None
 
     def disable(self) -> None:
-        """Runs one by one from now on."""
+        """Run one by one from now on."""
         self._possible = False
         self._together = None
 
@@ -197,7 +202,7 @@ class ChunkRunner:
         arguments: Callable[..., List[Any]],
         seed: Optional[torch.Tensor],
     ) -> int:
-        """Returns how many micro-batches to compute at once, 1 for one by one.
+        """Return how many micro-batches to compute at once, 1 for one by one.
 
         Args:
             micro_batches: How many there are for one weight update.
@@ -215,7 +220,7 @@ class ChunkRunner:
     def run(
         self, arguments: Sequence[Any], inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
-        """Computes a chunk at once; see `Together.run`."""
+        """Compute a chunk at once; see `Together.run`."""
         assert self._together is not None
         return self._together.run(arguments, inputs, seed)
 

@@ -35,7 +35,7 @@ def compile_model(
     seed: int,
     groups: Optional[Dict[str, ReplicaGroups]] = None,
 ) -> Executable:
-    """Captures a model on the first micro-batch of a call and returns what runs it.
+    """Capture a model on the first micro-batch of a call and return what runs it.
 
     Args:
         model: The module (or function) whose forward is captured.
@@ -101,7 +101,7 @@ def _first_replica(weights: DeviceWeights) -> Dict[str, torch.Tensor]:
 
 
 def _check_replay(executable: Executable, inputs: List[torch.Tensor]) -> None:
-    """Compares the graph with what the module and autograd computed while it was captured."""
+    """Compare the graph with what the module and autograd computed while it was captured."""
     if any(not hasattr(node.op, "_schema") for node in executable.graph.nodes):
         return  # functions of the user's are not run just to compare
     recorder = Recorder(False, None)

@@ -22,7 +22,7 @@ __all__ = ["Executable", "RandomStreams", "default_seed", "host_generator_kept"]
 
 
 def default_seed() -> int:
-    """Returns a seed for executors without one: it follows torch.manual_seed."""
+    """Return a seed for executors without one: it follows torch.manual_seed."""
     return torch.initial_seed()
 
 
@@ -39,7 +39,7 @@ class RandomStreams:
 
     @property
     def state(self) -> List[int]:
-        """Returns what is needed to continue the sequence."""
+        """Return what is needed to continue the sequence."""
         return [self.seed, self.position]
 
     @state.setter
@@ -48,18 +48,18 @@ class RandomStreams:
         self.position = int(words[1]) if len(words) > 1 else 0
 
     def start(self, run: int, replica: int) -> None:
-        """Begins the stream of one run, counted from the current position."""
+        """Begin the stream of one run, counted from the current position."""
         words = f"{self.seed} {self.position + run} {replica}".encode()
         torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:7], "little"))
 
     def advance(self, runs: int) -> None:
-        """Moves past the runs of a call."""
+        """Move past the runs of a call."""
         self.position += runs
 
 
 @contextlib.contextmanager
 def host_generator_kept() -> Iterator[None]:
-    """Puts torch's own generator back as it was."""
+    """Put torch's own generator back as it was."""
     state = torch.default_generator.get_state()
     try:
         yield
@@ -77,41 +77,41 @@ class Timestamps:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Forgets the previous call."""
+        """Forget the previous call."""
         self._stamps = {"input": [], "input_complete": [], "output": [], "output_complete": []}
 
     def begin_runs(self, count: int) -> None:
-        """Notes that the inputs of some runs are about to be read."""
+        """Note that the inputs of some runs are about to be read."""
         self._stamps["input"] += [time.perf_counter()] * count
 
     def inputs_complete(self, count: int) -> None:
-        """Notes that the inputs of some runs were read."""
+        """Note that the inputs of some runs were read."""
         self._stamps["input_complete"] += [time.perf_counter()] * count
 
     def outputs(self) -> None:
-        """Notes that the outputs of some runs were computed."""
+        """Note that the outputs of some runs were computed."""
         self._last_output = time.perf_counter()
 
     def end_run(self) -> None:
-        """Notes that the outputs of one run were kept for the host."""
+        """Note that the outputs of one run were kept for the host."""
         self._stamps["output"].append(self._last_output)
         self._stamps["output_complete"].append(time.perf_counter())
 
     def end_call(self) -> None:
-        """Notes that the results of the call are whole: no output is complete before."""
+        """Note that the results of the call are whole: no output is complete before."""
         now = time.perf_counter()
         self.duration = now - self._stamps["input"][0]
         self._stamps["output_complete"] = [now for _ in self._stamps["output_complete"]]
 
     def counters(self, num_inputs: int, num_outputs: int) -> Dict[str, List[List[float]]]:
-        """Returns the times of every input and output tensor, by event."""
+        """Return the times of every input and output tensor, by event."""
         counts = {"input": num_inputs, "input_complete": num_inputs}
         return {
             event: [list(times) for _ in range(counts.get(event, num_outputs))] for event, times in self._stamps.items()
         }
 
     def latency(self, start: str, end: str) -> Tuple[float, float, float]:
-        """Returns minimum, maximum and mean seconds between two events.
+        """Return minimum, maximum and mean seconds between two events.
 
         There can be more starts than ends; each end is then measured from the earliest start of its share.
         """
@@ -182,7 +182,7 @@ class Executable:
         ]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Runs one call.
+        """Run one call.
 
         Args:
             tensors: The whole tensors of the call, in the order of the graph's inputs.
@@ -208,7 +208,7 @@ class Executable:
         return rebuild(self.captured.returned, iter(results))
 
     def write_back(self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> None:
-        """Copies inputs that the model changed to the caller's tensors, where those had to be converted."""
+        """Copy inputs that the model changed to the caller's tensors, where those had to be converted."""
         for index in self._written_inputs:
             if device[index].data_ptr() != host[index].data_ptr():
                 with torch.no_grad():
@@ -221,7 +221,7 @@ class Executable:
         pieces: List[List[torch.Tensor]],
         collector: OutputCollector,
     ) -> None:
-        """Runs what one weight update needs, several micro-batches at once where that is exact."""
+        """Run what one weight update needs, several micro-batches at once where that is exact."""
         seed = self._seed()
         size = self.chunks.size_for(len(runs), lambda run: self._inputs_of(runs[run], pieces), self.arguments, seed)
         while size > 1 and len(runs) >= size:
@@ -269,7 +269,7 @@ class Executable:
         return [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
 
     def optimizer_state(self) -> Dict[str, torch.Tensor]:
-        """Returns the tensors of the optimizer on the device by name."""
+        """Return the tensors of the optimizer on the device by name."""
         if self.optimizer is None:
             return {}
         state = self.optimizer.read_state()
@@ -283,7 +283,7 @@ class Executable:
             self.anchors.read_weights({**self.weights.parameters, **buffers}, self.optimizer_state())
 
     def _stack(self, tensor: torch.Tensor, chunk: Sequence[Run]) -> torch.Tensor:
-        """Returns the micro-batches of some runs with a leading dimension for the runs."""
+        """Return the micro-batches of some runs with a leading dimension for the runs."""
         size = self.layout.micro_batch_size(tensor)
         if tensor.dim() == 0:
             return tensor.expand(len(chunk))
@@ -296,7 +296,7 @@ class Executable:
     def run_once(
         self, replica: int, inputs: List[torch.Tensor], seed: Optional[torch.Tensor] = None
     ) -> Tuple[Sequence[torch.Tensor], Dict[str, torch.Tensor]]:
-        """Runs one micro-batch on one replica and returns its outputs and its gradients by name.
+        """Run one micro-batch on one replica and return its outputs and its gradients by name.
 
         Args:
             replica: The replica, whose buffers are used.
@@ -320,7 +320,7 @@ class Executable:
         return results[: self._num_outputs], grads
 
     def arguments(self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]) -> List[Any]:
-        """Returns what the graph takes for one run; None for inputs that are not given."""
+        """Return what the graph takes for one run; None for inputs that are not given."""
         weights = self.weights
         arguments: List[Any] = []
         remaining = iter(inputs)
@@ -344,7 +344,7 @@ class Executable:
         return torch.full(spec.shape, scale, dtype=spec.dtype)
 
     def _per_group(self, replica: int, grads: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-        """Puts gradients of replica-grouped parameters in the rows that the replica trains."""
+        """Put gradients of replica-grouped parameters in the rows that the replica trains."""
         for name, group in self.weights.groups.items():
             if name in grads:
                 whole = torch.zeros_like(self.weights.parameters[name])
@@ -354,7 +354,7 @@ class Executable:
 
 
 def _grads_in_inputs(graph: Graph) -> List[str]:
-    """Returns the parameters whose gradient is memory of a weight, a buffer or an input.
+    """Return the parameters whose gradient is memory of a weight, a buffer or an input.
 
     A backward function of the user's own may hand over what it saved. The update changes the weights one after
     the other, and the next micro-batch its buffers: such a gradient must be a copy.

@@ -1,7 +1,7 @@
 """The folder of the executable cache: one file for each compiled program, and a lock between processes.
 
-There is no executable to reuse on a CPU. The file holds a description of the program under the same key each
-time, so that what would be found again on a device can be told here too.
+A CPU has no executable to reuse. The file holds a description of the program under a stable key, so that a run shows
+here too which executables a device would find in its cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _RUN_TIME_OPTIONS = frozenset(["cachePath", "enableEngineCaching", "ipu_id", "lo
 
 
 def graph_key(graph: Graph, options: Any) -> str:
-    """Returns a key that is equal for equal programs compiled with equal options."""
+    """Return a key that is equal for equal programs compiled with equal options."""
     kept = {key: repr(value) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS}
     text = repr((_program(graph), sorted(kept.items())))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _program(graph: Graph) -> Any:
-    """Returns all that tells a graph from another: its operations, branches included, inputs and constants."""
+    """Return what distinguishes a graph from others: its operations with branches, inputs and constants."""
     operations = [
         (
             node.name,
@@ -45,7 +45,7 @@ def _program(graph: Graph) -> Any:
         for node in graph.nodes
     ]
     inputs = [(item.kind, item.name, graph.specs[item.value][:2]) for item in graph.inputs]
-    # What shares memory with a weight is no constant of the program, though the capture met it as a plain tensor.
+    # A view of a weight is not a constant of the program, although the capture saw it as a plain tensor.
     of_weights = {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "input")}
     constants = [
         (int(value), _digest(tensor))
@@ -61,12 +61,12 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def file_name(graph: Graph, options: Any) -> str:
-    """Returns the name of a program's file in the cache folder."""
+    """Return the name of a program's file in the cache folder."""
     return f"{graph_key(graph, options)[:20]}.popef"
 
 
 def store(graph: Graph, options: Any) -> None:
-    """Writes the description of a program to the cache folder, if the options name one."""
+    """Write the description of a program to the cache folder, if the options name one."""
     folder = _folder(options)
     if folder is None:
         return
@@ -85,7 +85,7 @@ def store(graph: Graph, options: Any) -> None:
 
 @contextlib.contextmanager
 def cache_lock(model: Any, options: Any) -> Iterator[None]:
-    """Lets one process of a distributed program compile at a time, so that the others find its executable."""
+    """Let one process of a distributed program compile at a time, so that the others find its executable."""
     if options.Distributed.numProcesses < 2:
         yield
         return

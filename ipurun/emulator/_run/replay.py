@@ -35,7 +35,7 @@ def generate(
     results: Optional[Sequence[Value]] = None,
     alias_detach: bool = True,
 ) -> Replay:
-    """Returns a function that runs the graph on its inputs (all but the constants, in graph order).
+    """Return a function that runs the graph on its inputs (all but the constants, in graph order).
 
     Args:
         graph: The captured program.

@@ -1,4 +1,4 @@
-"""Stands for Graphcore's pva (reader of PopVision reports) where that is not installed, so that imports succeed."""
+"""Stand-in for Graphcore's pva (reader of PopVision reports) where that is not installed, so that imports succeed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["openReport"]
 
 
 def openReport(*paths: Any, **options: Any) -> Any:
-    """Refuses: only a device's compiler writes reports that pva reads.
+    """Refuse: only a device's compiler writes reports that pva reads.
 
     Raises:
         Error: Always.

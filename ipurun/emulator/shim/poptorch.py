@@ -1,4 +1,4 @@
-"""Stands for PopTorch in processes that find this folder on PYTHONPATH: hands over to the emulator."""
+"""Stand-in for PopTorch in processes that find this folder on PYTHONPATH: imports the emulator."""
 
 import importlib.util
 import os

@@ -12,7 +12,7 @@ def hand_over(name: str) -> None:
     """Put the installed module of this name in place of the one being imported, or the emulator's where there is none.
 
     Args:
-        name: Name of a module that stands for another in this folder.
+        name: Name of a stand-in in this folder.
     """
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
     for finder in sys.meta_path:

@@ -1,4 +1,4 @@
-"""Stands for Graphcore's popdist where that is not installed: the answers of a program that poprun did not start."""
+"""Stand-in for Graphcore's popdist where that is not installed: answers as in a program that poprun did not start."""
 
 from __future__ import annotations
 

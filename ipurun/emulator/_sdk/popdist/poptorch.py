@@ -15,7 +15,7 @@ def _refuse(method: str) -> NoReturn:
 
 class _DistributedOptions(options._DistributedOptions):
     def disable(self) -> NoReturn:
-        """Refuses.
+        """Refuse.
 
         Raises:
             RuntimeError: Always.
@@ -23,7 +23,7 @@ class _DistributedOptions(options._DistributedOptions):
         _refuse("Distributed.disable")
 
     def setEnvVarNames(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses.
+        """Refuse.
 
         Raises:
             RuntimeError: Always.
@@ -31,7 +31,7 @@ class _DistributedOptions(options._DistributedOptions):
         _refuse("Distributed.setEnvVarNames")
 
     def configureProcessId(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses.
+        """Refuse.
 
         Raises:
             RuntimeError: Always.
@@ -53,7 +53,7 @@ class Options(options.Options):
         self.Distributed.__class__ = _DistributedOptions
 
     def useIpuId(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses.
+        """Refuse.
 
         Raises:
             RuntimeError: Always.
@@ -61,7 +61,7 @@ class Options(options.Options):
         _refuse("useIpuId")
 
     def replicationFactor(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses.
+        """Refuse.
 
         Raises:
             RuntimeError: Always.
