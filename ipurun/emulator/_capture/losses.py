@@ -94,7 +94,7 @@ def give_device_shapes(graph: Graph) -> List[int]:
     """Make vectors of the outputs that are vectors of one element on a device, in place, and return their indices.
 
     PopTorch lowers an `identity_loss` with a reduction inside another loss to a reduction of the flattened tensor along
-    its one long dimension, which leaves a vector of one element where torch has a number. Elementwise operations keep it.
+    its one long dimension, which leaves a vector of one element where torch has a number. Elementwise ops keep it.
     """
     if graph.loss is None:
         return []  # in inference losses are plain reductions
