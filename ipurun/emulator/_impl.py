@@ -1,4 +1,4 @@
-"""What every module of the API shares: the version, errors and the state of the capture."""
+"""Names shared by all modules of the API: the version, errors and the state of the capture."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def isRunningOnIpu() -> bool:
 
 
 def isDispatchTracing() -> bool:
-    """Always False: tensors stay on the CPU during capture.
+    """Return False: tensors stay on the CPU during capture.
 
     Test helpers ask this to choose between the devices "ipu" and "cpu" for the tensors they create.
     """

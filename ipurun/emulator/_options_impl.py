@@ -1,4 +1,4 @@
-"""How options are stored: typed values in a dict that can be frozen, and the stage bookkeeping."""
+"""Storage of options: typed values in a dict that can be frozen, and the assignment of stages."""
 
 from __future__ import annotations
 

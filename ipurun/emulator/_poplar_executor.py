@@ -155,7 +155,7 @@ class PoplarExecutor:
         return found
 
     def __getstate__(self) -> Dict[str, Any]:
-        """What is compiled is not pickled: the copy compiles at its first call. See `save` for files."""
+        """Leave out what is compiled: the copy compiles at its first call. See `save` for files."""
         kept = dict(self.__dict__)
         kept.update(_executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False)
         return kept

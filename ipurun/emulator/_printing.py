@@ -1,4 +1,4 @@
-"""Text of a module that shows where its blocks begin."""
+"""Print a module with the blocks that begin in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a PopTorch program as ``python`` would, with ``import poptorch`` answered by the emulator."""
+"""Run a PopTorch program as ``python`` would, with the emulator as ``poptorch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs touch of PopTorch's native module: errors, option checks and a few queries."""
+"""The parts of PopTorch's native module that programs use: errors, option checks and a few queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracepoints for Graphcore's PVTI profiler: no-ops unless PVTI is asked for and installed."""
+"""Tracepoints for Graphcore's PVTI profiler: no-ops unless PVTI is enabled and installed."""
 
 from __future__ import annotations
 

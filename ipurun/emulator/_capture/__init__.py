@@ -1,1 +1,1 @@
-"""Capture of a model as a graph."""
+"""Capture a model as a graph."""

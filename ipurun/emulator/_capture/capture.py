@@ -171,7 +171,7 @@ def _backward(
 def _gradients(
     loss: torch.Tensor, parameters: List[torch.Tensor], seed: torch.Tensor
 ) -> Sequence[Optional[torch.Tensor]]:
-    """What `torch.autograd.grad` gives, without its check of the seed's shape, which loads sympy."""
+    """Do what `torch.autograd.grad` does, without its check of the seed's shape, which loads sympy."""
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if run is None:
         return torch.autograd.grad(loss, parameters, grad_outputs=seed, allow_unused=True)

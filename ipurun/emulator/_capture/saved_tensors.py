@@ -1,4 +1,4 @@
-"""What autograd saves for the backward pass while a model is captured."""
+"""Tensors that autograd saves for the backward pass while a model is captured."""
 
 from __future__ import annotations
 

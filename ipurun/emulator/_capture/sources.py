@@ -1,4 +1,4 @@
-"""Finding the line of the user's model that called an operation."""
+"""Find the line of the user's model that called an operation."""
 
 from __future__ import annotations
 

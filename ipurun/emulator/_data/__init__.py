@@ -1,1 +1,1 @@
-"""Reading data for ``DataLoader``, in this process and ahead in another."""
+"""Read data for ``DataLoader``, in this process or ahead in another."""

@@ -1,4 +1,4 @@
-"""Reading a dataset ahead in a background process."""
+"""Read a dataset ahead in a background process."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ _SECONDS_BETWEEN_TRIES = 15
 
 
 class Device:
-    """What an executor with these options attaches to.
+    """The device that an executor with these options attaches to.
 
     Args:
         options: The executor's options.
@@ -205,7 +205,7 @@ class Device:
             raise
 
     def __getstate__(self) -> Dict[str, Any]:
-        """A copy is not attached to anything."""
+        """Copy without attaching the copy."""
         return {**self.__dict__, "_lock": None}
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of a wrapped model: binding them to forward's signature and comparing calls with the first one."""
+"""Bind the arguments of a wrapped model to forward's signature, and compare each call with the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lending the device's tensors to the user's model for one capture, and giving it back as it was."""
+"""Put the device's tensors into the user's model for one capture, and restore it afterwards."""
 
 from __future__ import annotations
 

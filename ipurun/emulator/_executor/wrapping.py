@@ -1,4 +1,4 @@
-"""Re-classing the user's model, so that reading it brings the device's weights to the host first."""
+"""Change the class of the user's model so that reading it copies the device's weights to the host first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _synchronise_all(arguments: Any) -> None:
 
 
 class _SynchronisedTensor:
-    """What parameters and buffers of a wrapped model have in common."""
+    """Base class of parameters and buffers of a wrapped model."""
 
     def __getattribute__(self, name: str) -> Any:
         if name not in ("__class__", "__dict__"):
@@ -82,7 +82,7 @@ def is_wrapped(model: Any) -> bool:
 
 
 def wrap(model: torch.nn.Module, executor: Any) -> None:
-    """Re-class a model, its parameters and its buffers in place.
+    """Change the classes of a model, its parameters and its buffers in place.
 
     Raises:
         RuntimeError: If the model is wrapped already.
@@ -104,7 +104,7 @@ def wrap(model: torch.nn.Module, executor: Any) -> None:
 
 
 def wrap_tensors(model: torch.nn.Module, executor: Any) -> None:
-    """Re-class the parameters and buffers of a model."""
+    """Change the classes of a model's parameters and buffers."""
     for parameter in model.parameters():
         if type(parameter) is torch.nn.Parameter:
             parameter.__class__ = PoptorchParameter
@@ -217,7 +217,7 @@ def new_instance(kind: Type[Any], *args: Any) -> Any:
 
 
 def _copy(self: Any) -> Any:
-    """A shallow copy shares the tensors, so it follows the same executor."""
+    """Copy the model; a shallow copy shares the tensors, so it follows the same executor."""
     copied = copy.copy(_plain_shallow_copy(self))
     copied.__class__ = type(self)
     executor = executor_of(self)

@@ -1,4 +1,4 @@
-"""What every poptorch optimizer has over torch's: variable attributes and state that lives on the device."""
+"""The base of poptorch's optimizers: variable attributes, and state that lives on the device."""
 
 from __future__ import annotations
 
@@ -148,13 +148,13 @@ class Optimizer:
         self._device_is_newer = True
 
     def _disconnect(self) -> None:
-        """The device goes away or takes another optimizer: fetch what is newer there first."""
+        """Fetch what is newer on the device, which goes away or takes another optimizer."""
         if self._needs_reading():
             self._pull()
         self._read_device = None
 
     def _mark_device_newer(self) -> None:
-        """The executor ran: what the host holds is old."""
+        """Note that the executor ran, so the state on the host is old."""
         self._device_is_newer = True
 
     def _has_state_to_upload(self) -> bool:

@@ -79,19 +79,19 @@ class ExecutorOptimizer:
         self._executable = executable
 
     def attach(self) -> None:
-        """The device is there: uploads state that the user loaded."""
+        """Upload state that the user loaded to the newly attached device."""
         self._is_attached = True
         self.before_run()
         self._connect()
 
     def detach(self) -> None:
-        """The device goes away: fetches its state first."""
+        """Fetch the state before the device goes away."""
         self.read_back()
         self._disconnect()
         self._is_attached = False
 
     def destroy(self) -> None:
-        """The compiled model goes away."""
+        """Forget the compiled model."""
         if self._is_attached:
             self.detach()
         self._executable = None

@@ -1,4 +1,4 @@
-"""The optimizer's state by the names the backend gives it: reading all of it, writing some of it."""
+"""Read and write the optimizer's state by the backend's names."""
 
 from __future__ import annotations
 

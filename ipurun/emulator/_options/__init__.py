@@ -1,1 +1,1 @@
-"""What ``Options`` is made of, and the backend's checks of it."""
+"""Parts of ``Options``, and the backend's checks of them."""

@@ -1,4 +1,4 @@
-"""The checks and log lines of the backend when it is given the options of a model."""
+"""Check and log the options of a model as the backend does."""
 
 from __future__ import annotations
 

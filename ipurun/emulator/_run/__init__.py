@@ -1,1 +1,1 @@
-"""Compiling a captured graph, and running it."""
+"""Compile captured graphs and run them."""

@@ -1,4 +1,4 @@
-"""Replaying a graph node by node, for what has to look at every result.
+"""Replay a graph node by node, for modes that inspect every result.
 
 Slower than the generated function; used only when floating-point exceptions or stochastic rounding are on.
 """

@@ -1,4 +1,4 @@
-"""Compiling: from a model and the arguments of a call to an executable."""
+"""Compile a model for the arguments of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaying a graph: its nodes become one flat Python function."""
+"""Replay a graph: generate one flat Python function from its nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stand-ins for modules of PopTorch's SDK share."""
+"""Shared code of the stand-ins for modules of PopTorch's SDK."""
 
 import importlib.util
 import os

@@ -20,7 +20,7 @@ def isPopdistEnvSet() -> bool:
 
 
 def init() -> None:
-    """Nothing to set up with a single process."""
+    """Do nothing: a single process needs no setup."""
 
 
 def getInstanceIndex() -> int:
