@@ -99,7 +99,7 @@ def ipuHardwareVersion(num_ipus: int = 1) -> int:
     """Return the architecture version of the attached IPUs, 0 where there are none."""
     from ipurun.emulator._executor import device
 
-    return device.version(num_ipus)
+    return device.hardware_version(num_ipus)
 
 
 def isCompilingWithDispatcher() -> bool:

@@ -24,7 +24,7 @@ __all__ = [
     "ipuHardwareVersion",
     "raise_requested_fault",
     "uses_ipu_model",
-    "version",
+    "hardware_version",
 ]
 
 _SIMULATED_VERSION = 2
@@ -53,7 +53,7 @@ def uses_ipu_model() -> bool:
     return selected
 
 
-def version(num_ipus: int = 1) -> int:
+def hardware_version(num_ipus: int = 1) -> int:
     """Return the architecture version of the IPUs there are, 0 without any."""
     if num_ipus < 1 or uses_ipu_model() or not stands_in_for_hardware():
         return 0
@@ -62,7 +62,7 @@ def version(num_ipus: int = 1) -> int:
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     """Whether that many IPUs can be attached to."""
-    return version(num_ipus) != 0
+    return hardware_version(num_ipus) != 0
 
 
 def ipuHardwareVersion() -> int:
@@ -73,7 +73,7 @@ def ipuHardwareVersion() -> int:
     """
     if uses_ipu_model():
         return 0
-    found = version()
+    found = hardware_version()
     assert found != 0, "No IPU hardware available on this system"
     return found
 
@@ -205,7 +205,7 @@ class Device:
             raise
 
     def __getstate__(self) -> Dict[str, Any]:
-        """Copy without attaching the copy."""
+        """Leave the lock out: a copy is not attached."""
         return {**self.__dict__, "_lock": None}
 
     def __del__(self) -> None:

@@ -43,7 +43,7 @@ def check_options(options: Any, layout: BatchLayout) -> None:
     if never and options.exists("ipu_id"):
         raise createNativeError("useIpuId cannot be used with ConnectionType.Never: there is nothing to attach to")
     counts_cycles = options._Popart.options.get("instrumentWithHardwareCycleCounter", False)
-    if counts_cycles and (uses_model or device.version() == 0):
+    if counts_cycles and (uses_model or device.hardware_version() == 0):
         raise createNativeError("Cycle count logging is only supported on actual IPU hardware.")
 
 
@@ -75,7 +75,7 @@ def check_forward(
     power = 1
     while power < total:
         power *= 2
-    is_hardware = device.version() != 0 and options.connection_type != ConnectionType.Never.value
+    is_hardware = device.hardware_version() != 0 and options.connection_type != ConnectionType.Never.value
     if total and power != total and options.auto_round_num_ipus:
         native_logger.warning("%d IPUs are used, %d are reserved (autoRoundNumIPUs)", total, power)
     elif total and power != total and is_hardware:
