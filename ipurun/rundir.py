@@ -144,9 +144,7 @@ class RunFolder:
         seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
         parent = folder.path.parent
         runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
-        raise ConfigError(
-            Problem(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
-        )
+        raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
 
     def overrides(self) -> List[str]:
         """What was typed to start this run."""

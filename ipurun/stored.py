@@ -13,7 +13,7 @@ from ipurun.config import compose
 from ipurun.config.compose import Point
 from ipurun.config.folders import builtin_folder
 from ipurun.config.words import split_words
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.rundir import RunFolder
 
 __all__ = ["stored_point"]
@@ -38,11 +38,9 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     words = split_words(argv)
     if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
         raise ConfigError(
-            Problem(
-                "a stored run takes overrides of keys, no recipe and no sweep",
-                where=f"command line: {' '.join(argv)}",
-                fix="leave the recipe and -m out: the run folder has its config",
-            )
+            "a stored run takes overrides of keys, no recipe and no sweep",
+            where=f"command line: {' '.join(argv)}",
+            fix="leave the recipe and -m out: the run folder has its config",
         )
     stored = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config_file)))
     groups = _groups()

@@ -82,7 +82,7 @@ def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = N
         splits.update(made if name == "train" else {name: made[name]})
     if "train" not in splits:
         raise ConfigError(
-            Problem("`data` gives no training split", seen=", ".join(splits) or "nothing", known="train, eval, test")
+            "`data` gives no training split", seen=", ".join(splits) or "nothing", known="train, eval, test"
         )
     return splits
 
@@ -98,9 +98,7 @@ def split_for_eval(splits: Mapping[str, Any], asked: Optional[str]) -> Optional[
     name = _SYNONYMS.get(asked, asked)
     if name not in splits:
         raise ConfigError(
-            Problem(
-                f"`eval.split={asked}`: the data has no such split", known=", ".join(splits), fix="eval.split=train"
-            )
+            f"`eval.split={asked}`: the data has no such split", known=", ".join(splits), fix="eval.split=train"
         )
     return name
 
@@ -146,14 +144,12 @@ def _as_splits(made: Any, name: str, key: str) -> Dict[str, Any]:
     for split, data in named.items():
         if not _is_data(data):
             raise ConfigError(
-                Problem(
-                    f"`{key}` gives no data set for the split `{split}`",
-                    seen=f"an object of type {type(data).__name__}",
-                    known="an object with __getitem__ and __len__, or with __iter__",
-                )
+                f"`{key}` gives no data set for the split `{split}`",
+                seen=f"an object of type {type(data).__name__}",
+                known="an object with __getitem__ and __len__, or with __iter__",
             )
     if name not in named:
-        raise ConfigError(Problem(f"`{key}` gives no split `{name}`", seen=", ".join(named) or "nothing"))
+        raise ConfigError(f"`{key}` gives no split `{name}`", seen=", ".join(named) or "nothing")
     return named
 
 

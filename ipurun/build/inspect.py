@@ -115,9 +115,7 @@ def _make_model(config: RunConfig, engine: Engine, on_paper: bool) -> nn.Module:
     with seeded(config.seed):
         model = make(config.model, "model", engine_module=engine.module)
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            Problem("`model._target_` gives no torch.nn.Module", seen=f"an object of type {type(model).__name__}")
-        )
+        raise ConfigError("`model._target_` gives no torch.nn.Module", seen=f"an object of type {type(model).__name__}")
     return model
 
 

@@ -187,7 +187,7 @@ class TrainLoader:
             )
         except (AssertionError, ValueError, self._engine.Error) as error:
             raise ConfigError(
-                Problem("`loader`: the data cannot be opened this way", seen=str(error), where=f"mode={mode}")
+                "`loader`: the data cannot be opened this way", seen=str(error), where=f"mode={mode}"
             ) from error
 
 

@@ -64,7 +64,7 @@ def make_optimizer(call: Call, groups: Sequence[ParameterGroup], step: nn.Module
         return construct(call, engine_module, grouped)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            Problem(f"`optimizer`: {call.path} refuses its arguments", seen=f"{type(error).__name__}: {error}")
+            f"`optimizer`: {call.path} refuses its arguments", seen=f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -73,7 +73,7 @@ def _groups(groups: Sequence[ParameterGroup], step: nn.Module, engine_module: Mo
     if not left:
         seen = "requires_grad is false everywhere" if any(True for _ in step.parameters()) else "no parameters at all"
         raise ConfigError(
-            Problem("the model has no parameter to train", seen=seen, fix="`model._target_`: a module with parameters")
+            "the model has no parameter to train", seen=seen, fix="`model._target_`: a module with parameters"
         )
     special: List[Dict[str, Any]] = []
     for group in groups:

@@ -49,10 +49,8 @@ def make_schedule(
     lengths = lengths_to_fill(target, node)
     if lengths and total_updates is None:
         raise ConfigError(
-            Problem(
-                "`schedule` needs the number of weight updates, and the data has no length",
-                fix=f"max_steps=1000, or schedule.{lengths[0]}=1000",
-            )
+            "`schedule` needs the number of weight updates, and the data has no length",
+            fix=f"max_steps=1000, or schedule.{lengths[0]}=1000",
         )
     filled = dict.fromkeys(lengths, total_updates)
     return Schedule(optimizer, lambda stand_in: make(node, "schedule", stand_in, engine_module=engine_module, **filled))

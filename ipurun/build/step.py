@@ -154,9 +154,7 @@ def _find(name: str, engine_module: Optional[ModuleType]) -> Any:
         return known[name]
     nearest = difflib.get_close_matches(name, known, n=3)
     raise ConfigError(
-        Problem(
-            f"`loss.name`: PyTorch has no loss `{name}`",
-            known=", ".join(nearest or sorted(known)),
-            fix=f"loss.name={nearest[0]}" if nearest else "loss.name=module.my_loss for one of your own",
-        )
+        f"`loss.name`: PyTorch has no loss `{name}`",
+        known=", ".join(nearest or sorted(known)),
+        fix=f"loss.name={nearest[0]}" if nearest else "loss.name=module.my_loss for one of your own",
     )

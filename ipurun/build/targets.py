@@ -138,12 +138,10 @@ def make(
         if refused is not None:
             raise ConfigError(refused) from error
         raise ConfigError(
-            Problem(
-                f"`{key}`: {node['_target_']} failed when it was made",
-                where=innermost_line(error),
-                seen=f"{type(error).__name__}: {error}",
-                fix="--debug shows the whole traceback",
-            )
+            f"`{key}`: {node['_target_']} failed when it was made",
+            where=innermost_line(error),
+            seen=f"{type(error).__name__}: {error}",
+            fix="--debug shows the whole traceback",
         ) from error
 
 

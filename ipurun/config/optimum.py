@@ -9,7 +9,7 @@ import json
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.optimum_layers import Layers, read_layers
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["Imported", "import_config"]
 
@@ -104,9 +104,9 @@ def import_config(text: str, layers: Optional[str] = None) -> Imported:
         source = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(Problem("ipu_config.json is not JSON", where, seen=error.msg)) from error
+        raise ConfigError("ipu_config.json is not JSON", where, seen=error.msg) from error
     if not isinstance(source, dict):
-        raise ConfigError(Problem("ipu_config.json is not a JSON object", seen=type(source).__name__))
+        raise ConfigError("ipu_config.json is not a JSON object", seen=type(source).__name__)
     return Imported(source, layers)
 
 

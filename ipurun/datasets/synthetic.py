@@ -103,7 +103,7 @@ def parse_sample(sample: Sequence[Any]) -> List[Item]:
     """
     if not sample:
         raise ConfigError(
-            Problem("`sample` is not declared, so synthetic data have no shape", fix=f"add to the recipe: {_EXAMPLE}")
+            "`sample` is not declared, so synthetic data have no shape", fix=f"add to the recipe: {_EXAMPLE}"
         )
     problems = [problem for index, entry in enumerate(sample) for problem in _item_problems(index, entry)]
     if not problems and len({entry.get("name") is None for entry in sample}) > 1:
