@@ -62,6 +62,7 @@ def load(choice: str) -> Engine:
         "`engine=ipu` finds no IPU",
         seen=f"PopTorch {_version(poptorch)} is installed, but no IPU can be attached",
         fix="check the partition with `gc-info -l`, or run with engine=ipu_model or engine=cpu",
+        key="engine",
     )
 
 
@@ -141,6 +142,7 @@ def _import_poptorch(choice: str) -> ModuleType:
             f"`engine={choice}` needs PopTorch, which is not installed here",
             seen=f"Python {platform.python_version()} at {sys.executable}",
             fix="enable Graphcore's SDK and install its poptorch wheel, or run with engine=cpu",
+            key="engine",
         )
     try:
         return importlib.import_module("poptorch")
@@ -149,6 +151,7 @@ def _import_poptorch(choice: str) -> ModuleType:
             f"`engine={choice}`: PopTorch is installed but cannot be imported",
             seen=f"{type(error).__name__}: {error}",
             fix="source the SDK's enable scripts (`source <sdk>/enable`), or run with engine=cpu",
+            key="engine",
         ) from error
 
 

@@ -134,6 +134,7 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
             where="resume",
             seen=f"{folder.checkpoints} has none that is whole",
             fix="leave resume out to start anew",
+            key="resume",
         )
     return folder
 

@@ -235,7 +235,9 @@ def new_folder(wanted: Path) -> Path:
 def check_writable(runs_dir: Union[str, Path]) -> List[Problem]:
     """What would keep a run folder from being made, found without making anything."""
     if not str(runs_dir):
-        return [Problem("`runs_dir` is empty", fix="runs_dir=runs, or runs_dir=. for the working folder")]
+        return [
+            Problem("`runs_dir` is empty", fix="runs_dir=runs, or runs_dir=. for the working folder", key="runs_dir")
+        ]
     wanted = Path(runs_dir)
     existing = wanted.absolute()
     while not existing.exists() and existing != existing.parent:

@@ -27,12 +27,16 @@ def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> A
         ConfigError: It cannot be imported; the message names the real cause, also from deep inside a module.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise ConfigError(f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name")
+        raise ConfigError(
+            f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name", key=key
+        )
     parts = path.split(".")
     if parts[0] == "poptorch" and engine_module is not None:
         return _walk(engine_module, parts, 1, path, key)
     if len(parts) == 1:
-        raise ConfigError(f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name")
+        raise ConfigError(
+            f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name", key=key
+        )
     _make_working_folder_importable()
     module, used = _import_longest(parts, path, key)
     return _walk(module, parts, used, path, key)
@@ -61,6 +65,7 @@ def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, 
         f"`{key}`: no module named `{parts[0]}`",
         seen=path,
         fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that has it",
+        key=key,
     )
 
 
@@ -78,6 +83,7 @@ def _import_problem(path: str, key: str, module: str, error: Exception) -> Confi
         where=innermost_line(error),
         seen=f"{type(error).__name__}: {error}",
         fix=f"python -c 'import {module}' shows the whole traceback",
+        key=key,
     )
 
 
@@ -93,6 +99,7 @@ def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
                 seen=path,
                 known=", ".join(nearest or names[:12]),
                 fix=f"{key}={owner}.{nearest[0]}" if nearest else "",
+                key=key,
             )
         found = getattr(found, parts[index])
     return found

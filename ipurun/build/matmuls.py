@@ -69,7 +69,9 @@ class Forwards:
             if layer is None:
                 return None
             if module.max_norm is not None:
-                raise ConfigError(f"`memory.serialize`: `{name}` renormalises its rows (max_norm)")
+                raise ConfigError(
+                    f"`memory.serialize`: `{name}` renormalises its rows (max_norm)", key="memory.serialize"
+                )
             return _Lookup(module, layer.factor)
         if not hasattr(module, "weight") or module.weight.dim() != 2:
             return None  # a convolution: a mark on its output does

@@ -24,10 +24,12 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
         arguments, places, _ = _parts(node)
         wrong = [place for place in places if place not in _PLACES]
         if wrong:
-            problems.append(Problem(f"`{key}.on` knows no `{wrong[0]}`", known="train, eval"))
+            problems.append(Problem(f"`{key}.on` knows no `{wrong[0]}`", known="train, eval", key=f"{key}.on"))
         if "_target_" not in arguments:
             if name not in BUILT_IN:
-                problems.append(Problem(f"`{key}` has no `_target_`", known=f"by name alone: {', '.join(BUILT_IN)}"))
+                problems.append(
+                    Problem(f"`{key}` has no `_target_`", known=f"by name alone: {', '.join(BUILT_IN)}", key=key)
+                )
             else:
                 problems += check_arguments(BUILT_IN[name], arguments, key)
             continue
@@ -49,6 +51,7 @@ def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any]) ->
             f"`{key}={monitor}`: evaluation computes no such value",
             known=", ".join(known),
             fix=f"{key}={nearest[0]}" if nearest else f"metrics.{monitor}={{...}} to declare it",
+            key=key,
         )
     ]
 

@@ -23,4 +23,5 @@ def unmatched(key: str, pattern: str, names: Sequence[str], kind: str) -> Proble
         f"`{key}`: no {kind} of the model is called `{pattern}`",
         known=", ".join(nearest or list(names)[:12]),
         fix="`*` stands for any part of a name" if "*" not in pattern else "",
+        key=key,
     )

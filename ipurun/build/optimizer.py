@@ -64,7 +64,7 @@ def make_optimizer(call: Call, groups: Sequence[ParameterGroup], step: nn.Module
         return construct(call, engine_module, grouped)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"`optimizer`: {call.path} refuses its arguments", seen=f"{type(error).__name__}: {error}"
+            f"`optimizer`: {call.path} refuses its arguments", seen=f"{type(error).__name__}: {error}", key="optimizer"
         ) from error
 
 

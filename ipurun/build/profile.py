@@ -69,7 +69,11 @@ def meta_model(config: RunConfig) -> nn.Module:
     except ConfigError:
         model = make(config.model, "model", engine_module=emulator).to("meta")
     if not isinstance(model, nn.Module):
-        raise ConfigError("`model._target_` gives no torch.nn.Module", seen=f"an object of type {type(model).__name__}")
+        raise ConfigError(
+            "`model._target_` gives no torch.nn.Module",
+            seen=f"an object of type {type(model).__name__}",
+            key="model._target_",
+        )
     return model
 
 

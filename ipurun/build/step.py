@@ -111,14 +111,14 @@ def check_loss(config: LossConfig, engine_module: Optional[ModuleType] = None) -
     """All problems of the loss that show without a model."""
     if config.name is None:
         if config.args:
-            return [Problem("`loss.args` are set but no loss is", fix="loss.name=CrossEntropyLoss")]
+            return [Problem("`loss.args` are set but no loss is", fix="loss.name=CrossEntropyLoss", key="loss.args")]
         return []
     try:
         target = _find(config.name, engine_module)
     except ConfigError as error:
         return list(error.problems)
     if not callable(target):
-        return [Problem(f"`loss.name`: {config.name} is not callable")]
+        return [Problem(f"`loss.name`: {config.name} is not callable", key="loss.name")]
     return check_arguments(target, config.args, "loss.args", positional=0 if inspect.isclass(target) else 2)
 
 
@@ -157,4 +157,5 @@ def _find(name: str, engine_module: Optional[ModuleType]) -> Any:
         f"`loss.name`: PyTorch has no loss `{name}`",
         known=", ".join(nearest or sorted(known)),
         fix=f"loss.name={nearest[0]}" if nearest else "loss.name=module.my_loss for one of your own",
+        key="loss.name",
     )

@@ -56,7 +56,9 @@ def check_arguments(
             free = [known for known in named if known not in filled]
             problems.append(_unknown_argument(shown, str(name), wanted[name], free, key))
         elif name in filled and name not in given:
-            problems.append(Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}"))
+            problems.append(
+                Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}", key=f"{key}.{name}")
+            )
     if not kwargs.get("_partial_"):
         missing = [
             name
@@ -71,6 +73,7 @@ def check_arguments(
                 f"`{key}`: {shown} needs the argument `{name}`",
                 seen=", ".join(str(n) for n in wanted) or "no arguments",
                 fix=f"+{key}.{name}=VALUE",
+                key=key,
             )
             for name in missing
         ]
@@ -93,7 +96,11 @@ def check_node(
     except ConfigError as error:
         return list(error.problems) + problems
     if not callable(target):
-        problems.append(Problem(f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}"))
+        problems.append(
+            Problem(
+                f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}", key=f"{key}._target_"
+            )
+        )
         return problems
     return check_arguments(target, node, key, given, positional, node["_target_"]) + problems
 
@@ -142,6 +149,7 @@ def make(
             where=innermost_line(error),
             seen=f"{type(error).__name__}: {error}",
             fix="--debug shows the whole traceback",
+            key=key,
         ) from error
 
 
@@ -231,6 +239,7 @@ def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: 
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes none",
         fix=f"{key}.{nearest[0]}={value}" if nearest else f"~{key}.{name} leaves it out",
+        key=f"{key}.{name}",
     )
 
 

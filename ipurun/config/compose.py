@@ -170,12 +170,14 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             fixes = " ".join(f"{key}=VALUE" for key in missing)
-            return None, [Problem(f"`{key}` has no value", "the config says ???", fix=fixes) for key in missing]
+            return None, [
+                Problem(f"`{key}` has no value", "the config says ???", fix=fixes, key=key) for key in missing
+            ]
         typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return None, [
-            Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value))
+            Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value), key=key)
             for key, value in _unresolvable(config)
         ]
     # YAML 1.1 reads the key `on` as true.

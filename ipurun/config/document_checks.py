@@ -47,11 +47,15 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
             fix = f"write {close[0]}" if close else ""
             if entry.key in groups:
                 known, fix = "", f"choose it in the defaults list: - override /{entry.key}: NAME"
-            problems.append(Problem(f"unknown key `{entry.key}`", document.where(entry.line), known=known, fix=fix))
+            problems.append(
+                Problem(f"unknown key `{entry.key}`", document.where(entry.line), known=known, fix=fix, key=entry.key)
+            )
             continue
         wrong = keys.type_problem(entry.key, _value(entry))
         if wrong is not None:
-            problems.append(Problem(f"`{entry.key}` takes {wrong[0]}", document.where(entry.line), seen=wrong[1]))
+            problems.append(
+                Problem(f"`{entry.key}` takes {wrong[0]}", document.where(entry.line), seen=wrong[1], key=entry.key)
+            )
     return problems
 
 

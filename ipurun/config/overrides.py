@@ -148,6 +148,7 @@ def _check(
             f"`{key}` has several values, which is a sweep",
             where,
             fix=f"-m {word}  (or quote a list: '{key}=[{word.partition('=')[2]}]')",
+            key=key,
         )
     if key in ("hydra/launcher", "hydra/sweeper") and values != ("basic",):
         return Problem(
@@ -155,6 +156,7 @@ def _check(
             where,
             seen="ipurun runs the points of a sweep itself, each in a process of its own",
             fix="leave it out; see docs/how-to/sweeps.md",
+            key=key,
         )
     if key.startswith("hydra"):
         return None
@@ -166,7 +168,7 @@ def _check(
     for value in parts:
         wrong = keys.type_problem(key, value)
         if wrong is not None:
-            return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1], fix=keys.example(key))
+            return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1], fix=keys.example(key), key=key)
     return None
 
 
@@ -183,6 +185,7 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
                 seen=name or "nothing",
                 known=listing(groups[group], most=40),
                 fix="ipurun ls" if group == "recipe" else fix,
+                key=group,
             )
         close = nearest(name, groups[group], most=1)
         return Problem(
@@ -190,6 +193,7 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
             where,
             known=listing(groups[group], most=40),
             fix=f"{'+' if group == 'recipe' else ''}{group}={close[0]}" if close else "ipurun ls",
+            key=group,
         )
     return None
 
@@ -202,7 +206,7 @@ def _unknown(key: str, word: str, words: Sequence[str], command: str) -> Problem
         better = [f"{close[0]}={value}" if other == word else other for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
     known = ", ".join(close) if close else "run `ipurun ls keys` to see every key"
-    return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix)
+    return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)
 
 
 def _late(word: str) -> Optional[Parsed]:

@@ -27,7 +27,7 @@ def check_folder(
     """
     where = f"data.root={root}"
     if not root.is_dir():
-        raise ConfigError("`data.root` is not a folder", where=where, seen=str(root), fix=advice)
+        raise ConfigError("`data.root` is not a folder", where=where, seen=str(root), fix=advice, key="data.root")
     missing = [name for name in names if find(root, name) is None]
     if missing:
         raise ConfigError(
@@ -36,4 +36,5 @@ def check_folder(
             seen="missing " + ", ".join(missing),
             known=", ".join(names) + f" (each may end in {ending})",
             fix=advice,
+            key="data.root",
         )

@@ -30,6 +30,7 @@ class TensorBoardLogger(Observer):
                 "`logger.tensorboard` needs a package that is not installed",
                 seen=str(err),
                 fix="pip install 'ipurun[tensorboard]', or leave the logger out",
+                key="logger.tensorboard",
             ) from err
         self._writer: Any = SummaryWriter(log_dir or str(Path(folder) / "tensorboard"))
 

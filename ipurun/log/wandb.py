@@ -40,6 +40,7 @@ class WandbLogger(Observer):
                 "`logger.wandb` needs a package that is not installed",
                 seen=str(err),
                 fix="pip install 'ipurun[wandb]', or leave the logger out",
+                key="logger.wandb",
             ) from err
         self._wandb: Any = wandb
         self._arguments = {"project": project, "entity": entity, "mode": mode, "tags": tags}

@@ -66,6 +66,7 @@ def match_names(
             f"`{key}`: `{pattern}` is not a regular expression",
             seen=str(error),
             fix="see Python's `re`; without `re:` the text is a name or a pattern such as layers.*.attn",
+            key=key,
         )
         return []
     fitting = [(name, expression.fullmatch(name)) for name in known if name]
@@ -81,7 +82,9 @@ def names_in(value: Any, key: str, found: Findings) -> List[str]:
         return []
     entries = [value] if isinstance(value, (str, int)) else list(value) if isinstance(value, (list, tuple)) else None
     if entries is None or not all(isinstance(entry, (str, int)) and not isinstance(entry, bool) for entry in entries):
-        found.problem(f"`{key}` takes a module name or a list of them", seen=str(value), fix=f"{key}=[NAME, ...]")
+        found.problem(
+            f"`{key}` takes a module name or a list of them", seen=str(value), fix=f"{key}=[NAME, ...]", key=key
+        )
         return []
     return [str(entry) for entry in entries]  # a name may look like a number: `0` of a Sequential
 
@@ -108,6 +111,7 @@ def unmatched(
             f"`{key}` names `{name}`, which may be any of {len(ends)} {what}s",
             known=listing(ends),
             fix=f"the full name, such as `{ends[0]}`, or the pattern `**.{_dotted(name)}` for all of them",
+            key=key,
         )
         return
     close = ends or nearest(name, names) or _siblings(_dotted(name), names)
@@ -116,6 +120,7 @@ def unmatched(
         f"`{key}` names `{name}`, and {owner} no such {what}",
         known=listing(close or top or names),
         fix=f"`{_in_the_form_of(name, close[0])}` instead of `{name}`" if close else "one of the names above",
+        key=key,
     )
 
 

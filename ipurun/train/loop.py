@@ -234,7 +234,7 @@ class _Trainer:
         value = result.metrics.get(run.monitor)
         if value is None:
             known = ", ".join(result.metrics)
-            raise RunError(f"`monitor={run.monitor}` is no value of the evaluation", known=known)
+            raise RunError(f"`monitor={run.monitor}` is no value of the evaluation", known=known, key="monitor")
         improved = self._saver.note_value(value)
         if run.schedule.report(value):
             run.training_model.setOptimizer(run.optimizer)
