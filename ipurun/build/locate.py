@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -10,6 +9,7 @@ import traceback
 from types import ModuleType
 from typing import Any, List, Optional, Tuple
 
+from ipurun.config.suggest import nearest
 from ipurun.errors import ConfigError
 
 __all__ = ["innermost_line", "locate"]
@@ -93,12 +93,12 @@ def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
         if not hasattr(found, parts[index]):
             owner = ".".join(parts[:index])
             names = [name for name in dir(found) if not name.startswith("_")]
-            nearest = difflib.get_close_matches(parts[index], names, n=3)
+            close = nearest(parts[index], names)
             raise ConfigError(
                 f"`{key}`: {owner} has no `{parts[index]}`",
                 seen=path,
-                known=", ".join(nearest or names[:12]),
-                fix=f"{key}={owner}.{nearest[0]}" if nearest else "",
+                known=", ".join(close or names[:12]),
+                fix=f"{key}={owner}.{close[0]}" if close else "",
                 key=key,
             )
         found = getattr(found, parts[index])

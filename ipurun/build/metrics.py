@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from types import ModuleType
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from ipurun.build.targets import check_arguments, check_node, locate, make
+from ipurun.config.suggest import nearest
 from ipurun.errors import Problem
 from ipurun.train.metrics import BUILT_IN, MeanOf, MetricSet
 
@@ -45,12 +45,12 @@ def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any]) ->
     known = ["loss", *(name for name, node in nodes.items() if "eval" in _parts(node)[1])]
     if monitor is None or monitor.split("/")[0] in known:
         return []
-    nearest = difflib.get_close_matches(monitor, known, n=1)
+    close = nearest(monitor, known, most=1)
     return [
         Problem(
             f"`{key}={monitor}`: evaluation computes no such value",
             known=", ".join(known),
-            fix=f"{key}={nearest[0]}" if nearest else f"metrics.{monitor}={{...}} to declare it",
+            fix=f"{key}={close[0]}" if close else f"metrics.{monitor}={{...}} to declare it",
             key=key,
         )
     ]

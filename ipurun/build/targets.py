@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipurun.build.locate import innermost_line, locate
+from ipurun.config.suggest import nearest
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "locate", "make"]
@@ -234,11 +234,11 @@ def _refused_argument(
 
 
 def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:
-    nearest = difflib.get_close_matches(name, known, n=1)
+    close = nearest(name, known, most=1)
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes none",
-        fix=f"{key}.{nearest[0]}={value}" if nearest else f"~{key}.{name} leaves it out",
+        fix=f"{key}.{close[0]}={value}" if close else f"~{key}.{name} leaves it out",
         key=f"{key}.{name}",
     )
 

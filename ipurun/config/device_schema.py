@@ -26,8 +26,8 @@ class PipelineConfig:
 
     split: Any = option(
         [],
-        "Module names or patterns (docs/reference/patterns.md); each next IPU begins at one of them. Empty: the model is "
-        "not split. auto: solved.",
+        "Module names or patterns (docs/reference/patterns.md); each next IPU begins at one of them. Empty: the model "
+        "is not split. auto: solved.",
     )
     layers: Optional[Any] = option(
         None,
@@ -149,8 +149,8 @@ class MemoryConfig:
     )
     serialize: Dict[str, Any] = option(
         {},
-        "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts it is done in, or "
-        "{factor: 4, mode: output_channels}; modes: input_channels, reducing_dim, output_channels.",
+        "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts it is done in, "
+        "or {factor: 4, mode: output_channels}; modes: input_channels, reducing_dim, output_channels.",
     )
     overlap_io: str = option(
         "none",

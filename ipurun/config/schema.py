@@ -159,7 +159,8 @@ class RunConfig:
     )
     precision_rules: Dict[str, str] = option(
         {},
-        "Module name or pattern (docs/reference/patterns.md) -> 16 or 32: it computes in that, with casts at its edges.",
+        "Module name or pattern (docs/reference/patterns.md) -> 16 or 32: that module computes in it, with casts "
+        "at its edges.",
     )
     partials: Optional[str] = option(
         None,
