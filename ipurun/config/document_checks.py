@@ -42,9 +42,12 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
             continue
         if not keys.is_known(entry.key):
             unknown.append(entry.key)
-            close = keys.meant(entry.key)
-            known = ", ".join(close) if close else "run `ipurun ls keys` to see every key"
-            fix = f"write {close[0]}" if close else ""
+            value = _value(entry)
+            meant = keys.meant(entry.key, value)
+            known = ", ".join(meant.keys) if meant.keys else "run `ipurun ls keys` to see every key"
+            fix = ""
+            if meant.keys and (value is None or meant.value is not None):
+                fix = f"write {meant.keys[0]}" + ("" if meant.value in (None, value) else f": {meant.value}")
             if entry.key in groups:
                 known, fix = "", f"choose it in the defaults list: - override /{entry.key}: NAME"
             problems.append(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Optional, Tuple
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ipurun.config.foreign import in_our_words
 from ipurun.config.option import Key, walk_keys
 from ipurun.config.schema import RunConfig
 from ipurun.config.suggest import nearest
 
-__all__ = ["all_keys", "example", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
+__all__ = ["Meant", "all_keys", "example", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
 
 
 @functools.lru_cache(maxsize=None)
@@ -41,9 +43,46 @@ def is_known(path: str) -> bool:
     return path in all_keys() or is_node(path) or open_node_above(path) is not None
 
 
-def meant(path: str) -> List[str]:
-    """Keys that an unknown one may have meant."""
-    return nearest(path, all_keys())
+@dataclass(frozen=True)
+class Meant:
+    """Keys that an unknown one may have meant, best first.
+
+    Args:
+        keys: The keys.
+        value: What the first takes to mean what was written; None where no value of it does.
+    """
+
+    keys: Tuple[str, ...] = ()
+    value: Any = None
+
+
+def meant(path: str, value: Any = None) -> Meant:
+    """Keys that an unknown one may have meant: what another tool calls so, or close names that take the value.
+
+    Args:
+        path: The unknown key.
+        value: What it was set to; None: any key will do.
+    """
+    key, translated = in_our_words(path, value) or ("", None)
+    if key and (value is None or (translated is not None and (translated != value or _takes(key, translated)))):
+        return Meant((key,), translated)
+    nodes = {name.rpartition(".")[0] for name in all_keys()} - {""} if isinstance(value, dict) else set()
+    close = nearest(path, [*all_keys(), *sorted(nodes)], most=8)
+    fitting = [name for name in close if value is None or _takes(name, value)][:3]
+    if fitting:
+        return Meant(tuple(fitting), value)
+    return Meant((key,) if key else ())
+
+
+def _takes(path: str, value: Any) -> bool:
+    key = all_keys().get(path)
+    if "." not in path and isinstance(value, str) and (is_node(path) or (key is not None and key.is_open)):
+        return True  # the choice of a file, as in `optimizer=adam`
+    if key is not None and key.choices and str(value) not in key.choices:
+        return False
+    if key is not None and key.minimum is not None and isinstance(value, (int, float)) and value < key.minimum:
+        return False
+    return type_problem(path, value) is None
 
 
 def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:

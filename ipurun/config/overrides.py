@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from ipurun.config import keys
@@ -93,7 +93,7 @@ def parse(
         key = str(override.key_or_group)
         problem = _check(override, key, values, groups, multirun, word)
         if problem is None and not (key.startswith("hydra") or key in groups or keys.is_known(key)):
-            problem = _unknown(key, word, words, command)
+            problem = _unknown(override, word, words, command)
         if problem is not None:
             problems.append(problem)
             missing_files = missing_files or key in groups
@@ -198,15 +198,25 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
     return None
 
 
-def _unknown(key: str, word: str, words: Sequence[str], command: str) -> Problem:
-    close = keys.meant(key)
-    value = word.partition("=")[2]
+def _unknown(override: Override, word: str, words: Sequence[str], command: str) -> Problem:
+    key = str(override.key_or_group)
+    value = None if override.is_delete() or override.is_sweep_override() else override.value()
+    value = str(value) if isinstance(value, QuotedString) else value
+    meant = keys.meant(key, value)
+    text = word.partition("=")[2]
     fix = ""
-    if close:
-        better = [f"{close[0]}={value}" if other == word else other for other in words]
+    if meant.keys and (value is None or meant.value is not None):
+        text = text if meant.value in (None, value) else _as_typed(meant.value)
+        better = [f"{meant.keys[0]}={text}" if other == word else other for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
-    known = ", ".join(close) if close else "run `ipurun ls keys` to see every key"
+    known = ", ".join(meant.keys) if meant.keys else "run `ipurun ls keys` to see every key"
     return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{inner}" for name, inner in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _late(word: str) -> Optional[Parsed]:
@@ -224,7 +234,7 @@ def _late(word: str) -> Optional[Parsed]:
 def _unreadable(word: str, error: HydraException) -> Problem:
     where = f"command line: {word}"
     if "=" not in word and not word.startswith("~"):
-        close = keys.meant(word)
+        close = keys.meant(word).keys
         return Problem(
             f"`{word}` is not an override",
             where,
