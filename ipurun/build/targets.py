@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipurun.build.locate import innermost_line, locate
-from ipurun.config.suggest import nearest
+from ipurun.config.keys import argument_meant
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "locate", "make"]
@@ -234,7 +234,7 @@ def _refused_argument(
 
 
 def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:
-    close = nearest(name, known, most=1)
+    close = argument_meant(key, name, known)
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes none",

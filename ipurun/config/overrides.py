@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from ipurun.config import keys
+from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.config.suggest import listing, nearest
 from ipurun.errors import ConfigError, Problem
 
@@ -168,11 +169,27 @@ def _check(
     for value in parts:
         wrong = keys.type_problem(key, value)
         if wrong is not None:
-            return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1], fix=keys.example(key), key=key)
+            return Problem(
+                f"`{key}` takes {wrong[0]}",
+                where,
+                seen=wrong[1],
+                fix=_sweep_of(key, value) or keys.example(key),
+                key=key,
+            )
     return None
 
 
+def _sweep_of(key: str, value: Any) -> str:
+    """How to type a list for a key that takes one value."""
+    if not isinstance(value, list) or len(value) < 2:
+        return ""
+    return f"{key}={value[0]}, or a run for each of them: -m {key}={','.join(map(str, value))}"
+
+
 def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: str) -> Optional[Problem]:
+    for value in values:
+        if value.startswith("[") and "," in value and group in ONE_CHOICE:
+            return several_choices(group, [name.strip() for name in value.strip("[]").split(",")], where)
     chosen = [name for value in values for name in value.strip("[]").split(",")]
     for name in (name.strip() for name in chosen):
         if name in groups[group]:
@@ -206,7 +223,7 @@ def _unknown(override: Override, word: str, words: Sequence[str], command: str) 
     text = word.partition("=")[2]
     fix = ""
     if meant.keys and (value is None or meant.value is not None):
-        text = text if meant.value in (None, value) else _as_typed(meant.value)
+        text = text if meant.value is None or repr(meant.value) == repr(value) else _as_typed(meant.value)
         better = [f"{meant.keys[0]}={text}" if other == word else other for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
     known = ", ".join(meant.keys) if meant.keys else "run `ipurun ls keys` to see every key"

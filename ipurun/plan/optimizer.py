@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun import manifest
+from ipurun.config.keys import argument_meant
 from ipurun.config.schema import RunConfig
 from ipurun.config.setter_values import BadValueError, convert
 from ipurun.config.suggest import listing, nearest
@@ -102,7 +103,7 @@ def _arguments(
         if name == "max_grad_norm" and name not in known:
             _refuse_clipping(target, key, values, found)
         elif name not in known:
-            close = nearest(name, known)
+            close = argument_meant(key, name, list(known))
             found.problem(
                 f"`{key}.{name}`: {target} has no argument `{name}`",
                 seen=f"{key}.{name}={value}",
