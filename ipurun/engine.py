@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Dict, Optional
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["Engine", "load", "probe"]
 
@@ -59,11 +59,10 @@ def load(choice: str) -> Engine:
     if choice == "auto":
         return _emulator()
     raise ConfigError(
-        Problem(
-            "`engine=ipu` finds no IPU",
-            seen=f"PopTorch {_version(poptorch)} is installed, but no IPU can be attached",
-            fix="check the partition with `gc-info -l`, or run with engine=ipu_model or engine=cpu",
-        )
+        "`engine=ipu` finds no IPU",
+        seen=f"PopTorch {_version(poptorch)} is installed, but no IPU can be attached",
+        fix="check the partition with `gc-info -l`, or run with engine=ipu_model or engine=cpu",
+        key="engine",
     )
 
 
@@ -140,21 +139,19 @@ def _is_emulator(module: ModuleType) -> bool:
 def _import_poptorch(choice: str) -> ModuleType:
     if not _poptorch_is_installed():
         raise ConfigError(
-            Problem(
-                f"`engine={choice}` needs PopTorch, which is not installed here",
-                seen=f"Python {platform.python_version()} at {sys.executable}",
-                fix="enable Graphcore's SDK and install its poptorch wheel, or run with engine=cpu",
-            )
+            f"`engine={choice}` needs PopTorch, which is not installed here",
+            seen=f"Python {platform.python_version()} at {sys.executable}",
+            fix="enable Graphcore's SDK and install its poptorch wheel, or run with engine=cpu",
+            key="engine",
         )
     try:
         return importlib.import_module("poptorch")
     except Exception as error:
         raise ConfigError(
-            Problem(
-                f"`engine={choice}`: PopTorch is installed but cannot be imported",
-                seen=f"{type(error).__name__}: {error}",
-                fix="source the SDK's enable scripts (`source <sdk>/enable`), or run with engine=cpu",
-            )
+            f"`engine={choice}`: PopTorch is installed but cannot be imported",
+            seen=f"{type(error).__name__}: {error}",
+            fix="source the SDK's enable scripts (`source <sdk>/enable`), or run with engine=cpu",
+            key="engine",
         ) from error
 
 

@@ -35,6 +35,7 @@ class Problem:
         seen: The value or state that was met.
         known: What exists instead (names, allowed values).
         fix: What to do, preferably something to type.
+        key: The config key it is about, by which later problems of the same key are left out and `where` is found.
     """
 
     what: str
@@ -42,6 +43,7 @@ class Problem:
     seen: str = ""
     known: str = ""
     fix: str = ""
+    key: str = ""
 
     def __str__(self) -> str:
         labelled = (("at", self.where), ("seen", self.seen), ("known", self.known), ("try", self.fix))
@@ -51,7 +53,7 @@ class Problem:
 
     def to_dict(self) -> dict:
         """The problem as JSON-ready data, empty parts left out."""
-        return {key: value for key, value in vars(self).items() if value}
+        return {name: text for name, text in vars(self).items() if text}
 
 
 def _field(label: str, text: str) -> str:
@@ -65,11 +67,26 @@ def _field(label: str, text: str) -> str:
 
 
 class IpurunError(Exception):
-    """Something the user has to hear about, as one or more problems."""
+    """One or more problems that the user has to solve.
+
+    Args:
+        problems: A problem, several of them, or what is wrong in words; the other arguments then complete the problem.
+        where: As in `Problem`, as are the following.
+    """
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, problems: Union[Problem, Iterable[Problem]]) -> None:
+    def __init__(
+        self,
+        problems: Union[str, Problem, Iterable[Problem]],
+        where: str = "",
+        seen: str = "",
+        known: str = "",
+        fix: str = "",
+        key: str = "",
+    ) -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems, where, seen, known, fix, key)
         listed: Sequence[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
         self.problems: Tuple[Problem, ...] = tuple(dict.fromkeys(listed))
         super().__init__("\n\n".join(str(problem) for problem in self.problems))

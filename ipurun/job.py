@@ -130,12 +130,11 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
     folder = RunFolder.open(resume)
     if latest(folder) is None:
         raise ConfigError(
-            Problem(
-                f"the run `{resume}` has no checkpoint to go on from",
-                where="resume",
-                seen=f"{folder.checkpoints} has none that is whole",
-                fix="leave resume out to start anew",
-            )
+            f"the run `{resume}` has no checkpoint to go on from",
+            where="resume",
+            seen=f"{folder.checkpoints} has none that is whole",
+            fix="leave resume out to start anew",
+            key="resume",
         )
     return folder
 
@@ -161,11 +160,9 @@ def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, l
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise _unwritable(folder, error) from error
         raise RunError(
-            Problem(
-                f"the run failed: {_reason(error)}",
-                where=_last_line(error),
-                fix=f"the whole traceback is in {folder.log_file}",
-            )
+            f"the run failed: {_reason(error)}",
+            where=_last_line(error),
+            fix=f"the whole traceback is in {folder.log_file}",
         ) from error
 
 
@@ -173,11 +170,9 @@ def _unwritable(folder: RunFolder, error: OSError) -> RunError:
     saved = latest(folder)
     go_on = f"ipurun train resume={folder}" if saved is not None else "start again"
     return RunError(
-        Problem(
-            f"the run folder `{folder}` cannot be written any more",
-            seen=str(error.strerror or error),
-            fix=f"make room, then {go_on}; runs_dir=FOLDER puts runs elsewhere, checkpoint.keep=1 takes less",
-        )
+        f"the run folder `{folder}` cannot be written any more",
+        seen=str(error.strerror or error),
+        fix=f"make room, then {go_on}; runs_dir=FOLDER puts runs elsewhere, checkpoint.keep=1 takes less",
     )
 
 

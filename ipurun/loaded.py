@@ -9,7 +9,7 @@ from typing import Optional, Sequence
 from ipurun.build import Run, build_run
 from ipurun.build.data import split_for_eval
 from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.prepare import prepare
 from ipurun.rundir import RunFolder
 from ipurun.stored import stored_point
@@ -66,9 +66,7 @@ def split_to_use(run: Run, asked: Optional[str]) -> str:
         return "test"
     split = split_for_eval(run.eval_loaders, wanted)
     if split is None:
-        raise ConfigError(
-            Problem("the data has no eval or test split", known=", ".join(run.eval_loaders), fix="--split train")
-        )
+        raise ConfigError("the data has no eval or test split", known=", ".join(run.eval_loaders), fix="--split train")
     return split
 
 
@@ -84,5 +82,5 @@ def _checkpoint(folder: RunFolder, file: Optional[str], use_best: bool) -> Check
         what = f"the run `{folder}` has no {kind}"
         damaged = damaged_files(folder)
         seen = f"damaged or incomplete: {', '.join(damaged)}" if damaged else ""
-        raise ConfigError(Problem(what, str(folder.checkpoints), seen, names, "train first, or take another run"))
+        raise ConfigError(what, str(folder.checkpoints), seen, names, "train first, or take another run")
     return found

@@ -17,7 +17,7 @@ from ipurun.build.sampling import seeded
 from ipurun.build.structure import first_item
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.plan import make_plan
 from ipurun.plan.devices import MAX_IPUS
 from ipurun.plan.placement_forms import is_auto
@@ -109,17 +109,13 @@ def calibrated_words(outlook: Outlook, folder: Path) -> List[str]:
         measured = measured_throughput(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            Problem(
-                "`--calibrate` needs the folder of a run", "command line", seen=str(error), fix="--calibrate RUN_FOLDER"
-            )
+            "`--calibrate` needs the folder of a run", "command line", seen=str(error), fix="--calibrate RUN_FOLDER"
         ) from error
     if engine != "ipu":
         raise ConfigError(
-            Problem(
-                "`--calibrate` needs a run on IPUs",
-                str(folder),
-                seen=f"it ran on the engine {engine}, whose speed says nothing of an IPU",
-            )
+            "`--calibrate` needs a run on IPUs",
+            str(folder),
+            seen=f"it ran on the engine {engine}, whose speed says nothing of an IPU",
         )
     own = outlook.situation
     row = Measurement("run", "run", own.profile, own.layout, own.settings, own.machine.clock_hz, measured)
@@ -136,11 +132,9 @@ def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
     if plan.own_blocks:
         names = [block.block_id or block.module or "a block without a name" for block in plan.own_blocks]
         raise ConfigError(
-            Problem(
-                "`--solve` finds a split, and the model's code has one already",
-                seen=f"blocks begun in the code: {', '.join(dict.fromkeys(names))}",
-                fix="take poptorch.Block and poptorch.BeginBlock out of the model, or plan without --solve",
-            )
+            "`--solve` finds a split, and the model's code has one already",
+            seen=f"blocks begun in the code: {', '.join(dict.fromkeys(names))}",
+            fix="take poptorch.Block and poptorch.BeginBlock out of the model, or plan without --solve",
         )
     batch = plan.training
     goal = Goal(

@@ -6,7 +6,6 @@ The rooms each find their own problems; here they are gathered, so that a user h
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import List
 
@@ -50,34 +49,26 @@ def prepare(point: Point, on_paper: bool = False, checks_only: bool = False) -> 
         subject = inspect(config, engine, on_paper=on_paper or checks_only)
         config, facts = auto_split(config, subject, on_paper)
     except ConfigError as error:
-        problems += _untold(error, problems, point)
+        problems += _new_problems(error, problems, point)
         # Without the model and the data much can still be checked.
         facts = Facts("cpu", "") if engine is None else Facts(engine.kind, engine.version, engine.available_ipus)
     try:
         plan = make_plan(config, dataclasses.replace(facts, on_paper=on_paper))
     except ConfigError as error:
-        problems += _untold(error, problems, point)
+        problems += _new_problems(error, problems, point)
     if problems or engine is None or subject is None or plan is None:
         raise ConfigError(problems)
     return Prepared(point, engine, subject, plan)
 
 
-def _untold(error: ConfigError, problems: List[Problem], point: Point) -> List[Problem]:
-    """What an error adds: a key that already has its problem would only be complained about twice."""
-    told = {key for problem in problems for key in _keys(problem)}
-    return [_located(problem, point) for problem in error.problems if not told & set(_keys(problem)[:1])]
-
-
-def _keys(problem: Problem) -> List[str]:
-    return re.findall(r"`([\w.]+)", problem.what)
+def _new_problems(error: ConfigError, problems: List[Problem], point: Point) -> List[Problem]:
+    """What an error adds: of a key that has its problem already, no second one is reported."""
+    reported = {problem.key for problem in problems if problem.key}
+    return [_located(problem, point) for problem in error.problems if problem.key not in reported]
 
 
 def _located(problem: Problem, point: Point) -> Problem:
-    # The rooms behind the config speak of keys; only the point knows who set them.
-    if problem.where:
+    # Later packages speak of keys; only the point knows who set them.
+    if problem.where or not problem.key:
         return problem
-    for key in _keys(problem):
-        where = point.where(key)
-        if where:
-            return dataclasses.replace(problem, where=where)
-    return problem
+    return dataclasses.replace(problem, where=point.where(problem.key))

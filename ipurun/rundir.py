@@ -144,9 +144,7 @@ class RunFolder:
         seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
         parent = folder.path.parent
         runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
-        raise ConfigError(
-            Problem(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
-        )
+        raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
 
     def overrides(self) -> List[str]:
         """What was typed to start this run."""
@@ -237,7 +235,9 @@ def new_folder(wanted: Path) -> Path:
 def check_writable(runs_dir: Union[str, Path]) -> List[Problem]:
     """What would keep a run folder from being made, found without making anything."""
     if not str(runs_dir):
-        return [Problem("`runs_dir` is empty", fix="runs_dir=runs, or runs_dir=. for the working folder")]
+        return [
+            Problem("`runs_dir` is empty", fix="runs_dir=runs, or runs_dir=. for the working folder", key="runs_dir")
+        ]
     wanted = Path(runs_dir)
     existing = wanted.absolute()
     while not existing.exists() and existing != existing.parent:

@@ -13,7 +13,8 @@ from ipurun.config import compose
 from ipurun.config.compose import Point
 from ipurun.config.folders import builtin_folder
 from ipurun.config.words import split_words
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
+from ipurun.plan.patterns import widened
 from ipurun.rundir import RunFolder
 
 __all__ = ["stored_point"]
@@ -38,13 +39,12 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     words = split_words(argv)
     if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
         raise ConfigError(
-            Problem(
-                "a stored run takes overrides of keys, no recipe and no sweep",
-                where=f"command line: {' '.join(argv)}",
-                fix="leave the recipe and -m out: the run folder has its config",
-            )
+            "a stored run takes overrides of keys, no recipe and no sweep",
+            where=f"command line: {' '.join(argv)}",
+            fix="leave the recipe and -m out: the run folder has its config",
         )
     stored = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config_file)))
+    _keep_matching(stored.get("optimizer") or {})
     groups = _groups()
     for group in groups:
         if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides):
@@ -62,6 +62,19 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
         recipes=tuple(recipes),
         changed=changed,
     )
+
+
+def _keep_matching(optimizer: Dict[str, Any]) -> None:
+    """Let the groups of a run that an earlier version stored match what they matched then.
+
+    In runs of this version nothing changes: a pattern that would match more with wide wildcards was refused.
+    """
+    for group in optimizer.get("groups") or ():
+        match = group.get("match") if isinstance(group, dict) else None
+        if isinstance(match, str):
+            group["match"] = widened(match)
+        elif isinstance(match, list):
+            group["match"] = [widened(str(pattern)) for pattern in match]
 
 
 def _groups() -> List[str]:

@@ -85,3 +85,9 @@ def test_a_stored_config_that_is_damaged_is_told(folder: RunFolder, content: byt
     folder.config_file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         stored_point(folder, [])
+
+
+def test_groups_of_a_run_of_an_earlier_version_match_what_they_matched(folder: RunFolder) -> None:
+    config = one(["+recipe=mnist", "optimizer.groups=[{match: conv*.bias, lr: 0.1}]"]).config
+    folder.config_file.write_text(to_yaml(config))
+    assert stored_point(folder, []).config.optimizer["groups"] == [{"match": "conv**.bias", "lr": 0.1}]

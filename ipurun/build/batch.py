@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["as_call", "leading_rows", "map_tensors", "pick", "split_target", "target_of", "with_loss"]
 
@@ -114,7 +114,7 @@ def _place(output: Any, which: Optional[str], loss: bool) -> Any:
     if not isinstance(output, (list, tuple)) or not output:
         kind = f"an empty {type(output).__name__}" if isinstance(output, (list, tuple)) else type(output).__name__
         fix = "return a tensor, or a tuple, list or dict of tensors, from forward"
-        raise ConfigError(Problem(f"`model`: the model returns {kind}", fix=fix))
+        raise ConfigError(f"`model`: the model returns {kind}", fix=fix, key="model")
     index = _index(which, len(output)) if which is not None else (len(output) - 1 if loss else 0)
     if index is None:
         raise _absent("loss.output", f"the model's output has no item `{which}`; it has {len(output)} items")
@@ -152,7 +152,7 @@ def _index(key: Optional[str], size: int) -> Optional[int]:
 
 
 def _absent(key: str, what: str) -> ConfigError:
-    return ConfigError(Problem(f"`{key}`: {what}", fix=f"{key}=an index or a key that is there"))
+    return ConfigError(f"`{key}`: {what}", fix=f"{key}=an index or a key that is there", key=key)
 
 
 def _shown(items: Sequence[Any], named: Mapping[str, Any]) -> str:

@@ -40,7 +40,9 @@ def _loading(path: str) -> Callable[[], None]:
             ctypes.CDLL(path)
         except OSError as error:
             fix = "build the library, and give its path from the working folder"
-            raise ConfigError(Problem("`custom_ops.libraries` cannot be loaded", seen=str(error), fix=fix)) from error
+            raise ConfigError(
+                "`custom_ops.libraries` cannot be loaded", seen=str(error), fix=fix, key="custom_ops.libraries"
+            ) from error
 
     return load
 
@@ -52,11 +54,11 @@ def _registration(name: str, given: Any, engine: Engine) -> Callable[[], None]:
         domain, separator, op = name.rpartition("/")
         if not separator or not domain or not op:
             fix = 'custom_ops.cpu={"my.domain/MyOp": module.function}'
-            raise ConfigError(Problem("`custom_ops.cpu` names ops as DOMAIN/NAME", seen=name, fix=fix))
+            raise ConfigError("`custom_ops.cpu` names ops as DOMAIN/NAME", seen=name, fix=fix, key="custom_ops.cpu")
         functions = {"forward": given} if isinstance(given, str) else given
         if not isinstance(functions, Mapping) or "forward" not in functions or set(functions) - set(_FUNCTIONS):
             fix = "module.function, or {forward: module.function, backward: module.function}"
-            raise ConfigError(Problem(f"`{key}` takes the function that computes the op", seen=repr(given), fix=fix))
+            raise ConfigError(f"`{key}` takes the function that computes the op", seen=repr(given), fix=fix, key=key)
         found = {kind: locate(path, key, engine.module) for kind, path in functions.items()}
         engine.module.ops.register_cpu_implementation(op, domain, found["forward"], found.get("backward"))
 

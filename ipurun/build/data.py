@@ -32,6 +32,7 @@ def check_data(node: Mapping[str, Any], engine_module: Optional[ModuleType] = No
             Problem(
                 "no data: `data._target_` is not set",
                 fix="data._target_=module.DataSet, or data=synthetic to try the model on made-up samples",
+                key="data._target_",
             )
         ]
     problems = []
@@ -51,6 +52,7 @@ def check_sample(sample: Any) -> List[Problem]:
             "`data` gives samples with text in them, and a device takes tensors",
             seen=f"{', '.join(unfit)} in the first sample",
             fix="turn it into numbers in __getitem__, or name a function that does: loader.collate=module.function",
+            key="data",
         )
     ]
 
@@ -82,7 +84,7 @@ def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = N
         splits.update(made if name == "train" else {name: made[name]})
     if "train" not in splits:
         raise ConfigError(
-            Problem("`data` gives no training split", seen=", ".join(splits) or "nothing", known="train, eval, test")
+            "`data` gives no training split", seen=", ".join(splits) or "nothing", known="train, eval, test", key="data"
         )
     return splits
 
@@ -98,9 +100,10 @@ def split_for_eval(splits: Mapping[str, Any], asked: Optional[str]) -> Optional[
     name = _SYNONYMS.get(asked, asked)
     if name not in splits:
         raise ConfigError(
-            Problem(
-                f"`eval.split={asked}`: the data has no such split", known=", ".join(splits), fix="eval.split=train"
-            )
+            f"`eval.split={asked}`: the data has no such split",
+            known=", ".join(splits),
+            fix="eval.split=train",
+            key="eval.split",
         )
     return name
 
@@ -146,14 +149,13 @@ def _as_splits(made: Any, name: str, key: str) -> Dict[str, Any]:
     for split, data in named.items():
         if not _is_data(data):
             raise ConfigError(
-                Problem(
-                    f"`{key}` gives no data set for the split `{split}`",
-                    seen=f"an object of type {type(data).__name__}",
-                    known="an object with __getitem__ and __len__, or with __iter__",
-                )
+                f"`{key}` gives no data set for the split `{split}`",
+                seen=f"an object of type {type(data).__name__}",
+                known="an object with __getitem__ and __len__, or with __iter__",
+                key=key,
             )
     if name not in named:
-        raise ConfigError(Problem(f"`{key}` gives no split `{name}`", seen=", ".join(named) or "nothing"))
+        raise ConfigError(f"`{key}` gives no split `{name}`", seen=", ".join(named) or "nothing", key=key)
     return named
 
 

@@ -55,7 +55,7 @@ def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper:
     """
     problems = load_custom_ops(config.custom_ops, engine)
     problems += _problems_without_building(config, engine, need_data)
-    wrong = {_root(problem) for problem in problems}
+    wrong = {problem.key.split(".")[0] for problem in problems}
     model = splits = None
     if "model" not in wrong:
         model = _collect(lambda: _make_model(config, engine, on_paper), problems)
@@ -77,7 +77,11 @@ def _problems_without_building(config: RunConfig, engine: Engine, need_data: boo
     problems: List[Problem] = []
     if "_target_" not in config.model:
         problems.append(
-            Problem("no model: `model._target_` is not set", fix="model._target_=module.Net, or +recipe=mnist")
+            Problem(
+                "no model: `model._target_` is not set",
+                fix="model._target_=module.Net, or +recipe=mnist",
+                key="model._target_",
+            )
         )
     else:
         problems += check_node(config.model, "model", engine.module)
@@ -91,12 +95,6 @@ def _problems_without_building(config: RunConfig, engine: Engine, need_data: boo
     problems += check_monitor("checkpoint.best", config.checkpoint.best, config.metrics)
     problems += check_loader(config.loader)
     return problems
-
-
-def _root(problem: Problem) -> str:
-    """The part of the config that a problem is about, as its text begins with the key."""
-    text = problem.what.replace("no model: ", "").replace("no data: ", "")
-    return text.lstrip("`").split("`")[0].split(".")[0]
 
 
 def _collect(action: Callable[[], Any], problems: List[Problem]) -> Optional[Any]:
@@ -116,7 +114,9 @@ def _make_model(config: RunConfig, engine: Engine, on_paper: bool) -> nn.Module:
         model = make(config.model, "model", engine_module=engine.module)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            Problem("`model._target_` gives no torch.nn.Module", seen=f"an object of type {type(model).__name__}")
+            "`model._target_` gives no torch.nn.Module",
+            seen=f"an object of type {type(model).__name__}",
+            key="model._target_",
         )
     return model
 
@@ -128,7 +128,7 @@ def _make_data(config: RunConfig, engine: Engine) -> Dict[str, Any]:
 
 def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]:
     problems = [
-        Problem(f"the split `{name}` of the data is empty", seen="0 samples", fix="check `data`")
+        Problem(f"the split `{name}` of the data is empty", seen="0 samples", fix="check `data`", key="data")
         for name, data in splits.items()
         if length_of(data) == 0
     ]
@@ -138,7 +138,9 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
         problems += error.problems
     stream = is_stream(splits["train"])
     if stream and (config.loader.sampler or config.loader.batch_sampler):
-        problems.append(Problem("`loader`: an iterable data set has no sampler", fix="leave loader.sampler out"))
+        problems.append(
+            Problem("`loader`: an iterable data set has no sampler", fix="leave loader.sampler out", key="loader")
+        )
     if not stream and config.loader.collate is None:
         with seeded(config.seed):
             problems += check_sample(first_item(splits["train"]))

@@ -48,12 +48,12 @@ def check_loader(config: LoaderConfig) -> List[Problem]:
     """All problems of the loader that show without the data."""
     problems: List[Problem] = []
     if config.sampler and config.batch_sampler:
-        problems.append(Problem("`loader.sampler` and `loader.batch_sampler` exclude each other"))
+        problems.append(Problem("`loader.sampler` and `loader.batch_sampler` exclude each other", key="loader.sampler"))
     for key, node in (("loader.sampler", config.sampler), ("loader.batch_sampler", config.batch_sampler)):
         if not node:
             continue
         if "_target_" not in node:
-            problems.append(Problem(f"`{key}` has no `_target_`", fix=f"{key}._target_=module.Sampler"))
+            problems.append(Problem(f"`{key}` has no `_target_`", fix=f"{key}._target_=module.Sampler", key=key))
             continue
         try:
             positional, given = _filled_in(node, key)
@@ -187,7 +187,7 @@ class TrainLoader:
             )
         except (AssertionError, ValueError, self._engine.Error) as error:
             raise ConfigError(
-                Problem("`loader`: the data cannot be opened this way", seen=str(error), where=f"mode={mode}")
+                "`loader`: the data cannot be opened this way", seen=str(error), where=f"mode={mode}", key="loader"
             ) from error
 
 
@@ -291,8 +291,8 @@ def _filled_in(node: Dict[str, Any], key: str) -> Tuple[int, Tuple[str, ...]]:
     given: Tuple[str, ...] = ()
     if key == "loader.batch_sampler":
         known = check_node({"_target_": node["_target_"], "_partial_": True, "batch_size": 1, "drop_last": True}, key)
-        refused = " ".join(problem.what for problem in known)
+        refused = {problem.key for problem in known}
         given = tuple(
-            name for name in ("batch_size", "drop_last") if name not in arguments and f"`{name}`" not in refused
+            name for name in ("batch_size", "drop_last") if name not in arguments and f"{key}.{name}" not in refused
         )
     return positional, given

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -10,7 +9,8 @@ import traceback
 from types import ModuleType
 from typing import Any, List, Optional, Tuple
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.config.suggest import nearest
+from ipurun.errors import ConfigError
 
 __all__ = ["innermost_line", "locate"]
 
@@ -28,14 +28,14 @@ def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> A
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
-            Problem(f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name")
+            f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name", key=key
         )
     parts = path.split(".")
     if parts[0] == "poptorch" and engine_module is not None:
         return _walk(engine_module, parts, 1, path, key)
     if len(parts) == 1:
         raise ConfigError(
-            Problem(f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name")
+            f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name", key=key
         )
     _make_working_folder_importable()
     module, used = _import_longest(parts, path, key)
@@ -62,11 +62,10 @@ def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, 
         except Exception as error:
             raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
     raise ConfigError(
-        Problem(
-            f"`{key}`: no module named `{parts[0]}`",
-            seen=path,
-            fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that has it",
-        )
+        f"`{key}`: no module named `{parts[0]}`",
+        seen=path,
+        fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that has it",
+        key=key,
     )
 
 
@@ -80,12 +79,11 @@ def _loaded_from(error: Exception, parts: List[str]) -> str:
 
 def _import_problem(path: str, key: str, module: str, error: Exception) -> ConfigError:
     return ConfigError(
-        Problem(
-            f"`{key}`: {path} cannot be imported, because importing {module} fails",
-            where=innermost_line(error),
-            seen=f"{type(error).__name__}: {error}",
-            fix=f"python -c 'import {module}' shows the whole traceback",
-        )
+        f"`{key}`: {path} cannot be imported, because importing {module} fails",
+        where=innermost_line(error),
+        seen=f"{type(error).__name__}: {error}",
+        fix=f"python -c 'import {module}' shows the whole traceback",
+        key=key,
     )
 
 
@@ -95,14 +93,13 @@ def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
         if not hasattr(found, parts[index]):
             owner = ".".join(parts[:index])
             names = [name for name in dir(found) if not name.startswith("_")]
-            nearest = difflib.get_close_matches(parts[index], names, n=3)
+            close = nearest(parts[index], names)
             raise ConfigError(
-                Problem(
-                    f"`{key}`: {owner} has no `{parts[index]}`",
-                    seen=path,
-                    known=", ".join(nearest or names[:12]),
-                    fix=f"{key}={owner}.{nearest[0]}" if nearest else "",
-                )
+                f"`{key}`: {owner} has no `{parts[index]}`",
+                seen=path,
+                known=", ".join(close or names[:12]),
+                fix=f"{key}={owner}.{close[0]}" if close else "",
+                key=key,
             )
         found = getattr(found, parts[index])
     return found

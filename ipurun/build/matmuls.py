@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.plan.layers_memory import MATMUL_MODES
 from ipurun.plan.types import Serialized
 
@@ -69,7 +69,9 @@ class Forwards:
             if layer is None:
                 return None
             if module.max_norm is not None:
-                raise ConfigError(Problem(f"`memory.serialize`: `{name}` renormalises its rows (max_norm)"))
+                raise ConfigError(
+                    f"`memory.serialize`: `{name}` renormalises its rows (max_norm)", key="memory.serialize"
+                )
             return _Lookup(module, layer.factor)
         if not hasattr(module, "weight") or module.weight.dim() != 2:
             return None  # a convolution: a mark on its output does

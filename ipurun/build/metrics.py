@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from types import ModuleType
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from ipurun.build.targets import check_arguments, check_node, locate, make
+from ipurun.config.suggest import nearest
 from ipurun.errors import Problem
 from ipurun.train.metrics import BUILT_IN, MeanOf, MetricSet
 
@@ -24,10 +24,12 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
         arguments, places, _ = _parts(node)
         wrong = [place for place in places if place not in _PLACES]
         if wrong:
-            problems.append(Problem(f"`{key}.on` knows no `{wrong[0]}`", known="train, eval"))
+            problems.append(Problem(f"`{key}.on` knows no `{wrong[0]}`", known="train, eval", key=f"{key}.on"))
         if "_target_" not in arguments:
             if name not in BUILT_IN:
-                problems.append(Problem(f"`{key}` has no `_target_`", known=f"by name alone: {', '.join(BUILT_IN)}"))
+                problems.append(
+                    Problem(f"`{key}` has no `_target_`", known=f"by name alone: {', '.join(BUILT_IN)}", key=key)
+                )
             else:
                 problems += check_arguments(BUILT_IN[name], arguments, key)
             continue
@@ -43,12 +45,13 @@ def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any]) ->
     known = ["loss", *(name for name, node in nodes.items() if "eval" in _parts(node)[1])]
     if monitor is None or monitor.split("/")[0] in known:
         return []
-    nearest = difflib.get_close_matches(monitor, known, n=1)
+    close = nearest(monitor, known, most=1)
     return [
         Problem(
             f"`{key}={monitor}`: evaluation computes no such value",
             known=", ".join(known),
-            fix=f"{key}={nearest[0]}" if nearest else f"metrics.{monitor}={{...}} to declare it",
+            fix=f"{key}={close[0]}" if close else f"metrics.{monitor}={{...}} to declare it",
+            key=key,
         )
     ]
 

@@ -7,10 +7,11 @@ from typing import Any, Dict, List, Mapping, Sequence
 
 from torch import nn
 
-from ipurun.build.names import matching, unmatched
 from ipurun.build.perform import construct, resolve
 from ipurun.build.targets import check_node
 from ipurun.errors import ConfigError, Problem
+from ipurun.plan.findings import Findings
+from ipurun.plan.patterns import check_parameters, match_parameters, names_in
 from ipurun.plan.types import Call, ParameterGroup
 
 __all__ = ["OWN_KEYS", "check_groups", "check_optimizer", "make_optimizer", "trainable"]
@@ -38,13 +39,12 @@ def check_optimizer(node: Mapping[str, Any], engine_module: ModuleType) -> List[
 
 def check_groups(node: Mapping[str, Any], parameter_names: Sequence[str]) -> List[Problem]:
     """Problems of `optimizer.groups` that only the model shows: every pattern must match a parameter."""
-    problems: List[Problem] = []
+    found = Findings()
     for number, group in enumerate(node.get("groups") or ()):
-        patterns = group.get("match", ()) if isinstance(group, Mapping) else ()
-        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-            if not matching(pattern, parameter_names):
-                problems.append(unmatched(f"optimizer.groups.{number}", pattern, parameter_names, "parameter"))
-    return problems
+        key = f"optimizer.groups.{number}"
+        for pattern in names_in(group.get("match"), key, found, "parameter") if isinstance(group, Mapping) else ():
+            check_parameters(pattern, key, parameter_names, found)
+    return found.problems
 
 
 def make_optimizer(call: Call, groups: Sequence[ParameterGroup], step: nn.Module, engine_module: ModuleType) -> Any:
@@ -64,7 +64,7 @@ def make_optimizer(call: Call, groups: Sequence[ParameterGroup], step: nn.Module
         return construct(call, engine_module, grouped)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            Problem(f"`optimizer`: {call.path} refuses its arguments", seen=f"{type(error).__name__}: {error}")
+            f"`optimizer`: {call.path} refuses its arguments", seen=f"{type(error).__name__}: {error}", key="optimizer"
         ) from error
 
 
@@ -73,11 +73,11 @@ def _groups(groups: Sequence[ParameterGroup], step: nn.Module, engine_module: Mo
     if not left:
         seen = "requires_grad is false everywhere" if any(True for _ in step.parameters()) else "no parameters at all"
         raise ConfigError(
-            Problem("the model has no parameter to train", seen=seen, fix="`model._target_`: a module with parameters")
+            "the model has no parameter to train", seen=seen, fix="`model._target_`: a module with parameters"
         )
     special: List[Dict[str, Any]] = []
     for group in groups:
-        names = [name for pattern in group.match for name in matching(pattern, list(left))]
+        names = [name for pattern in group.match for name in match_parameters(pattern, list(left))]
         parameters = [left.pop(name) for name in dict.fromkeys(names)]
         values = {name: resolve(value, engine_module) for name, value in group.values.items()}
         if parameters:

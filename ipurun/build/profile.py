@@ -68,7 +68,9 @@ def meta_model(config: RunConfig) -> nn.Module:
         model = make(config.model, "model", engine_module=emulator).to("meta")
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            Problem("`model._target_` gives no torch.nn.Module", seen=f"an object of type {type(model).__name__}")
+            "`model._target_` gives no torch.nn.Module",
+            seen=f"an object of type {type(model).__name__}",
+            key="model._target_",
         )
     return model
 

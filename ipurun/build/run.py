@@ -20,7 +20,7 @@ from ipurun.build.schedule import make_schedule
 from ipurun.build.step import Loss, Step, make_loss
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.plan.types import Plan
 from ipurun.train.metrics import MetricSet
 from ipurun.train.schedule import Schedule
@@ -140,7 +140,7 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
         training_model = module.trainingModel(step, training_options, optimizer)
         inference_model = module.inferenceModel(inference_step, inference_options)
     except (AssertionError, ValueError, module.Error) as error:
-        raise ConfigError(Problem("PopTorch refuses these options", seen=str(error))) from error
+        raise ConfigError("PopTorch refuses these options", seen=str(error)) from error
     return Run(
         config=config,
         plan=plan,

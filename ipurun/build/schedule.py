@@ -23,6 +23,7 @@ def check_schedule(node: Mapping[str, Any], engine_module: Optional[ModuleType] 
             Problem(
                 "`schedule` has no `_target_`",
                 fix="schedule=cosine, or schedule._target_=torch.optim.lr_scheduler.StepLR",
+                key="schedule",
             )
         ]
     try:
@@ -49,10 +50,9 @@ def make_schedule(
     lengths = lengths_to_fill(target, node)
     if lengths and total_updates is None:
         raise ConfigError(
-            Problem(
-                "`schedule` needs the number of weight updates, and the data has no length",
-                fix=f"max_steps=1000, or schedule.{lengths[0]}=1000",
-            )
+            "`schedule` needs the number of weight updates, and the data has no length",
+            fix=f"max_steps=1000, or schedule.{lengths[0]}=1000",
+            key="schedule",
         )
     filled = dict.fromkeys(lengths, total_updates)
     return Schedule(optimizer, lambda stand_in: make(node, "schedule", stand_in, engine_module=engine_module, **filled))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from types import ModuleType
@@ -15,6 +14,7 @@ from ipurun.build.batch import pick, split_target, with_loss
 from ipurun.build.capturing import CaptureAnswer
 from ipurun.build.targets import check_arguments, locate
 from ipurun.config.schema import LossConfig
+from ipurun.config.suggest import nearest
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["Loss", "Step", "check_loss", "make_loss"]
@@ -111,14 +111,14 @@ def check_loss(config: LossConfig, engine_module: Optional[ModuleType] = None) -
     """All problems of the loss that show without a model."""
     if config.name is None:
         if config.args:
-            return [Problem("`loss.args` are set but no loss is", fix="loss.name=CrossEntropyLoss")]
+            return [Problem("`loss.args` are set but no loss is", fix="loss.name=CrossEntropyLoss", key="loss.args")]
         return []
     try:
         target = _find(config.name, engine_module)
     except ConfigError as error:
         return list(error.problems)
     if not callable(target):
-        return [Problem(f"`loss.name`: {config.name} is not callable")]
+        return [Problem(f"`loss.name`: {config.name} is not callable", key="loss.name")]
     return check_arguments(target, config.args, "loss.args", positional=0 if inspect.isclass(target) else 2)
 
 
@@ -152,11 +152,10 @@ def _find(name: str, engine_module: Optional[ModuleType]) -> Any:
     known = {**functions, **classes}
     if name in known:
         return known[name]
-    nearest = difflib.get_close_matches(name, known, n=3)
+    close = nearest(name, known)
     raise ConfigError(
-        Problem(
-            f"`loss.name`: PyTorch has no loss `{name}`",
-            known=", ".join(nearest or sorted(known)),
-            fix=f"loss.name={nearest[0]}" if nearest else "loss.name=module.my_loss for one of your own",
-        )
+        f"`loss.name`: PyTorch has no loss `{name}`",
+        known=", ".join(close or sorted(known)),
+        fix=f"loss.name={close[0]}" if close else "loss.name=module.my_loss for one of your own",
+        key="loss.name",
     )

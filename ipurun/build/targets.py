@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 from ipurun.build.locate import innermost_line, locate
+from ipurun.config.keys import argument_meant
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "locate", "make"]
@@ -56,7 +56,9 @@ def check_arguments(
             free = [known for known in named if known not in filled]
             problems.append(_unknown_argument(shown, str(name), wanted[name], free, key))
         elif name in filled and name not in given:
-            problems.append(Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}"))
+            problems.append(
+                Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}", key=f"{key}.{name}")
+            )
     if not kwargs.get("_partial_"):
         missing = [
             name
@@ -71,6 +73,7 @@ def check_arguments(
                 f"`{key}`: {shown} needs the argument `{name}`",
                 seen=", ".join(str(n) for n in wanted) or "no arguments",
                 fix=f"+{key}.{name}=VALUE",
+                key=key,
             )
             for name in missing
         ]
@@ -93,7 +96,11 @@ def check_node(
     except ConfigError as error:
         return list(error.problems) + problems
     if not callable(target):
-        problems.append(Problem(f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}"))
+        problems.append(
+            Problem(
+                f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}", key=f"{key}._target_"
+            )
+        )
         return problems
     return check_arguments(target, node, key, given, positional, node["_target_"]) + problems
 
@@ -138,12 +145,11 @@ def make(
         if refused is not None:
             raise ConfigError(refused) from error
         raise ConfigError(
-            Problem(
-                f"`{key}`: {node['_target_']} failed when it was made",
-                where=innermost_line(error),
-                seen=f"{type(error).__name__}: {error}",
-                fix="--debug shows the whole traceback",
-            )
+            f"`{key}`: {node['_target_']} failed when it was made",
+            where=innermost_line(error),
+            seen=f"{type(error).__name__}: {error}",
+            fix="--debug shows the whole traceback",
+            key=key,
         ) from error
 
 
@@ -228,11 +234,12 @@ def _refused_argument(
 
 
 def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:
-    nearest = difflib.get_close_matches(name, known, n=1)
+    close = argument_meant(key, name, known)
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes none",
-        fix=f"{key}.{nearest[0]}={value}" if nearest else f"~{key}.{name} leaves it out",
+        fix=f"{key}.{close[0]}={value}" if close else f"~{key}.{name} leaves it out",
+        key=f"{key}.{name}",
     )
 
 

@@ -7,7 +7,7 @@ from typing import List
 
 from ipurun.cli.flags import split
 from ipurun.config.catalog import find
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]
 
@@ -32,7 +32,7 @@ def run(argv: List[str]) -> int:
         print(_USAGE, end="")
         return 0
     if len(words) != 1:
-        raise ConfigError(Problem("`cat` takes one name", "command line", seen=" ".join(words), fix="ipurun cat mnist"))
+        raise ConfigError("`cat` takes one name", "command line", seen=" ".join(words), fix="ipurun cat mnist")
     entry = find(words[0])
     if flags.json:
         facts = {"group": entry.group, "name": entry.name, "path": str(entry.path), "text": entry.text()}

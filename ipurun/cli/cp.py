@@ -7,7 +7,7 @@ from typing import List
 
 from ipurun.cli.flags import split
 from ipurun.config.copy import copy_recipe
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]
 
@@ -34,12 +34,10 @@ def run(argv: List[str]) -> int:
         return 0
     if len(words) not in (1, 2):
         raise ConfigError(
-            Problem(
-                "`cp` takes a recipe and the name of the copy",
-                "command line",
-                seen=" ".join(words),
-                fix="ipurun cp mnist my_mnist",
-            )
+            "`cp` takes a recipe and the name of the copy",
+            "command line",
+            seen=" ".join(words),
+            fix="ipurun cp mnist my_mnist",
         )
     made = copy_recipe(*words)
     name = made[0].stem

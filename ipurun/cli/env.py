@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Tuple
 
 from ipurun.cli.flags import split
 from ipurun.cli.output import only_json, print_json
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]
 
@@ -27,7 +27,7 @@ def run(argv: List[str]) -> int:
         print(_USAGE, end="")
         return 0
     if rest:
-        raise ConfigError(Problem(f"`env` takes no `{rest[0]}`", "command line", fix="ipurun env"))
+        raise ConfigError(f"`env` takes no `{rest[0]}`", "command line", fix="ipurun env")
     with only_json(flags.json):
         found = _gather()
     if flags.json:

@@ -7,7 +7,7 @@ from typing import List, Optional
 
 from ipurun.cli.flags import split
 from ipurun.cli.output import only_json, print_json
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run", "run_folder_of"]
 
@@ -84,12 +84,10 @@ def run_folder_of(words: List[str], command: str) -> tuple:
         if "=" not in word and not word.startswith(("-", "~")):
             return word, words[:position] + words[position + 1 :]
     raise ConfigError(
-        Problem(
-            f"`{command}` needs the folder of a run",
-            "command line",
-            seen=" ".join(words),
-            fix=f"ipurun {command} runs/NAME/TIME",
-        )
+        f"`{command}` needs the folder of a run",
+        "command line",
+        seen=" ".join(words),
+        fix=f"ipurun {command} runs/NAME/TIME",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import List
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]
 
@@ -35,7 +35,7 @@ def run(argv: List[str]) -> int:
     if not program or (not is_module and program[0].startswith("-")):
         what = "`exec` needs a module behind -m" if is_module else "`exec` needs a script or -m MODULE"
         seen = "" if not program else f"the flag {program[0]}"
-        raise ConfigError(Problem(what, "command line", seen=seen, fix="ipurun exec train.py --epochs 1"))
+        raise ConfigError(what, "command line", seen=seen, fix="ipurun exec train.py --epochs 1")
     from ipurun.emulator.exec import run_module, run_script
     from ipurun.emulator.install import find_real_poptorch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Dict, List, Sequence, Tuple
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["Flags", "split"]
 
@@ -56,7 +56,7 @@ def split(argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequenc
         elif flag in with_value:
             if not equals:
                 if not waiting:
-                    raise ConfigError(Problem(f"`{flag}` needs a value", "command line", fix=f"{flag} VALUE"))
+                    raise ConfigError(f"`{flag}` needs a value", "command line", fix=f"{flag} VALUE")
                 value = waiting.pop(0)
             values[flag.lstrip("-")] = value
         else:

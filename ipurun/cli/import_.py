@@ -10,7 +10,7 @@ from typing import List
 from ipurun.cli.flags import split
 from ipurun.config.catalog import recipes
 from ipurun.config.optimum import Imported, import_config
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]
 
@@ -39,12 +39,10 @@ def run(argv: List[str]) -> int:
         return 0
     if len(words) not in (1, 2) or any(word.startswith("-") for word in words):
         raise ConfigError(
-            Problem(
-                "`import` takes a file and the name of the recipe",
-                "command line",
-                seen=" ".join(words),
-                fix="ipurun import ipu_config.json my_recipe",
-            )
+            "`import` takes a file and the name of the recipe",
+            "command line",
+            seen=" ".join(words),
+            fix="ipurun import ipu_config.json my_recipe",
         )
     source = Path(words[0])
     if source.is_dir():
@@ -69,7 +67,7 @@ def _read(source: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            Problem("the file cannot be read", str(source), seen=reason, fix="ipurun import ipu_config.json")
+            "the file cannot be read", str(source), seen=reason, fix="ipurun import ipu_config.json"
         ) from error
 
 
@@ -81,18 +79,14 @@ def _name_of(source: Path) -> str:
 def _write(name: str, imported: Imported, source: Path) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ConfigError(
-            Problem(
-                f"`{name}` cannot name a recipe",
-                known="letters, digits, underscores, dots and dashes",
-                fix=f"ipurun import {source} my_recipe",
-            )
+            f"`{name}` cannot name a recipe",
+            known="letters, digits, underscores, dots and dashes",
+            fix=f"ipurun import {source} my_recipe",
         )
     if any(entry.built_in and entry.name == name for entry in recipes()):
         raise ConfigError(
-            Problem(
-                f"`{name}` is a built-in recipe, which would hide the imported one",
-                fix=f"ipurun import {source} my_{name}",
-            )
+            f"`{name}` is a built-in recipe, which would hide the imported one",
+            fix=f"ipurun import {source} my_{name}",
         )
     path = Path("conf") / "recipe" / f"{name}.yaml"
     try:
@@ -101,10 +95,8 @@ def _write(name: str, imported: Imported, source: Path) -> Path:
             file.write(imported.text(name, source.name))
     except FileExistsError as error:
         raise ConfigError(
-            Problem(f"recipe `{name}` is there already", str(path), fix=f"ipurun import {source} ANOTHER_NAME")
+            f"recipe `{name}` is there already", str(path), fix=f"ipurun import {source} ANOTHER_NAME"
         ) from error
     except OSError as error:
-        raise ConfigError(
-            Problem("the recipe cannot be written", str(path), seen=error.strerror or str(error))
-        ) from error
+        raise ConfigError("the recipe cannot be written", str(path), seen=error.strerror or str(error)) from error
     return path

@@ -6,7 +6,7 @@ from typing import List, Optional
 
 from ipurun.cli import flags
 from ipurun.config.words import split_words
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["answer"]
 
@@ -24,7 +24,7 @@ def answer(command: str, argv: List[str]) -> Optional[int]:
     if not flagged & {"--cfg", "-c", "--info", "-i", "--hydra-help"}:
         details = sorted(flagged & {"--resolve", "--package", "-p"})
         if details:
-            raise ConfigError(Problem(f"`{details[0]}` goes with --cfg", "command line", fix="--cfg job --resolve"))
+            raise ConfigError(f"`{details[0]}` goes with --cfg", "command line", fix="--cfg job --resolve")
         return None
     from ipurun.config import compose, native
 

@@ -13,7 +13,7 @@ from ipurun.config.catalog import Entry, groups, recipes
 from ipurun.config.option import Key, walk_keys
 from ipurun.config.schema import RunConfig
 from ipurun.config.suggest import nearest
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]
 
@@ -46,10 +46,10 @@ def run(argv: List[str]) -> int:
     if what not in most:
         close = nearest(what, most, most=1)
         fix = f"ipurun ls {close[0]}" if close else "ipurun ls --help"
-        raise ConfigError(Problem(f"cannot list `{what}`", "command line", known=", ".join(most), fix=fix))
+        raise ConfigError(f"cannot list `{what}`", "command line", known=", ".join(most), fix=fix)
     if len(rest) > most[what]:
         seen = " ".join(rest)
-        raise ConfigError(Problem(f"too many words for `ls {what}`", "command line", seen=seen, fix="ipurun ls --help"))
+        raise ConfigError(f"too many words for `ls {what}`", "command line", seen=seen, fix="ipurun ls --help")
     listers: Dict[str, Callable[[Flags, Sequence[str]], None]] = {
         "recipes": _list_recipes,
         "groups": _list_groups,
@@ -76,7 +76,7 @@ def _list_groups(flags: Flags, rest: Sequence[str]) -> None:
         if rest[0] not in found:
             close = nearest(rest[0], found, most=1)
             fix = f"ipurun ls groups {close[0]}" if close else ""
-            raise ConfigError(Problem(f"unknown group `{rest[0]}`", "command line", known=", ".join(found), fix=fix))
+            raise ConfigError(f"unknown group `{rest[0]}`", "command line", known=", ".join(found), fix=fix)
         found = {rest[0]: found[rest[0]]}
     if flags.json:
         facts = {name: [_entry_facts(entry) for entry in entries] for name, entries in found.items()}
@@ -92,7 +92,7 @@ def _list_keys(flags: Flags, rest: Sequence[str]) -> None:
     if not found:
         close = nearest(rest[0], [key.path for key in every])
         fix = f"ipurun ls keys {close[0]}" if close else "ipurun ls keys"
-        raise ConfigError(Problem(f"no key matches `{rest[0]}`", "command line", known=", ".join(close), fix=fix))
+        raise ConfigError(f"no key matches `{rest[0]}`", "command line", known=", ".join(close), fix=fix)
     if flags.json:
         print(json.dumps([_key_facts(key) for key in found], indent=2))
     elif flags.quiet:

@@ -114,20 +114,20 @@ def _check_text(words: List[str]) -> None:
         try:
             word.encode("utf-8")
         except UnicodeEncodeError:
-            from ipurun.errors import ConfigError, Problem
+            from ipurun.errors import ConfigError
 
             seen = ascii(os.fsencode(word))
             fix = "type it in UTF-8, in a locale such as LANG=C.UTF-8"
-            raise ConfigError(Problem("a word is not UTF-8 text", "command line", seen, fix=fix)) from None
+            raise ConfigError("a word is not UTF-8 text", "command line", seen, fix=fix) from None
 
 
 def _working_folder() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        from ipurun.errors import ConfigError, Problem
+        from ipurun.errors import ConfigError
 
-        raise ConfigError(Problem("the working folder no longer exists", fix="cd to a folder that exists")) from None
+        raise ConfigError("the working folder no longer exists", fix="cd to a folder that exists") from None
 
 
 def _unknown_command(name: str) -> int:

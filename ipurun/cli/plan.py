@@ -120,7 +120,7 @@ def _look(prepared: Prepared, flags: Flags) -> _Shown:
 def _write_files(shown: List[_Shown], flags: Flags, solve_file: Optional[str], words: List[str]) -> None:
     page = flags.values.get("html")
     if (page or solve_file) and len(shown) > 1:
-        raise ConfigError(Problem("a file is written for one plan", seen=f"{len(shown)} points", fix="leave -m out"))
+        raise ConfigError("a file is written for one plan", seen=f"{len(shown)} points", fix="leave -m out")
     item = shown[0]
     if page and item.outlook is not None:
         from ipurun.log.planner_html import page_of
@@ -137,7 +137,7 @@ def _write(path: str, text: str, flag: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            Problem(f"`{flag}` cannot write its file", seen=str(error), fix=f"{flag}=FILE in a folder that exists")
+            f"`{flag}` cannot write its file", seen=str(error), fix=f"{flag}=FILE in a folder that exists"
         ) from error
 
 

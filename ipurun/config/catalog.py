@@ -13,7 +13,7 @@ from typing import Dict, List, Optional, Tuple
 
 from ipurun.config.folders import builtin_folder, recipes_folder
 from ipurun.config.suggest import nearest
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["RECIPE_GROUP", "Entry", "code_folder", "find", "groups", "own_options", "recipes"]
 
@@ -53,10 +53,10 @@ class Entry:
         try:
             return self.path.read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(Problem("a config file cannot be read", str(self.path), seen=str(error))) from error
+            raise ConfigError("a config file cannot be read", str(self.path), seen=str(error)) from error
         except UnicodeDecodeError as error:
             seen = f"{error.reason} at byte {error.start}"
-            raise ConfigError(Problem("a config file is not UTF-8 text", str(self.path), seen=seen)) from error
+            raise ConfigError("a config file is not UTF-8 text", str(self.path), seen=seen) from error
 
 
 def recipes() -> List[Entry]:
@@ -85,10 +85,10 @@ def find(name: str) -> Entry:
         return entries[option]
     what = f"unknown recipe `{name}`" if group == RECIPE_GROUP else f"unknown option `{option}` of group `{group}`"
     if not entries:
-        raise ConfigError(Problem(f"unknown group `{group}`", known=", ".join(groups()), fix="ipurun ls groups"))
+        raise ConfigError(f"unknown group `{group}`", known=", ".join(groups()), fix="ipurun ls groups")
     close = nearest(option, entries, most=1)
     command = "ipurun ls" if group == RECIPE_GROUP else "ipurun ls groups"
-    raise ConfigError(Problem(what, known=", ".join(entries), fix=close[0] if close else command))
+    raise ConfigError(what, known=", ".join(entries), fix=close[0] if close else command)
 
 
 def own_options(recipe: Entry) -> List[Entry]:

@@ -31,23 +31,31 @@ def check_values(config: RunConfig, where_set: Callable[[str], str]) -> List[Pro
         if key.choices and value is not None and str(value) not in key.choices:
             close = nearest(str(value), key.choices, most=1)
             fix = f"{path}={close[0] if close else key.choices[0]}"
-            problems.append(Problem(f"`{path}` does not know `{value}`", where, known=listing(key.choices), fix=fix))
+            problems.append(
+                Problem(f"`{path}` does not know `{value}`", where, known=listing(key.choices), fix=fix, key=path)
+            )
         elif key.minimum is not None and isinstance(value, (int, float)) and value < key.minimum:
             fix = f"{path}={max(key.minimum, 1)}"
-            problems.append(Problem(f"`{path}` must be {key.minimum} or more", where, seen=str(value), fix=fix))
+            problems.append(
+                Problem(f"`{path}` must be {key.minimum} or more", where, seen=str(value), fix=fix, key=path)
+            )
         elif key.maximum is not None and isinstance(value, (int, float)) and value > key.maximum:
             fix = f"{path}={key.maximum}"
-            problems.append(Problem(f"`{path}` must be {key.maximum} or less", where, seen=str(value), fix=fix))
+            problems.append(
+                Problem(f"`{path}` must be {key.maximum} or less", where, seen=str(value), fix=fix, key=path)
+            )
         elif isinstance(value, float) and not math.isfinite(value):
-            problems.append(Problem(f"`{path}` must be a finite number", where, seen=str(value), fix=_default(key)))
+            problems.append(
+                Problem(f"`{path}` must be a finite number", where, seen=str(value), fix=_default(key), key=path)
+            )
         elif key.positive and isinstance(value, (int, float)) and value <= 0:
-            problems.append(Problem(f"`{path}` must be above 0", where, seen=str(value), fix=_default(key)))
+            problems.append(Problem(f"`{path}` must be above 0", where, seen=str(value), fix=_default(key), key=path))
     for group in _GROUPS_OF_TARGETS:
         for name, node in _read(config, group).items():
             if not (node is None or isinstance(node, dict)):
                 path = f"{group}.{name}"
                 what = f"`{path}` takes a mapping: `_target_` and arguments"
-                problems.append(Problem(what, where_set(path), seen=str(node), fix=f"{path}={{}}"))
+                problems.append(Problem(what, where_set(path), seen=str(node), fix=f"{path}={{}}", key=path))
     return problems
 
 

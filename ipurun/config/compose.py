@@ -104,7 +104,7 @@ def one(argv: Sequence[str], command: str = "train") -> Point:
     """
     found = points(argv, command)
     if found.multirun:
-        raise ConfigError(Problem("this command takes one config, not a sweep", "command line: -m", fix="leave out -m"))
+        raise ConfigError("this command takes one config, not a sweep", "command line: -m", fix="leave out -m")
     point = found.points[0]
     if point.problems:
         raise ConfigError(point.problems)
@@ -125,17 +125,17 @@ def from_yaml(path: Path) -> RunConfig:
     try:
         stored = OmegaConf.load(path)
         if not stored:
-            raise ConfigError(Problem("the stored config is empty", str(path), fix="give the folder of another run"))
+            raise ConfigError("the stored config is empty", str(path), fix="give the folder of another run")
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
     except FileNotFoundError:
-        raise ConfigError(Problem("no stored config there", str(path), fix="give the folder of a run")) from None
+        raise ConfigError("no stored config there", str(path), fix="give the folder of a run") from None
     except UnicodeDecodeError as error:
         raise ConfigError(yaml_problem(path, NotText(error))) from error
     except yaml.YAMLError as error:
         raise ConfigError(yaml_problem(path, error)) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(Problem(f"the stored config does not fit this version: {reason}", str(path))) from error
+        raise ConfigError(f"the stored config does not fit this version: {reason}", str(path)) from error
 
 
 def _compose_point(
@@ -170,12 +170,14 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             fixes = " ".join(f"{key}=VALUE" for key in missing)
-            return None, [Problem(f"`{key}` has no value", "the config says ???", fix=fixes) for key in missing]
+            return None, [
+                Problem(f"`{key}` has no value", "the config says ???", fix=fixes, key=key) for key in missing
+            ]
         typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         return None, [
-            Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value))
+            Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value), key=key)
             for key, value in _unresolvable(config)
         ]
     # YAML 1.1 reads the key `on` as true.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Dict, List, Optional
 
 from ipurun.config.catalog import RECIPE_GROUP, Entry, code_folder, code_package, find, own_options, recipes
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["copy_recipe"]
 
@@ -36,7 +36,7 @@ def copy_recipe(name: str, new_name: Optional[str] = None) -> List[Path]:
     """
     recipe = find(name)
     if recipe.group != RECIPE_GROUP:
-        raise ConfigError(Problem(f"`{name}` is not a recipe", fix="ipurun ls"))
+        raise ConfigError(f"`{name}` is not a recipe", fix="ipurun ls")
     new_name = new_name or "my_" + recipe.name.replace("/", "_")
     options = own_options(recipe)
     packages = {code_package(entry) for entry in [recipe, *options]} - {None}
@@ -45,41 +45,31 @@ def copy_recipe(name: str, new_name: Optional[str] = None) -> List[Path]:
     taken = [path for path in [*configs, *([Path(new_name)] if packages else [])] if path.exists()]
     if taken:
         raise ConfigError(
-            Problem(
-                f"`{new_name}` would overwrite what is there",
-                where=", ".join(map(str, taken)),
-                fix=f"ipurun cp {name} ANOTHER_NAME",
-            )
+            f"`{new_name}` would overwrite what is there",
+            where=", ".join(map(str, taken)),
+            fix=f"ipurun cp {name} ANOTHER_NAME",
         )
     if len(packages) > 1:
-        raise ConfigError(
-            Problem(f"recipe `{name}` names code of several packages", seen=", ".join(sorted(map(str, packages))))
-        )
+        raise ConfigError(f"recipe `{name}` names code of several packages", seen=", ".join(sorted(map(str, packages))))
     return _write(configs, options, packages.pop() if packages else None, new_name)
 
 
 def _check_name(new_name: str, recipe: Entry) -> None:
     if not new_name.isidentifier() or keyword.iskeyword(new_name):
         raise ConfigError(
-            Problem(
-                f"`{new_name}` cannot name a recipe and its Python package",
-                known="letters, digits and underscores, not beginning with a digit",
-                fix=f"ipurun cp {recipe.name} {re.sub(r'[^0-9A-Za-z_]+', '_', 'my_' + new_name).rstrip('_')}",
-            )
+            f"`{new_name}` cannot name a recipe and its Python package",
+            known="letters, digits and underscores, not beginning with a digit",
+            fix=f"ipurun cp {recipe.name} {re.sub(r'[^0-9A-Za-z_]+', '_', 'my_' + new_name).rstrip('_')}",
         )
     if any(entry.built_in and entry.name == new_name for entry in recipes()):
         raise ConfigError(
-            Problem(
-                f"`{new_name}` is a built-in recipe, which would hide the copy",
-                fix=f"ipurun cp {recipe.name} my_{new_name}",
-            )
+            f"`{new_name}` is a built-in recipe, which would hide the copy",
+            fix=f"ipurun cp {recipe.name} my_{new_name}",
         )
     if not Path(new_name).exists() and importlib.util.find_spec(new_name) is not None:
         raise ConfigError(
-            Problem(
-                f"`{new_name}` is already the name of an installed Python package",
-                fix=f"ipurun cp {recipe.name} my_{new_name}",
-            )
+            f"`{new_name}` is already the name of an installed Python package",
+            fix=f"ipurun cp {recipe.name} my_{new_name}",
         )
 
 
@@ -98,7 +88,7 @@ def _write(configs: Dict[Path, Entry], options: List[Entry], package: Optional[s
                 module.write_text(_with_package(source, package, new_name), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            Problem("the copy cannot be written", where=os.getcwd(), seen=str(error), fix="run it elsewhere")
+            "the copy cannot be written", where=os.getcwd(), seen=str(error), fix="run it elsewhere"
         ) from error
     return made
 

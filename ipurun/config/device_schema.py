@@ -26,7 +26,8 @@ class PipelineConfig:
 
     split: Any = option(
         [],
-        "Module names or patterns; each next IPU begins at one of them. Empty: the model is not split. auto: solved.",
+        "Module names or patterns (docs/reference/patterns.md); each next IPU begins at one of them. Empty: the model "
+        "is not split. auto: solved.",
     )
     layers: Optional[Any] = option(
         None,
@@ -44,7 +45,9 @@ class PipelineConfig:
         None, "IPU of the head; null: the last layer's, or the embedding's where both share weights.", minimum=0
     )
     blocks: Any = option(
-        {}, "Module name or pattern -> an IPU, or {ipu: 1, id: B}; a block begins there and lasts until the next."
+        {},
+        "Module name or pattern (docs/reference/patterns.md) -> an IPU, or {ipu: 1, id: B}; a block begins there and "
+        "lasts until the next.",
     )
     stages: List[Any] = option(
         [], "Pipelined and sharded: blocks of each stage: a name, a list of them, or {blocks: [A, B], ipu: 0}."
@@ -102,7 +105,9 @@ class RecomputeConfig:
     """Which activations are computed again instead of kept."""
 
     checkpoints: List[str] = option(
-        [], "Modules (names or patterns) whose outputs are kept; what lies between is recomputed."
+        [],
+        "Modules (names or patterns, docs/reference/patterns.md) whose outputs are kept; what lies between is "
+        "recomputed.",
     )
     every: Optional[str] = option(
         None, "block: the outputs of all layers of the model's repeated stacks are kept, too.", choices=("block",)
@@ -138,12 +143,14 @@ class MemoryConfig:
         None, "Share of tile memory for matmuls and convolutions: one number, a list by IPU, or {IPU0: 0.2}."
     )
     module_proportion: Dict[str, Any] = option(
-        {}, "Module name or pattern -> share of tile memory for its matmuls and convolutions (set_available_memory)."
+        {},
+        "Module name or pattern (docs/reference/patterns.md) -> share of tile memory for its matmuls and convolutions "
+        "(set_available_memory).",
     )
     serialize: Dict[str, Any] = option(
         {},
-        "Linear layer or embedding -> number of parts it is done in, or {factor: 4, mode: output_channels}; modes: "
-        "input_channels, reducing_dim, output_channels.",
+        "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts it is done in, "
+        "or {factor: 4, mode: output_channels}; modes: input_channels, reducing_dim, output_channels.",
     )
     overlap_io: str = option(
         "none",

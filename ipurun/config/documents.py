@@ -6,7 +6,7 @@ import os
 from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple
 
 import yaml
 
@@ -33,6 +33,7 @@ class Document:
     package: str
     entries: Tuple[Entry, ...]
     holds_keys: bool = True  # false where the file is a list or a single value
+    choices: Tuple[Entry, ...] = ()  # of its defaults list: group and the node of what is chosen
 
     @property
     def has_byte_order_mark(self) -> bool:
@@ -71,7 +72,16 @@ def read_document(path: Path, package: str) -> Document:
     prefix = package if package not in ("", "_global_") else ""
     entries = list(_entries(root, prefix)) if isinstance(root, yaml.MappingNode) else []
     own = tuple(entry for entry in entries if entry.key.split(".")[0] != "defaults")
-    return Document(path, package, own, holds_keys=root is None or isinstance(root, yaml.MappingNode))
+    holds_keys = root is None or isinstance(root, yaml.MappingNode)
+    return Document(path, package, own, holds_keys, tuple(_choices(entries)))
+
+
+def _choices(entries: Sequence[Entry]) -> Iterator[Entry]:
+    defaults = next((entry.node for entry in entries if entry.key.split(".")[-1] == "defaults"), None)
+    for item in defaults.value if isinstance(defaults, yaml.SequenceNode) else ():
+        for key_node, value_node in item.value if isinstance(item, yaml.MappingNode) else ():
+            group = str(key_node.value).replace("override ", "").strip().lstrip("/")
+            yield Entry(group, value_node, key_node.start_mark.line + 1)
 
 
 def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, Optional, Tuple
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ipurun.config.foreign import in_our_words
 from ipurun.config.option import Key, walk_keys
 from ipurun.config.schema import RunConfig
 from ipurun.config.suggest import nearest
+from ipurun.errors import Problem
 
-__all__ = ["all_keys", "example", "is_known", "is_node", "meant", "open_node_above", "type_problem"]
+__all__ = [
+    "ONE_CHOICE",
+    "Meant",
+    "all_keys",
+    "argument_meant",
+    "example",
+    "is_known",
+    "is_node",
+    "meant",
+    "open_node_above",
+    "several_choices",
+    "type_problem",
+]
+
+# Groups whose files each describe one object: of two in a list the second would silently win.
+ONE_CHOICE = ("model", "data", "optimizer", "schedule", "machine")
 
 
 @functools.lru_cache(maxsize=None)
@@ -41,9 +59,65 @@ def is_known(path: str) -> bool:
     return path in all_keys() or is_node(path) or open_node_above(path) is not None
 
 
-def meant(path: str) -> List[str]:
-    """Keys that an unknown one may have meant."""
-    return nearest(path, all_keys())
+@dataclass(frozen=True)
+class Meant:
+    """Keys that an unknown one may have meant, best first.
+
+    Args:
+        keys: The keys.
+        value: What the first takes to mean what was written; None where no value of it does.
+    """
+
+    keys: Tuple[str, ...] = ()
+    value: Any = None
+
+
+def meant(path: str, value: Any = None) -> Meant:
+    """Keys that an unknown one may have meant: what another tool calls so, or close names that take the value.
+
+    Args:
+        path: The unknown key.
+        value: What it was set to; None: any key will do.
+    """
+    key, translated = in_our_words(path, value) or ("", None)
+    if key and (value is None or (translated is not None and (translated != value or _takes(key, translated)))):
+        return Meant((key,), translated)
+    nodes = {name.rpartition(".")[0] for name in all_keys()} - {""} if isinstance(value, dict) else set()
+    close = nearest(path, [*all_keys(), *sorted(nodes)], most=8)
+    fitting = [name for name in close if value is None or _takes(name, value)][:3]
+    if fitting:
+        return Meant(tuple(fitting), value)
+    return Meant((key,) if key else ())
+
+
+def argument_meant(key: str, name: str, known: Sequence[str]) -> List[str]:
+    """Arguments of a node that an unknown one may have meant: ``lr`` for ``learning_rate`` of the optimizer."""
+    ours = (in_our_words(name) or ("",))[0]
+    return [argument for argument in known if f"{key}.{argument}" == ours] or nearest(name, known)
+
+
+def _takes(path: str, value: Any) -> bool:
+    key = all_keys().get(path)
+    if "." not in path and isinstance(value, str) and (is_node(path) or (key is not None and key.is_open)):
+        return True  # the choice of a file, as in `optimizer=adam`
+    if key is not None and key.choices and str(value) not in key.choices:
+        return False
+    if key is not None and key.minimum is not None and isinstance(value, (int, float)) and value < key.minimum:
+        return False
+    return type_problem(path, value) is None
+
+
+def several_choices(group: str, chosen: Sequence[str], where: str) -> Problem:
+    """The problem of several files chosen in a group of `ONE_CHOICE`."""
+    sweep = f"a run for each of them: -m {group}={','.join(chosen)}"
+    groups = "; parameters that need other values: optimizer.groups" if group == "optimizer" else ""
+    return Problem(
+        f"`{group}` takes one choice, not a list",
+        where,
+        seen=", ".join(chosen),
+        fix=f"{group}={chosen[0]}, or {sweep}{groups}",
+        key=group,
+    )
 
 
 def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
@@ -63,7 +137,10 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
     try:
         OmegaConf.update(_scratch(), path, value, merge=False)
     except OmegaConfBaseException:
-        return all_keys()[path].type_name, _shown(value)
+        takes = all_keys()[path].type_name
+        if isinstance(value, list) and len(value) > 1 and "list" not in takes:
+            takes = f"one {'number' if 'int' in takes or 'float' in takes else 'value'}, not a list"
+        return takes, _shown(value)
     return None
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from ipurun.config import overrides
 from ipurun.config.hydra_session import CONFIG_PATH, opened, prepare_hydra
 from ipurun.config.words import Words
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["complete", "inquire"]
 
@@ -62,7 +62,7 @@ def _show_job(words: Words, package: Optional[str], resolve: bool) -> None:
                 raise ConfigError(composed.problems)
             shown = composed.config if package is None else OmegaConf.select(composed.config, package)
             if shown is None:
-                raise ConfigError(Problem(f"the config has no `{package}`", "command line: --package"))
+                raise ConfigError(f"the config has no `{package}`", "command line: --package")
             text = OmegaConf.to_yaml(shown, resolve=resolve) if OmegaConf.is_config(shown) else f"{shown}\n"
             print(("---\n" if number else "") + text, end="")
 

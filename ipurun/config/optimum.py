@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from ipurun.config.foreign import in_our_words
 from ipurun.config.optimum_layers import Layers, read_layers
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["Imported", "import_config"]
 
@@ -61,13 +62,20 @@ class Imported:
                 self.versions.append(f"{key} {value}")
             elif key in _PLACEMENT:
                 continue
-            elif key not in _CONVERTERS:
+            elif key not in _CONVERTERS and key not in _SAME_NAME and in_our_words(key) is None:
                 self.notes.append(f"{key}: {json.dumps(value)} has no counterpart in ipurun")
             elif isinstance(value, Mapping):
                 self.notes.append(f"{key}: {json.dumps(value)} depends on the pod; pick one value")
-            elif value is not None:
+            elif key in _CONVERTERS and value is not None:
                 _CONVERTERS[key](self, value)
+            elif value is not None:
+                self._translate(key, value)
         self._place()
+
+    def _translate(self, key: str, value: Any) -> None:
+        ours, meant = (key, value) if key in _SAME_NAME else in_our_words(key, value) or (key, value)
+        if meant is not None:
+            self.set(ours, meant)
 
     def _place(self) -> None:
         training = read_layers(self._source, "")
@@ -104,40 +112,22 @@ def import_config(text: str, layers: Optional[str] = None) -> Imported:
         source = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError(Problem("ipu_config.json is not JSON", where, seen=error.msg)) from error
+        raise ConfigError("ipu_config.json is not JSON", where, seen=error.msg) from error
     if not isinstance(source, dict):
-        raise ConfigError(Problem("ipu_config.json is not a JSON object", seen=type(source).__name__))
+        raise ConfigError("ipu_config.json is not a JSON object", seen=type(source).__name__)
     return Imported(source, layers)
 
 
-def _to(key: str) -> Callable[[Imported, Any], None]:
-    return lambda imported, value: imported.set(key, value)
-
-
-def _switch(key: str, when_true: Any) -> Callable[[Imported, Any], None]:
-    def convert(imported: Imported, value: Any) -> None:
-        if value:
-            imported.set(key, when_true)
-
-    return convert
-
-
-def _state_offchip(imported: Imported, value: Any) -> None:
-    imported.set("memory.optimizer_state.on_chip", not value)
-
-
-def _proportions(value: Any) -> Any:
-    # By IPU, so that the recipe stays valid while its split is still to be written.
-    return {f"IPU{index}": share for index, share in enumerate(value)} if isinstance(value, list) else value
-
-
-def _matmul(imported: Imported, value: Any) -> None:
-    imported.set("memory.available_proportion", _proportions(value))
-
-
 def _inference_matmul(imported: Imported, value: Any) -> None:
-    shares = _proportions(value if isinstance(value, list) else [value])
-    imported.set("inference.options.setAvailableMemoryProportion", shares)
+    shares = value if isinstance(value, list) else [value]
+    imported.set(
+        "inference.options.setAvailableMemoryProportion", {f"IPU{index}": share for index, share in enumerate(shares)}
+    )
+
+
+def _decompose_grad_sum(imported: Imported, value: Any) -> None:
+    if value:
+        imported.set("options._Popart.set", {"decomposeGradSum": True})
 
 
 def _loss_scaling(imported: Imported, value: Any) -> None:
@@ -200,33 +190,21 @@ _SERIALIZED: Sequence[Tuple[str, Callable[[Imported, Any], None]]] = [
     for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")
 ]
 
+# Keys that mean more than one key of ipurun, or whose values need a look; all others are in `ipurun.config.foreign`.
 _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
-    "replication_factor": _to("replication.factor"),
-    "training_replication_factor": _to("replication.factor"),
-    "inference_replication_factor": _to("inference.replicas"),
-    "gradient_accumulation_steps": _to("gradient_accumulation"),
-    "device_iterations": _to("device_iterations"),
-    "inference_device_iterations": _to("inference.device_iterations"),
-    "optimizer_state_offchip": _state_offchip,
-    "replicated_tensor_sharding": _to("replication.tensor_sharding"),
-    "matmul_proportion": _matmul,
-    "training_matmul_proportion": _matmul,
     "inference_matmul_proportion": _inference_matmul,
-    "enable_half_partials": _switch("partials", "half"),
     "auto_loss_scaling": _loss_scaling,
     "executable_cache_dir": _cache,
     "output_mode": _output,
-    "seed": _to("seed"),
     "profile_dir": _profile,
-    "decompose_grad_sum": _switch("options._Popart.set", {"decomposeGradSum": True}),
-    "recompute_checkpoint_every_layer": _switch("recompute.every", "block"),
+    "decompose_grad_sum": _decompose_grad_sum,
     "explicit_ir_inference": _off_only("explicit_ir_inference"),
     "use_popdist": _off_only("use_popdist"),
     "execute_encoder_on_cpu_for_generation": _off_only("execute_encoder_on_cpu_for_generation"),
     "sharded_execution_for_inference": lambda imported, value: None,  # always so in optimum, and here by `_place`
-    "enable_half_first_order_momentum": _switch("optimizer.first_order_momentum_accum_type", "float16"),
     **dict(_SERIALIZED),
 }
+_SAME_NAME = ("device_iterations", "seed")
 
 
 def _yaml(node: Mapping[str, Any], indent: str = "") -> List[str]:

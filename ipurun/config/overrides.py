@@ -9,10 +9,11 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from ipurun.config import keys
+from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.config.suggest import listing, nearest
 from ipurun.errors import ConfigError, Problem
 
@@ -93,7 +94,7 @@ def parse(
         key = str(override.key_or_group)
         problem = _check(override, key, values, groups, multirun, word)
         if problem is None and not (key.startswith("hydra") or key in groups or keys.is_known(key)):
-            problem = _unknown(key, word, words, command)
+            problem = _unknown(override, word, words, command)
         if problem is not None:
             problems.append(problem)
             missing_files = missing_files or key in groups
@@ -148,6 +149,7 @@ def _check(
             f"`{key}` has several values, which is a sweep",
             where,
             fix=f"-m {word}  (or quote a list: '{key}=[{word.partition('=')[2]}]')",
+            key=key,
         )
     if key in ("hydra/launcher", "hydra/sweeper") and values != ("basic",):
         return Problem(
@@ -155,6 +157,7 @@ def _check(
             where,
             seen="ipurun runs the points of a sweep itself, each in a process of its own",
             fix="leave it out; see docs/how-to/sweeps.md",
+            key=key,
         )
     if key.startswith("hydra"):
         return None
@@ -166,11 +169,27 @@ def _check(
     for value in parts:
         wrong = keys.type_problem(key, value)
         if wrong is not None:
-            return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1], fix=keys.example(key))
+            return Problem(
+                f"`{key}` takes {wrong[0]}",
+                where,
+                seen=wrong[1],
+                fix=_sweep_of(key, value) or keys.example(key),
+                key=key,
+            )
     return None
 
 
+def _sweep_of(key: str, value: Any) -> str:
+    """How to type a list for a key that takes one value."""
+    if not isinstance(value, list) or len(value) < 2:
+        return ""
+    return f"{key}={value[0]}, or a run for each of them: -m {key}={','.join(map(str, value))}"
+
+
 def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: str) -> Optional[Problem]:
+    for value in values:
+        if value.startswith("[") and "," in value and group in ONE_CHOICE:
+            return several_choices(group, [name.strip() for name in value.strip("[]").split(",")], where)
     chosen = [name for value in values for name in value.strip("[]").split(",")]
     for name in (name.strip() for name in chosen):
         if name in groups[group]:
@@ -183,6 +202,7 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
                 seen=name or "nothing",
                 known=listing(groups[group], most=40),
                 fix="ipurun ls" if group == "recipe" else fix,
+                key=group,
             )
         close = nearest(name, groups[group], most=1)
         return Problem(
@@ -190,19 +210,30 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
             where,
             known=listing(groups[group], most=40),
             fix=f"{'+' if group == 'recipe' else ''}{group}={close[0]}" if close else "ipurun ls",
+            key=group,
         )
     return None
 
 
-def _unknown(key: str, word: str, words: Sequence[str], command: str) -> Problem:
-    close = keys.meant(key)
-    value = word.partition("=")[2]
+def _unknown(override: Override, word: str, words: Sequence[str], command: str) -> Problem:
+    key = str(override.key_or_group)
+    value = None if override.is_delete() or override.is_sweep_override() else override.value()
+    value = str(value) if isinstance(value, QuotedString) else value
+    meant = keys.meant(key, value)
+    text = word.partition("=")[2]
     fix = ""
-    if close:
-        better = [f"{close[0]}={value}" if other == word else other for other in words]
+    if meant.keys and (value is None or meant.value is not None):
+        text = text if meant.value is None or repr(meant.value) == repr(value) else _as_typed(meant.value)
+        better = [f"{meant.keys[0]}={text}" if other == word else other for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
-    known = ", ".join(close) if close else "run `ipurun ls keys` to see every key"
-    return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix)
+    known = ", ".join(meant.keys) if meant.keys else "run `ipurun ls keys` to see every key"
+    return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{inner}" for name, inner in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _late(word: str) -> Optional[Parsed]:
@@ -220,7 +251,7 @@ def _late(word: str) -> Optional[Parsed]:
 def _unreadable(word: str, error: HydraException) -> Problem:
     where = f"command line: {word}"
     if "=" not in word and not word.startswith("~"):
-        close = keys.meant(word)
+        close = keys.meant(word).keys
         return Problem(
             f"`{word}` is not an override",
             where,

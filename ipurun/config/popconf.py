@@ -40,10 +40,21 @@ def read_conf(path: str) -> Tuple[List[Call], List[Problem]]:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        return [], [Problem("`poptorch_conf` cannot be read", seen=f"{path}: {reason}", fix="poptorch_conf=FILE")]
+        return [], [
+            Problem(
+                "`poptorch_conf` cannot be read",
+                seen=f"{path}: {reason}",
+                fix="poptorch_conf=FILE",
+                key="poptorch_conf",
+            )
+        ]
     if text.lstrip().startswith("{"):
         fix = f"ipurun import {path}, which turns an IPUConfig of optimum into keys"
-        return [], [Problem("`poptorch_conf` is JSON, not lines of PopTorch's setters", f"{path}:1", fix=fix)]
+        return [], [
+            Problem(
+                "`poptorch_conf` is JSON, not lines of PopTorch's setters", f"{path}:1", fix=fix, key="poptorch_conf"
+            )
+        ]
     calls: List[Call] = []
     problems: List[Problem] = []
     for number, raw in enumerate(text.splitlines(), start=1):

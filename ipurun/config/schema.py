@@ -159,7 +159,8 @@ class RunConfig:
     )
     precision_rules: Dict[str, str] = option(
         {},
-        "Module name or pattern -> 16 or 32: that module computes in it, with casts at its edges.",
+        "Module name or pattern (docs/reference/patterns.md) -> 16 or 32: that module computes in it, with casts "
+        "at its edges.",
     )
     partials: Optional[str] = option(
         None,
@@ -200,7 +201,8 @@ class RunConfig:
     loader: LoaderConfig = node(LoaderConfig, "The data loader.")
     optimizer: Dict[str, Any] = option(
         {},
-        "The optimizer: `_target_` (poptorch.optim, torch.optim), arguments; `variable`, `constant`, `groups`.",
+        "The optimizer: `_target_` (poptorch.optim, torch.optim), arguments; `variable`, `constant`, "
+        "`groups` by parameter names and patterns (docs/reference/patterns.md).",
     )
     schedule: Dict[str, Any] = option({}, "The learning-rate schedule: `_target_` and its arguments; empty: constant.")
     metrics: Dict[str, Any] = option({}, "Metric name -> `_target_` and arguments, with `on: [eval]` or [train, eval].")

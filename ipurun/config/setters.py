@@ -164,16 +164,21 @@ def _anchors(value: Any) -> Iterator[Tuple[Sequence[Any], Mapping[str, Any]]]:
 def _unknown(path: str, key: str, value: Any) -> Problem:
     name = path.rpartition(".")[2]
     if name in _INSTEAD:
-        return Problem(f"`{key}.{path}` is not an option but a way to load them", seen=str(value), fix=_INSTEAD[name])
+        return Problem(
+            f"`{key}.{path}` is not an option but a way to load them",
+            seen=str(value),
+            fix=_INSTEAD[name],
+            key=f"{key}.{path}",
+        )
     dotted = next(iter(flatten({path: value}))) if isinstance(value, Mapping) and value else path
     close = nearest(path, option_setters()) or nearest(dotted, option_setters())
     prefix = path.partition(".")[0] + "."
     siblings = [known for known in option_setters() if known.startswith(prefix)] if prefix[:-1] in group_names() else []
     fix = f"{key}.{close[0]}: ..." if close else "docs/how-to/poptorch-options.md lists all setters"
     known = listing(close or siblings or option_setters())
-    return Problem(f"`{key}.{path}`: poptorch.Options has no such setter", known=known, fix=fix)
+    return Problem(f"`{key}.{path}`: poptorch.Options has no such setter", known=known, fix=fix, key=f"{key}.{path}")
 
 
 def _bad(error: BadValueError, origin: str, value: Any) -> Problem:
     fix = f"{origin}: {error.fix}" if error.fix else ""
-    return Problem(f"`{origin}` takes {error.takes}", seen=repr(value), known=error.known, fix=fix)
+    return Problem(f"`{origin}` takes {error.takes}", seen=repr(value), known=error.known, fix=fix, key=origin)

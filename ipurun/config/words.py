@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
-from ipurun.config.keys import is_known
+from ipurun.config.keys import is_known, meant
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["Words", "split_words"]
@@ -97,7 +97,8 @@ def split_words(argv: Sequence[str]) -> Words:
         elif word.startswith("-") and not re.match(r"-?\d", word):
             known = "--multirun (-m), --cfg, --resolve, --info, --config-dir, --quiet, --json, --debug, --help"
             key = flag.lstrip("-")
-            fix = f"{key}={value or 'VALUE'}, without dashes" if is_known(key) else ""
+            close = (key,) if is_known(key) else meant(key).keys
+            fix = f"{close[0]}={value or 'VALUE'}, without dashes" if close else ""
             problems.append(Problem(f"unknown flag `{word}`", "command line", known=known, fix=fix))
         else:
             overrides.append(_as_addition(word))

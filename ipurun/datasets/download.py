@@ -14,7 +14,7 @@ from typing import Mapping, Tuple
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["FASHION_MNIST", "MNIST", "Source", "cached_folder", "fetch"]
 
@@ -126,12 +126,10 @@ def _fetch_file(source: Source, name: str, folder: Path, progress: Progress) -> 
                 partial.unlink()
         progress.remove_task(task)
     raise ConfigError(
-        Problem(
-            f"{source.name} cannot be downloaded",
-            where="data.download=true",
-            seen="\n".join(failures),
-            fix=f"get {name} by other means and pass data.root=FOLDER",
-        )
+        f"{source.name} cannot be downloaded",
+        where="data.download=true",
+        seen="\n".join(failures),
+        fix=f"get {name} by other means and pass data.root=FOLDER",
     )
 
 
@@ -154,6 +152,4 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            Problem("the data folder cannot be made", where=f"data.root={folder}", seen=str(error))
-        ) from error
+        raise ConfigError("the data folder cannot be made", where=f"data.root={folder}", seen=str(error)) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Callable, Optional, Sequence
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["check_folder"]
 
@@ -27,15 +27,14 @@ def check_folder(
     """
     where = f"data.root={root}"
     if not root.is_dir():
-        raise ConfigError(Problem("`data.root` is not a folder", where=where, seen=str(root), fix=advice))
+        raise ConfigError("`data.root` is not a folder", where=where, seen=str(root), fix=advice, key="data.root")
     missing = [name for name in names if find(root, name) is None]
     if missing:
         raise ConfigError(
-            Problem(
-                f"`data.root` lacks {len(missing)} of the {len(names)} data files",
-                where=where,
-                seen="missing " + ", ".join(missing),
-                known=", ".join(names) + f" (each may end in {ending})",
-                fix=advice,
-            )
+            f"`data.root` lacks {len(missing)} of the {len(names)} data files",
+            where=where,
+            seen="missing " + ", ".join(missing),
+            known=", ".join(names) + f" (each may end in {ending})",
+            fix=advice,
+            key="data.root",
         )

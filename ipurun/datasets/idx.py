@@ -117,11 +117,9 @@ def _load_pair(root: Path, pair: Tuple[str, str], mean: float, std: float, notes
     images, labels = (read_idx(path) for path in paths)
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise ConfigError(
-            Problem(
-                "images and labels do not belong together",
-                where=str(root),
-                seen=f"images of shape {images.shape}, labels of shape {labels.shape}",
-                fix="put the four files of one data set into the folder",
-            )
+            "images and labels do not belong together",
+            where=str(root),
+            seen=f"images of shape {images.shape}, labels of shape {labels.shape}",
+            fix="put the four files of one data set into the folder",
         )
     return LabelledImages(images, labels, mean, std, notes)

@@ -85,7 +85,9 @@ def splits(
     """
     items = parse_sample(sample)
     lengths = {"data.train_samples": train_samples, "data.eval_samples": eval_samples}
-    wrong = [Problem(f"`{key}` is negative", seen=str(length)) for key, length in lengths.items() if length < 0]
+    wrong = [
+        Problem(f"`{key}` is negative", seen=str(length), key=key) for key, length in lengths.items() if length < 0
+    ]
     if wrong:
         raise ConfigError(wrong)
     note = "data: synthetic, so losses and metrics mean nothing"
@@ -103,11 +105,15 @@ def parse_sample(sample: Sequence[Any]) -> List[Item]:
     """
     if not sample:
         raise ConfigError(
-            Problem("`sample` is not declared, so synthetic data have no shape", fix=f"add to the recipe: {_EXAMPLE}")
+            "`sample` is not declared, so synthetic data have no shape",
+            fix=f"add to the recipe: {_EXAMPLE}",
+            key="sample",
         )
     problems = [problem for index, entry in enumerate(sample) for problem in _item_problems(index, entry)]
     if not problems and len({entry.get("name") is None for entry in sample}) > 1:
-        problems = [Problem("`sample` names some of its items and not others", fix="name all of them, or none")]
+        problems = [
+            Problem("`sample` names some of its items and not others", fix="name all of them, or none", key="sample")
+        ]
     if problems:
         raise ConfigError(problems)
     return [
@@ -125,22 +131,24 @@ def parse_sample(sample: Sequence[Any]) -> List[Item]:
 def _item_problems(index: int, entry: Any) -> List[Problem]:
     key = f"sample[{index}]"
     if not isinstance(entry, Mapping) or "shape" not in entry:
-        return [Problem(f"`{key}` has no `shape`", seen=str(entry), fix=_EXAMPLE)]
+        return [Problem(f"`{key}` has no `shape`", seen=str(entry), fix=_EXAMPLE, key="sample")]
     problems = [
-        Problem(f"unknown key `{name}` in `{key}`", seen=str(entry), known=", ".join(_KEYS))
+        Problem(f"unknown key `{name}` in `{key}`", seen=str(entry), known=", ".join(_KEYS), key="sample")
         for name in entry
         if name not in _KEYS
     ]
     shape = entry["shape"]
     if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) and size > 0 for size in shape):
-        problems.append(Problem(f"`{key}.shape` is not a list of positive numbers", seen=str(shape)))
+        problems.append(Problem(f"`{key}.shape` is not a list of positive numbers", seen=str(shape), key="sample"))
     dtype = entry.get("dtype", "float32")
     if dtype not in _DTYPES:
-        problems.append(Problem(f"`{key}.dtype` is no tensor type", seen=str(dtype), known=", ".join(_DTYPES)))
+        problems.append(
+            Problem(f"`{key}.dtype` is no tensor type", seen=str(dtype), known=", ".join(_DTYPES), key="sample")
+        )
     low, high = entry.get("low", 0), entry.get("high")
     numbers = [value for value in (low, high) if value is not None]
     if not all(isinstance(value, (int, float)) for value in numbers):
-        problems.append(Problem(f"`{key}.low` and `high` are numbers", seen=f"{low!r}, {high!r}"))
+        problems.append(Problem(f"`{key}.low` and `high` are numbers", seen=f"{low!r}, {high!r}", key="sample"))
     elif high is not None and high <= low:
-        problems.append(Problem(f"`{key}.high` is not above `low`", seen=f"low {low}, high {high}"))
+        problems.append(Problem(f"`{key}.high` is not above `low`", seen=f"low {low}, high {high}", key="sample"))
     return problems

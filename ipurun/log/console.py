@@ -62,17 +62,17 @@ class Console(Observer):
         """The panel before anything is compiled, and the remarks of the plan."""
         self._screen.panel(f"ipurun train: {plan.name}", panel_rows(point, plan, folder))
         for note in plan.notes:
-            self._screen.line(f"note: {note}")
+            self._screen.remark(f"note: {note}")
 
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
             self._screen.line(f"going on after step {count(event.start_step)}, from {event.resumed_from}")
         if event.total_steps is not None and event.start_step >= event.total_steps:
-            self._screen.line("note: all steps are done; a larger epochs= or max_steps= trains longer")
+            self._screen.remark("note: all steps are done; a larger epochs= or max_steps= trains longer")
 
     def on_note(self, event: Note) -> None:
         prefix = "warning" if event.level == "warning" else "note"
-        self._screen.line(f"{prefix}: {event.text}")
+        self._screen.remark(f"{prefix}: {event.text}")
 
     def on_compile_start(self, event: CompileStart) -> None:
         self._executables = _executables(self._cache_dir)

@@ -10,7 +10,7 @@ from typing import IO, Any, Mapping
 import numpy
 import torch
 
-from ipurun.errors import ConfigError, Problem, RunError, os_error_behind
+from ipurun.errors import ConfigError, RunError, os_error_behind
 
 __all__ = ["check_file", "describe", "write_predictions"]
 
@@ -25,14 +25,10 @@ def check_file(path: Path) -> None:
     """
     if path.suffix not in _SUFFIXES:
         raise ConfigError(
-            Problem(
-                f"predictions cannot be written as `{path.suffix or path.name}`", "--out", known=", ".join(_SUFFIXES)
-            )
+            f"predictions cannot be written as `{path.suffix or path.name}`", "--out", known=", ".join(_SUFFIXES)
         )
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise ConfigError(
-            Problem(f"`{path}` cannot be written", "--out", seen=f"the folder {path.parent}", fix="--out FILE")
-        )
+        raise ConfigError(f"`{path}` cannot be written", "--out", seen=f"the folder {path.parent}", fix="--out FILE")
 
 
 def write_predictions(path: Path, outputs: Any) -> None:
@@ -43,11 +39,9 @@ def write_predictions(path: Path, outputs: Any) -> None:
     """
     if path.suffix != ".pt" and not isinstance(outputs, torch.Tensor):
         raise RunError(
-            Problem(
-                f"the outputs are not one tensor, so they do not fit {path.suffix}",
-                seen=describe(outputs),
-                fix="--out FILE.pt",
-            )
+            f"the outputs are not one tensor, so they do not fit {path.suffix}",
+            seen=describe(outputs),
+            fix="--out FILE.pt",
         )
     partial = path.with_name(path.name + ".partial")
     try:
@@ -59,7 +53,7 @@ def write_predictions(path: Path, outputs: Any) -> None:
             partial.unlink()
         seen = str(os_error_behind(error))
         fix = "--out FILE in a folder with room that you can write to"
-        raise RunError(Problem("the predictions could not be written", str(path), seen=seen, fix=fix)) from error
+        raise RunError("the predictions could not be written", str(path), seen=seen, fix=fix) from error
 
 
 def _write(stream: IO[bytes], suffix: str, outputs: Any) -> None:

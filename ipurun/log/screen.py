@@ -30,6 +30,10 @@ class SilentScreen:
     def line(self, text: str) -> None:
         """One line that stays."""
 
+    def remark(self, text: str) -> None:
+        """A note or a warning, which a sweep shows of its points as well."""
+        self.line(text)
+
     def begin(self, title: str) -> None:
         """Something long begins, such as a compilation: a bar with the time that has passed."""
 

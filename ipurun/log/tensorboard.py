@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.train.events import EvalEnd, Observer, StepEnd, Summary
 
 __all__ = ["TensorBoardLogger"]
@@ -27,11 +27,10 @@ class TensorBoardLogger(Observer):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as err:
             raise ConfigError(
-                Problem(
-                    "`logger.tensorboard` needs a package that is not installed",
-                    seen=str(err),
-                    fix="pip install 'ipurun[tensorboard]', or leave the logger out",
-                )
+                "`logger.tensorboard` needs a package that is not installed",
+                seen=str(err),
+                fix="pip install 'ipurun[tensorboard]', or leave the logger out",
+                key="logger.tensorboard",
             ) from err
         self._writer: Any = SummaryWriter(log_dir or str(Path(folder) / "tensorboard"))
 

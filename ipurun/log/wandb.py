@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, List, Optional, Union
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.train.events import EvalEnd, Observer, RunStart, StepEnd, Summary
 
 __all__ = ["WandbLogger"]
@@ -37,11 +37,10 @@ class WandbLogger(Observer):
             import wandb
         except ImportError as err:
             raise ConfigError(
-                Problem(
-                    "`logger.wandb` needs a package that is not installed",
-                    seen=str(err),
-                    fix="pip install 'ipurun[wandb]', or leave the logger out",
-                )
+                "`logger.wandb` needs a package that is not installed",
+                seen=str(err),
+                fix="pip install 'ipurun[wandb]', or leave the logger out",
+                key="logger.wandb",
             ) from err
         self._wandb: Any = wandb
         self._arguments = {"project": project, "entity": entity, "mode": mode, "tags": tags}

@@ -37,6 +37,7 @@ def solve_accumulation(
             seen=f"micro_batch_size {micro_batch_size} x gradient_accumulation {accumulation} x "
             f"{distinct_replicas} replicas = {accumulation * per_micro_step}, global_batch_size={global_batch_size}",
             fix="gradient_accumulation=null, or global_batch_size=" + str(accumulation * per_micro_step),
+            key="global_batch_size",
         )
         return accumulation
     solved, rest = divmod(global_batch_size, per_micro_step)
@@ -51,6 +52,7 @@ def solve_accumulation(
         seen=f"global_batch_size={global_batch_size} with micro_batch_size {micro_batch_size} x "
         f"{distinct_replicas} replicas = {per_micro_step} samples per accumulation step",
         fix=" or ".join(f"global_batch_size={value * per_micro_step}" for value in candidates),
+        key="global_batch_size",
     )
     return candidates[0]
 
@@ -63,4 +65,5 @@ def check_stages(training: Batch, stages: int, from_global_batch: bool, found: F
             f"a pipeline of {stages} stages needs `gradient_accumulation` of {least} or more in training",
             seen=f"gradient_accumulation={training.gradient_accumulation}",
             fix=f"gradient_accumulation={least} (or pipeline.strategy=sharded)",
+            key="gradient_accumulation",
         )

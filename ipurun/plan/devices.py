@@ -53,6 +53,7 @@ def share_devices(request: Request, found: Findings) -> Devices:
             f"`devices` is not divisible by the {per_replica} IPUs that one replica takes",
             seen=f"devices={total}, {per_replica} IPUs by the keys of `pipeline`",
             fix=f"devices={_ceil_to(total, per_replica)}",
+            key="devices",
         )
     replicas = request.factor or max(total // per_replica, 1)
     used = replicas * per_replica
@@ -61,6 +62,7 @@ def share_devices(request: Request, found: Findings) -> Devices:
             f"{replicas} replicas of {per_replica} IPUs need {used} IPUs, more than `devices`",
             seen=f"replication.factor={replicas}, devices={total}",
             fix=f"replication.factor={max(total // per_replica, 1)} or devices={next_power_of_two(used)}",
+            key="devices",
         )
     elif not is_power_of_two(used) and is_power_of_two(per_replica) and not request.auto_round:
         lower = 1 << (max(total // per_replica, 1).bit_length() - 1)
@@ -68,6 +70,7 @@ def share_devices(request: Request, found: Findings) -> Devices:
             f"{replicas} replicas of {per_replica} IPUs make {used} IPUs, which is not a power of two",
             seen=f"replication.factor={request.factor}" if request.factor else f"devices={total}",
             fix=f"replication.factor={lower} or pipeline.auto_round=true",
+            key="replication.factor" if request.factor else "devices",
         )
     idle = max((request.available or total) - used, 0)
     if idle:
@@ -95,7 +98,9 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
         devices = str(devices)
     if isinstance(devices, str):
         if devices.strip().lower() != "auto":
-            found.problem("`devices` takes a number of IPUs or auto", seen=f"devices={devices}", fix="devices=1")
+            found.problem(
+                "`devices` takes a number of IPUs or auto", seen=f"devices={devices}", fix="devices=1", key="devices"
+            )
         return _automatic_total(request, per_replica, found)
     if devices > MAX_IPUS and request.on_paper:
         _note_several_processes(devices, found)
@@ -105,6 +110,7 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
             + (", the most that PopTorch attaches in one process" if devices > MAX_IPUS else ""),
             seen=f"devices={devices}",
             fix=f"devices={min(max(devices, 1), MAX_IPUS)}",
+            key="devices",
         )
         return min(max(devices, 1), MAX_IPUS)
     if not is_power_of_two(devices):
@@ -113,6 +119,7 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
             "`devices` must be a power of two",
             seen=f"devices={devices}",
             fix=f"devices={above // 2} or devices={above}",
+            key="devices",
         )
         return above
     if request.available is not None and devices > request.available:
@@ -121,6 +128,7 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
             f"{devices} IPUs were asked for, and {request.available} can be attached",
             seen=f"devices={devices}",
             fix=f"devices={most}" if most else "engine=cpu",
+            key="devices",
         )
     return devices
 

@@ -16,9 +16,11 @@ class Findings:
         self.problems: List[Problem] = []
         self._notes: List[str] = list(notes)
 
-    def problem(self, what: str, seen: str = "", known: str = "", fix: str = "", where: str = "") -> None:
+    def problem(
+        self, what: str, seen: str = "", known: str = "", fix: str = "", where: str = "", key: str = ""
+    ) -> None:
         """Record something that must be changed before the run can start."""
-        self.problems.append(Problem(what, where, seen, known, fix))
+        self.problems.append(Problem(what, where, seen, known, fix, key))
 
     def note(self, text: str) -> None:
         """Record a decision that the user should know of."""

@@ -57,6 +57,7 @@ def _fields(pattern: str, entry: Any, found: Findings) -> Optional[Dict[str, Any
             seen=str(entry),
             known=f"modes: {listing(MATMUL_MODES)}; keep_precision: true or false",
             fix=f"memory.serialize={{{pattern}: 4}}",
+            key="memory.serialize",
         )
         return None
     return dict(fields)
@@ -76,6 +77,7 @@ def _serializable(pattern: str, facts: Facts, found: Findings) -> List[str]:
             f"`memory.serialize`: `{pattern}` is neither a linear layer nor an embedding, and holds none",
             seen=listing([f"{name}: {facts.module_kinds.get(name, 'unknown')}" for name in matched]),
             known=listing([name for name in facts.module_names if facts.module_kinds.get(name) in kinds]),
+            key="memory.serialize",
         )
     return inside
 
@@ -93,6 +95,7 @@ def _one(module: str, fields: Mapping[str, Any], facts: Facts, found: Findings) 
             f"`memory.serialize`: `{module}` is a linear layer, and rows are those of an embedding",
             known=listing(MATMUL_MODES),
             fix=f"memory.serialize={{{module}: {{factor: {factor}, mode: output_channels}}}}",
+            key="memory.serialize",
         )
         return Serialized(module, 1, "output_channels")
     outputs, inputs = (shape[1], shape[0]) if kind in _TRANSPOSED_LINEAR else shape[:2] if shape else (0, 0)
@@ -103,6 +106,7 @@ def _one(module: str, fields: Mapping[str, Any], facts: Facts, found: Findings) 
             f"`memory.serialize`: {factor} parts do not divide the {size} {mode.replace('_', ' ')} of `{module}`",
             known=listing(map(str, fitting)) or "1",
             fix=f"factor {min(fitting, key=lambda part: abs(part - factor))}" if fitting else "another mode",
+            key="memory.serialize",
         )
     return Serialized(module, factor, mode, bool(fields.get("keep_precision", False)))
 
@@ -117,6 +121,7 @@ def module_proportions(config: RunConfig, facts: Facts, found: Findings) -> Dict
                 f"`memory.module_proportion`: `{pattern}` takes a share from 0 to 1",
                 seen=str(share),
                 fix=f"memory.module_proportion={{{pattern}: 0.2}}",
+                key="memory.module_proportion",
             )
             continue
         if not facts.module_names:
@@ -131,6 +136,7 @@ def module_proportions(config: RunConfig, facts: Facts, found: Findings) -> Dict
             found.problem(
                 f"`memory.module_proportion`: `{pattern}` has no matmul and no convolution of its own",
                 seen=listing([f"{name}: {facts.module_kinds.get(name, 'unknown')}" for name in matched]),
+                key="memory.module_proportion",
             )
         shares.update({name: float(share) for name in inside})
     return shares

@@ -18,6 +18,7 @@ def check_loading(loader: LoaderConfig, batch: Batch, found: Findings) -> None:
                 "`loader.rebatched_worker_size` is read in mode async_rebatched only",
                 seen=f"loader.mode={loader.mode}, loader.rebatched_worker_size={size}",
                 fix="loader.mode=async_rebatched",
+                key="loader.rebatched_worker_size",
             )
         return
     if batch.samples_per_call == 1:
@@ -25,10 +26,12 @@ def check_loading(loader: LoaderConfig, batch: Batch, found: Findings) -> None:
             "`loader.mode=async_rebatched` cuts batches anew, and a host call takes one sample",
             seen="1 sample per host call",
             fix="loader.mode=async",
+            key="loader.mode",
         )
     elif size is not None and size > batch.samples_per_call:
         found.problem(
             f"`loader.rebatched_worker_size` is more than the {batch.samples_per_call} samples of a host call",
             seen=f"loader.rebatched_worker_size={size}",
             fix=f"loader.rebatched_worker_size={batch.samples_per_call}",
+            key="loader.rebatched_worker_size",
         )

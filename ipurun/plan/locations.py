@@ -50,6 +50,7 @@ def memory_calls(config: RunConfig, ipus: int, replicas: int, training: bool, fo
                 "`memory.io_tiles` must be an even number from 32 to 192",
                 seen=f"memory.io_tiles={memory.io_tiles}",
                 fix=f"memory.io_tiles={nearest}",
+                key="memory.io_tiles",
             )
         calls.append(Call("TensorLocations.numIOTiles", (memory.io_tiles,), origin="memory.io_tiles"))
     if memory.prefetch_depth is not None:
@@ -89,6 +90,7 @@ def _check_sharding(config: RunConfig, replicas: int, found: Findings) -> None:
             "`replication.tensor_sharding` and `memory.optimizer_state.sharded` contradict each other",
             seen="replication.tensor_sharding=true, memory.optimizer_state.sharded=false",
             fix="memory.optimizer_state.sharded=null",
+            key="replication.tensor_sharding",
         )
     sharded = [kind for kind in _SETTERS if getattr(config.memory, kind).sharded]
     if replicas == 1 and (config.replication.tensor_sharding or sharded):
@@ -111,6 +113,7 @@ def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict
                 f"`memory.available_proportion` has {len(value)} entries for {ipus} IPUs of a replica",
                 seen=str(list(value)),
                 fix=f"{ipus} entries, or one number for all",
+                key="memory.available_proportion",
             )
     elif isinstance(value, dict):
         shares = dict(value)
@@ -129,6 +132,7 @@ def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict
             "`memory.available_proportion` takes shares from 0 to 1, by IPU",
             seen=str(value),
             fix="memory.available_proportion=0.2 or '{IPU0: 0.2, IPU1: 0.4}'",
+            key="memory.available_proportion",
         )
         return {}
     return {str(name): float(share) for name, share in shares.items()}

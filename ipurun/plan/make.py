@@ -184,6 +184,7 @@ def _inference_options(
             "evaluation and prediction read every output",
             seen=f"inference.options.outputMode: {asked.args[0]}",
             fix="inference.options.outputMode: All, or leave it out",
+            key="inference.options.outputMode",
         )
     buffers = facts.changing_buffers and numbers.inference.distinct_replicas > 1
     broadcast = [Call("broadcastBuffers", (False,), origin="rule: training changes buffers")] if buffers else []

@@ -120,6 +120,7 @@ def _group_size(config: RunConfig, given: Given, replicas: int, found: Findings)
             seen=f"replication.input_group_size={size}",
             known=", ".join(map(str, divisors)),
             fix=f"replication.input_group_size={max(part for part in divisors if part <= max(size, 1))}",
+            key="replication.input_group_size",
         )
         return 1
     return int(size)
@@ -177,6 +178,7 @@ def _inference_batch(
             f"a pipeline of {stages} stages needs `inference.device_iterations` of {stages} or more",
             seen=f"inference.device_iterations={iterations}",
             fix=f"inference.device_iterations={stages}",
+            key="inference.device_iterations",
         )
     elif iterations < stages:
         found.note(f"inference runs {stages} device iterations per host call: a pipeline of {stages} stages needs them")
@@ -192,6 +194,7 @@ def _inference_batch(
                 f"`inference.options.inputReplicaGrouping` must divide the {replicas} replicas",
                 seen=str(group_size),
                 fix="inference.options.inputReplicaGrouping: [1, Consecutive]",
+                key="inference.options.inputReplicaGrouping",
             )
             group_size = 1
     accumulation = given.inference_argument("Training.gradientAccumulation")
@@ -200,6 +203,7 @@ def _inference_batch(
             "inference accumulates no gradients",
             seen=f"inference.options.Training.gradientAccumulation={accumulation}",
             fix="leave it out",
+            key="inference.options.Training.gradientAccumulation",
         )
     micro_batch_size = config.inference.micro_batch_size or training.micro_batch_size
     return Batch(micro_batch_size, iterations, 1, replicas, group_size)
@@ -216,6 +220,7 @@ def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_ro
             f"inference needs {rounded} IPUs, more than `devices`",
             seen=f"{replicas} replicas x {per_replica} IPUs, devices={devices.total}",
             fix=f"inference.replicas={limit // per_replica}" if per_replica <= limit else f"devices={rounded}",
+            key="devices",
         )
     elif not is_power_of_two(rounded) and used != devices.replicas * devices.per_replica:
         found.problem(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun import manifest
+from ipurun.config.keys import argument_meant
 from ipurun.config.schema import RunConfig
 from ipurun.config.setter_values import BadValueError, convert
 from ipurun.config.suggest import listing, nearest
@@ -34,6 +35,7 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
                 "`optimizer` has arguments but no `_target_`",
                 seen=listing(node),
                 fix="optimizer._target_=poptorch.optim.SGD",
+                key="optimizer",
             )
         found.note("no optimizer was chosen: poptorch.optim.SGD with lr=0.01, as PopTorch does")
         return Call(f"{_POPTORCH}SGD", kwargs={"lr": 0.01}, origin="optimizer"), ()
@@ -42,7 +44,11 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
     for entry in described["init"] if described is not None else ():
         if "default" not in entry and node.get(entry["name"], "") is None:
             name = entry["name"]
-            found.problem(f"`optimizer.{name}` has no value, and {target} needs one", fix=f"optimizer.{name}=0.01")
+            found.problem(
+                f"`optimizer.{name}` has no value, and {target} needs one",
+                fix=f"optimizer.{name}=0.01",
+                key=f"optimizer.{name}",
+            )
     arguments = _arguments(values, target, described, "optimizer", found)
     _add_loss_scaling(config, arguments, described, found)
     marks = _marks(node, arguments, described, bool(config.schedule), found)
@@ -67,6 +73,7 @@ def _described(target: str, found: Findings) -> Optional[Mapping[str, Any]]:
                 seen=f"optimizer._target_={target}",
                 known=listing(classes),
                 fix=f"optimizer._target_={_POPTORCH}{close[0]}",
+                key="optimizer._target_",
             )
         return classes.get(name)
     if target.startswith(_TORCH) and name not in _SUPPORTED_TORCH:
@@ -77,6 +84,7 @@ def _described(target: str, found: Findings) -> Optional[Mapping[str, Any]]:
                 [f"{_POPTORCH}{known}" for known in classes] + [f"{_TORCH}{known}" for known in _SUPPORTED_TORCH]
             ),
             fix=f"optimizer._target_={_POPTORCH}Adam",
+            key="optimizer._target_",
         )
     return None
 
@@ -95,17 +103,20 @@ def _arguments(
         if name == "max_grad_norm" and name not in known:
             _refuse_clipping(target, key, values, found)
         elif name not in known:
-            close = nearest(name, known)
+            close = argument_meant(key, name, list(known))
             found.problem(
                 f"`{key}.{name}`: {target} has no argument `{name}`",
                 seen=f"{key}.{name}={value}",
                 known=listing(close or known),
                 fix=f"{key}.{close[0]}={value}" if close else f"~{key}.{name}",
+                key=f"{key}.{name}",
             )
         else:
             arguments[name] = _argument(value, known[name].get("annotation", ""), f"{key}.{name}", found)
     if arguments.get("amsgrad"):
-        found.problem("PopTorch has no amsgrad", seen=f"{key}.amsgrad=true", fix=f"{key}.amsgrad=false")
+        found.problem(
+            "PopTorch has no amsgrad", seen=f"{key}.amsgrad=true", fix=f"{key}.amsgrad=false", key=f"{key}.amsgrad"
+        )
     return arguments
 
 
@@ -113,7 +124,9 @@ def _check_signs(values: Mapping[str, Any], key: str, found: Findings) -> None:
     for name in _NEVER_NEGATIVE:
         value = values.get(name)
         if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
-            found.problem(f"`{key}.{name}` must be a number of 0 or more", seen=f"{key}.{name}={value}")
+            found.problem(
+                f"`{key}.{name}` must be a number of 0 or more", seen=f"{key}.{name}={value}", key=f"{key}.{name}"
+            )
 
 
 def _argument(value: Any, annotation: str, key: str, found: Findings) -> Any:
@@ -121,13 +134,13 @@ def _argument(value: Any, annotation: str, key: str, found: Findings) -> Any:
         numbers = list(value) if isinstance(value, (list, tuple)) else []
         if len(numbers) == 2 and all(isinstance(number, (int, float)) for number in numbers):
             return tuple(float(number) for number in numbers)
-        found.problem(f"`{key}` takes two numbers", seen=str(value), fix=f"{key}=[0.9,0.999]")
+        found.problem(f"`{key}` takes two numbers", seen=str(value), fix=f"{key}=[0.9,0.999]", key=key)
         return value
     try:
         return convert(value, annotation)
     except BadValueError as error:
         fix = f"{key}={error.fix}" if error.fix else ""
-        found.problem(f"`{key}` takes {error.takes}", seen=str(value), known=error.known, fix=fix)
+        found.problem(f"`{key}` takes {error.takes}", seen=str(value), known=error.known, fix=fix, key=key)
         return value
 
 
@@ -141,6 +154,7 @@ def _refuse_clipping(target: str, key: str, values: Mapping[str, Any], found: Fi
         seen=f"{key}.max_grad_norm={values['max_grad_norm']}",
         known="poptorch.optim.SGD, poptorch.optim.Adam and poptorch.optim.AdamW can",
         fix=f"{key}._target_=poptorch.optim.AdamW, or leave max_grad_norm out",
+        key=f"{key}.max_grad_norm",
     )
 
 
@@ -155,6 +169,7 @@ def _add_loss_scaling(
             "`loss_scaling` needs an optimizer of poptorch.optim",
             seen=f"optimizer._target_={config.optimizer.get('_target_')}, loss_scaling={scale}",
             fix="optimizer._target_=poptorch.optim.AdamW",
+            key="loss_scaling",
         )
     elif str(scale).strip().lower() == "auto":
         _check_automatic_scaling(config, arguments, found)
@@ -162,7 +177,10 @@ def _add_loss_scaling(
         number = _scale(scale)
         if number is None:
             found.problem(
-                "`loss_scaling` takes a number above 0, or auto", seen=f"loss_scaling={scale}", fix="loss_scaling=1024"
+                "`loss_scaling` takes a number above 0, or auto",
+                seen=f"loss_scaling={scale}",
+                fix="loss_scaling=1024",
+                key="loss_scaling",
             )
             return
         before = arguments.get("loss_scaling")
@@ -185,12 +203,14 @@ def _check_automatic_scaling(config: RunConfig, arguments: Mapping[str, Any], fo
             "automatic loss scaling needs gradients to be averaged",
             seen=f"loss_scaling=auto, replication.reduction={config.replication.reduction}",
             fix="replication.reduction=mean",
+            key="loss_scaling",
         )
     if str(arguments.get("accum_type")) != "torch.float16":
         found.problem(
             "automatic loss scaling needs float16 accumulators",
             seen=f"loss_scaling=auto, optimizer.accum_type={arguments.get('accum_type', 'not set')}",
             fix="optimizer.accum_type=float16",
+            key="loss_scaling",
         )
 
 
@@ -208,6 +228,7 @@ def _marks(
                 "`optimizer.variable` and `optimizer.constant` need an optimizer of poptorch.optim",
                 seen=f"optimizer._target_={node['_target_']}",
                 fix="optimizer._target_=poptorch.optim.SGD",
+                key="optimizer.variable" if variable else "optimizer.constant",
             )
         return ()
     groups = described["attribute_groups"]
@@ -220,15 +241,19 @@ def _marks(
                     f"`optimizer.{key}` names `{name}`, which PopTorch cannot mark",
                     known=listing(allowed),
                     fix=f"optimizer.{key}=[{close[0]}]" if close else "",
+                    key=f"optimizer.{key}",
                 )
     for name in variable:
         if name in constant:
-            found.problem(f"`optimizer` marks `{name}` variable and constant", fix="name it in one of the lists")
+            found.problem(
+                f"`optimizer` marks `{name}` variable and constant", fix="name it in one of the lists", key="optimizer"
+            )
     if "lr" in constant and scheduled:
         found.problem(
             "`optimizer.constant` names `lr`, and `schedule` changes it",
             seen="optimizer.constant=[lr]",
             fix="~schedule",
+            key="optimizer.constant",
         )
     if "lr" not in arguments and "lr" not in variable and "lr" not in constant:
         variable = ["lr", *variable]  # PopTorch would freeze a learning rate that was not passed
@@ -256,6 +281,7 @@ def _groups(
                 f"`{key}` needs `match`: parameter names or patterns",
                 seen=str(group),
                 fix="{match: '*.bias', weight_decay: 0.0}",
+                key=key,
             )
             continue
         values = {name: value for name, value in group.items() if name != "match" and value is not None}
@@ -267,6 +293,7 @@ def _groups(
                     seen=f"{name}={values.pop(name)}",
                     known=listing(allowed),
                     fix=f"optimizer.{name}",
+                    key=key,
                 )
         planned.append(ParameterGroup(tuple(patterns), _arguments(values, target, described, key, found)))
     return tuple(planned)

@@ -45,6 +45,7 @@ def output_mode(config: RunConfig, lifted: Optional[Call], device_iterations: in
             f"metrics on training data need every output, and `output.mode` is {mode}",
             seen=f"on train: {', '.join(metrics)}",
             fix="output.mode=all, or metrics on eval only",
+            key="output.mode",
         )
     if mode == "every_n" and device_iterations % every:
         fitting = [period for period in range(1, device_iterations + 1) if device_iterations % period == 0]
@@ -52,6 +53,7 @@ def output_mode(config: RunConfig, lifted: Optional[Call], device_iterations: in
             "`output.every` must divide `device_iterations`",
             seen=f"output.every={every}, device_iterations={device_iterations}",
             fix=f"output.every={max(period for period in fitting if period <= every)}",
+            key="output.every",
         )
     return mode, every
 

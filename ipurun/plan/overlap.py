@@ -50,14 +50,19 @@ def check_overlap(config: RunConfig, mode: str, calls: Sequence[Call], found: Fi
             "`memory.overlap_io` does not go with pipelined execution",
             seen=f"memory.overlap_io={config.memory.overlap_io}, pipeline.strategy=pipelined",
             fix="pipeline.strategy=sharded, or memory.overlap_io=none",
+            key="memory.overlap_io",
         )
     if last_call("TensorLocations.numIOTiles", calls) is None:
         found.problem(
             "`memory.overlap_io` needs tiles set aside for I/O",
             seen="memory.io_tiles=null",
             fix="memory.io_tiles=32",
+            key="memory.overlap_io",
         )
     if mode not in ("all", "sum"):
         found.problem(
-            "`memory.overlap_io` needs the output mode all or sum", seen=f"output mode {mode}", fix="output.mode=sum"
+            "`memory.overlap_io` needs the output mode all or sum",
+            seen=f"output mode {mode}",
+            fix="output.mode=sum",
+            key="memory.overlap_io",
         )

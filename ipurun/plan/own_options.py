@@ -124,6 +124,7 @@ def _add_broadcast(own: OwnCalls, config: RunConfig, facts: Facts, batch: Batch,
             "PopTorch cannot keep buffers equal over replicas while training changes them",
             seen=f"{origin}=true, {batch.replicas} replicas, changing: {names}",
             fix="replication.broadcast_buffers=false",
+            key=origin,
         )
     if config.replication.broadcast_buffers is not None:
         own.add("broadcastBuffers", config.replication.broadcast_buffers, origin=origin)

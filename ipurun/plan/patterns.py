@@ -1,12 +1,14 @@
-"""Module names and patterns of a config, matched with the modules of the model.
+"""Names and patterns of modules and parameters, matched the same way for every key that takes them.
 
-A name is dotted (``layer1.0``; ``layer1/0`` is taken, too). In a pattern ``*`` stands for any text within one part of
-a name, and at its very beginning for any parts before; ``**`` for any text; ``?`` and ``[0-9]`` for one character.
-``re:`` before a pattern makes it a regular expression that has to fit the whole name.
+A name is dotted (``layer1.0``, or ``layer1/0``). In a pattern ``*`` matches any text within one part of a name, and at
+the very beginning any parts before, too; ``**`` matches any text; ``?`` and ``[0-9]`` match one character. A pattern
+that begins with ``re:`` is a regular expression for the whole name. Where parameters are meant, a pattern that ends in
+``*`` also takes the parameters inside the modules it matches. docs/reference/patterns.md has the same for users.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Pattern, Sequence, Tuple
@@ -14,7 +16,19 @@ from typing import Any, Dict, List, Mapping, Optional, Pattern, Sequence, Tuple
 from ipurun.config.suggest import listing, nearest
 from ipurun.plan.findings import Findings
 
-__all__ = ["Match", "find_module", "flat_names", "is_pattern", "match_modules", "match_names", "names_in", "unmatched"]
+__all__ = [
+    "Match",
+    "check_parameters",
+    "find_module",
+    "flat_names",
+    "is_pattern",
+    "match_modules",
+    "match_names",
+    "match_parameters",
+    "names_in",
+    "unmatched",
+    "widened",
+]
 
 _REGEX = "re:"
 
@@ -59,14 +73,8 @@ def match_names(
         what: What the names are names of, for the message.
         owner: Who has them, for the message.
     """
-    try:
-        expression = _compiled(pattern)
-    except re.error as error:
-        found.problem(
-            f"`{key}`: `{pattern}` is not a regular expression",
-            seen=str(error),
-            fix="see Python's `re`; without `re:` the text is a name or a pattern such as layers.*.attn",
-        )
+    expression = _checked(pattern, key, found)
+    if expression is None:
         return []
     fitting = [(name, expression.fullmatch(name)) for name in known if name]
     matches = [Match(name, tuple(text or "" for text in fit.groups())) for name, fit in fitting if fit]
@@ -75,13 +83,48 @@ def match_names(
     return matches
 
 
-def names_in(value: Any, key: str, found: Findings) -> List[str]:
+def match_parameters(pattern: str, known: Sequence[str]) -> List[str]:
+    """Parameters that a name or a pattern means. `check_parameters` reports patterns that cannot be used."""
+    expression = _compiled(pattern)
+    if pattern.endswith("*") and not pattern.startswith(_REGEX):
+        expression = re.compile(expression.pattern + r"(?:\..*)?")
+    return [name for name in known if expression.fullmatch(name)]
+
+
+def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findings) -> None:
+    """Report a pattern that matches no parameter, or fewer than before `*` stopped at dots."""
+    if _checked(pattern, key, found) is None:
+        return
+    matched = match_parameters(pattern, known)
+    before = [] if "**" in pattern else [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+    lost = [name for name in before if name not in matched]
+    if lost:
+        wide = f"`{widened(pattern)}` for all {len(before)}"
+        exact = f", `{_REGEX}{_compiled(pattern).pattern}` for the {len(matched)} alone" if matched else ""
+        found.problem(
+            f"`{key}`: `{pattern}` leaves out parameters that it matched in earlier versions, as `*` stops at dots now",
+            seen=f"{len(matched)} of {len(before)} parameters match; left out: {listing(lost, most=3)}",
+            fix=wide + exact,
+            key=key,
+        )
+    elif not matched:
+        unmatched(pattern, key, known, found, "parameter")
+
+
+def widened(pattern: str) -> str:
+    """A pattern whose `*` match any text, also over dots, as those for parameters did in earlier versions."""
+    return pattern if "**" in pattern or pattern.startswith(_REGEX) else pattern.replace("*", "**")
+
+
+def names_in(value: Any, key: str, found: Findings, what: str = "module") -> List[str]:
     """A key that takes one name or a list of names, as a list."""
     if value is None:
         return []
     entries = [value] if isinstance(value, (str, int)) else list(value) if isinstance(value, (list, tuple)) else None
     if entries is None or not all(isinstance(entry, (str, int)) and not isinstance(entry, bool) for entry in entries):
-        found.problem(f"`{key}` takes a module name or a list of them", seen=str(value), fix=f"{key}=[NAME, ...]")
+        found.problem(
+            f"`{key}` takes a {what} name or a list of them", seen=str(value), fix=f"{key}=[NAME, ...]", key=key
+        )
         return []
     return [str(entry) for entry in entries]  # a name may look like a number: `0` of a Sequential
 
@@ -108,6 +151,7 @@ def unmatched(
             f"`{key}` names `{name}`, which may be any of {len(ends)} {what}s",
             known=listing(ends),
             fix=f"the full name, such as `{ends[0]}`, or the pattern `**.{_dotted(name)}` for all of them",
+            key=key,
         )
         return
     close = ends or nearest(name, names) or _siblings(_dotted(name), names)
@@ -116,6 +160,7 @@ def unmatched(
         f"`{key}` names `{name}`, and {owner} no such {what}",
         known=listing(close or top or names),
         fix=f"`{_in_the_form_of(name, close[0])}` instead of `{name}`" if close else "one of the names above",
+        key=key,
     )
 
 
@@ -139,6 +184,20 @@ def _siblings(name: str, names: Sequence[str]) -> List[str]:
 
 def _dotted(name: str) -> str:
     return name.replace("/", ".").strip(".")
+
+
+def _checked(pattern: str, key: str, found: Findings) -> Optional[Pattern[str]]:
+    """The expression of a pattern; None, and a problem, where it cannot be read."""
+    try:
+        return _compiled(pattern)
+    except re.error as error:
+        found.problem(
+            f"`{key}`: `{pattern}` is not a regular expression",
+            seen=str(error),
+            fix="see Python's `re`; without `re:` the text is a name or a pattern such as layers.*.attn",
+            key=key,
+        )
+        return None
 
 
 def _compiled(pattern: str) -> Pattern[str]:

@@ -69,6 +69,7 @@ def lay_out(
             "phased execution needs phases",
             seen=f"pipeline.strategy={pipeline.strategy}, {room}.split=[]",
             fix=f"{room}.split=[MODULE, ...], each next phase beginning at one of them",
+            key="pipeline.strategy",
         )
     if (named_start or (phased and placements)) and all(placement.module for placement in placements):
         # Phases list their blocks, so that nothing may run outside of one.
@@ -126,6 +127,7 @@ def _ipus_as_given(
             "`pipeline.ipus` and the placement contradict each other",
             seen=f"pipeline.ipus={given}, the blocks of the config make {ipus}",
             fix="pipeline.ipus=null",
+            key="pipeline.ipus",
         )
         return ipus, stages
     return given, max(given, stages)

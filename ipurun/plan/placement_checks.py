@@ -36,6 +36,7 @@ def without_doubles(placements: Sequence[Placement], found: Findings) -> List[Pl
                 f"two blocks begin at `{placement.module or 'the model'}`",
                 seen=f"IPU {other.ipu} by {other.origin}, IPU {placement.ipu} by {placement.origin}",
                 fix="one block for each module",
+                key=placement.origin,
             )
     return list(at.values())
 
@@ -52,11 +53,13 @@ def check_blocks(placements: Sequence[Placement], facts: Facts, found: Findings)
                 f"the block `{placement.block_id}` is on IPU {same.ipu} and on IPU {placement.ipu}",
                 seen=f"{same.module or 'the model'} ({same.origin}), {name} ({placement.origin})",
                 fix="one id for one IPU",
+                key=placement.origin,
             )
         if placement.module in own:
             found.problem(
                 f"`{placement.origin}`: `{name}` begins a block in the model's code already",
                 fix="leave it out: blocks of the model's code are kept",
+                key=placement.origin,
             )
         _check_called(placement, facts, found)
 
@@ -70,12 +73,14 @@ def _check_called(placement: Placement, facts: Facts, found: Findings) -> None:
             f"`{placement.origin}`: no block can begin at `{module}`: a {kind} is never called, only what it holds",
             known=listing(inside),
             fix=f"`{inside[0]}` instead of `{module}`" if inside else "the module that is called",
+            key=placement.origin,
         )
     elif facts.calls and module not in order and module in facts.module_names:
         found.problem(
             f"`{placement.origin}`: no block can begin at `{module}`: it does not run in `forward`",
             known=listing([name for name in order if name and "." not in name]),
             fix="a module that runs",
+            key=placement.origin,
         )
 
 
@@ -87,6 +92,7 @@ def check_unplaced(blocks: Sequence[OwnBlock], pipeline: PipelineConfig, found: 
             "`pipeline.auto_stage=same_as_ipu` needs an IPU for every block",
             seen=", ".join(f"{name} has none" for name in unplaced),
             fix="pipeline.auto_stage=auto, or ipu_id=... in the model's code",
+            key="pipeline.auto_stage",
         )
 
 

@@ -46,7 +46,7 @@ def head_blocks(
     ipu = pipeline.head_ipu
     if ipu is None and not layers:
         if names:
-            found.problem("`pipeline.head` is set, and its IPU is not", fix="pipeline.head_ipu=0")
+            found.problem("`pipeline.head` is set, and its IPU is not", fix="pipeline.head_ipu=0", key="pipeline.head")
         return []
     modules = _named(names, "pipeline.head", facts, found) if names else _head(pipeline, facts, layers)
     if ipu is None:
@@ -56,7 +56,9 @@ def head_blocks(
             return []
         found.note(f"the head ({modules[0]}) runs on IPU {ipu}, because {tied[-1]} and {tied[0]} are one tensor")
     elif not modules and not names and facts.module_names:
-        found.problem("`pipeline.head_ipu` is set, and no head was found", fix="pipeline.head=MODULE")
+        found.problem(
+            "`pipeline.head_ipu` is set, and no head was found", fix="pipeline.head=MODULE", key="pipeline.head_ipu"
+        )
     if ipu == last_ipu and not names:
         return []
     return [(module, ipu, module, "pipeline.head_ipu") for module in modules]

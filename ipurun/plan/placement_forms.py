@@ -63,6 +63,7 @@ def wanted_blocks(pipeline: PipelineConfig, facts: Facts, room: str, found: Find
                 f"`{room}.split` and `{room}.layers_per_ipu` contradict each other",
                 seen=f"{room}.split={split}, {room}.layers_per_ipu={list(pipeline.layers_per_ipu)}",
                 fix=f"{room}.split=[] or {room}.layers_per_ipu=[]",
+                key=f"{room}.split",
             )
         layers, wanted = _by_layers(pipeline, facts, room, found)
     wanted += _explicit_blocks(pipeline, facts, found)
@@ -81,18 +82,23 @@ def _split_modules(pipeline: PipelineConfig, facts: Facts, room: str, found: Fin
                 f"`{key}=auto` was not solved",
                 seen=facts.unsolved or "no split of the model is known that fits",
                 fix="ipurun plan --solve with the same config, or pipeline.split=[MODULE, ...]",
+                key=key,
             )
             return []
         return list(facts.solved_split)
     if isinstance(pipeline.split, str):
-        found.problem(f"`{key}` takes module names, or auto", seen=pipeline.split, fix=f"{key}=[{pipeline.split}]")
+        found.problem(
+            f"`{key}` takes module names, or auto", seen=pipeline.split, fix=f"{key}=[{pipeline.split}]", key=key
+        )
         return []
     modules: List[str] = []
     for name in names_in(pipeline.split, key, found):
         fitting = _modules(name, key, facts, found)
         for module in fitting:
             if module in modules:
-                found.problem(f"`{key}` names `{name}` twice", seen=str(pipeline.split), fix="name each module once")
+                found.problem(
+                    f"`{key}` names `{name}` twice", seen=str(pipeline.split), fix="name each module once", key=key
+                )
             modules.append(module)
         if not fitting:
             modules.append(name)  # so that the number of IPUs stays as it was meant
@@ -147,6 +153,7 @@ def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) ->
                 found.problem(
                     f"`pipeline.blocks`: `{taken[match.name]}` and `{pattern}` both begin a block at `{match.name}`",
                     fix="one block for each module",
+                    key="pipeline.blocks",
                 )
                 continue  # the first one stands for both in what else is checked
             wanted.append(Wanted(match.name, fields.get("ipu"), block_id, "pipeline.blocks"))
@@ -164,6 +171,7 @@ def _block_entries(blocks: Any, found: Findings) -> List[Tuple[str, Any]]:
                 "`pipeline.blocks` takes a mapping by module, or a list of {module, ipu, id}",
                 seen=str(entry),
                 fix="pipeline.blocks={fc: {ipu: 1, id: B}}",
+                key="pipeline.blocks",
             )
             continue
         entries.append((str(name), {key: value for key, value in entry.items() if key not in _MODULE_FIELDS}))
@@ -186,6 +194,7 @@ def _block_fields(pattern: str, entry: Any, found: Findings) -> Optional[Dict[st
             seen=str(entry),
             known=listing(_BLOCK_FIELDS),
             fix=f"pipeline.blocks={{{pattern}: {{ipu: 1}}}}",
+            key="pipeline.blocks",
         )
         return None
     if "id" in fields:
@@ -212,5 +221,6 @@ def _block_id(template: Optional[str], match: Match, index: int, ipu: Optional[i
             seen=f"{type(error).__name__}: {error}",
             known="{name}, {index}, {ipu}, and {0}, {1}, ... for what the pattern's wildcards stand for",
             fix="{index} counts the modules that fit",
+            key="pipeline.blocks",
         )
         return match.name

@@ -71,7 +71,9 @@ def gather(
     if (pipeline.stages and phased) or (pipeline.phases and not phased):
         fitting = "pipeline.strategy=serial_phased" if not phased else "pipeline.strategy=pipelined"
         found.problem(
-            f"`{other}` does not go with `pipeline.strategy={pipeline.strategy}`", fix=f"`{key}` instead, or {fitting}"
+            f"`{other}` does not go with `pipeline.strategy={pipeline.strategy}`",
+            fix=f"`{key}` instead, or {fitting}",
+            key=other,
         )
     written = pipeline.phases if phased else pipeline.stages
     if not written:
@@ -86,6 +88,7 @@ def _without_stages(wanted: Sequence[Wanted], found: Findings) -> List[Placement
             found.problem(
                 f"`{block.origin}`: the block at `{block.module}` has no IPU",
                 fix=f"pipeline.blocks={{{block.module}: {{ipu: 1}}}}, or name it in `pipeline.stages`",
+                key=block.origin,
             )
     return [Placement(block.module, block.ipu or 0, block.block_id, block.origin) for block in wanted]
 
@@ -107,7 +110,9 @@ def _parse(entry: Any, key: str, found: Findings, nested: bool) -> List[_Written
             return [stage for item in entry for stage in _parse(item, key, found, nested=False)]
     forms = "a block, a list of blocks, or {blocks: [A, B], ipu: 0}"
     found.problem(
-        f"`{key}` takes {forms}" + (", or a list of such" if nested else "") + " for each entry", seen=str(entry)
+        f"`{key}` takes {forms}" + (", or a list of such" if nested else "") + " for each entry",
+        seen=str(entry),
+        key=key,
     )
     return []
 
@@ -129,10 +134,10 @@ def _resolve(
         for position, stage in enumerate(stages):
             ids = [block for name in stage.blocks for block in _ids(name, wanted, facts, key, found)]
             if not stage.blocks:
-                found.problem(f"`{key}`: entry {part} has no blocks", seen=str(list(stage.blocks)))
+                found.problem(f"`{key}`: entry {part} has no blocks", seen=str(list(stage.blocks)), key=key)
             for block in ids:
                 if block in places:
-                    found.problem(f"`{key}` has the block `{block}` twice", fix="each block in one stage")
+                    found.problem(f"`{key}` has the block `{block}` twice", fix="each block in one stage", key=key)
                 places[block] = len(blocks)
             blocks.append(tuple(ids))
             ipus.append(_stage_ipu(stage, ids, wanted, _usual_ipu(part, position, strategy), key, found))
@@ -148,6 +153,7 @@ def _resolve(
             seen=", ".join(left),
             known=", ".join(places),
             fix=f"add them to `{key}`",
+            key=key,
         )
     start = Wanted("", None, FIRST_BLOCK, key)
     placements = [
@@ -174,6 +180,7 @@ def _stage_ipu(
             f"`{key}`: blocks of one stage are on several IPUs",
             seen=f"{', '.join(ids)} on IPUs {', '.join(map(str, sorted(asked)))}",
             fix="one IPU for a stage, or stages of their own",
+            key=key,
         )
     return stage.ipu if stage.ipu is not None else min(asked, default=usual)
 

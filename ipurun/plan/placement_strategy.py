@@ -21,6 +21,7 @@ def strategy_call(pipeline: PipelineConfig, layout: Layout, found: Findings) -> 
                 "`pipeline.liveness` and `pipeline.separate_backward_phase` belong to phased execution",
                 seen=f"pipeline.strategy={pipeline.strategy}",
                 fix="pipeline.strategy=serial_phased, or leave both out",
+                key="pipeline.separate_backward_phase" if pipeline.liveness is None else "pipeline.liveness",
             )
         name = "poptorch.PipelinedExecution" if pipeline.strategy == "pipelined" else "poptorch.ShardedExecution"
         if layout.listed is not None:
@@ -64,6 +65,7 @@ def _parallel_setters(pipeline: PipelineConfig, found: Findings) -> Tuple[Call, 
             seen=f"pipeline.liveness={pipeline.liveness}",
             known="AlwaysLive, OffChipAfterFwd",
             fix="pipeline.liveness=OffChipAfterFwd",
+            key="pipeline.liveness",
         )
     off_chip = pipeline.liveness == "OffChipAfterFwd"
     calls = (

@@ -21,6 +21,7 @@ def normal_precision(precision: str, found: Findings) -> str:
             f"`precision` does not know `{precision}`",
             known="32.32, 16.32, 16.16; 16 and 32 for short",
             fix="precision=16.16",
+            key="precision",
         )
         return "32.32"
     return text
@@ -35,6 +36,7 @@ def module_precisions(config: RunConfig, module_names: Sequence[str], found: Fin
                 f"`precision_rules` gives `{pattern}` the precision `{value}`",
                 known="16, 32",
                 fix=f"precision_rules: {{'{pattern}': 16}}",
+                key="precision_rules",
             )
             continue
         names = match_modules(str(pattern), "precision_rules", module_names, found) if module_names else [pattern]

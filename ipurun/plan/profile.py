@@ -75,7 +75,11 @@ def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:
     try:
         chosen: Dict[str, str] = convert(profile.engine_options, "Dict[str, str]")
     except BadValueError as error:
-        found.problem(f"`profile.engine_options` takes {error.takes}", seen=str(profile.engine_options))
+        found.problem(
+            f"`profile.engine_options` takes {error.takes}",
+            seen=str(profile.engine_options),
+            key="profile.engine_options",
+        )
         return {}
     return chosen
 

@@ -44,5 +44,6 @@ def _every_block(config: RunConfig, facts: Facts, layout: Layout, found: Finding
         found.problem(
             "`recompute.every=block` finds no repeated layers in the model",
             fix="pipeline.layers=[MODULE, ...], or recompute.checkpoints=[MODULE, ...]",
+            key="recompute.every",
         )
     return layers

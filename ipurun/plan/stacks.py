@@ -69,12 +69,14 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
             f"`{key}` counts layers, and the model has several stacks of them",
             known=listing([f"{name or 'the model'} ({len(layers)})" for name, layers in candidates]),
             fix=f"pipeline.layers={candidates[0][0]}, or pipeline.layers=[{','.join(stacks(facts))}] for all",
+            key=key,
         )
     else:
         found.problem(
             f"`{key}` counts layers, and the model has no stack of layers of one class",
             known=listing([name for name in facts.module_names if "." not in name]),
             fix="pipeline.layers=[MODULE, ...], or pipeline.split=[MODULE, ...]",
+            key=key,
         )
     return []
 
@@ -109,11 +111,14 @@ def share_layers(counts: Sequence[int], layers: int, ipus: Optional[int], key: s
         listed = [_REST] * ipus
     if ipus and len(listed) != ipus:
         found.problem(
-            f"`{key}` has {len(listed)} entries for `pipeline.ipus={ipus}`", seen=str(listed), fix="pipeline.ipus=null"
+            f"`{key}` has {len(listed)} entries for `pipeline.ipus={ipus}`",
+            seen=str(listed),
+            fix="pipeline.ipus=null",
+            key=key,
         )
         return ()
     if any(isinstance(count, bool) or count < _REST for count in listed):
-        found.problem(f"`{key}` takes numbers of layers, or -1", seen=str(listed), fix=f"{key}=[0,-1]")
+        found.problem(f"`{key}` takes numbers of layers, or -1", seen=str(listed), fix=f"{key}=[0,-1]", key=key)
         return ()
     left = layers - sum(count for count in listed if count != _REST)
     open_places = [index for index, count in enumerate(listed) if count == _REST]
@@ -123,6 +128,7 @@ def share_layers(counts: Sequence[int], layers: int, ipus: Optional[int], key: s
             f"`{key}` places {placed} layers, and the model has {layers}",
             seen=str(listed),
             fix=f"{key}={_even(layers, len(listed), listed[0] == 0)}, or -1 for one of them",
+            key=key,
         )
         return ()
     for place, share in zip(open_places, _shares(left, len(open_places))):

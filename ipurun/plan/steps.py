@@ -62,6 +62,7 @@ def _calls_per_epoch(config: RunConfig, batch: Batch, samples: int, found: Findi
             "`loader.drop_last=false` leaves a last host call that is not full, and the device runs full ones only",
             seen=f"{samples} samples, {equation}, {rest} left over",
             fix="loader.drop_last=true, or sizes whose product divides the training set",
+            key="loader.drop_last",
         )
     return calls
 

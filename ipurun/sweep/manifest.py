@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from ipurun.config.compose import Point, to_yaml
 from ipurun.config.schema import SweepConfig
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Manifest", "Record", "find_earlier", "point_id"]
 
@@ -84,12 +84,10 @@ class Manifest:
             return cls(folder, document["argv"], records)
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise ConfigError(
-                Problem(
-                    f"`{folder}` is not a sweep folder",
-                    where="resume",
-                    seen=f"{path}: {err}",
-                    fix="give the folder that the sweep printed, or resume=auto",
-                )
+                f"`{folder}` is not a sweep folder",
+                where="resume",
+                seen=f"{path}: {err}",
+                fix="give the folder that the sweep printed, or resume=auto",
             ) from err
 
     def adopt(self, earlier: Manifest) -> None:

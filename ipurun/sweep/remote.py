@@ -26,7 +26,10 @@ class RemoteScreen(Screen):
         os.write(self._descriptor, (json.dumps({"do": method, **arguments}) + "\n").encode())
 
     def line(self, text: str) -> None:
-        self._send("line", text=text)
+        """Left out: evaluations and compile times are in each point's log."""
+
+    def remark(self, text: str) -> None:
+        self._send("remark", text=text)
 
     def begin(self, title: str) -> None:
         self._send("begin", title=title)
@@ -68,12 +71,11 @@ class Replay:
             self._screen.begin(f"{prefix} {call['title']}")
         elif method == "phase":
             self._screen.phase(call["text"], call["fraction"])
-        elif method == "line":
+        elif method == "remark":
             self._remark(call["text"], prefix)
 
     def _remark(self, text: str, prefix: str) -> None:
-        # Evaluations and compile times are in each point's log. Remarks matter, but points share most of their
-        # config and so most of these: one telling is enough.
-        if text.startswith(("note:", "warning:")) and text not in self._remarks:
+        # Points share most of their config and so most remarks: each is shown once.
+        if text not in self._remarks:
             self._remarks.add(text)
             self._screen.line(f"{prefix} {text}")

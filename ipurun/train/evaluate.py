@@ -10,7 +10,7 @@ import torch
 
 from ipurun.build import Run
 from ipurun.build.batch import as_call, map_tensors, pick, target_of
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.train.events import CompileEnd, CompileStart, Observer
 from ipurun.train.failures import explained
 
@@ -82,7 +82,7 @@ def evaluate(
 def inference_calls(run: Run, observer: Observer, split: Optional[str]) -> Iterator[InferenceCall]:
     """Run a split through the inference model, host call by host call."""
     if split not in run.eval_loaders:
-        raise ConfigError(Problem(f"the data has no split `{split}`", known=", ".join(run.eval_loaders)))
+        raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
     run.enter_inference()
     batches = iter(run.eval_loaders[split])
     while True:

@@ -8,7 +8,7 @@ import traceback
 from types import ModuleType
 from typing import Iterator, Optional
 
-from ipurun.errors import IpurunError, Problem, RunError
+from ipurun.errors import IpurunError, RunError
 
 __all__ = ["explained"]
 
@@ -41,30 +41,24 @@ def explained(
     except engine_module.RecoverableError as error:
         action = str(getattr(error, "recovery_action", "") or "unknown")
         raise RunError(
-            Problem(
-                f"the IPU system failed while {doing}, and can recover: {action}",
-                seen=str(error),
-                fix=f"{_RESETS.get(action, 'see the recovery action')}; then {go_on}",
-            )
+            f"the IPU system failed while {doing}, and can recover: {action}",
+            seen=str(error),
+            fix=f"{_RESETS.get(action, 'see the recovery action')}; then {go_on}",
         ) from error
     except engine_module.UnrecoverableError as error:
         raise RunError(
-            Problem(
-                f"the IPU system failed while {doing}, and cannot recover by itself",
-                seen=str(error),
-                fix=f"tell the machine's administrator; afterwards {go_on}",
-            )
+            f"the IPU system failed while {doing}, and cannot recover by itself",
+            seen=str(error),
+            fix=f"tell the machine's administrator; afterwards {go_on}",
         ) from error
     except engine_module.Error as error:
-        raise RunError(Problem(f"PopTorch failed while {doing}", seen=str(error))) from error
+        raise RunError(f"PopTorch failed while {doing}", seen=str(error)) from error
     except Exception as error:
         raise RunError(
-            Problem(
-                f"{doing} failed",
-                where=_where(error),
-                seen=_told(error),
-                fix="--debug shows the whole traceback",
-            )
+            f"{doing} failed",
+            where=_where(error),
+            seen=_told(error),
+            fix="--debug shows the whole traceback",
         ) from error
 
 

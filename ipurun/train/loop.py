@@ -10,7 +10,7 @@ from ipurun.build import Run
 from ipurun.build.batch import as_call, pick, target_of
 from ipurun.checkpoint import Checkpoint
 from ipurun.checkpoint.store import Folder
-from ipurun.errors import Problem, RunError
+from ipurun.errors import RunError
 from ipurun.train.clock import Clock, Window
 from ipurun.train.evaluate import evaluate
 from ipurun.train.events import (
@@ -114,7 +114,7 @@ class _Trainer:
             if ends_epoch or self._interrupts.asked or self._is_done():
                 return
         if progress.call == before and not progress.position:
-            raise RunError(Problem("the training data gave no batch in a whole epoch", fix="check `data`"))
+            raise RunError("the training data gave no batch in a whole epoch", fix="check `data`")
         self._count_epoch()
         self._evaluate_and_save(ends_epoch=True)
 
@@ -234,7 +234,7 @@ class _Trainer:
         value = result.metrics.get(run.monitor)
         if value is None:
             known = ", ".join(result.metrics)
-            raise RunError(Problem(f"`monitor={run.monitor}` is no value of the evaluation", known=known))
+            raise RunError(f"`monitor={run.monitor}` is no value of the evaluation", known=known, key="monitor")
         improved = self._saver.note_value(value)
         if run.schedule.report(value):
             run.training_model.setOptimizer(run.optimizer)
@@ -318,12 +318,10 @@ class _Trainer:
         newest = self._saver.newest_path
         last = "no checkpoint was saved before" if newest is None else f"last checkpoint: {newest}"
         raise RunError(
-            Problem(
-                f"the loss became {loss} at step {self._progress.step}",
-                seen=f"lr {lr:g}, precision {self._run.plan.precision}; {last}",
-                fix="a smaller optimizer.lr, or another loss_scaling; debug=nonfinite stops at the first operation "
-                "that gives one; debug.stop_on_nonfinite=false goes on",
-            )
+            f"the loss became {loss} at step {self._progress.step}",
+            seen=f"lr {lr:g}, precision {self._run.plan.precision}; {last}",
+            fix="a smaller optimizer.lr, or another loss_scaling; debug=nonfinite stops at the first operation "
+            "that gives one; debug.stop_on_nonfinite=false goes on",
         )
 
     def _explained(self, doing: str) -> ContextManager[None]:

@@ -9,7 +9,7 @@ import torch
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.plan.types import Batch
 from ipurun.train.randomness import random_state, restore_random_state
 
@@ -139,12 +139,10 @@ def _load_model(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) -> N
         run.user_model.load_state_dict(state["model"])
     except (RuntimeError, KeyError) as error:
         raise ConfigError(
-            Problem(
-                "the checkpoint does not fit the model",
-                where=str(checkpoint.path),
-                seen=str(error),
-                fix="resume with the config the run was started with",
-            )
+            "the checkpoint does not fit the model",
+            where=str(checkpoint.path),
+            seen=str(error),
+            fix="resume with the config the run was started with",
         ) from error
 
 
@@ -154,12 +152,10 @@ def _load_optimizer(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) 
         run.optimizer.load_state_dict(state)
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(
-            Problem(
-                "the checkpoint does not fit the optimizer",
-                where=str(checkpoint.path),
-                seen=str(error),
-                fix="resume with the config the run was started with",
-            )
+            "the checkpoint does not fit the optimizer",
+            where=str(checkpoint.path),
+            seen=str(error),
+            fix="resume with the config the run was started with",
         ) from error
     for group, values in zip(run.optimizer.param_groups, fresh):
         group.update(values)  # what the config says now counts; the schedule's own values follow

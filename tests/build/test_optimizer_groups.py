@@ -44,6 +44,22 @@ def test_a_pattern_must_match_a_parameter() -> None:
     assert "first.weight" in caught.value.problems[0].known
 
 
+def test_a_pattern_means_the_same_as_in_a_pipeline() -> None:
+    model = {"_target_": "run_toys.Deep"}
+    node = {"_target_": SGD, "lr": 0.1, "groups": [{"match": "encoder.*.bias", "lr": 0.2}]}
+    with pytest.raises(ConfigError, match=r"`encoder\.\*\*\.bias` for all 2") as caught:
+        inspected(config(model=model, optimizer=node))
+    assert caught.value.problems[0].key == "optimizer.groups.0"
+    node["groups"] = [{"match": "encoder.**.bias", "lr": 0.2}]
+    assert [len(group["params"]) for group in built(model=model, optimizer=node).optimizer.param_groups] == [2, 2]
+
+
+def test_a_group_without_names_is_reported_and_not_a_failure() -> None:
+    node = {"_target_": SGD, "lr": 0.1, "groups": [{"match": None, "lr": 0.2}]}
+    with pytest.raises(ConfigError, match="needs `match`"):
+        built(optimizer=node)
+
+
 def test_torch_optimizers() -> None:
     import torch
 

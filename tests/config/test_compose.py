@@ -129,6 +129,94 @@ class TestBadInput:
         assert problem.known.startswith("devices")
         assert problem.fix == "ipurun train +recipe=mnist devices=8"
 
+    @pytest.mark.parametrize(
+        ("typed", "better"),
+        [
+            ("accelerator=ipu", "engine=ipu"),
+            ("ipus=8", "devices=8"),
+            ("strategy=ipu_strategy", "engine=ipu"),
+            ("accumulate_grad_batches=4", "gradient_accumulation=4"),
+            ("gradient_clip_val=1.0", "optimizer.max_grad_norm=1.0"),
+            ("trainer.max_epochs=3", "epochs=3"),
+            ("limit_train_batches=100", "max_steps=100"),
+            ("fast_dev_run=true", "debug=fast"),
+            ("autoreport=true", "profile.kind=graph"),
+            ("autoreport_dir=a/b", "profile.dir=a/b"),
+            ("convert_model_to_half=true", "precision=16.16"),
+            ("per_device_train_batch_size=4", "micro_batch_size=4"),
+            ("learning_rate=1e-3", "optimizer.lr=1e-3"),
+            ("num_train_epochs=3.0", "epochs=3"),
+            ("lr_scheduler_type=cosine", "schedule=cosine"),
+            ("pod_type=pod16", "devices=16"),
+            ("optimizer_state_offchip=true", "memory.optimizer_state.on_chip=false"),
+            ("deviceIterations=4", "device_iterations=4"),
+            ("Training.gradientAccumulation=8", "gradient_accumulation=8"),
+            ("logCycleCount=true", "options.logCycleCount=true"),
+            ("nproc_per_node=8", "devices=8"),
+        ],
+    )
+    def test_words_of_other_tools_get_our_key_and_value(self, typed: str, better: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", typed)
+        assert problem.fix == f"ipurun train +recipe=mnist {better}"
+        assert problems_of("+recipe=mnist", better) == []
+
+    def test_a_word_without_an_equal_value_names_the_key_alone(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "warmup_ratio=0.1")
+        assert (problem.known, problem.fix) == ("schedule.warmup_steps", "")
+
+    def test_flags_of_other_tools_get_our_key(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            points(["+recipe=mnist", "--nproc-per-node=8"])
+        assert caught.value.problems[0].fix == "devices=8, without dashes"
+
+    def test_words_of_other_tools_in_yaml(self) -> None:
+        write_recipe("mine", "# @package _global_\nmax_epochs: 3\npod_type: pod4\nfast_dev_run: true\n")
+        assert [problem.fix for problem in problems_of("+recipe=mine")] == [
+            "write epochs",
+            "write devices: 4",
+            "choose it in the defaults list: - override /debug: fast",
+        ]
+
+    @pytest.mark.parametrize("typed", ["weights=foo.pt", "shufle=soon", "strateg=none"])
+    def test_no_key_is_suggested_that_cannot_take_the_value(self, typed: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", typed)
+        assert problem.fix == "" and problem.known == "run `ipurun ls keys` to see every key"
+
+    def test_a_misspelled_section_of_a_file_gets_the_section(self) -> None:
+        write_recipe("mine", "# @package _global_\nmemroy:\n  io_tiles: 32\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert problem.fix == "write memory"
+
+    @pytest.mark.parametrize(
+        ("typed", "advice"),
+        [
+            ("optimizer=[adam,adamw]", "optimizer.groups"),
+            ("model=[digit_net,clothes_net]", "-m model=digit_net,clothes_net"),
+            ("data=[mnist,synthetic]", "-m data=mnist,synthetic"),
+            ("schedule=[cosine,linear]", "-m schedule=cosine,linear"),
+        ],
+    )
+    def test_a_group_that_makes_one_object_takes_one_choice(self, typed: str, advice: str) -> None:
+        group = typed.partition("=")[0]
+        with pytest.raises(ConfigError) as caught:
+            points(["+recipe=mnist", typed])
+        (problem,) = caught.value.problems
+        assert problem.what == f"`{group}` takes one choice, not a list" and problem.key == group
+        assert advice in problem.fix
+
+    def test_one_choice_in_the_defaults_list_of_a_file(self) -> None:
+        write_recipe("mine", "# @package _global_\ndefaults:\n  - override /optimizer: [adam, adamw]\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert problem.where == "conf/recipe/mine.yaml:3" and "optimizer.groups" in problem.fix
+
+    def test_several_loggers_are_fine(self) -> None:
+        config = one(["+recipe=mnist", "logger=[csv,tensorboard]"]).config
+        assert {"csv", "tensorboard"} <= set(config.logger)
+
+    def test_a_list_for_a_key_that_takes_one_number(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "devices=[1,2]")
+        assert problem.what == "`devices` takes one number, not a list"
+
     def test_all_problems_come_together(self) -> None:
         found = problems_of("+recipe=mnist", "device=8", "epochs=many", "engine=gpu", "micro_batch_size=0", "loose")
         assert [problem.what for problem in found] == [
@@ -219,7 +307,7 @@ class TestOddValues:
     @pytest.mark.parametrize(
         ("typed", "fix"),
         [
-            ("devices=[1,2]", "devices=auto"),
+            ("devices=[1,2]", "devices=1, or a run for each of them: -m devices=1,2"),
             ("device_iterations=null", "device_iterations=1"),
             ("loader.shuffle=maybe", "loader.shuffle=true"),
             ("epochs=0.5", "epochs=1"),

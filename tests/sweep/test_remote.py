@@ -11,7 +11,7 @@ from ipurun.sweep.remote import RemoteScreen, Replay
 
 
 def _shown(*points: List[str]) -> List[str]:
-    """What a sweep shows of points that say these lines, train a step and end."""
+    """What a sweep shows of points that make these remarks, evaluate, train a step and end."""
     stream = io.StringIO()
     replay = Replay(PlainScreen(stream))
     for number, lines in enumerate(points):
@@ -22,7 +22,8 @@ def _shown(*points: List[str]) -> List[str]:
         screen.phase("lowering", 0.5)
         screen.end("compiled")
         for line in lines:
-            screen.line(line)
+            screen.remark(line)
+        screen.line("note: this is no remark and stays in the point's log")
         screen.live(["step 1", "loss 0.5"], 0.5)
         os.close(writer)
         with os.fdopen(reader) as messages:

@@ -22,6 +22,19 @@ class Net(nn.Module):
         return self.second(self.drop(torch.relu(self.first(x))))
 
 
+class Deep(nn.Module):
+    """Parameters at two depths: encoder.0.bias and encoder.1.inner.bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential()
+        inner.add_module("inner", nn.Linear(8, 3))
+        self.encoder = nn.Sequential(nn.Linear(4, 8), inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+
 class NormNet(nn.Module):
     """Has buffers that training changes, and one that it does not."""
 

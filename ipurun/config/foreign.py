@@ -1,0 +1,155 @@
+"""Words of other tools, with the keys of ipurun that mean the same: for suggestions, and for importing their files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+
+from ipurun.config.setter_names import option_setters
+
+__all__ = ["in_our_words"]
+
+
+@dataclass(frozen=True)
+class _Meaning:
+    key: str
+    convert: Callable[[Any], Any] = lambda value: value  # None: there is no value of ours that means the same
+
+
+def _if_true(key: str, value: Any) -> _Meaning:
+    return _Meaning(key, lambda given: value if given is True or given == 1 else None)
+
+
+def _words(key: str, words: Mapping[str, str]) -> _Meaning:
+    return _Meaning(key, lambda given: words.get(str(given).lower()))
+
+
+def _whole(key: str) -> _Meaning:
+    """A number of things, where the other tool also takes 3.0, or a share of all of them."""
+
+    def convert(given: Any) -> Any:
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        is_share = isinstance(given, float) and given <= 1
+        return int(given) if is_number and not is_share and given == int(given) else None
+
+    return _Meaning(key, convert)
+
+
+def _ipus_of_pod(given: Any) -> Optional[int]:
+    pod = re.fullmatch(r"(?:bow-)?pod-?(\d+)", str(given).lower())
+    return int(pod.group(1)) if pod else None
+
+
+def _shares(given: Any) -> Any:
+    # By IPU, so that the value stays valid while the split is still to be written.
+    return {f"IPU{index}": share for index, share in enumerate(given)} if isinstance(given, list) else given
+
+
+def _is_false(given: Any) -> Optional[bool]:
+    return not given if isinstance(given, bool) else None
+
+
+_LIGHTNING: Dict[str, _Meaning] = {
+    "accelerator": _words("engine", {"ipu": "ipu", "cpu": "cpu", "auto": "auto"}),
+    "ipus": _Meaning("devices"),
+    "strategy": _words("engine", {"ipu": "ipu", "ipu_strategy": "ipu"}),
+    "accumulate_grad_batches": _Meaning("gradient_accumulation"),
+    "gradient_clip_val": _Meaning("optimizer.max_grad_norm"),
+    "max_epochs": _Meaning("epochs"),
+    "limit_train_batches": _whole("max_steps"),
+    "fast_dev_run": _if_true("debug", "fast"),
+    "autoreport": _if_true("profile.kind", "graph"),
+    "autoreport_dir": _Meaning("profile.dir"),
+    "convert_model_to_half": _if_true("precision", "16.16"),
+    "training_opts": _Meaning("options"),
+    "inference_opts": _Meaning("inference.options"),
+    "check_val_every_n_epoch": _Meaning("eval.every_epochs"),
+    "val_check_interval": _whole("eval.every_steps"),
+    "log_every_n_steps": _Meaning("log_every_steps"),
+    "default_root_dir": _Meaning("runs_dir"),
+    "ckpt_path": _Meaning("resume"),
+    "num_workers": _Meaning("loader.workers"),
+    "batch_size": _Meaning("micro_batch_size"),
+}
+_TRANSFORMERS: Dict[str, _Meaning] = {
+    "per_device_train_batch_size": _Meaning("micro_batch_size"),
+    "per_device_eval_batch_size": _Meaning("inference.micro_batch_size"),
+    "learning_rate": _Meaning("optimizer.lr"),
+    "lr": _Meaning("optimizer.lr"),
+    "weight_decay": _Meaning("optimizer.weight_decay"),
+    "max_grad_norm": _Meaning("optimizer.max_grad_norm"),
+    "num_train_epochs": _whole("epochs"),
+    "warmup_ratio": _Meaning("schedule.warmup_steps", lambda given: None),  # a share of a number not known yet
+    "warmup_steps": _Meaning("schedule.warmup_steps"),
+    "lr_scheduler_type": _words("schedule", {"linear": "linear", "cosine": "cosine", "constant": "constant"}),
+    "gradient_accumulation_steps": _Meaning("gradient_accumulation"),
+    "dataloader_num_workers": _Meaning("loader.workers"),
+    "dataloader_drop_last": _Meaning("loader.drop_last"),
+    "logging_steps": _whole("log_every_steps"),
+    "eval_steps": _whole("eval.every_steps"),
+    "save_steps": _whole("checkpoint.every_steps"),
+    "save_total_limit": _Meaning("checkpoint.keep"),
+    "metric_for_best_model": _Meaning("monitor"),
+    "resume_from_checkpoint": _Meaning("resume"),
+    "output_dir": _Meaning("runs_dir"),
+    "run_name": _Meaning("name"),
+    "pod_type": _Meaning("devices", _ipus_of_pod),
+    "n_ipu": _Meaning("devices"),
+}
+_OPTIMUM: Dict[str, _Meaning] = {
+    "replication_factor": _Meaning("replication.factor"),
+    "training_replication_factor": _Meaning("replication.factor"),
+    "inference_replication_factor": _Meaning("inference.replicas"),
+    "inference_device_iterations": _Meaning("inference.device_iterations"),
+    "optimizer_state_offchip": _Meaning("memory.optimizer_state.on_chip", _is_false),
+    "replicated_tensor_sharding": _Meaning("replication.tensor_sharding"),
+    "matmul_proportion": _Meaning("memory.available_proportion", _shares),
+    "training_matmul_proportion": _Meaning("memory.available_proportion", _shares),
+    "enable_half_partials": _if_true("partials", "half"),
+    "auto_loss_scaling": _if_true("loss_scaling", "auto"),
+    "executable_cache_dir": _Meaning("cache.dir"),
+    "output_mode": _Meaning("output.mode"),
+    "profile_dir": _Meaning("profile.dir"),
+    "recompute_checkpoint_every_layer": _if_true("recompute.every", "block"),
+    "enable_half_first_order_momentum": _if_true("optimizer.first_order_momentum_accum_type", "float16"),
+    "ipus_per_replica": _Meaning("pipeline.ipus"),
+}
+_POPTORCH: Dict[str, _Meaning] = {
+    "autoRoundNumIPUs": _Meaning("pipeline.auto_round"),
+    "deviceIterations": _Meaning("device_iterations"),
+    "replicationFactor": _Meaning("replication.factor"),
+    "gradientAccumulation": _Meaning("gradient_accumulation"),
+    "broadcastBuffers": _Meaning("replication.broadcast_buffers"),
+    "enableExecutableCaching": _Meaning("cache.dir"),
+    "useIpuModel": _if_true("engine", "ipu_model"),
+    "randomSeed": _Meaning("seed"),
+    "outputMode": _words("output.mode", {"final": "final", "all": "all", "sum": "sum"}),
+    "setAvailableMemoryProportion": _Meaning("memory.available_proportion"),
+    "setAutomaticLossScaling": _if_true("loss_scaling", "auto"),
+    "enableFloatingPointExceptions": _Meaning("debug.fp_exceptions"),
+    "enableStochasticRounding": _Meaning("stochastic_rounding"),
+    "numIOTiles": _Meaning("memory.io_tiles"),
+}
+_LAUNCHERS: Dict[str, _Meaning] = {  # torchrun and poprun
+    "nproc_per_node": _Meaning("devices"),
+    "num_replicas": _Meaning("replication.factor"),
+}
+_MEANINGS = {**_LIGHTNING, **_TRANSFORMERS, **_OPTIMUM, **_POPTORCH, **_LAUNCHERS}
+
+
+def in_our_words(word: str, value: Any = None) -> Optional[Tuple[str, Any]]:
+    """The key that another tool's word means, and the value; None for a word that no tool in the table has.
+
+    Args:
+        word: As typed: ``max_epochs``, ``trainer.max_epochs``, ``nproc-per-node``, ``Training.gradientAccumulation``.
+        value: What it was set to.
+
+    Returns:
+        The key (or the group, such as ``debug``) and the value it takes; the value is None where none means the same.
+    """
+    name = word.replace("-", "_").rpartition(".")[2]
+    if name in _MEANINGS:
+        return _MEANINGS[name].key, _MEANINGS[name].convert(value)
+    setter = next((path for path in option_setters() if path.rpartition(".")[2] == name), None)
+    return None if setter is None else (f"options.{setter}", value)

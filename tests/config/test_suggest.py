@@ -1,0 +1,27 @@
+"""Names that somebody may have meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ipurun
+from ipurun.config.suggest import nearest
+
+
+def test_spelling_last_part_and_parts_of_longer_names() -> None:
+    assert nearest("epoch", ["seed", "epochs"]) == ["epochs"]
+    assert nearest("shuffle", ["loader.shuffle", "seed"]) == ["loader.shuffle"]
+    assert nearest("batch_size", ["micro_batch_size", "seed"]) == ["micro_batch_size"]
+
+
+def test_near_names_are_found_in_one_place() -> None:
+    files = Path(ipurun.__file__).parent.rglob("*.py")
+    own = [path.name for path in files if "difflib" in path.read_text(encoding="utf-8")]
+    assert own == ["suggest.py"]
+
+
+def test_suggestions_need_no_torch() -> None:
+    code = "import sys, ipurun.config.suggest, ipurun.config.foreign; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
