@@ -33,6 +33,7 @@ class Document:
     package: str
     entries: Tuple[Entry, ...]
     holds_keys: bool = True  # false where the file is a list or a single value
+    is_default: bool = False  # listed by the built-in primary config, and not replaced by another choice
 
     @property
     def has_byte_order_mark(self) -> bool:
