@@ -27,7 +27,7 @@ from ipurun.emulator._capture import Captured, capture
 from ipurun.emulator._graph import Node
 from ipurun.emulator._supported import is_supported
 from ipurun.errors import ConfigError, Problem
-from ipurun.plan.options_program import last_call
+from ipurun.plan.given import last_call
 from ipurun.plan.types import Call
 from ipurun.planner.types import ModelProfile
 

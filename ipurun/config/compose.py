@@ -45,7 +45,7 @@ class Point:
         recipes: Names of the recipes it is composed from.
         changed: Keys that differ from their defaults, with their origin.
         given: Keys that were typed or written in a YAML file and are not null, with the override or the file and line
-            that set them; empty text where it is not known.
+            that set them; empty text where that is not known. None where only the config is known.
         swept: Sweep key -> this point's value.
         problems: What is wrong with it so far; a point with problems must not run.
         run_dir: The run folder, where the user gave one (``hydra.run.dir=``).
@@ -55,7 +55,7 @@ class Point:
     overrides: Tuple[str, ...] = ()
     recipes: Tuple[str, ...] = ()
     changed: Tuple[Changed, ...] = ()
-    given: Mapping[str, str] = field(default_factory=dict)
+    given: Optional[Mapping[str, str]] = None
     swept: Mapping[str, str] = field(default_factory=dict)
     problems: Tuple[Problem, ...] = ()
     run_dir: Optional[str] = None
@@ -66,8 +66,8 @@ class Point:
             typed = word.lstrip("+~").partition("=")[0]
             if typed == key or key.startswith(typed + "."):
                 return f"command line: {word}"
-        inside = (origin for given, origin in self.given.items() if (given + ".").startswith(key + "."))
-        return next(inside, "")
+        inside = (origin for given, origin in (self.given or {}).items() if (given + ".").startswith(key + "."))
+        return next(filter(None, inside), "")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _compose_point(
         overrides=tuple(override.shown(text.partition("=")[2]) for override, text in chosen),
         recipes=composed.recipes,
         changed=changed,
-        given=_given_keys(config, chosen, composed.documents),
+        given=_given_keys(config, chosen, composed.documents, changed),
         swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
         run_dir=_typed_value([override for override, _ in chosen], "hydra.run.dir"),
     )
@@ -226,11 +226,14 @@ def _origin(key: str, typed: Any, groups: Any, documents: Sequence[Document]) ->
 
 
 def _given_keys(
-    config: RunConfig, chosen: Sequence[Tuple[overrides.Parsed, str]], documents: Sequence[Document]
+    config: RunConfig,
+    chosen: Sequence[Tuple[overrides.Parsed, str]],
+    documents: Sequence[Document],
+    changed: Sequence[Changed],
 ) -> Dict[str, str]:
     """Keys that somebody typed or wrote, with where; files that every config has by default do not count."""
     groups = {override.key for override, _ in chosen if override.is_group}
-    given: Dict[str, str] = {}
+    given: Dict[str, str] = {change.key: "" for change in changed}
     for document in documents:
         group = document.path.parent.name
         if document.is_default and group not in groups:
