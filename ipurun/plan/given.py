@@ -121,7 +121,7 @@ class Given:
         """
         path = f"{winner.path}.{winner.args[0]}" if winner.path == "_Popart.set" else winner.path
         keys = [key for twin in twins.get(path, ()) for key in self._inside(twin)]
-        places = [self.keys[key] for key in keys] + [self._where(loser.origin)]
+        places = [*(self.keys[key] for key in keys), *self._places(loser.origin)]
         if not keys or not all(places):
             return None
         named = " and ".join(f"`{key}`" for key in (*keys, loser.origin))
@@ -133,13 +133,15 @@ class Given:
         )
 
     def _inside(self, key: str) -> List[str]:
-        return [name for name in self.keys if name == key or name.startswith(f"{key}.")]
+        """The keys that were set at or below a key, without the nodes above them."""
+        found = [name for name in self.keys if name == key or name.startswith(f"{key}.")]
+        return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
 
-    def _where(self, key: str) -> str:
-        """Where a key, or the nearest node above it, was set."""
-        while key and key not in self.keys:
+    def _places(self, key: str) -> List[str]:
+        """Where a key was set, or the nearest node above it."""
+        while key and not self._inside(key):
             key = key.rpartition(".")[0]
-        return self.keys.get(key, "")
+        return [self.keys[name] for name in self._inside(key)] if key else [""]
 
 
 def last_call(path: str, *sources: Sequence[Call]) -> Optional[Call]:

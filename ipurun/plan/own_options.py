@@ -77,6 +77,8 @@ def shared_calls(
     layout = numbers.layout if training else numbers.inference_layout
     if facts.engine == "ipu_model":
         own.add("useIpuModel", True, origin="engine=ipu_model")
+    elif config.engine == "ipu" and given.argument("useIpuModel"):
+        own.add("useIpuModel", False, origin="engine=ipu")
     if given.has("pipeline.auto_round"):
         own.add("autoRoundNumIPUs", config.pipeline.auto_round, origin="pipeline.auto_round")
     chosen = given.has(*TWINS["setExecutionStrategy"]) and given.strategy(config.pipeline) is None
@@ -90,7 +92,7 @@ def shared_calls(
         stops = config.debug.fp_exceptions
         own.add("Precision.enableFloatingPointExceptions", stops, origin="debug.fp_exceptions")
     own.add("randomSeed", config.seed, origin="seed", chosen=given.has("seed"))
-    own.chosen += memory_calls(config, layout.ipus, batch.replicas, training, found)
+    own.chosen += memory_calls(config, given, layout.ipus, batch.replicas, training, found)
     return own
 
 
