@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import checks, hydra_session, overrides
+from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, yaml_problem
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
@@ -241,7 +242,7 @@ def _given_keys(
         for entry in document.entries:
             top = entry.key.split(".")[0]
             # A group that the command line chose wins over what the recipe says inside it.
-            if top not in groups or groups & {document.package, group}:
+            if top not in groups or (group != RECIPE_GROUP and groups & {document.package, group}):
                 given[entry.key] = document.where(entry.line)
     for override, text in chosen:
         if override.prefix == "~":
