@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Dict, FrozenSet, List, Optional, Tuple
+from typing import Dict, FrozenSet, List, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -151,12 +151,15 @@ def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
     return found
 
 
-def auto_split(config: RunConfig, subject: Subject, on_paper: bool = False) -> Tuple[RunConfig, Facts]:
+def auto_split(
+    config: RunConfig, subject: Subject, keys: Optional[Mapping[str, str]] = None, on_paper: bool = False
+) -> Tuple[RunConfig, Facts]:
     """A config whose `pipeline.split=auto` is solved, and the facts with the solution; both as they were if it is not.
 
     Args:
         config: The config.
         subject: Its model and data.
+        keys: The keys that were set; None: those that differ from their defaults.
         on_paper: Whether it is only for planning: where no split fits, the model is then left whole, so that the plan
             can tell what it would take.
     """
@@ -167,7 +170,10 @@ def auto_split(config: RunConfig, subject: Subject, on_paper: bool = False) -> T
     trial = dataclasses.replace(config, pipeline=unsplit, devices="auto", gradient_accumulation=None)
     trial = dataclasses.replace(trial, replication=dataclasses.replace(config.replication, factor=None))
     try:
-        plan = make_plan(trial, dataclasses.replace(facts, available_ipus=None))
+        # Without their places, so that keys and setters that disagree are reported once, by the plan itself.
+        taken_out = ("gradient_accumulation", "replication.factor")
+        kept = None if keys is None else {key: "" for key in keys if key not in taken_out}
+        plan = make_plan(trial, dataclasses.replace(facts, available_ipus=None), keys=kept)
         profile = _profile(config, subject, plan)
     except ConfigError as error:
         problem = error.problems[0]

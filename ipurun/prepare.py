@@ -47,13 +47,13 @@ def prepare(point: Point, on_paper: bool = False, checks_only: bool = False) -> 
     try:
         engine = engines.load(point.config.engine)
         subject = inspect(config, engine, on_paper=on_paper or checks_only)
-        config, facts = auto_split(config, subject, on_paper)
+        config, facts = auto_split(config, subject, point.given, on_paper)
     except ConfigError as error:
         problems += _new_problems(error, problems, point)
         # Without the model and the data much can still be checked.
         facts = Facts("cpu", "") if engine is None else Facts(engine.kind, engine.version, engine.available_ipus)
     try:
-        plan = make_plan(config, dataclasses.replace(facts, on_paper=on_paper))
+        plan = make_plan(config, dataclasses.replace(facts, on_paper=on_paper), keys=point.given)
     except ConfigError as error:
         problems += _new_problems(error, problems, point)
     if problems or engine is None or subject is None or plan is None:

@@ -49,6 +49,11 @@ class RunFolder:
         return self.path / "overrides.yaml"
 
     @property
+    def origins_file(self) -> Path:
+        """The keys that were typed or written, with where, as a YAML mapping."""
+        return self.path / "origins.yaml"
+
+    @property
     def plan_file(self) -> Path:
         """The plan as `ipurun plan` prints it."""
         return self.path / "plan.txt"
@@ -104,7 +109,9 @@ class RunFolder:
         # `resume` is how this process began, not what the run is: a stored run never points at another.
         self.config_file.write_text(to_yaml(replace(config, resume=None)), encoding="utf-8")
         words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
-        self.overrides_file.write_text(_yaml_list(words), encoding="utf-8")
+        self.overrides_file.write_text(_yaml(words), encoding="utf-8")
+        if point.given is not None:
+            self.origins_file.write_text(_yaml(dict(point.given)), encoding="utf-8")
         self.plan_file.write_text("\n".join(plan_lines(plan)) + "\n", encoding="utf-8")
         self.env_file.write_text(json.dumps(_environment(engine), indent=2) + "\n", encoding="utf-8")
         difference = git_diff()
@@ -118,7 +125,7 @@ class RunFolder:
         Without its own config a run could not be evaluated or resumed any more: resuming it with another model must
         not take that away.
         """
-        files = (self.config_file, self.overrides_file, self.plan_file, self.env_file)
+        files = (self.config_file, self.overrides_file, self.origins_file, self.plan_file, self.env_file)
         before = {path: path.read_bytes() for path in files if path.is_file()}
         saved = set(self.checkpoints.glob("*.json"))
         self.describe(config, point, plan, engine)
@@ -126,8 +133,11 @@ class RunFolder:
             yield
         except BaseException:
             if set(self.checkpoints.glob("*.json")) == saved:
-                for path, content in before.items():
-                    path.write_bytes(content)
+                for path in files:
+                    if path in before:
+                        path.write_bytes(before[path])
+                    elif path.is_file():
+                        path.unlink()
             raise
 
     @classmethod
@@ -153,6 +163,25 @@ class RunFolder:
         if not self.overrides_file.is_file():
             return []
         return [str(item) for item in OmegaConf.load(self.overrides_file)]
+
+    def origins(self) -> Optional[Dict[str, str]]:
+        """The keys that were set when this run started, with where; None in a run folder of the first edition.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
+        import yaml
+
+        if not self.origins_file.is_file():
+            return None
+        try:
+            stored = yaml.safe_load(self.origins_file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            stored = None
+        if not isinstance(stored, dict):
+            fix = "delete it: keys that differ from their defaults then count as set"
+            raise ConfigError(Problem("not a YAML mapping of keys", str(self.origins_file), fix=fix))
+        return {str(key): str(origin) for key, origin in stored.items()}
 
     def summary(self) -> Dict[str, Any]:
         """How the run ended; empty while it runs or when it was killed."""
@@ -265,7 +294,7 @@ def _environment(engine: Engine) -> Dict[str, Any]:
     }
 
 
-def _yaml_list(items: Any) -> str:
-    from omegaconf import OmegaConf
+def _yaml(value: Any) -> str:
+    import yaml
 
-    return OmegaConf.to_yaml(OmegaConf.create(list(items)))
+    return str(yaml.safe_dump(value, sort_keys=False, default_flow_style=False, allow_unicode=True))

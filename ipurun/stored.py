@@ -11,9 +11,11 @@ from omegaconf import OmegaConf
 
 from ipurun.config import compose
 from ipurun.config.compose import Point
+from ipurun.config.documents import display
 from ipurun.config.folders import builtin_folder
 from ipurun.config.words import split_words
 from ipurun.errors import ConfigError
+from ipurun.plan.given import unlike_defaults
 from ipurun.plan.patterns import widened
 from ipurun.rundir import RunFolder
 
@@ -35,7 +37,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     Raises:
         ConfigError: The stored config or an override is wrong.
     """
-    compose.from_yaml(folder.config_file)  # a config of another version gets its own message
+    config = compose.from_yaml(folder.config_file)  # a config of another version gets its own message
     words = split_words(argv)
     if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
         raise ConfigError(
@@ -51,16 +53,24 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
             stored.pop(group, None)
     document: Dict[str, Any] = {"defaults": ["schema", "_self_", *({group: None} for group in groups)], **stored}
     with tempfile.TemporaryDirectory() as place:
-        OmegaConf.save(OmegaConf.create(document), Path(place) / f"{_CONFIG_NAME}.yaml")
+        file = Path(place) / f"{_CONFIG_NAME}.yaml"
+        OmegaConf.save(OmegaConf.create(document), file)
         flags = ["--config-dir", place, "--config-name", _CONFIG_NAME]
         point = compose.one([*flags, *words.overrides], command)
     recipes = [word.partition("=")[2] for word in folder.overrides() if word.lstrip("+").startswith("recipe=")]
     changed = tuple(change for change in point.changed if change.origin == "command line")
+    origins = folder.origins()
+    set_then = unlike_defaults(config) if origins is None else origins
+    # The stored file has every key; those that nobody had set are defaults again.
+    stored_in = display(file)
+    set_now = {key: origin for key, origin in (point.given or {}).items() if not origin.startswith(stored_in)}
+    given = {**{key: set_then[key] for key in point.given or {} if key in set_then}, **set_now}
     return replace(
         point,
         overrides=(*folder.overrides(), *words.overrides),
         recipes=tuple(recipes),
         changed=changed,
+        given=given,
     )
 
 

@@ -38,6 +38,10 @@ def test_only_the_engine_module_imports_poptorch():
     assert offenders("poptorch", lambda file: file == "ipurun/engine.py") == []
 
 
+def test_hydra_is_used_through_its_public_api():
+    assert offenders("hydra._internal") == []
+
+
 def test_only_config_imports_hydra():
     assert offenders("hydra", lambda file: file.startswith("ipurun/config/")) == []
 

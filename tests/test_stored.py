@@ -39,6 +39,28 @@ def test_overrides_apply_on_top(folder: RunFolder) -> None:
     assert point.overrides == ("+recipe=mnist", "seed=7", "devices=4", "optimizer.lr=0.25", "data.root=/somewhere")
 
 
+def test_keys_of_a_first_edition_count_as_set_where_they_differ_from_their_default(folder: RunFolder) -> None:
+    given = stored_point(folder, ["device_iterations=1"]).given
+    assert given is not None
+    assert given["seed"] == "" and given["device_iterations"] == "command line: device_iterations=1"
+    assert "gradient_accumulation" not in given and "pipeline.strategy" not in given
+
+
+def test_keys_that_were_set_are_still_set(folder: RunFolder) -> None:
+    folder.origins_file.write_text("device_iterations: 'conf/recipe/mine.yaml:3'\nseed: 'command line: seed=7'\n")
+    given = stored_point(folder, ["seed=8", "~options"]).given
+    assert given == {"device_iterations": "conf/recipe/mine.yaml:3", "seed": "command line: seed=8"}
+    replaced = stored_point(folder, ["cache=off"]).given
+    assert replaced is not None and replaced["cache.enabled"] == "ipurun/conf/cache/off.yaml:2"
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n"])
+def test_damaged_origins_are_refused(folder: RunFolder, text: str) -> None:
+    folder.origins_file.write_text(text)
+    with pytest.raises(ConfigError, match=r"origins\.yaml"):
+        stored_point(folder, [])
+
+
 def test_another_choice_of_a_group_replaces_the_stored_one(folder: RunFolder) -> None:
     before = stored_point(folder, []).config
     config = stored_point(folder, ["data=synthetic", "data.samples=64"]).config

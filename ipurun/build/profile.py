@@ -25,7 +25,7 @@ from ipurun.config.schema import RunConfig
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.emulator.graph import Captured, Node, capture, is_supported
 from ipurun.errors import ConfigError, Problem
-from ipurun.plan.options_program import last_call
+from ipurun.plan.given import last_call
 from ipurun.plan.types import Call
 from ipurun.planner.types import ModelProfile
 

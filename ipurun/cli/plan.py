@@ -10,6 +10,7 @@ from ipurun.cli.output import only_json, print_json
 from ipurun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from ipurun.config.compose import Points
     from ipurun.planner.outlook import Outlook
     from ipurun.planner.solve import Solution
     from ipurun.prepare import Prepared
@@ -53,10 +54,9 @@ def run(argv: List[str]) -> int:
         return 0
     with only_json(flags.json):
         from ipurun.config.compose import points
-        from ipurun.sweep.check import planned
 
         found = points(rest, "plan")
-        shown = [_look(prepared, flags) for prepared in planned(found.points)]
+        shown = [_look(prepared, flags) for prepared in _prepared(found)]
         _write_files(shown, flags, solve_file, rest)
     if flags.json:
         documents = [_document(item) for item in shown]
@@ -67,6 +67,16 @@ def run(argv: List[str]) -> int:
                 print()
             print("\n".join(_lines(item, flags)))
     return EXIT_DOES_NOT_FIT if any(item.does_not_fit for item in shown) else 0
+
+
+def _prepared(found: Points) -> List[Prepared]:
+    if found.multirun:
+        from ipurun.sweep.check import planned
+
+        return planned(found.points)
+    from ipurun.prepare import prepare
+
+    return [prepare(found.points[0], on_paper=True)]
 
 
 class _Shown:

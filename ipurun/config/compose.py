@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import checks, hydra_session, overrides
+from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, yaml_problem
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
@@ -44,6 +45,8 @@ class Point:
         overrides: What the command line said, for this point.
         recipes: Names of the recipes it is composed from.
         changed: Keys that differ from their defaults, with their origin.
+        given: Keys that were typed or written in a YAML file and are not null, with the override or the file and line
+            that set them; empty text where that is not known. None where only the config is known.
         swept: Sweep key -> this point's value.
         problems: What is wrong with it so far; a point with problems must not run.
         run_dir: The run folder, where the user gave one (``hydra.run.dir=``).
@@ -53,6 +56,7 @@ class Point:
     overrides: Tuple[str, ...] = ()
     recipes: Tuple[str, ...] = ()
     changed: Tuple[Changed, ...] = ()
+    given: Optional[Mapping[str, str]] = None
     swept: Mapping[str, str] = field(default_factory=dict)
     problems: Tuple[Problem, ...] = ()
     run_dir: Optional[str] = None
@@ -63,8 +67,8 @@ class Point:
             typed = word.lstrip("+~").partition("=")[0]
             if typed == key or key.startswith(typed + "."):
                 return f"command line: {word}"
-        inside = (change.origin for change in self.changed if (change.key + ".").startswith(key + "."))
-        return next((origin for origin in inside if origin != "derived"), "")
+        inside = (origin for given, origin in (self.given or {}).items() if (given + ".").startswith(key + "."))
+        return next(filter(None, inside), "")
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def points(argv: Sequence[str], command: str = "train") -> Points:
         if words.multirun:
             parsed += session.sweep_parameters(parsed)
         composed = [_compose_point(session, point, problems) for point in overrides.spread(parsed)]
-    return Points(tuple(composed), words.multirun, _given(parsed, "hydra.sweep.dir"))
+    return Points(tuple(composed), words.multirun, _typed_value(parsed, "hydra.sweep.dir"))
 
 
 def one(argv: Sequence[str], command: str = "train") -> Point:
@@ -157,8 +161,9 @@ def _compose_point(
         overrides=tuple(override.shown(text.partition("=")[2]) for override, text in chosen),
         recipes=composed.recipes,
         changed=changed,
+        given=_given_keys(config, chosen, composed.documents, changed),
         swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
-        run_dir=_given([override for override, _ in chosen], "hydra.run.dir"),
+        run_dir=_typed_value([override for override, _ in chosen], "hydra.run.dir"),
     )
     found += checks.check_values(config, point.where)
     return dataclasses.replace(point, problems=tuple(dict.fromkeys(found)))
@@ -223,6 +228,39 @@ def _origin(key: str, typed: Any, groups: Any, documents: Sequence[Document]) ->
     return "command line" if chosen_group else "derived"
 
 
+def _given_keys(
+    config: RunConfig,
+    chosen: Sequence[Tuple[overrides.Parsed, str]],
+    documents: Sequence[Document],
+    changed: Sequence[Changed],
+) -> Dict[str, str]:
+    """Keys that somebody typed or wrote, with where; files that every config has by default do not count."""
+    groups = {override.key for override, _ in chosen if override.is_group}
+    given: Dict[str, str] = {change.key: "" for change in changed}
+    for document in documents:
+        group = document.path.parent.name
+        if document.is_default and group not in groups:
+            continue
+        for entry in document.entries:
+            top = entry.key.split(".")[0]
+            # A group that the command line chose wins over what the recipe says inside it.
+            if top not in groups or (group != RECIPE_GROUP and groups & {document.package, group}):
+                given[entry.key] = document.where(entry.line)
+    for override, text in chosen:
+        if override.prefix == "~":
+            given = {key: origin for key, origin in given.items() if not (key + ".").startswith(override.key + ".")}
+        given.update(dict.fromkeys(override.written, f"command line: {override.shown(text.partition('=')[2])}"))
+    values = dict(_nodes(dataclasses.asdict(config)))
+    return {key: origin for key, origin in given.items() if values.get(key) is not None}
+
+
+def _nodes(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
+    yield path, value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _nodes(inner, f"{path}.{key}" if path else str(key))
+
+
 def _leaves(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
@@ -231,6 +269,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
         yield path, value
 
 
-def _given(parsed: Sequence[overrides.Parsed], key: str) -> Optional[str]:
+def _typed_value(parsed: Sequence[overrides.Parsed], key: str) -> Optional[str]:
     values = [override.values[0] for override in parsed if override.key == key]
     return values[-1].strip("'\"") if values else None

@@ -34,6 +34,7 @@ class Document:
     entries: Tuple[Entry, ...]
     holds_keys: bool = True  # false where the file is a list or a single value
     choices: Tuple[Entry, ...] = ()  # of its defaults list: group and the node of what is chosen
+    is_default: bool = False  # listed by the built-in primary config, and not replaced by another choice
 
     @property
     def has_byte_order_mark(self) -> bool:

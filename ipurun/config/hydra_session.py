@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple
 
-from hydra import version
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
+from hydra import initialize_config_module, version
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -29,7 +26,9 @@ from ipurun.errors import ConfigError, Problem
 
 __all__ = ["CONFIG_PATH", "Composed", "Session", "opened", "prepare_hydra"]
 
-CONFIG_PATH = "pkg://ipurun.conf"
+_CONFIG_MODULE = "ipurun.conf"
+CONFIG_PATH = f"pkg://{_CONFIG_MODULE}"
+_PRIMARY = "train"
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,10 @@ class Session:
         for default in defaults.defaults:
             path = _file_of(default.config_path)
             if path is not None:
-                documents.append(read_document(path, default.package or ""))
+                document = read_document(path, default.package or "")
+                group = default.config_path.rpartition("/")[0]
+                by_default = default.parent == _PRIMARY and group not in defaults.overrides.override_choices
+                documents.append(replace(document, is_default=by_default))
         return documents
 
     def _let_choice_win(
@@ -144,12 +146,8 @@ def opened(words: Words) -> Iterator[Session]:
     """Hydra for the time of a `with`, closed again afterwards."""
     prepare_hydra(words)
     GlobalHydra.instance().clear()
-    path: ConfigSearchPathImpl = create_config_search_path(CONFIG_PATH)  # type: ignore[assignment]  # Hydra's annotation is the interface
-    hydra: Any = Hydra.create_main_hydra2(task_name="ipurun", config_search_path=path)
-    try:
-        yield Session(hydra.config_loader, words.config_name)
-    finally:
-        GlobalHydra.instance().clear()
+    with initialize_config_module(_CONFIG_MODULE, job_name="ipurun", version_base="1.3"):
+        yield Session(GlobalHydra.instance().config_loader(), words.config_name)
 
 
 def _file_of(config_path: Optional[str]) -> Optional[Path]:

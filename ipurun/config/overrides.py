@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -33,6 +33,7 @@ class Parsed:
         prefix: What Hydra needs in front of it.
         is_group: Whether it chooses a file of a group.
         late: A value that Hydra's grammar cannot express; it is set after composing.
+        written: The keys that get a value: those inside it, where the value is a mapping.
     """
 
     typed: str
@@ -41,6 +42,7 @@ class Parsed:
     values: Tuple[str, ...]
     is_group: bool
     late: Any = None
+    written: Tuple[str, ...] = ()
 
     @property
     def is_swept(self) -> bool:
@@ -99,9 +101,9 @@ def parse(
             problems.append(problem)
             missing_files = missing_files or key in groups
         else:
-            accepted.append(
-                Parsed(word, _with_package(override), _prefix(override, key, groups), values, key in groups)
-            )
+            prefix, is_group = _prefix(override, key, groups), key in groups
+            written = () if is_group or override.is_delete() else tuple(_written(key, override.value()))
+            accepted.append(Parsed(word, _with_package(override), prefix, values, is_group, written=written))
     if missing_files:
         raise ConfigError(problems)
     return accepted, problems
@@ -119,6 +121,13 @@ def _values(override: Override) -> Tuple[str, ...]:
     if override.is_delete() and override.value() is None:
         return ("",)
     return (override.get_value_element_as_str(),)
+
+
+def _written(key: str, value: Any) -> Iterator[str]:
+    yield key
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _written(f"{key}.{name}", inner)
 
 
 def _with_package(override: Override) -> str:
@@ -245,7 +254,7 @@ def _late(word: str) -> Optional[Parsed]:
         return None
     if not isinstance(value, (dict, list)) or not keys.is_known(key) or keys.type_problem(key, value) is not None:
         return None
-    return Parsed(word, key, "", (text,), False, late=value)
+    return Parsed(word, key, "", (text,), False, late=value, written=tuple(_written(key, value)))
 
 
 def _unreadable(word: str, error: HydraException) -> Problem:

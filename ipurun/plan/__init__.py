@@ -10,13 +10,19 @@ from ipurun.plan.types import Facts, Plan
 __all__ = ["make_plan"]
 
 
-def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, str]] = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    facts: Facts,
+    environ: Optional[Mapping[str, str]] = None,
+    keys: Optional[Mapping[str, str]] = None,
+) -> Plan:
     """Everything that a run will do, before anything is done.
 
     Args:
         config: The typed config.
         facts: What is known of the engine, the data and the model.
         environ: Environment variables; None: those of this process.
+        keys: The keys that were set, with where (`Point.given`); None: those that differ from their defaults.
 
     Raises:
         ConfigError: With all problems at once.
@@ -24,4 +30,4 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
     # Deferred, because the config room writes setters as the `Call`s of `ipurun.plan.types`.
     from ipurun.plan import make
 
-    return make.make_plan(config, facts, environ)
+    return make.make_plan(config, facts, environ, keys)

@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterator, List, Optional
 from ipurun.config.device_schema import TensorLocationConfig
 from ipurun.config.schema import RunConfig
 from ipurun.plan.findings import Findings
+from ipurun.plan.given import Given
 from ipurun.plan.types import Call
 
 __all__ = ["memory_calls"]
@@ -28,18 +29,21 @@ _FIELDS = {
 }
 
 
-def memory_calls(config: RunConfig, ipus: int, replicas: int, training: bool, found: Findings) -> List[Call]:
+def memory_calls(
+    config: RunConfig, given: Given, ipus: int, replicas: int, training: bool, found: Findings
+) -> List[Call]:
     """The calls that `memory` means.
 
     Args:
         config: The config.
+        given: What the user set.
         ipus: IPUs of one replica, for `memory.available_proportion`.
         replicas: Replicas, for the rules of sharding.
         training: False leaves out what only training has (optimizer state, accumulators).
         found: Takes problems and notes.
     """
     memory = config.memory
-    calls = [call for call in _location_calls(config, training) if call is not None]
+    calls = [call for call in _location_calls(config, given, training) if call is not None]
     proportions = _proportions(memory.available_proportion, ipus, training, found)
     if proportions:
         calls.append(Call("setAvailableMemoryProportion", (proportions,), origin="memory.available_proportion"))
@@ -66,7 +70,7 @@ def memory_calls(config: RunConfig, ipus: int, replicas: int, training: bool, fo
     return calls
 
 
-def _location_calls(config: RunConfig, training: bool) -> Iterator[Optional[Call]]:
+def _location_calls(config: RunConfig, given: Given, training: bool) -> Iterator[Optional[Call]]:
     kinds = _SETTERS if training else ("weights", "activations")
     for kind in kinds:
         location: TensorLocationConfig = getattr(config.memory, kind)
@@ -76,8 +80,12 @@ def _location_calls(config: RunConfig, training: bool) -> Iterator[Optional[Call
             if getattr(location, field) is not None
         ]
         origin = f"memory.{kind}"
-        if kind == "optimizer_state" and config.replication.tensor_sharding and location.sharded is None:
-            chain.append(Call("useReplicatedTensorSharding", (True,)))
+        sharding = config.replication.tensor_sharding
+        # An explicit false is written only where another source may say true.
+        elsewhere = given.argument("TensorLocations.setOptimizerLocation") is not None
+        refused = given.has("replication.tensor_sharding") and elsewhere
+        if kind == "optimizer_state" and (sharding or refused) and location.sharded is None:
+            chain.append(Call("useReplicatedTensorSharding", (sharding,)))
             origin = f"{origin}, replication.tensor_sharding" if len(chain) > 1 else "replication.tensor_sharding"
         if chain:
             settings = Call("poptorch.TensorLocationSettings", chain=tuple(chain))

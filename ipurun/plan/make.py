@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.popconf import read_conf
@@ -10,13 +11,13 @@ from ipurun.config.schema import RunConfig
 from ipurun.config.setters import read_setters
 from ipurun.errors import ConfigError
 from ipurun.plan.cache import executable_dir, profile_dir
-from ipurun.plan.chosen import is_set
 from ipurun.plan.findings import Findings
+from ipurun.plan.given import INFERENCE_TWINS, TWINS, Given, last_call, unlike_defaults
 from ipurun.plan.layers_memory import module_proportions, serialized_layers
 from ipurun.plan.loading import check_loading
-from ipurun.plan.numbers import Given, Numbers, settle
+from ipurun.plan.numbers import Numbers, settle
 from ipurun.plan.optimizer import plan_optimizer
-from ipurun.plan.options_program import Layer, compose_layers, last_call
+from ipurun.plan.options_program import Layer, compose_layers
 from ipurun.plan.output import output_call, output_mode
 from ipurun.plan.overlap import check_overlap, strategy_for_overlap
 from ipurun.plan.own_options import OwnCalls, input_group_type, resolved_calls, shared_calls, training_calls
@@ -29,30 +30,33 @@ from ipurun.plan.types import Call, Facts, Plan
 
 __all__ = ["make_plan"]
 
+_TRAINING_KEYS = ("Precision.enableStochasticRounding", "broadcastBuffers")
 _TRAINING_ONLY = ("Training.", "TensorLocations.setOptimizerLocation", "TensorLocations.setAccumulatorLocation")
 
 
-def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, str]] = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    facts: Facts,
+    environ: Optional[Mapping[str, str]] = None,
+    keys: Optional[Mapping[str, str]] = None,
+) -> Plan:
     """Everything that a run will do; see `ipurun.plan.make_plan`."""
     environ = os.environ if environ is None else environ
     found = Findings(facts.notes)
     config = sane_config(config, found)
     name = config.name or "run"
-    given = _given(config, found)
+    given = _given(config, unlike_defaults(config) if keys is None else keys, found)
     _note_processes(given, environ, found)
     numbers = settle(config, facts, given, found)
-    chooses = given.argument("setExecutionStrategy") is not None
-    config = strategy_for_overlap(config, numbers.layout.ipus > 1, chooses, found)
+    config, given = strategy_for_overlap(config, numbers.layout.ipus > 1, given, found)
     steps = count_steps(config, numbers.training, facts.train_samples, found)
     check_loading(config.loader, numbers.training, found)
     precision = normal_precision(config.precision, found)
     optimizer, groups = plan_optimizer(config, found)
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
     profile = plan_profile(config.profile, profile_dir(name, environ), environ, found)
-    mode, every = output_mode(
-        config, last_call("outputMode", given.options, given.file), numbers.training.device_iterations, found
-    )
-    storage = _storage_calls(config, name, profile, environ)
+    mode, every = output_mode(config, given, numbers.training.device_iterations, found)
+    storage = _storage_calls(config, name, profile, given, environ)
     training_options = _training_options(
         config, facts, numbers, given, storage, output_call(mode, every, f"output.mode={config.output.mode}"), found
     )
@@ -101,7 +105,7 @@ def make_plan(config: RunConfig, facts: Facts, environ: Optional[Mapping[str, st
     )
 
 
-def _given(config: RunConfig, found: Findings) -> Given:
+def _given(config: RunConfig, keys: Mapping[str, str], found: Findings) -> Given:
     options, problems = read_setters(config.options, "options")
     found.problems += problems
     inference, problems = read_setters(config.inference.options, "inference.options")
@@ -110,7 +114,7 @@ def _given(config: RunConfig, found: Findings) -> Given:
     if config.poptorch_conf:
         file, problems = read_conf(config.poptorch_conf)
         found.problems += problems
-    return Given(file, options, inference)
+    return Given(file, options, inference, keys)
 
 
 def _note_never_attached(calls: Sequence[Call], found: Findings) -> None:
@@ -129,14 +133,16 @@ def _note_processes(given: Given, environ: Mapping[str, str], found: Findings) -
         found.note(f"batches and steps shown are those of one process; there are {processes}")
 
 
-def _storage_calls(config: RunConfig, name: str, profile: Profile, environ: Mapping[str, str]) -> OwnCalls:
+def _storage_calls(
+    config: RunConfig, name: str, profile: Profile, given: Given, environ: Mapping[str, str]
+) -> OwnCalls:
     """The executable cache and the profiler: folders that both modes share."""
     own = OwnCalls()
     folder = executable_dir(config.cache, name, environ)
     if folder is not None:
-        own.add("enableExecutableCaching", folder, origin="cache", chosen=is_set(config, "cache.dir"))
-    elif environ.get("POPTORCH_CACHE_DIR"):
-        # Options() has read the variable by itself; None takes it back.
+        own.add("enableExecutableCaching", folder, origin="cache", chosen=given.has("cache.dir"))
+    elif environ.get("POPTORCH_CACHE_DIR") or given.argument("enableExecutableCaching"):
+        # Options() has read the variable by itself; None takes it back, and what poptorch.conf says.
         own.add("enableExecutableCaching", None, origin="cache.enabled=false")
     if profile.call is not None:
         own.chosen.append(profile.call)
@@ -153,30 +159,56 @@ def _training_options(
     found: Findings,
 ) -> Tuple[Call, ...]:
     own = training_calls(config, facts, numbers, given, found)
-    shared = shared_calls(config, facts, numbers, True, found)
-    origins = {
-        "device_iterations": "device_iterations",
-        "replicas": "replication.factor" if config.replication.factor else "devices",
-        "gradient_accumulation": "global_batch_size" if config.global_batch_size else "gradient_accumulation",
-        "input_group": "replication.input_group_size",
-    }
-    resolved = resolved_calls(numbers.training, input_group_type(config, given), True, origins)
-    chosen_output = is_set(config, "output.mode")
+    shared = shared_calls(config, facts, numbers, given, True, found)
+    grouped = given.argument("inputReplicaGrouping") is not None
+    resolved = resolved_calls(numbers.training, input_group_type(config, given), True, _origins(given), grouped)
+    chosen_output = given.has("output.mode") or (len(output.args) > 1 and given.has("output.every"))
     return compose_layers(
         (
             Layer(shared.defaults + own.defaults + [output] * (not chosen_output) + storage.defaults),
             Layer(given.file, tell=True),
-            Layer(given.options, tell=True),
+            Layer(given.options, tell=True, twins=TWINS),
             Layer(resolved + own.chosen + shared.chosen + [output] * chosen_output + storage.chosen),
         ),
+        given,
         found,
     )
+
+
+def _origins(given: Given) -> Dict[str, str]:
+    """What decided each number of training."""
+    accumulation = given.origin(
+        "Training.gradientAccumulation", "global_batch_size", "gradient_accumulation", default="gradient_accumulation"
+    )
+    return {
+        "device_iterations": given.origin("deviceIterations", "device_iterations", default="device_iterations"),
+        "replicas": given.origin("replicationFactor", "replication.factor", default="devices"),
+        "gradient_accumulation": accumulation,
+        "input_group": given.origin(
+            "inputReplicaGrouping", *TWINS["inputReplicaGrouping"], default="replication.input_group_size"
+        ),
+    }
+
+
+def _inference_origins(numbers: Numbers, given: Given) -> Dict[str, str]:
+    """What decided each number of inference: what is set for it alone, else what training has."""
+    origins = _origins(given)
+    if numbers.inference.device_iterations != numbers.training.device_iterations:
+        origins["device_iterations"] = "rule: one iteration for each pipeline stage"
+    for name, path in (("device_iterations", "deviceIterations"), ("replicas", "replicationFactor")):
+        call = last_call(path, given.inference)
+        set_keys = [key for key in INFERENCE_TWINS[path] if given.has(key)]
+        origins[name] = set_keys[0] if set_keys else origins[name] if call is None else call.origin
+    grouping = last_call("inputReplicaGrouping", given.inference)
+    if grouping is not None:
+        origins["input_group"] = grouping.origin
+    return origins
 
 
 def _inference_options(
     config: RunConfig, facts: Facts, numbers: Numbers, given: Given, storage: OwnCalls, found: Findings
 ) -> Tuple[Call, ...]:
-    shared = shared_calls(config, facts, numbers, False, found)
+    shared = shared_calls(config, facts, numbers, given, False, found)
     output = output_call("all", 1, "rule: evaluation reads every output")
     asked = last_call("outputMode", given.inference)
     if asked is not None and asked.args != output.args:
@@ -188,34 +220,28 @@ def _inference_options(
         )
     buffers = facts.changing_buffers and numbers.inference.distinct_replicas > 1
     broadcast = [Call("broadcastBuffers", (False,), origin="rule: training changes buffers")] if buffers else []
-    origins = {
-        "device_iterations": _first_set(config, "inference.device_iterations", "device_iterations"),
-        "replicas": _first_set(config, "inference.replicas", "replication.factor", "devices"),
-        "input_group": "replication.input_group_size",
-    }
-    group_type = input_group_type(config, Given(given.file, given.options + given.inference))
-    resolved = resolved_calls(numbers.inference, group_type, False, origins)
+    group_type = input_group_type(config, replace(given, options=given.options + given.inference))
+    resolved = resolved_calls(numbers.inference, group_type, False, _inference_origins(numbers, given), False)
     return compose_layers(
         (
             Layer(shared.defaults + broadcast + storage.defaults),
-            Layer(_for_inference(given.file)),
-            Layer(_for_inference(given.options)),
+            Layer(_for_inference(given.file, given)),
+            Layer(_for_inference(given.options, given)),
             Layer(shared.chosen + [output] + storage.chosen),
-            Layer(given.inference, tell=True),
+            Layer(given.inference, tell=True, twins=INFERENCE_TWINS),
             Layer(resolved),
         ),
+        given,
         found,
     )
 
 
-def _for_inference(calls: Sequence[Call]) -> List[Call]:
+def _for_inference(calls: Sequence[Call], given: Given) -> List[Call]:
     # Groups of training's replicas need not fit inference, whose own are among its resolved numbers.
-    left_out = (*_TRAINING_ONLY, "inputReplicaGrouping")
-    return [call for call in calls if not call.path.startswith(left_out)]
-
-
-def _first_set(config: RunConfig, *keys: str) -> str:
-    return next((key for key in keys if is_set(config, key)), keys[-1])
+    left_out = [*_TRAINING_ONLY, "inputReplicaGrouping"]
+    # Keys that speak of training alone take away what their setters would do in inference.
+    left_out += [path for path in _TRAINING_KEYS if given.has(*TWINS[path])]
+    return [call for call in calls if not call.path.startswith(tuple(left_out))]
 
 
 def _environment(config: RunConfig, profile: Profile) -> Dict[str, str]:

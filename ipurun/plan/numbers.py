@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, List, Optional, Sequence
+from dataclasses import dataclass, replace
+from typing import Optional
 
 from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.schema import RunConfig
 from ipurun.plan.batch import check_stages, solve_accumulation
-from ipurun.plan.chosen import is_set
 from ipurun.plan.devices import MAX_IPUS, Request, is_power_of_two, next_power_of_two, share_devices
 from ipurun.plan.findings import Findings
-from ipurun.plan.options_program import last_call
+from ipurun.plan.given import Given, last_call
 from ipurun.plan.placement import Layout, lay_out, names_first_block
-from ipurun.plan.types import Batch, Call, Devices, Facts
+from ipurun.plan.types import Batch, Devices, Facts
 
-__all__ = ["Given", "Numbers", "is_pipelined", "settle"]
-
-
-@dataclass(frozen=True)
-class Given:
-    """Calls that the user wrote as such, by source."""
-
-    file: List[Call] = field(default_factory=list)
-    options: List[Call] = field(default_factory=list)
-    inference: List[Call] = field(default_factory=list)
-
-    def argument(self, path: str, index: int = 0) -> Optional[Any]:
-        """An argument of a setter given for training and inference alike; None where nobody gave it."""
-        call = last_call(path, self.options, self.file)
-        return call.args[index] if call is not None and len(call.args) > index else None
-
-    def inference_argument(self, path: str) -> Optional[Any]:
-        """The first argument of a setter given for inference only."""
-        call = last_call(path, self.inference)
-        return call.args[0] if call is not None and call.args else None
+__all__ = ["Numbers", "settle"]
 
 
 @dataclass(frozen=True)
@@ -50,17 +30,19 @@ class Numbers:
 
 def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
     """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
-    strategy = given.argument("setExecutionStrategy")
+    strategy = given.strategy(config.pipeline)
     named = names_first_block(strategy)
     before = len(found.problems)
     layout = lay_out(config.pipeline, facts, found, named_start=named, numbers_blocks=strategy is None)
     is_laid_out = len(found.problems) == before  # else how many stages there are is not known
-    auto_round = config.pipeline.auto_round or given.argument("autoRoundNumIPUs") is True
+    auto_round = config.pipeline.auto_round
+    if not given.has("pipeline.auto_round"):
+        auto_round = auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
     request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.on_paper)
     devices = share_devices(request, found)
     group_size = _group_size(config, given, devices.replicas, found)
-    pipelined = is_laid_out and is_pipelined(config, given.options, given.file)
+    pipelined = is_laid_out and _is_pipelined(config, given)
     training = _training_batch(config, given, devices, group_size, layout, pipelined, found)
     inference_layout = layout
     named = named or names_first_block(given.inference_argument("setExecutionStrategy"))
@@ -94,11 +76,11 @@ def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
     return replace(bare, split=[], layers_per_ipu=layers or [], embedding_ipu=embedding, head_ipu=head)
 
 
-def is_pipelined(config: RunConfig, *sources: Sequence[Call]) -> bool:
+def _is_pipelined(config: RunConfig, given: Given) -> bool:
     """Whether the IPUs of a replica work as a pipeline."""
-    chosen = last_call("setExecutionStrategy", *sources)
-    if chosen is not None and not is_set(config, "pipeline.strategy"):
-        return bool(chosen.args[0].path.endswith("PipelinedExecution"))
+    strategy = given.strategy(config.pipeline)
+    if strategy is not None:
+        return strategy.path.endswith("PipelinedExecution")
     return config.pipeline.strategy == "pipelined"
 
 
@@ -106,12 +88,12 @@ def _infers_in_pipeline(config: RunConfig, given: Given) -> bool:
     strategy = last_call("setExecutionStrategy", given.inference)
     if strategy is not None:
         return bool(strategy.args[0].path.endswith("PipelinedExecution"))
-    return is_pipelined(config, given.options, given.file)
+    return _is_pipelined(config, given)
 
 
 def _group_size(config: RunConfig, given: Given, replicas: int, found: Findings) -> int:
     size = config.replication.input_group_size
-    if not is_set(config, "replication.input_group_size"):
+    if not given.has("replication.input_group_size"):
         size = given.argument("inputReplicaGrouping") or size
     if size < 1 or replicas % size:
         divisors = [part for part in range(1, replicas + 1) if replicas % part == 0]
@@ -136,7 +118,7 @@ def _training_batch(
     found: Findings,
 ) -> Batch:
     iterations = config.device_iterations
-    if not is_set(config, "device_iterations"):
+    if not given.has("device_iterations"):
         iterations = given.argument("deviceIterations") or iterations
     accumulation = config.gradient_accumulation
     if accumulation is None and config.global_batch_size is None:

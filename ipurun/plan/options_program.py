@@ -7,14 +7,15 @@ merged entry by entry, because PopTorch's own setters would overwrite one anothe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from ipurun.config.setter_names import option_setters
 from ipurun.plan.findings import Findings
+from ipurun.plan.given import Given, Twins
 from ipurun.plan.types import Call, Symbol
 
-__all__ = ["Layer", "compose_layers", "last_call", "profiling_entries"]
+__all__ = ["Layer", "compose_layers", "profiling_entries"]
 
 _CONVOLUTION = "convolutionOptions"
 _ENGINE = "engineOptions"
@@ -28,11 +29,13 @@ class Layer:
 
     Args:
         calls: Its calls, in order.
-        tell: Whether the user should hear when a stronger layer overrules it.
+        tell: Whether a note says so when a stronger layer overrules it.
+        twins: The keys that must not disagree with its calls, by setter.
     """
 
     calls: Sequence[Call]
     tell: bool = False
+    twins: Twins = field(default_factory=dict)
 
 
 @dataclass
@@ -49,12 +52,11 @@ class _Merged:
         self.values: Dict[str, Any] = {}
         self._givers: Dict[str, _Entry] = {}
 
-    def update(self, target: str, values: Mapping[str, Any], giver: _Entry, found: Findings) -> None:
+    def update(self, target: str, values: Mapping[str, Any], giver: _Entry, given: Given, found: Findings) -> None:
         for key, value in values.items():
             before = self._givers.get(key)
-            overruled = before is not None and before.layer is not giver.layer and before.layer.tell
-            if before is not None and overruled and self.values[key] != value:
-                found.note(f"{giver.call.origin} wins over {before.call.origin} for {target}: {key}")
+            if before is not None and self.values[key] != value:
+                _report_overruled(giver, before, f" for {target}: {key}", given, found)
             self._givers[key] = giver
         self.values.update(values)
 
@@ -63,21 +65,14 @@ class _Merged:
         return ", ".join(dict.fromkeys(giver.call.origin for giver in self._givers.values()))
 
 
-def last_call(path: str, *sources: Sequence[Call]) -> Optional[Call]:
-    """The call of a setter that counts: the last one of the first source that has it."""
-    for calls in sources:
-        found = [call for call in calls if call.path == path]
-        if found:
-            return found[-1]
-    return None
-
-
-def compose_layers(layers: Sequence[Layer], found: Findings) -> Tuple[Call, ...]:
+def compose_layers(layers: Sequence[Layer], given: Given, found: Findings) -> Tuple[Call, ...]:
     """The calls to perform, in order.
 
     Args:
         layers: Weakest first.
-        found: Takes a note for each user's setting that a stronger layer overrules.
+        given: What the user set, and where.
+        found: Takes a problem for each key and setter that disagree, and a note for each user's setting that a
+            stronger layer overrules.
     """
     entries: List[_Entry] = []
     merged: Dict[str, _Merged] = {}
@@ -86,17 +81,17 @@ def compose_layers(layers: Sequence[Layer], found: Findings) -> Tuple[Call, ...]
         for call in layer.calls:
             entry = _Entry(layer, call, _slots(call))
             for target, values in _dictionaries(call).items():
-                merged.setdefault(target, _Merged()).update(target, values, entry, found)
+                merged.setdefault(target, _Merged()).update(target, values, entry, given, found)
             if call.path == "_Popart.setPatterns":
                 levels += [*call.args[1:], *call.kwargs.values()]
             if not _is_dictionary_only(call):
                 entries.append(entry)
-    kept = _kept(entries, found)
+    kept = _kept(entries, given, found)
     calls = kept + _dictionary_calls(merged, kept, levels[-1:])
     return tuple(sorted(calls, key=lambda call: _FIRST.index(call.path) if call.path in _FIRST else len(_FIRST)))
 
 
-def _kept(entries: Sequence[_Entry], found: Findings) -> List[Call]:
+def _kept(entries: Sequence[_Entry], given: Given, found: Findings) -> List[Call]:
     calls = []
     for index, entry in enumerate(entries):
         later: Dict[str, _Entry] = {slot: other for other in entries[index + 1 :] for slot in other.slots}
@@ -104,13 +99,20 @@ def _kept(entries: Sequence[_Entry], found: Findings) -> List[Call]:
             calls.append(entry.call)
             continue
         winner = later[entry.slots[0]]
-        overruled = winner.layer is not entry.layer and entry.layer.tell
-        if overruled and (winner.call.args, winner.call.kwargs) != (entry.call.args, entry.call.kwargs):
-            found.note(
-                f"{winner.call.origin} wins over {entry.call.origin}: "
-                f"{_plain(winner.call.args)}, not {_plain(entry.call.args)}"
-            )
+        if (winner.call.args, winner.call.kwargs) != (entry.call.args, entry.call.kwargs):
+            difference = f": {_plain(winner.call.args)}, not {_plain(entry.call.args)}"
+            _report_overruled(winner, entry, difference, given, found)
     return calls
+
+
+def _report_overruled(winner: _Entry, loser: _Entry, difference: str, given: Given, found: Findings) -> None:
+    if winner.layer is loser.layer:
+        return
+    problem = given.disagreement(winner.call, loser.call, loser.layer.twins)
+    if problem is None and loser.layer.tell:
+        found.note(f"{winner.call.origin} wins over {loser.call.origin}{difference}")
+    elif problem is not None and problem not in found.problems:
+        found.problems.append(problem)
 
 
 def _plain(args: Sequence[Any]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import List, Mapping, Optional, Tuple
+from typing import List, Mapping, Tuple
 
 from ipurun.config.schema import RunConfig
 from ipurun.plan.findings import Findings
+from ipurun.plan.given import Given, last_call
 from ipurun.plan.types import Call, Symbol
 
 __all__ = ["output_call", "output_mode", "training_metrics"]
@@ -23,21 +24,23 @@ def training_metrics(config: RunConfig) -> List[str]:
     return named
 
 
-def output_mode(config: RunConfig, lifted: Optional[Call], device_iterations: int, found: Findings) -> Tuple[str, int]:
+def output_mode(config: RunConfig, given: Given, device_iterations: int, found: Findings) -> Tuple[str, int]:
     """The mode (final, all, sum, every_n) and the period of every_n.
 
     Args:
         config: The config.
-        lifted: An ``outputMode`` call of `options` or poptorch.conf, which counts where `output.mode` is auto.
+        given: What the user set; an ``outputMode`` of `options` or poptorch.conf counts unless `output.mode` was set.
         device_iterations: Weight updates per host call.
         found: Takes the problems.
     """
     metrics = training_metrics(config)
     mode, every = config.output.mode, config.output.every
-    if mode == "auto" and lifted is not None:
+    lifted = last_call("outputMode", given.options, given.file)
+    if lifted is not None and not given.has("output.mode"):
         words = {name: word for word, name in _MODES.items()}
         mode = words[str(lifted.args[0]).rpartition(".")[2]]
-        every = int(lifted.args[1]) if len(lifted.args) > 1 and lifted.args[1] else 1
+        if not given.has("output.every"):
+            every = int(lifted.args[1]) if len(lifted.args) > 1 and lifted.args[1] else 1
     if mode == "auto":
         return ("all" if metrics else "sum"), 1
     if metrics and mode != "all":

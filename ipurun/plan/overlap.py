@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Sequence
+from typing import Sequence, Tuple
 
 from ipurun.config.schema import RunConfig
-from ipurun.plan.chosen import is_set
 from ipurun.plan.findings import Findings
-from ipurun.plan.options_program import last_call
+from ipurun.plan.given import TWINS, Given, last_call
 from ipurun.plan.types import Call
 
 __all__ = ["check_overlap", "strategy_for_overlap"]
 
 
-def strategy_for_overlap(config: RunConfig, placed: bool, given: bool, found: Findings) -> RunConfig:
+def strategy_for_overlap(config: RunConfig, placed: bool, given: Given, found: Findings) -> Tuple[RunConfig, Given]:
     """The config with sharded execution, where overlap asks for it and the model is on one IPU.
 
     PopTorch refuses to overlap under pipelined execution, its default, on a single IPU, too; there sharded execution
@@ -23,14 +22,15 @@ def strategy_for_overlap(config: RunConfig, placed: bool, given: bool, found: Fi
     Args:
         config: The config.
         placed: Whether the model is split over IPUs.
-        given: Whether `options` or poptorch.conf choose a strategy.
+        given: What the user set; sharded execution counts as set, too.
         found: Takes a note on the choice.
     """
-    default = not is_set(config, "pipeline.strategy") and not is_set(config, "pipeline.auto_stage")
-    if config.memory.overlap_io == "none" or placed or given or not default:
-        return config
+    chosen = given.has(*TWINS["setExecutionStrategy"]) or given.argument("setExecutionStrategy") is not None
+    if config.memory.overlap_io == "none" or placed or chosen:
+        return config, given
     found.note("overlapped I/O is refused under pipelined execution, so that the one IPU runs sharded")
-    return replace(config, pipeline=replace(config.pipeline, strategy="sharded"))
+    sharded = replace(config, pipeline=replace(config.pipeline, strategy="sharded"))
+    return sharded, replace(given, keys={**given.keys, "pipeline.strategy": ""})
 
 
 def check_overlap(config: RunConfig, mode: str, calls: Sequence[Call], found: Findings) -> None:

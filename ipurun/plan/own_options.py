@@ -7,10 +7,10 @@ from typing import Any, List, Mapping, Optional
 
 from ipurun.config.device_schema import RecomputeConfig
 from ipurun.config.schema import RunConfig
-from ipurun.plan.chosen import is_set
 from ipurun.plan.findings import Findings
+from ipurun.plan.given import TWINS, Given
 from ipurun.plan.locations import memory_calls
-from ipurun.plan.numbers import Given, Numbers
+from ipurun.plan.numbers import Numbers
 from ipurun.plan.placement_strategy import strategy_call
 from ipurun.plan.types import Batch, Call, Facts, Symbol
 
@@ -35,8 +35,18 @@ class OwnCalls:
         (self.chosen if chosen else self.defaults).append(Call(path, args, origin=origin))
 
 
-def resolved_calls(batch: Batch, group_type: Symbol, training: bool, origins: Mapping[str, str]) -> List[Call]:
-    """The numbers of the batch arithmetic, which has looked at every source already."""
+def resolved_calls(
+    batch: Batch, group_type: Symbol, training: bool, origins: Mapping[str, str], grouped: bool
+) -> List[Call]:
+    """The numbers of the batch arithmetic, which has looked at every source already.
+
+    Args:
+        batch: The numbers.
+        group_type: How replicas form input groups.
+        training: False leaves out what only training has.
+        origins: What decided each number.
+        grouped: Whether groups of one replica are written, too, because another source has larger ones.
+    """
     calls = [
         Call("deviceIterations", (batch.device_iterations,), origin=origins["device_iterations"]),
         Call("replicationFactor", (batch.replicas,), origin=origins["replicas"]),
@@ -44,7 +54,7 @@ def resolved_calls(batch: Batch, group_type: Symbol, training: bool, origins: Ma
     if training:
         accumulation = batch.gradient_accumulation
         calls.append(Call("Training.gradientAccumulation", (accumulation,), origin=origins["gradient_accumulation"]))
-    if batch.input_group_size > 1:
+    if batch.input_group_size > 1 or grouped:
         grouping = (batch.input_group_size, group_type)
         calls.append(Call("inputReplicaGrouping", grouping, origin=origins["input_group"]))
     return calls
@@ -53,30 +63,36 @@ def resolved_calls(batch: Batch, group_type: Symbol, training: bool, origins: Ma
 def input_group_type(config: RunConfig, given: Given) -> Symbol:
     """How replicas form input groups: as the config says, else as `options` or poptorch.conf say."""
     asked = given.argument("inputReplicaGrouping", 1)
-    if asked is not None and not is_set(config, "replication.input_group_type"):
+    if asked is not None and not given.has("replication.input_group_type"):
         return Symbol(str(asked))
     return Symbol(f"poptorch.CommGroupType.{config.replication.input_group_type}")
 
 
-def shared_calls(config: RunConfig, facts: Facts, numbers: Numbers, training: bool, found: Findings) -> OwnCalls:
+def shared_calls(
+    config: RunConfig, facts: Facts, numbers: Numbers, given: Given, training: bool, found: Findings
+) -> OwnCalls:
     """What training and inference have in common, with the numbers of one of them."""
     own = OwnCalls()
     batch = numbers.training if training else numbers.inference
     layout = numbers.layout if training else numbers.inference_layout
     if facts.engine == "ipu_model":
         own.add("useIpuModel", True, origin="engine=ipu_model")
-    if config.pipeline.auto_round:
-        own.add("autoRoundNumIPUs", True, origin="pipeline.auto_round")
-    chosen = is_set(config, "pipeline.strategy") or is_set(config, "pipeline.auto_stage")
-    if layout.placements or layout.auto_increment or (chosen and not config.pipeline.strategy.endswith("phased")):
+    elif config.engine == "ipu" and given.argument("useIpuModel"):
+        own.add("useIpuModel", False, origin="engine=ipu")
+    if given.has("pipeline.auto_round"):
+        own.add("autoRoundNumIPUs", config.pipeline.auto_round, origin="pipeline.auto_round")
+    chosen = given.has(*TWINS["setExecutionStrategy"]) and given.strategy(config.pipeline) is None
+    phased = config.pipeline.strategy.endswith("phased")
+    if layout.placements or layout.auto_increment or (chosen and not phased):
         strategy = strategy_call(config.pipeline, layout, found)
         own.add("setExecutionStrategy", strategy, origin="pipeline", chosen=chosen)
     if config.partials is not None:
         own.add("Precision.setPartialsType", Symbol(f"torch.{_PARTIALS[config.partials]}"), origin="partials")
-    if config.debug.fp_exceptions:
-        own.add("Precision.enableFloatingPointExceptions", True, origin="debug.fp_exceptions")
-    own.add("randomSeed", config.seed, origin="seed", chosen=is_set(config, "seed"))
-    own.chosen += memory_calls(config, layout.ipus, batch.replicas, training, found)
+    if given.has("debug.fp_exceptions"):
+        stops = config.debug.fp_exceptions
+        own.add("Precision.enableFloatingPointExceptions", stops, origin="debug.fp_exceptions")
+    own.add("randomSeed", config.seed, origin="seed", chosen=given.has("seed"))
+    own.chosen += memory_calls(config, given, layout.ipus, batch.replicas, training, found)
     return own
 
 
@@ -84,10 +100,10 @@ def training_calls(config: RunConfig, facts: Facts, numbers: Numbers, given: Giv
     """What only training has."""
     own = OwnCalls()
     replication = config.replication
-    if is_set(config, "replication.reduction"):
+    if given.has("replication.reduction"):
         kind = Symbol(f"poptorch.ReductionType.{_REDUCTIONS[replication.reduction]}")
         own.add("Training.accumulationAndReplicationReductionType", kind, origin="replication.reduction")
-    if is_set(config, "replication.mean_strategy"):
+    if given.has("replication.mean_strategy"):
         strategy = Symbol(f"poptorch.MeanReductionStrategy.{_MEAN_STRATEGIES[replication.mean_strategy]}")
         own.add(
             "Training.setMeanAccumulationAndReplicationReductionStrategy",
@@ -96,8 +112,10 @@ def training_calls(config: RunConfig, facts: Facts, numbers: Numbers, given: Giv
         )
     if config.stochastic_rounding is not None:
         own.add("Precision.enableStochasticRounding", config.stochastic_rounding, origin="stochastic_rounding")
-    if str(config.loss_scaling).lower() == "auto":
-        own.add("Training.setAutomaticLossScaling", True, origin="loss_scaling=auto")
+    automatic = str(config.loss_scaling).lower() == "auto"
+    asked = given.argument("Training.setAutomaticLossScaling") is not None
+    if automatic or (asked and given.has("loss_scaling")):
+        own.add("Training.setAutomaticLossScaling", automatic, origin=f"loss_scaling={config.loss_scaling}")
     own.chosen += _recompute_calls(config.recompute)
     _add_broadcast(own, config, facts, numbers.training, given, found)
     return own
@@ -116,7 +134,7 @@ def _add_broadcast(own: OwnCalls, config: RunConfig, facts: Facts, batch: Batch,
     origin = "replication.broadcast_buffers"
     if asked is None:
         asked = given.argument("broadcastBuffers")
-        origin = "options.broadcastBuffers"
+        origin = given.origin("broadcastBuffers", default=origin)
     several = batch.distinct_replicas > 1 and bool(facts.changing_buffers)
     names = ", ".join(facts.changing_buffers[:3]) + (", ..." if len(facts.changing_buffers) > 3 else "")
     if several and asked:

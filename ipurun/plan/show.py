@@ -11,7 +11,10 @@ __all__ = ["call_text", "calls_text", "value_text"]
 
 def calls_text(plan: Plan) -> List[str]:
     """The source lines that a plan means, with the key that asked for each as a comment."""
-    lines = [f"os.environ[{name!r}] = {value!r}" for name, value in plan.environment.items()]
+    lines = [
+        f"os.environ[{name!r}] = {value!r}  # {'debug.log_level' if name == 'POPTORCH_LOG_LEVEL' else 'profile'}"
+        for name, value in plan.environment.items()
+    ]
     lines.append("opts = poptorch.Options()")
     lines += _option_lines("opts", plan.training_options)
     lines.append("inference_opts = poptorch.Options()")

@@ -90,7 +90,7 @@ def _only_data_is_missing(point: Point) -> bool:
         engine = engines.load(point.config.engine)
         facts = inspect(point.config, engine, need_data=False).facts
         # How much data there will be is unknown: what only a small amount would break is no config error yet.
-        make_plan(point.config, replace(facts, train_samples=_PLENTY))
+        make_plan(point.config, replace(facts, train_samples=_PLENTY), keys=point.given)
     except ConfigError:
         return False
     return not check_data(point.config.data, engine.module)

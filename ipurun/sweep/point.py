@@ -24,6 +24,7 @@ def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[st
         "overrides": list(point.overrides),
         "recipes": list(point.recipes),
         "changed": [[change.key, change.value, change.origin] for change in point.changed],
+        "given": point.given,
         "swept": dict(point.swept),
         "run_dir": run_dir,
         "resume_folder": resume_folder,
@@ -41,6 +42,7 @@ def read_job(path: Path) -> Tuple[Point, Optional[str]]:
         overrides=tuple(document["overrides"]),
         recipes=tuple(document["recipes"]),
         changed=tuple(Changed(*change) for change in document["changed"]),
+        given=document["given"],
         swept=document["swept"],
         run_dir=document["run_dir"],
     )

@@ -413,3 +413,39 @@ class TestNumbersAndNodesThatMakeNoSense:
         (problem,) = problems_of("+recipe=mnist", typed)
         assert what in problem.what
         assert problem.where == f"command line: {typed}"
+
+
+class TestGiven:
+    def test_typed_keys_count_though_they_equal_their_default(self) -> None:
+        given = one(["+recipe=mnist", "seed=0", "+pipeline.strategy=pipelined"]).given
+        assert given is not None
+        assert given["seed"] == "command line: seed=0"
+        assert given["pipeline.strategy"] == "command line: +pipeline.strategy=pipelined"
+
+    def test_keys_of_recipes_and_chosen_groups_have_their_lines(self) -> None:
+        write_recipe("mine", "# @package _global_\nseed: 0\noutput:\n  mode: auto\n")
+        given = one(["+recipe=mine", "cache=on"]).given
+        assert given is not None
+        assert given["seed"] == "conf/recipe/mine.yaml:2" and given["output.mode"] == "conf/recipe/mine.yaml:4"
+        assert given["cache.enabled"] == "ipurun/conf/cache/on.yaml:2"
+
+    def test_what_every_config_has_does_not_count(self) -> None:
+        given = one(["gradient_accumulation=null"]).given
+        assert given is not None
+        assert not {"cache.enabled", "profile.kind", "gradient_accumulation", "pipeline.split"} & set(given)
+
+    def test_a_mapping_sets_the_keys_inside_it(self) -> None:
+        given = one(["+recipe=mnist", "options={deviceIterations: 3, Training: {gradientAccumulation: 2}}"]).given
+        assert given is not None
+        assert {"options.deviceIterations", "options.Training.gradientAccumulation"} <= set(given)
+
+    def test_what_was_taken_out_does_not_count(self) -> None:
+        write_recipe("mine", "# @package _global_\noptions:\n  deviceIterations: 3\n")
+        given = one(["+recipe=mine", "~options.deviceIterations"]).given
+        assert given is not None and "options.deviceIterations" not in given
+
+    def test_a_chosen_group_takes_back_what_the_recipe_says_inside_it(self) -> None:
+        write_recipe("mine", "# @package _global_\npipeline:\n  strategy: sharded\n")
+        given = one(["+recipe=mine", "pipeline=none"]).given
+        assert given is not None and "pipeline.strategy" not in given
+        assert given["pipeline.split"] == "ipurun/conf/pipeline/none.yaml:2"

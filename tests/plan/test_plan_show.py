@@ -29,7 +29,7 @@ def test_a_plan_reads_like_a_poptorch_program(plan_of):
     lines = calls_text(plan)
     ast.parse("\n".join(lines))
     for expected in (
-        "os.environ['POPTORCH_LOG_LEVEL'] = 'WARN'",
+        "os.environ['POPTORCH_LOG_LEVEL'] = 'WARN'  # debug.log_level",
         "opts.replicationFactor(4)  # devices",
         "opts.Training.gradientAccumulation(8)  # gradient_accumulation",
         "opts.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.SameAsIpu))  # pipeline",
