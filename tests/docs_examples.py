@@ -1,10 +1,11 @@
 """The examples in README.md and docs/: what a page tells people to type, and what it shows below.
 
-A `console` block is a terminal session: commands after `$`, and what they print. A line of `...` is a gap; a line that ends with ` ...` is cut short;
-`^C` is an interrupt sent once the line above it is printed. Blocks whose language is followed by a file name (```yaml conf/recipe/mine.yaml) are
-files that the commands of the page need.
+A `console` block is a terminal session: commands after `$`, and what they print. A line of `...` is a gap; a line that
+ends with ` ...` is cut short; `^C` is an interrupt sent once the line above it is printed. Blocks whose language is
+followed by a file name (```yaml conf/recipe/mine.yaml) are files that the commands of the page need.
 
-`python tests/docs_examples.py PAGE...` runs the commands of pages and writes what they print now into the blocks (`make docs`).
+`python tests/docs_examples.py PAGE...` runs the commands of pages and writes what they print now into the blocks. With no
+page it does so for all (`make docs`).
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def refreshed(shown: List[str], printed: List[str]) -> List[str]:
 
 
 def _stretches(shown: List[str]) -> Iterator[Tuple[List[str], bool, bool]]:
-    """Yield the lines between gaps, each but the first with the gap before it, and whether it is the first or the last."""
+    """Yield the lines between gaps, all but the first with the gap before them, and whether they are first or last."""
     gaps = [index for index, line in enumerate(shown) if line.strip() in (GAP, INTERRUPT)]
     edges = [0, *gaps, len(shown)]
     for number, (begin, end) in enumerate(zip(edges, edges[1:])):
@@ -125,7 +126,7 @@ def _stretches(shown: List[str]) -> Iterator[Tuple[List[str], bool, bool]]:
 
 
 def _find(line: str, printed: List[str], start: int) -> int:
-    """Return the index of the printed line that a shown line once was: it begins alike and differs in numbers at most."""
+    """Return the index of the printed line that a shown line once was: it begins alike and differs in numbers."""
     wanted = line[: -len(GAP)] if line.endswith(f" {GAP}") else line
     candidates = [index for index in range(start, len(printed)) if _label(printed[index]) == _label(line)]
     if not candidates:
@@ -135,10 +136,14 @@ def _find(line: str, printed: List[str], start: int) -> int:
         key=lambda index: (
             printed[index].split()[:2] == wanted.split()[:2],
             _shape(printed[index]).startswith(_shape(wanted)),
-            len(os.path.commonprefix([printed[index], wanted])),
+            _common_length(printed[index], wanted),
             -index,
         ),
     )
+
+
+def _common_length(one: str, other: str) -> int:
+    return next((index for index, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _shape(line: str) -> str:
@@ -210,7 +215,7 @@ def refresh(page: str, run: Callable[[Example], List[str]]) -> str:
     """Return the text of a page with every example as it is printed now."""
     stamps = Stamps()
 
-    def block(match: "re.Match[str]") -> str:
+    def block(match: re.Match[str]) -> str:
         lines = ["```console"]
         for example in _session(match["body"]):
             current = Example(stamps.replace(example.command), example.shown)
@@ -227,6 +232,7 @@ def refresh(page: str, run: Callable[[Example], List[str]]) -> str:
 
 
 def main(paths: List[str]) -> int:
+    """Refresh pages, by default all; those with a line that nothing printed resembles stay as they are."""
     failed = 0
     for path in [Path(name) for name in paths] or PAGES:
         text = path.read_text(encoding="utf-8")

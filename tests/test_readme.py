@@ -86,7 +86,15 @@ digits: finished
 
 
 def test_a_refreshed_example_keeps_its_gaps_and_takes_new_and_changed_lines():
-    shown = ["plan of digits", "  batch  8 x 4 = 64", "", "...", "step 30/100  loss 0.9  ...", "digits: finished", "..."]
+    shown = [
+        "plan of digits",
+        "  batch  8 x 4 = 64",
+        "",
+        "...",
+        "step 30/100  loss 0.9  ...",
+        "digits: finished",
+        "...",
+    ]
     new = ["plan of digits", "  batch  8 x 4 = 32", "", "...", "step 30/100  loss 0.3 ...", "digits: finished", "..."]
     assert refreshed(shown, OUTPUT) == new
     assert refreshed(["plan of letters", "  final  loss 1"], OUTPUT) == OUTPUT
