@@ -4,8 +4,8 @@ A `console` block is a terminal session: commands after `$`, and what they print
 ends with ` ...` is cut short; `^C` is an interrupt sent once the line above it is printed. Blocks whose language is
 followed by a file name (```yaml conf/recipe/mine.yaml) are files that the commands of the page need.
 
-`python tests/docs_examples.py PAGE...` runs the commands of pages and writes what they print now into the blocks. With no
-page it does so for all (`make docs`).
+`python tests/docs_examples.py PAGE...` runs the commands of pages and writes what they print now into the blocks; with
+no page, of all pages (`make docs`).
 """
 
 from __future__ import annotations
