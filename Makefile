@@ -1,74 +1,112 @@
 # Everything a contributor types. `make help` lists it.
 SHELL := /bin/bash
-PYTHON ?= python3
 VENV := .venv
 SDK_VENV := .venv-sdk
 BIN := $(VENV)/bin
 # What users see is tested with one thread per process: the suite starts many processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
 
-# A Python 3.8: named by PYTHON38, on the path, or below pyenv.
-FIND_PYTHON38 := for candidate in $$PYTHON38 python3.8 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.8*/bin/python3.8; do \
-	"$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' 2>/dev/null && echo "$$candidate" && break; done
+# The Pythons of constraints.txt, the one that ipurun is developed with first. PYTHON=/path/to/python chooses another one.
+PYTHONS := 3.11 3.12 3.13 3.10 3.9 3.8
+# find_python VERSION...: print the first interpreter of these versions that can make environments, on the path or below pyenv.
+define FIND_PYTHON
+find_python() { \
+	for version in "$$@"; do \
+		for candidate in python$$version python3 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python$$version; do \
+			"$$candidate" -c "import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$$version')" 2>/dev/null \
+				&& echo "$$candidate" && return; \
+		done; \
+	done; \
+}
+endef
+INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk bench bench-planner lint typecheck format docs wheel clean
+.PHONY: help dev run test test-sdk test-wheel bench bench-planner lint typecheck format docs wheel clean
 
 help:  ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-14s %s\n", $$1, $$2}'
 
-dev: $(VENV)/.installed  ## Set up .venv with everything; again only when pyproject.toml or constraints.txt change.
+dev: $(VENV)/.test $(VENV)/.lint  ## Set up .venv with everything; again only when pyproject.toml or constraints.txt change.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --upgrade pip
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
-	@touch $@
-
-run: dev  ## Train mnist on this machine.
-	$(BIN)/ipurun train +recipe=mnist
-
-test: dev  ## Run the tests (no network, no IPU).
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2
-
-test-sdk: $(SDK_VENV)/.installed  ## Run the tests on an IPU host's stack: Python 3.8 and torch 2.0.1.
-	$(TEST_ENV) $(SDK_VENV)/bin/python -m pytest --numprocesses 2
-
-$(SDK_VENV)/.installed: pyproject.toml constraints-sdk.txt
-	@python38=$$($(FIND_PYTHON38)); \
-	if [ -z "$$python38" ]; then \
-		echo "no Python 3.8 found: install one (for example pyenv install 3.8) or set PYTHON38=/path/to/python3.8"; exit 1; \
+	@$(FIND_PYTHON); python="$(PYTHON)"; python="$${python:-$$(find_python $(PYTHONS))}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python 3.8 to 3.13 with venv found: install one, 3.11 for example, or name it with make PYTHON=/path/to/python"; exit 1; \
 	fi; \
 	set -ex; \
-	"$$python38" -m venv $(SDK_VENV); \
-	$(SDK_VENV)/bin/python -m pip install -qq --upgrade pip; \
-	$(SDK_VENV)/bin/python -m pip install -qq --constraint constraints-sdk.txt --editable '.[test]'; \
+	"$$python" -m venv $(VENV); \
+	$(BIN)/python -m pip install -qq --upgrade pip; \
+	$(BIN)/python $(INSTALL) .; \
 	touch $@
 
-bench: dev  ## Measure the CPU engine beside a hand-written loop, and how quickly commands answer.
+# What only tests and checks need joins the environment when they are first run.
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.installed
+	$(BIN)/python $(INSTALL) '.[$*]'
+	@touch $@
+
+run: $(VENV)/.installed  ## Train mnist on this machine.
+	$(BIN)/ipurun train +recipe=mnist
+
+test: $(VENV)/.test  ## Run the tests (no network, no IPU).
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2
+
+test-sdk: $(SDK_VENV)/.test  ## Run the tests on an IPU host's stack: Python 3.8 and torch 2.0.1.
+	$(TEST_ENV) $(SDK_VENV)/bin/python -m pytest --numprocesses 2
+
+$(SDK_VENV)/.test: pyproject.toml constraints.txt
+	@$(FIND_PYTHON); python="$${PYTHON38:-$$(find_python 3.8)}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python 3.8 with venv found: install one (for example pyenv install 3.8) or set PYTHON38=/path/to/python3.8"; exit 1; \
+	fi; \
+	set -ex; \
+	"$$python" -m venv $(SDK_VENV); \
+	$(SDK_VENV)/bin/python -m pip install -qq --upgrade pip; \
+	$(SDK_VENV)/bin/python $(INSTALL) '.[test]'; \
+	touch $@
+
+test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found; only CUDA builds of torch may be on offer, several GB each.
+	@$(FIND_PYTHON); folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; wheel=$$(ls $$PWD/dist/*.whl); \
+	for version in $(sort $(PYTHONS)); do \
+		python=$$(find_python $$version); result="not found"; \
+		if [ -n "$$python" ]; then \
+			"$$python" -m venv $$folder/venv && $$folder/venv/bin/python -m pip install -qq --upgrade pip \
+				&& $$folder/venv/bin/python -m pip install -qq --constraint constraints.txt "$$wheel" \
+				&& (cd $$folder && venv/bin/ipurun plan +recipe=mnist devices=8 --quiet && venv/bin/ipurun train +recipe=mnist max_steps=5) \
+				&& result="works with torch $$($$folder/venv/bin/python -c 'import torch; print(torch.__version__)')" \
+				|| { result="fails"; failed=1; }; \
+			rm -rf $$folder/*; \
+		fi; \
+		echo "Python $$version: $$result" | tee -a $$folder.results; \
+	done; \
+	echo; cat $$folder.results; rm $$folder.results; exit $${failed:-0}
+
+bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, and how quickly commands answer.
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/commands.py
 
-bench-planner: dev  ## Compare the planner with published runs that it was not fitted to.
+bench-planner: $(VENV)/.installed  ## Compare the planner with published runs that it was not fitted to.
 	$(BIN)/python tests/bench/planner.py
 
-lint: dev  ## Check style and formatting, for the oldest Python that is supported.
+lint: $(VENV)/.lint  ## Check style and formatting, for the oldest Python that is supported.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-typecheck: dev  ## Check types.
+typecheck: $(VENV)/.lint  ## Check types.
 	$(BIN)/mypy
 
-format: dev  ## Put the code into shape.
+format: $(VENV)/.lint  ## Put the code into shape.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: dev  ## Write the generated reference pages anew.
+docs: $(VENV)/.test  ## Rewrite the generated reference pages, and what the examples in README.md and docs/ print.
 	$(BIN)/python -m ipurun.config.reference docs/reference/config-keys.md
 	$(BIN)/python -m ipurun.emulator.coverage ipurun/manifest/api.json tests/emulator docs/reference/emulator-coverage.md
+	$(BIN)/python tests/docs_examples.py
 
-wheel: dev  ## Build the wheel into dist/.
-	$(BIN)/python -m build --wheel
+wheel: $(VENV)/.installed  ## Build the wheel into dist/.
+	rm -rf build dist
+	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## Remove everything that is generated, environments included.
 	rm -rf $(VENV) $(SDK_VENV) build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache

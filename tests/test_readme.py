@@ -1,105 +1,119 @@
-"""What the README and the tutorials tell people to type, typed."""
+"""What README.md and docs/ tell people to type, typed; and what they show below, compared with what is printed."""
 
 import re
-import shlex
 import sys
-from pathlib import Path
 
 import pytest
+from docs_examples import (
+    PAGES,
+    ROOT,
+    Example,
+    Stale,
+    Stamps,
+    anonymous,
+    examples,
+    refresh,
+    refreshed,
+    unknown_labels,
+    untrue_lines,
+    write_files,
+)
 
 from ipurun.cli.main import COMMANDS, main
 
-ROOT = Path(__file__).parents[1]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
-]
 SHORT = ["max_steps=2", "eval.max_samples=20"]  # the pages train for longer
-TRAINING = ("train", "plan", "validate")
-READING = ("ls", "cat", "cp", "env")
+RESUMED = ["max_steps=4", "eval.max_samples=20"]
+LOGGED = ("train", "eval", "predict", "env")  # they print times and versions, which differ from run to run
+READING = ("plan", "validate", "ls", "cat", "cp")
 
-BLOCK = re.compile(r"^```(?P<kind>sh|bash|console)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
-# A block that names a file after its language is that file.
-FILE = re.compile(r"^```\w+ (?P<path>[\w./]+)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def typed_lines(page):
-    """The command lines of a page: all lines of shell blocks, and those after a $ in console blocks."""
-    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
-        body = block["body"].replace("\\\n", " ")
-        for line in body.splitlines():
-            if block["kind"] == "console":
-                if not line.startswith("$ "):
-                    continue
-                line = line[2:]
-            words = shlex.split(line, comments=True)
-            if words:
-                yield words
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-def shown_output(page, command):
-    """What a console block of a page shows below a command."""
-    text = page.read_text(encoding="utf-8")
-    for block in BLOCK.finditer(text):
-        if block["kind"] == "console" and f"$ {command}\n" in block["body"]:
-            return block["body"].split(f"$ {command}\n", 1)[1].split("\n$ ")[0].splitlines()
-    raise LookupError(command)
-
-
-def untrue_lines(page, command, written):
-    """Lines that a page shows below a command and that the command did not write; `...` stands for what is left out."""
-    real = written.splitlines()
-    return [line for line in shown_output(page, command) if "..." not in line and line not in real]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pages
 def test_make_targets_exist(page):
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    asked = [word for words in typed_lines(page) if words[0] == "make" for word in words[1:]]
+    typed = [example.words for example in examples(page.read_text(encoding="utf-8"))]
+    asked = [word for words in typed if words[0] == "make" for word in words[1:] if "=" not in word]
     assert set(asked) <= set(targets)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pages
 def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    text = page.read_text(encoding="utf-8")
+    home, folder = tmp_path / "home", tmp_path / "work"
+    folder.mkdir()
+    write_files(text, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("COLUMNS", "110")
+    for name in ("XDG_CACHE_HOME", "IPURUN_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for file in FILE.finditer(page.read_text(encoding="utf-8")):
-        Path(file["path"]).parent.mkdir(parents=True, exist_ok=True)
-        Path(file["path"]).write_text(file["body"], encoding="utf-8")
-    for words in typed_lines(page):
-        if words[0] not in ("ipurun", ".venv/bin/ipurun"):
+    stamps = Stamps()
+    for example in examples(text):
+        if not example.can_run:
             continue
-        command, rest = words[1], words[2:]
-        assert command in COMMANDS or command.startswith("-"), words
-        expected = 2 if "devices=6" in rest else 0
-        if command == "train":
+        _, command, *rest = Example(stamps.replace(example.command), []).words
+        assert command in COMMANDS or command.startswith("-"), example.command
+        if command == "train" and not example.fails:
             # A sweep starts a process per point, which tests/sweep does; its points are checked here all the same.
             command = "validate" if "-m" in rest else command
-            rest += SHORT
-        if command in READING or (command in TRAINING and _is_complete(rest)):
-            code = main([command, *rest])
-            written = capsys.readouterr()
-            assert code == expected, (words, written.err)
-            if command == "plan":
-                assert untrue_lines(page, shlex.join(words), written.out + written.err) == []
+            rest += RESUMED if any(word.startswith("resume=") for word in rest) else SHORT
+        if command not in LOGGED + READING:
+            continue
+        code = main([command, *rest])
+        written = capsys.readouterr()
+        printed = anonymous((written.out + written.err).splitlines(), home)
+        assert code == (2 if example.fails else 0), (example.command, written.err)
+        stamps.learn(example.shown, printed)
+        if command in LOGGED and not example.fails:
+            assert unknown_labels(example, printed) == [], example.command
+        elif example.shown and "-m" not in rest:
+            assert untrue_lines(example, printed) == [], f"{example.command}: run `make docs`"
 
 
-def _is_complete(words):
-    """Whether a line can be typed as it is: folders of somebody's earlier run and words in capitals cannot."""
-    return not any(word.startswith("resume=runs/") or re.search(r"=[A-Z_]{3,}$", word) for word in words)
+OUTPUT = """\
+plan of digits
+  batch  8 x 4 = 32
+  steps  100
+
+step 10/100  loss 0.5  ETA 9 s
+step 20/100  loss 0.4  ETA 8 s
+step 30/100  loss 0.3  ETA 7 s
+digits: finished
+  final  loss 0.3  accuracy 0.9
+  folder  runs/digits/2026-01-02_03-04-05""".splitlines()
 
 
-@pytest.mark.parametrize(
-    ("page", "command"),
-    [
-        ("tutorials/first-run.md", "ipurun ls"),
-        ("how-to/plan-a-model.md", "ipurun plan +recipe=gpt model=gpt2_medium pipeline=gpt2_medium_4ipu"),
-    ],
-)
-def test_the_output_that_a_page_shows_is_real(page, command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "110")
-    main(command.split()[1:])
-    written = capsys.readouterr()
-    assert untrue_lines(ROOT / "docs" / page, command, written.out + written.err) == []
+def test_a_refreshed_example_keeps_its_gaps_and_takes_new_and_changed_lines():
+    shown = [
+        "plan of digits",
+        "  batch  8 x 4 = 64",
+        "",
+        "...",
+        "step 30/100  loss 0.9  ...",
+        "digits: finished",
+        "...",
+    ]
+    new = ["plan of digits", "  batch  8 x 4 = 32", "", "...", "step 30/100  loss 0.3 ...", "digits: finished", "..."]
+    assert refreshed(shown, OUTPUT) == new
+    assert refreshed(["plan of letters", "  final  loss 1"], OUTPUT) == OUTPUT
+    with pytest.raises(Stale, match="memory of each IPU"):
+        refreshed(["...", "memory of each IPU", "..."], OUTPUT)
+
+
+def test_a_refreshed_page_names_the_folders_of_its_new_runs():
+    page = """\
+Some text.
+```console
+$ ipurun train +recipe=digits
+...
+  folder  runs/digits/2025-12-31_23-59-59
+$ ipurun eval runs/digits/2025-12-31_23-59-59 --split NAME
+as it was
+```
+```text
+$ not an example
+```
+"""
+    assert refresh(page, lambda example: OUTPUT) == page.replace("2025-12-31_23-59-59", "2026-01-02_03-04-05")

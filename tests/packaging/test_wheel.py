@@ -5,20 +5,41 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import setuptools
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
-
 ROOT = Path(__file__).parents[2]
-# Folder of the tree -> the package it becomes.
-MAPPED = {"ipurun": "ipurun", "conf": "ipurun.conf", "recipes": "ipurun.recipes"}
+# Folder of the tree -> the folder it becomes in the wheel.
+SHIPPED = {"ipurun": "ipurun", "conf": "ipurun/conf", "recipes": "ipurun/recipes"}
+# A recipe that somebody adds to the tree: one YAML and one folder.
+ADDED = {
+    "conf/recipe/added.yaml": """\
+# @package _global_
+# Added by a test.
+max_steps: 2
+model: {_target_: ipurun.recipes.added.model.Net}
+data: {_target_: ipurun.recipes.added.model.numbers}
+loss: {name: MSELoss}
+""",
+    "recipes/added/__init__.py": "",
+    "recipes/added/model.py": """\
+from pathlib import Path
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+def numbers():
+    values = torch.tensor([[float(line)] for line in (Path(__file__).parent / "data/v1/numbers.txt").open()])
+    return torch.utils.data.TensorDataset(values, values)
+""",
+    "recipes/added/data/v1/numbers.txt": "1\n2\n3\n4\n",
+}
 
 needs_setuptools = pytest.mark.skipif(
     tuple(map(int, setuptools.__version__.split(".")[:2])) < (70, 1),
@@ -26,12 +47,37 @@ needs_setuptools = pytest.mark.skipif(
 )
 
 
-def shipped_files():
-    """Every file of the tree that belongs into the wheel, by its path in there."""
-    for folder, package in MAPPED.items():
-        for path in sorted((ROOT / folder).rglob("*")):
+def shipped_files(tree):
+    """Every file of a tree that belongs into the wheel, by its path in there."""
+    for folder, target in SHIPPED.items():
+        for path in sorted((tree / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
-                yield Path(*package.split("."), path.relative_to(ROOT / folder)).as_posix()
+                yield f"{target}/{path.relative_to(tree / folder).as_posix()}"
+
+
+def write_added_recipe(tree):
+    for name, text in ADDED.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text, encoding="utf-8")
+
+
+def build(kind, source, target):
+    """Build a `wheel`, an `sdist` or an `editable` of a source folder as pip does, without the network."""
+    program = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    run(sys.executable, "-c", program, target, cwd=source)
+    [path] = target.iterdir()
+    return path
+
+
+def environment_with(wheel, folder):
+    """Make an environment that has a wheel and the dependencies of this one; return the folder of its commands."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    [site_packages] = folder.glob("lib/python*/site-packages")
+    # Dependencies come from here rather than from the network. Path files in there (the editable ipurun) do not count.
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return folder / "bin"
 
 
 def run(*command, cwd, **environment):
@@ -47,54 +93,59 @@ def run(*command, cwd, **environment):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    # A copy, because a build leaves folders behind.
-    source = tmp_path_factory.mktemp("source")
-    for folder in MAPPED:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+@pytest.fixture
+def source(tmp_path_factory):
+    """A copy of the tree, because a build leaves folders behind; compiled files are in it, as in any used clone."""
+    copy = tmp_path_factory.mktemp("source")
+    for folder in SHIPPED:
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    target = tmp_path_factory.mktemp("dist")
-    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    run(sys.executable, "-c", program, target, cwd=source)
-    [path] = target.glob("*.whl")
-    return path
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """The folder of the commands of an environment that has the wheel and this one's dependencies."""
-    environment = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
-    python = environment / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=environment)
-    [site_packages] = environment.glob("lib/python*/site-packages")
-    # Dependencies come from here rather than from the network. Path files in there (the editable ipurun) do not count.
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    return environment / "bin"
-
-
-def test_the_list_of_packages_is_the_tree():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = {
-        Path(name).parent.as_posix().replace("/", ".") for name in shipped_files() if name.endswith((".py", ".yaml"))
-    }
-    assert settings["packages"] == sorted(folders)
-    assert settings["package-dir"] == {package: folder for folder, package in MAPPED.items()}
+        shutil.copy(ROOT / name, copy)
+    for folder in ("ipurun", "recipes/mnist"):
+        (copy / folder / "__pycache__").mkdir(exist_ok=True)
+        (copy / folder / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"")
+    return copy
 
 
 @needs_setuptools
-def test_the_wheel_holds_every_file_and_no_top_level_name_but_its_own(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
+def test_the_wheel_holds_every_file_and_no_top_level_name_but_its_own(source, tmp_path_factory):
+    names = zipfile.ZipFile(build("wheel", source, tmp_path_factory.mktemp("dist"))).namelist()
     packaged = [name for name in names if ".dist-info/" not in name]
-    assert sorted(packaged) == sorted(shipped_files())
+    assert sorted(packaged) == sorted(shipped_files(ROOT))
     assert {name.split("/")[0] for name in packaged} == {"ipurun"}
     assert any(name.endswith("LICENSE") for name in names)
 
 
 @needs_setuptools
-def test_the_installed_wheel_works_from_an_empty_folder(installed, tmp_path):
+def test_a_recipe_of_one_yaml_and_one_folder_is_in_sdist_and_wheel(source, tmp_path_factory, tmp_path):
+    write_added_recipe(source)
+    unpacked = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", source, tmp_path_factory.mktemp("dist"))) as archive:
+        archive.extractall(unpacked)
+    [from_sdist] = unpacked.iterdir()
+    wheel = build("wheel", from_sdist, tmp_path_factory.mktemp("dist"))
+    packaged = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    assert sorted(packaged) == sorted(shipped_files(source))
+    commands = environment_with(wheel, tmp_path_factory.mktemp("environment"))
+    assert "Added by a test." in run(commands / "ipurun", "ls", cwd=tmp_path)
+    run(commands / "ipurun", "train", "+recipe=added", cwd=tmp_path, OMP_NUM_THREADS="1")
+
+
+@needs_setuptools
+def test_an_editable_install_finds_a_recipe_that_is_added_later(source, tmp_path_factory, tmp_path):
+    wheel = build("editable", source, tmp_path_factory.mktemp("dist"))
+    commands = environment_with(wheel, tmp_path_factory.mktemp("environment"))
+    write_added_recipe(source)
+    assert "Added by a test." in run(commands / "ipurun", "ls", cwd=tmp_path)
+    assert "2 weight updates" in run(commands / "ipurun", "plan", "+recipe=added", cwd=tmp_path)
+    beside = "import importlib.util as util; print([util.find_spec(name) for name in ('conf', 'recipes', 'tests')])"
+    assert run(commands / "python", "-c", beside, cwd=tmp_path) == "[None, None, None]\n"
+
+
+@needs_setuptools
+def test_the_installed_wheel_works_from_an_empty_folder(source, tmp_path_factory, tmp_path):
+    wheel = build("wheel", source, tmp_path_factory.mktemp("dist"))
+    installed = environment_with(wheel, tmp_path_factory.mktemp("environment"))
     where = run(installed / "python", "-c", "import ipurun; print(ipurun.__file__)", cwd=tmp_path)
     assert where.startswith(str(installed.parent))
     assert "mnist" in run(installed / "ipurun", "ls", cwd=tmp_path)
