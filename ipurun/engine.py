@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Dict, Optional
 
@@ -18,6 +19,8 @@ __all__ = ["Engine", "load", "probe"]
 
 _EMULATOR = "ipurun.emulator"
 _LARGEST_ATTACHABLE = 64
+_NEEDED = ("Options", "DataLoader", "trainingModel", "ipuHardwareIsAvailable")
+_LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 
 
 @dataclass(frozen=True)
@@ -121,15 +124,26 @@ class _IndexCasts(logging.Filter):
 
 
 def _poptorch_is_installed() -> bool:
-    """Whether `import poptorch` would give Graphcore's package rather than the emulator in its place."""
+    """Whether `import poptorch` would give Graphcore's package.
+
+    Other things that have its name: the emulator in its place, a folder without code, and PopTorch's sources, which
+    lack the compiled core.
+    """
     already = sys.modules.get("poptorch")
     if already is not None:
         return not _is_emulator(already)
-    try:
-        spec = importlib.util.find_spec("poptorch")
-    except (ImportError, ValueError):
+    spec = _find_poptorch()
+    if spec is None or spec.origin is None or "emulator" in spec.origin:
         return False
-    return spec is not None and "emulator" not in str(spec.origin)
+    folders = spec.submodule_search_locations
+    return folders is None or PathFinder.find_spec("poptorch.poptorch_core", list(folders)) is not None
+
+
+def _find_poptorch() -> Optional[ModuleSpec]:
+    try:
+        return importlib.util.find_spec("poptorch")
+    except (ImportError, ValueError):
+        return None
 
 
 def _is_emulator(module: ModuleType) -> bool:
@@ -142,20 +156,46 @@ def _import_poptorch(choice: str) -> ModuleType:
         raise ConfigError(
             Problem(
                 f"`engine={choice}` needs PopTorch, which is not installed here",
-                seen=f"Python {platform.python_version()} at {sys.executable}",
+                seen=f"Python {platform.python_version()} at {sys.executable}{_other_poptorch()}",
                 fix="enable Graphcore's SDK and install its poptorch wheel, or run with engine=cpu",
             )
         )
     try:
-        return importlib.import_module("poptorch")
+        poptorch = importlib.import_module("poptorch")
     except Exception as error:
         raise ConfigError(
             Problem(
                 f"`engine={choice}`: PopTorch is installed but cannot be imported",
                 seen=f"{type(error).__name__}: {error}",
-                fix="source the SDK's enable scripts (`source <sdk>/enable`), or run with engine=cpu",
+                fix=f"{_remedy(error)}, or run with engine=cpu",
             )
         ) from error
+    missing = [name for name in _NEEDED if not hasattr(poptorch, name)]
+    if missing:
+        raise ConfigError(
+            Problem(
+                f"`engine={choice}`: the module `poptorch` is not Graphcore's PopTorch",
+                where=str(getattr(poptorch, "__file__", None)),
+                seen=f"it has no {', '.join(missing)}",
+                fix="rename it or take its folder off PYTHONPATH, or run with engine=cpu",
+            )
+        )
+    return poptorch
+
+
+def _other_poptorch() -> str:
+    """What has PopTorch's name here and is not PopTorch, for messages."""
+    spec = _find_poptorch()
+    folders = list((spec.submodule_search_locations if spec is not None else None) or ())
+    if not folders or "emulator" in str(spec and spec.origin):
+        return ""
+    return f"; {folders[0]} is a folder of that name without PopTorch's compiled core"
+
+
+def _remedy(error: Exception) -> str:
+    if "log level" in str(error):
+        return f"unset POPTORCH_LOG_LEVEL, or set it to {', '.join(_LOG_LEVELS)}"
+    return "source the SDK's enable scripts (`source <sdk>/enable`)"
 
 
 def _count_ipus(poptorch: ModuleType) -> int:

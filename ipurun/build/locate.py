@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-import sys
 import traceback
 from types import ModuleType
 from typing import Any, List, Optional, Tuple
 
 from ipurun.errors import ConfigError, Problem
+from ipurun.module_search import append_working_folder
 
 __all__ = ["innermost_line", "locate"]
 
@@ -37,16 +37,9 @@ def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> A
         raise ConfigError(
             Problem(f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name")
         )
-    _make_working_folder_importable()
+    append_working_folder()
     module, used = _import_longest(parts, path, key)
     return _walk(module, parts, used, path, key)
-
-
-def _make_working_folder_importable() -> None:
-    """Console scripts leave the working folder out of sys.path; code beside a user's recipe lives there."""
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
 
 
 def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, int]:
