@@ -15,12 +15,13 @@ from typing import Any, Dict, Optional
 
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["Engine", "load", "probe"]
+__all__ = ["Engine", "check_environment", "load", "probe"]
 
 _EMULATOR = "ipurun.emulator"
 _LARGEST_ATTACHABLE = 64
 _NEEDED = ("Options", "DataLoader", "trainingModel", "ipuHardwareIsAvailable")
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
+_OLD_LOG_LEVELS = ("TRACE_ALL", "DEBUG_IR")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,24 @@ def load(choice: str) -> Engine:
             fix="check the partition with `gc-info -l`, or run with engine=ipu_model or engine=cpu",
         )
     )
+
+
+def check_environment() -> None:
+    """Refuse variables that an engine would stumble over while it is imported.
+
+    Raises:
+        ConfigError: PopTorch has no such level.
+    """
+    level = os.environ.get("POPTORCH_LOG_LEVEL")
+    if level is not None and level not in (*_LOG_LEVELS, *_OLD_LOG_LEVELS):
+        raise ConfigError(
+            Problem(
+                f"`POPTORCH_LOG_LEVEL` does not know `{level}`",
+                where="environment",
+                known=", ".join(_LOG_LEVELS),
+                fix="unset POPTORCH_LOG_LEVEL, or set it to WARN",
+            )
+        )
 
 
 def probe() -> Dict[str, Any]:
@@ -167,7 +186,7 @@ def _import_poptorch(choice: str) -> ModuleType:
             Problem(
                 f"`engine={choice}`: PopTorch is installed but cannot be imported",
                 seen=f"{type(error).__name__}: {error}",
-                fix=f"{_remedy(error)}, or run with engine=cpu",
+                fix="source the SDK's enable scripts (`source <sdk>/enable`), or run with engine=cpu",
             )
         ) from error
     missing = [name for name in _NEEDED if not hasattr(poptorch, name)]
@@ -190,12 +209,6 @@ def _other_poptorch() -> str:
     if not folders or "emulator" in str(spec and spec.origin):
         return ""
     return f"; {folders[0]} is a folder of that name without PopTorch's compiled core"
-
-
-def _remedy(error: Exception) -> str:
-    if "log level" in str(error):
-        return f"unset POPTORCH_LOG_LEVEL, or set it to {', '.join(_LOG_LEVELS)}"
-    return "source the SDK's enable scripts (`source <sdk>/enable`)"
 
 
 def _count_ipus(poptorch: ModuleType) -> int:

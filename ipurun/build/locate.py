@@ -85,8 +85,10 @@ def _import_problem(path: str, key: str, module: str, error: Exception) -> Confi
 def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
     found = start
     for index in range(used, len(parts)):
-        if not hasattr(found, parts[index]):
-            owner = ".".join(parts[:index])
+        owner = ".".join(parts[:index])
+        try:
+            found = getattr(found, parts[index])
+        except AttributeError as error:
             names = [name for name in dir(found) if not name.startswith("_")]
             nearest = difflib.get_close_matches(parts[index], names, n=3)
             raise ConfigError(
@@ -96,8 +98,16 @@ def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
                     known=", ".join(nearest or names[:12]),
                     fix=f"{key}={owner}.{nearest[0]}" if nearest else "",
                 )
-            )
-        found = getattr(found, parts[index])
+            ) from error
+        except Exception as error:  # packages that import their parts when they are asked for, as transformers does
+            raise ConfigError(
+                Problem(
+                    f"`{key}`: {owner} cannot give its `{parts[index]}`",
+                    where=innermost_line(error),
+                    seen=f"{type(error).__name__}: {error}",
+                    fix=f"python -c 'from {owner} import {parts[index]}' shows the whole traceback",
+                )
+            ) from error
     return found
 
 

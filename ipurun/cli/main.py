@@ -29,6 +29,7 @@ COMMANDS = {
 }
 _MODULES = {"import": "ipurun.cli.import_"}
 _COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
+_WITH_ENGINE = (*_COMPOSING, "eval", "predict", "exec")
 _INTERRUPTED = 130
 
 _USAGE = """\
@@ -101,6 +102,8 @@ def _command(name: str, rest: List[str]) -> int:
     _check_working_folder()
     if name != "exec":  # whose program has a search path of its own
         append_working_folder()
+    if name in _WITH_ENGINE:
+        import_module("ipurun.engine").check_environment()
     # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name in _COMPOSING and "--help" not in rest and "-h" not in rest:

@@ -59,7 +59,8 @@ def _shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("beside.py").write_text(CODE)
     Path("conf/recipe").mkdir(parents=True)
     Path("conf/recipe/own.yaml").write_text(RECIPE)
-    Path("../command").write_text("from ipurun.cli.main import console\nconsole()\n")
+    program = "from ipurun.cli.main import console\nif __name__ == '__main__':\n    console()\n"
+    Path("../command").write_text(program)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
