@@ -60,7 +60,7 @@ def _package_of(file: str) -> str:
         if folder and path.startswith(folder + os.sep):
             return "ipurun"
     for folder in ("site-packages", "dist-packages"):
-        before, found, inside = path.partition(f"{os.sep}{folder}{os.sep}")
+        _before, found, inside = path.partition(f"{os.sep}{folder}{os.sep}")
         if found:
             return inside.partition(os.sep)[0].partition(".")[0]
     return "Python" if path.startswith(os.path.dirname(os.__file__) + os.sep) else _USERS

@@ -108,8 +108,7 @@ def error_of(*words: str, **environment: str) -> str:
     """What a command says, as one line."""
     done = subprocess.run(
         [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         env={**os.environ, **environment},
         check=False,

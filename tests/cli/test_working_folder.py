@@ -71,9 +71,7 @@ def shadow_python() -> None:
 
 
 def run(start: List[str], *words: str) -> Any:
-    return subprocess.run(
-        [sys.executable, *start, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False
-    )
+    return subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, check=False)
 
 
 AS_SCRIPT = ["../command"]  # as pip's scripts: their own folder is on the path, the working folder is not
