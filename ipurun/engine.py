@@ -9,15 +9,19 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Dict, Optional
 
 from ipurun.errors import ConfigError
 
-__all__ = ["Engine", "load", "probe"]
+__all__ = ["Engine", "check_environment", "load", "probe"]
 
 _EMULATOR = "ipurun.emulator"
 _LARGEST_ATTACHABLE = 64
+_NEEDED = ("Options", "DataLoader", "trainingModel", "ipuHardwareIsAvailable")
+_LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
+_OLD_LOG_LEVELS = ("TRACE_ALL", "DEBUG_IR")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,24 @@ def load(choice: str) -> Engine:
         fix="check the partition with `gc-info -l`, or run with engine=ipu_model or engine=cpu",
         key="engine",
     )
+
+
+def check_environment() -> None:
+    """Refuse variables that an engine would stumble over while it is imported.
+
+    Raises:
+        ConfigError: PopTorch has no such level.
+    """
+    level = os.environ.get("POPTORCH_LOG_LEVEL")
+    if level is not None and level not in (*_LOG_LEVELS, *_OLD_LOG_LEVELS):
+        raise ConfigError(
+            Problem(
+                f"`POPTORCH_LOG_LEVEL` does not know `{level}`",
+                where="environment",
+                known=", ".join(_LOG_LEVELS),
+                fix="unset POPTORCH_LOG_LEVEL, or set it to WARN",
+            )
+        )
 
 
 def probe() -> Dict[str, Any]:
@@ -120,15 +142,26 @@ class _IndexCasts(logging.Filter):
 
 
 def _poptorch_is_installed() -> bool:
-    """Whether `import poptorch` would give Graphcore's package rather than the emulator in its place."""
+    """Whether `import poptorch` would give Graphcore's package.
+
+    Other things that have its name: the emulator in its place, a folder without code, and PopTorch's sources, which
+    lack the compiled core.
+    """
     already = sys.modules.get("poptorch")
     if already is not None:
         return not _is_emulator(already)
-    try:
-        spec = importlib.util.find_spec("poptorch")
-    except (ImportError, ValueError):
+    spec = _find_poptorch()
+    if spec is None or spec.origin is None or "emulator" in spec.origin:
         return False
-    return spec is not None and "emulator" not in str(spec.origin)
+    folders = spec.submodule_search_locations
+    return folders is None or PathFinder.find_spec("poptorch.poptorch_core", list(folders)) is not None
+
+
+def _find_poptorch() -> Optional[ModuleSpec]:
+    try:
+        return importlib.util.find_spec("poptorch")
+    except (ImportError, ValueError):
+        return None
 
 
 def _is_emulator(module: ModuleType) -> bool:
@@ -140,12 +173,12 @@ def _import_poptorch(choice: str) -> ModuleType:
     if not _poptorch_is_installed():
         raise ConfigError(
             f"`engine={choice}` needs PopTorch, which is not installed here",
-            seen=f"Python {platform.python_version()} at {sys.executable}",
+            seen=f"Python {platform.python_version()} at {sys.executable}{_other_poptorch()}",
             fix="enable Graphcore's SDK and install its poptorch wheel, or run with engine=cpu",
             key="engine",
         )
     try:
-        return importlib.import_module("poptorch")
+        poptorch = importlib.import_module("poptorch")
     except Exception as error:
         raise ConfigError(
             f"`engine={choice}`: PopTorch is installed but cannot be imported",
@@ -153,6 +186,25 @@ def _import_poptorch(choice: str) -> ModuleType:
             fix="source the SDK's enable scripts (`source <sdk>/enable`), or run with engine=cpu",
             key="engine",
         ) from error
+    missing = [name for name in _NEEDED if not hasattr(poptorch, name)]
+    if missing:
+        raise ConfigError(
+            f"`engine={choice}`: the module `poptorch` is not Graphcore's PopTorch",
+            where=str(getattr(poptorch, "__file__", None)),
+            seen=f"it has no {', '.join(missing)}",
+            fix="rename it or take its folder off PYTHONPATH, or run with engine=cpu",
+            key="engine",
+        )
+    return poptorch
+
+
+def _other_poptorch() -> str:
+    """What has PopTorch's name here and is not PopTorch, for messages."""
+    spec = _find_poptorch()
+    folders = list((spec.submodule_search_locations if spec is not None else None) or ())
+    if not folders or "emulator" in str(spec and spec.origin):
+        return ""
+    return f"; {folders[0]} is a folder of that name without PopTorch's compiled core"
 
 
 def _count_ipus(poptorch: ModuleType) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ipurun import engine
+from ipurun.emulator.install import shim_folder
 from ipurun.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,13 +18,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def poptorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a module called poptorch where the SDK's would be."""
+    """Puts a package called poptorch where the SDK's would be."""
     monkeypatch.delitem(sys.modules, "poptorch", raising=False)
 
-    def install(ipus: int = 0, body: str = "") -> None:
-        (tmp_path / "poptorch.py").write_text(
+    def install(ipus: int = 0, body: str = "Options = DataLoader = trainingModel = object", core: bool = True) -> None:
+        (tmp_path / "poptorch").mkdir()
+        (tmp_path / "poptorch/__init__.py").write_text(
             f"__version__ = '3.4.0'\n{body}\ndef ipuHardwareIsAvailable(n=1):\n    return n <= {ipus}\n"
         )
+        if core:
+            (tmp_path / "poptorch/poptorch_core.py").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
 
     yield install
@@ -97,6 +101,29 @@ def test_auto_with_a_broken_sdk_says_so_rather_than_train_slowly(poptorch) -> No
     poptorch(body="raise ImportError('libpoplar.so')")
     with pytest.raises(ConfigError, match="cannot be imported"):
         engine.load("auto")
+
+
+@pytest.mark.parametrize("has_init", [False, True])
+def test_sources_of_poptorch_are_not_an_installed_poptorch(
+    poptorch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_init: bool
+) -> None:
+    poptorch(ipus=16, core=False)
+    if not has_init:  # the root of a clone
+        (tmp_path / "poptorch/__init__.py").unlink()
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != shim_folder()])
+    with pytest.raises(ConfigError) as caught:
+        engine.load("ipu")
+    assert "which is not installed" in str(caught.value)
+    assert f"{tmp_path / 'poptorch'} is a folder of that name" in " ".join(str(caught.value).split())
+    assert engine.probe()["poptorch"] is None
+    assert engine.load("auto").kind == "cpu"
+
+
+def test_another_package_called_poptorch_is_named(poptorch) -> None:
+    poptorch(body="")
+    with pytest.raises(ConfigError, match="is not Graphcore's PopTorch") as caught:
+        engine.load("auto")
+    assert "it has no Options" in str(caught.value)
 
 
 def test_probe_tells_versions(poptorch, monkeypatch: pytest.MonkeyPatch) -> None:

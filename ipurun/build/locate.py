@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import traceback
 from types import ModuleType
 from typing import Any, List, Optional, Tuple
 
 from ipurun.config.suggest import nearest
 from ipurun.errors import ConfigError
+from ipurun.module_search import append_working_folder
 
 __all__ = ["innermost_line", "locate"]
 
@@ -37,16 +37,9 @@ def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> A
         raise ConfigError(
             f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name", key=key
         )
-    _make_working_folder_importable()
+    append_working_folder()
     module, used = _import_longest(parts, path, key)
     return _walk(module, parts, used, path, key)
-
-
-def _make_working_folder_importable() -> None:
-    """Console scripts leave the working folder out of sys.path; code beside a user's recipe lives there."""
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
 
 
 def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, int]:
@@ -90,8 +83,10 @@ def _import_problem(path: str, key: str, module: str, error: Exception) -> Confi
 def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
     found = start
     for index in range(used, len(parts)):
-        if not hasattr(found, parts[index]):
-            owner = ".".join(parts[:index])
+        owner = ".".join(parts[:index])
+        try:
+            found = getattr(found, parts[index])
+        except AttributeError as error:
             names = [name for name in dir(found) if not name.startswith("_")]
             close = nearest(parts[index], names)
             raise ConfigError(
@@ -100,8 +95,15 @@ def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
                 known=", ".join(close or names[:12]),
                 fix=f"{key}={owner}.{close[0]}" if close else "",
                 key=key,
-            )
-        found = getattr(found, parts[index])
+            ) from error
+        except Exception as error:  # packages that import their parts when they are asked for, as transformers does
+            raise ConfigError(
+                f"`{key}`: importing `{parts[index]}` from {owner} failed",
+                where=innermost_line(error),
+                seen=f"{type(error).__name__}: {error}",
+                fix=f"python -c 'from {owner} import {parts[index]}' shows the whole traceback",
+                key=key,
+            ) from error
     return found
 
 

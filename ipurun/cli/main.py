@@ -1,6 +1,6 @@
 """The command line: maps a word to a module and imports that module when the word is used.
 
-Only the standard library is imported here, so that help and errors come at once.
+Only the standard library is imported at first, so that help and errors come at once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import os
 import sys
 from importlib import import_module
 from typing import List, Optional, Sequence
+
+from ipurun.module_search import append_working_folder, drop_working_folder
 
 __all__ = ["COMMANDS", "console", "main"]
 
@@ -27,6 +29,7 @@ COMMANDS = {
 }
 _MODULES = {"import": "ipurun.cli.import_"}
 _COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
+_WITH_ENGINE = (*_COMPOSING, "eval", "predict", "exec")
 _INTERRUPTED = 130
 
 _USAGE = """\
@@ -66,6 +69,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         The exit code: 0 done, 1 the run failed, 2 the config is wrong, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    drop_working_folder()
     try:
         return _dispatch(words)
     except BrokenPipeError:
@@ -95,10 +99,11 @@ def _dispatch(words: List[str]) -> int:
 
 def _command(name: str, rest: List[str]) -> int:
     _check_text(rest)
-    # Console scripts do not put the working folder on the path; a user's model.py is there.
-    folder = _working_folder()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    _check_working_folder()
+    if name != "exec":  # whose program has a search path of its own
+        append_working_folder()
+    if name in _WITH_ENGINE:
+        import_module("ipurun.engine").check_environment()
     # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name in _COMPOSING and "--help" not in rest and "-h" not in rest:
@@ -121,9 +126,9 @@ def _check_text(words: List[str]) -> None:
             raise ConfigError("a word is not UTF-8 text", "command line", seen, fix=fix) from None
 
 
-def _working_folder() -> str:
+def _check_working_folder() -> None:
     try:
-        return os.getcwd()
+        os.getcwd()
     except FileNotFoundError:
         from ipurun.errors import ConfigError
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, List, Optional
 from ipurun.cli.flags import Flags, split
 from ipurun.cli.output import only_json, print_json
 from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from ipurun.module_search import python_command
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Point, Points
@@ -111,7 +112,7 @@ def _set_environment(plan: Plan, argv: List[str]) -> None:
     if plan.engine != "cpu":
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "ipurun", "train", *argv])
+        os.execv(sys.executable, [*python_command("ipurun.cli.main.console"), "train", *argv])
 
 
 def _sweep(points: Points, flags: Flags, argv: List[str]) -> int:

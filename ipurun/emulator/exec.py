@@ -34,14 +34,14 @@ def run_script(path: str, args: Sequence[str]) -> int:
     if not os.path.exists(path):
         print(f"{sys.executable}: can't open file {path!r}: No such file", file=sys.stderr)
         return 2
-    _prepare()
+    is_file = not (os.path.isdir(path) or zipfile.is_zipfile(path))
+    _prepare(os.path.dirname(os.path.realpath(path)) if is_file else None)
     sys.argv = [path, *args]
-    if os.path.isdir(path) or zipfile.is_zipfile(path):
+    if not is_file:
         if not _has_main(path):
             print(f"{sys.executable}: can't find '__main__' module in {path!r}", file=sys.stderr)
             return 1
         return _guarded(lambda: runpy.run_path(path, run_name="__main__"), __file__)
-    _set_first_path(os.path.dirname(os.path.realpath(path)))
     return _guarded(lambda: _execute_file(path), __file__)
 
 
@@ -55,16 +55,16 @@ def run_module(name: str, args: Sequence[str]) -> int:
     Returns:
         The exit code that Python would have ended with.
     """
-    _prepare()
+    _prepare(os.getcwd())
     sys.argv = ["-m", *args]
-    _set_first_path(os.getcwd())
     if not _module_exists(name):
         print(f"{sys.executable}: No module named {name}", file=sys.stderr)
         return 1
     return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), __file__)
 
 
-def _prepare() -> None:
+def _prepare(first_path: Optional[str]) -> None:
+    _set_first_path(first_path)
     install()
     load_whole_objects()
     # A `python3` that the program starts inherits the emulator's PYTHONPATH: it must be a Python that can import it.
@@ -75,10 +75,14 @@ def _prepare() -> None:
         os.environ["PATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PATH", "")]))
 
 
-def _set_first_path(folder: str) -> None:
-    # With -P or PYTHONSAFEPATH Python puts no such folder on the path, and there is none to replace.
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder
+def _set_first_path(folder: Optional[str]) -> None:
+    """Put the program's folder where Python has put that of the command that runs it, if it has put one."""
+    launched_from = os.path.dirname(os.path.realpath(sys.argv[0]))
+    if not sys.path[0] or os.path.realpath(sys.path[0]) == launched_from:
+        del sys.path[0]
+    # With -P or PYTHONSAFEPATH Python puts no such folder on the path.
+    if folder is not None and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
 
 
 def _has_main(path: str) -> bool:

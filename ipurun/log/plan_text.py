@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Dict, List, Tuple
 
-from ipurun.log.format import batch_equation, devices_text, epochs_text, plural
-from ipurun.plan.types import Plan
+from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural
+from ipurun.plan.optimizer import changeable
+from ipurun.plan.types import EvalPass, Plan
 
 __all__ = ["num_stages", "plan_dict", "plan_lines", "plan_rows"]
 
@@ -32,9 +33,15 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
         epoch = f"{plural(steps.calls_per_epoch, 'host call')}, {plural(steps.updates_per_epoch or 0, 'weight update')}"
         dropped = steps.dropped_samples or 0
         rows.append(("epoch", f"{epoch}, {plural(dropped, 'sample')} dropped"))
+    if plan.evaluation is not None:
+        rows.append(("evaluation", _evaluation_text(plan.evaluation)))
     for label, every_calls in (("saves", steps.save_every_calls), ("evaluates", steps.eval_every_calls)):
         if every_calls is not None:
             rows.append((label, _interval(every_calls, plan)))
+    values = changeable(plan.optimizer)
+    if values is not None:
+        listed = [f"{kind} {', '.join(names)}" for kind, names in values.items() if names]
+        rows.append(("optimizer", f"{plan.optimizer.path.rpartition('.')[2]}: {'; '.join(listed)}"))
     rows.append(("returns", f"output mode {plan.output_mode}"))
     for own in plan.own_blocks:
         where = "the model's forward" if own.module is None else own.module or "the model"
@@ -81,6 +88,8 @@ def plan_dict(plan: Plan) -> Dict[str, Any]:
         "parameters": plan.parameters,
         "output_mode": plan.output_mode,
         "steps": asdict(plan.steps),
+        "evaluation": None if plan.evaluation is None else asdict(plan.evaluation),
+        "optimizer": {"class": plan.optimizer.path, **(changeable(plan.optimizer) or {})},
         "placements": [asdict(placement) for placement in plan.placements],
         "environment": dict(plan.environment),
         "cache_dir": plan.cache_dir,
@@ -103,6 +112,14 @@ def _steps_text(plan: Plan) -> str:
         return "until the data ends (its length is not known)"
     epochs = "" if steps.epochs is None else f", {epochs_text(steps.epochs)}"
     return f"{plural(steps.total_updates, 'weight update')} in {plural(steps.total_calls or 0, 'host call')}{epochs}"
+
+
+def _evaluation_text(evaluation: EvalPass) -> str:
+    if evaluation.samples is None:
+        return f"{evaluation.split}: until the data ends (its length is not known)"
+    text = f"{evaluation.split}: {plural(evaluation.host_calls or 0, 'host call')} for "
+    text += f"{plural(evaluation.samples, 'sample')}, {count(evaluation.padded_samples or 0)} padded"
+    return f"{text}, {count(evaluation.dropped_samples or 0)} dropped"
 
 
 def _interval(every_calls: int, plan: Plan) -> str:

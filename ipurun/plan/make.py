@@ -25,7 +25,7 @@ from ipurun.plan.precision import module_precisions, normal_precision, note_loss
 from ipurun.plan.profile import Profile, plan_profile
 from ipurun.plan.recompute import recompute_modules
 from ipurun.plan.sane import sane_config
-from ipurun.plan.steps import count_steps
+from ipurun.plan.steps import count_evaluation, count_steps
 from ipurun.plan.types import Call, Facts, Plan
 
 __all__ = ["make_plan"]
@@ -79,6 +79,7 @@ def make_plan(
         training=numbers.training,
         inference=numbers.inference,
         steps=steps,
+        evaluation=count_evaluation(config, numbers.inference, facts),
         precision=precision,
         output_mode=mode,
         training_options=training_options,

@@ -12,7 +12,7 @@ from ipurun.config.suggest import listing, nearest
 from ipurun.plan.findings import Findings
 from ipurun.plan.types import Call, ParameterGroup
 
-__all__ = ["OptimizerPlan", "plan_optimizer"]
+__all__ = ["OptimizerPlan", "changeable", "plan_optimizer"]
 
 _POPTORCH = "poptorch.optim."
 _TORCH = "torch.optim."
@@ -55,6 +55,27 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
     groups = _groups(node.get("groups"), target, described, found)
     call = Call(target, tuple(node.get("_args_") or ()), arguments, "optimizer", marks)
     return call, groups
+
+
+def changeable(call: Call) -> Optional[Dict[str, List[str]]]:
+    """Return which values of an optimizer can change without compiling again, and which are compiled in.
+
+    Args:
+        call: The optimizer's constructor with its marks, from a plan.
+
+    Returns:
+        Names under ``variable`` and ``constant``; None for classes outside poptorch.optim, whose values decide it.
+    """
+    described = _described(call.path, Findings())
+    if described is None:
+        return None
+    groups = described["attribute_groups"]
+    names = list(dict.fromkeys([*groups["per_group"], *groups["global_variables"]]))
+    marks = {mark.args[0]: mark.path.endswith("markAsVariable") for mark in call.chain}
+    variable = [name for name in names if marks.get(name, name in call.kwargs)]
+    # PopTorch has no amsgrad. Accumulator types and the like are always compiled in, and worth a word where set.
+    fixed = [name for name in names if name not in variable and name != "amsgrad"]
+    return {"variable": variable, "constant": fixed + [name for name in call.kwargs if name not in names]}
 
 
 def _described(target: str, found: Findings) -> Optional[Mapping[str, Any]]:

@@ -6,9 +6,9 @@ from typing import Optional
 
 from ipurun.config.schema import RunConfig
 from ipurun.plan.findings import Findings
-from ipurun.plan.types import Batch, Steps
+from ipurun.plan.types import Batch, EvalPass, Facts, Steps
 
-__all__ = ["count_steps"]
+__all__ = ["count_evaluation", "count_steps"]
 
 
 def count_steps(config: RunConfig, batch: Batch, samples: Optional[int], found: Findings) -> Steps:
@@ -40,6 +40,25 @@ def count_steps(config: RunConfig, batch: Batch, samples: Optional[int], found: 
         eval_every_calls=_interval(config.eval.every_steps, "eval.every_steps", batch, found),
         log_every_calls=_log_interval(config.log_every_steps, batch, found),
     )
+
+
+def count_evaluation(config: RunConfig, batch: Batch, facts: Facts) -> Optional[EvalPass]:
+    """Host calls, padding and dropped samples of one evaluation, None without a split to evaluate on.
+
+    Args:
+        config: Says how many samples to use at most.
+        batch: The batch arithmetic of inference.
+        facts: Name and length of the split.
+    """
+    if facts.eval_split is None:
+        return None
+    length = facts.split_samples.get(facts.eval_split)
+    if length is None:
+        return EvalPass(facts.eval_split, None, None, None, None)
+    samples = length if config.eval.max_samples is None else min(length, config.eval.max_samples)
+    calls = -(-samples // batch.samples_per_call)
+    padded = calls * batch.samples_per_call - samples
+    return EvalPass(facts.eval_split, samples, calls, padded, length - samples)
 
 
 def _calls_per_epoch(config: RunConfig, batch: Batch, samples: int, found: Findings) -> int:

@@ -13,6 +13,7 @@ __all__ = [
     "Call",
     "Devices",
     "EndedBlock",
+    "EvalPass",
     "Facts",
     "ModuleCall",
     "OwnBlock",
@@ -74,7 +75,8 @@ class Facts:
         engine_version: For display: ``PopTorch 3.4.0`` or ``emulator of PopTorch 3.4.0``.
         available_ipus: IPUs that can be attached; None where any number is emulated.
         train_samples: Length of the training set; None for a stream without a length.
-        split_samples: Split name -> length of every other split.
+        split_samples: Split name -> length; None for a stream without a length.
+        eval_split: Name of the split to evaluate on; None where there is none.
         module_names: Dotted names of all modules of the model, in order of definition.
         parameters: Number of trainable elements.
         changing_buffers: Names of buffers that training changes (BatchNorm statistics and the like).
@@ -98,6 +100,7 @@ class Facts:
     available_ipus: Optional[int] = None
     train_samples: Optional[int] = None
     split_samples: Mapping[str, Optional[int]] = field(default_factory=dict)
+    eval_split: Optional[str] = None
     module_names: Tuple[str, ...] = ()
     parameters: int = 0
     changing_buffers: Tuple[str, ...] = ()
@@ -165,6 +168,17 @@ class Steps:
     save_every_calls: Optional[int]  # from checkpoint.every_steps; saving by epoch is the loop's
     eval_every_calls: Optional[int]  # from eval.every_steps, likewise
     log_every_calls: int
+
+
+@dataclass(frozen=True)
+class EvalPass:
+    """One evaluation of a split; None where the split has no length."""
+
+    split: str
+    samples: Optional[int]
+    host_calls: Optional[int]
+    padded_samples: Optional[int]  # copies that fill the last host call and are left out of every number
+    dropped_samples: Optional[int]  # left out by eval.max_samples
 
 
 @dataclass(frozen=True)
@@ -255,6 +269,7 @@ class Plan:
     profile_dir: Optional[str]
     parameters: int
     notes: Tuple[str, ...]  # decisions to know of: rounding, dropped samples, broadcastBuffers(False)
+    evaluation: Optional[EvalPass] = None  # None where the data has no split for it
     parameter_groups: Tuple[ParameterGroup, ...] = ()
     recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
     module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved

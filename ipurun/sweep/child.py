@@ -7,13 +7,13 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Callable, Dict, Mapping, Optional
 
 from ipurun.errors import EXIT_INTERRUPTED
+from ipurun.module_search import python_command
 
 __all__ = ["Outcome", "run_child"]
 
@@ -68,7 +68,7 @@ def run_child(
         result_file.unlink()
     with output_file.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ipurun.sweep.point", str(job_file), str(result_file), str(writer)],
+            [*python_command("ipurun.sweep.point.console"), str(job_file), str(result_file), str(writer)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

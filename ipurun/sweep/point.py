@@ -1,4 +1,4 @@
-"""The process of one point: ``python -m ipurun.sweep.point JOB RESULT DESCRIPTOR``."""
+"""The process of one point, started with the arguments JOB RESULT DESCRIPTOR."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from ipurun.config.compose import Changed, Point, from_yaml, to_yaml
 from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED, IpurunError
+from ipurun.module_search import append_working_folder
 
-__all__ = ["main", "read_job", "write_job"]
+__all__ = ["console", "main", "read_job", "write_job"]
 
 
 def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[str]) -> None:
@@ -49,12 +50,17 @@ def read_job(path: Path) -> Tuple[Point, Optional[str]]:
     return point, document["resume_folder"]
 
 
+def console() -> None:
+    """Run the point of the command line; what `run_child` starts."""
+    append_working_folder()
+    sys.exit(main(sys.argv[1:]))
+
+
 def main(argv: List[str]) -> int:
     """Runs the point of a job file and writes its result."""
     job_file, result_file, descriptor = Path(argv[0]), Path(argv[1]), int(argv[2])
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.path.insert(0, os.getcwd())
     try:
         result = _run(job_file, descriptor)
     except KeyboardInterrupt:
@@ -98,7 +104,3 @@ def _run(job_file: Path, descriptor: int) -> Dict[str, Any]:
 
 def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from ipurun.errors import ConfigError
 def test_facts() -> None:
     facts = inspected(config(data={"_target_": "run_toys.triple"})).facts
     assert (facts.engine, facts.available_ipus, facts.train_samples) == ("cpu", None, 32)
-    assert facts.split_samples == {"eval": 8, "test": 6}
+    assert facts.split_samples == {"train": 32, "eval": 8, "test": 6} and facts.eval_split == "eval"
     assert facts.module_names == ("first", "drop", "second")
     assert facts.parameters == 4 * 8 + 8 + 8 * 3 + 3
     assert facts.changing_buffers == () and facts.returns_loss is False

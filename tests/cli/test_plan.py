@@ -30,6 +30,8 @@ def test_the_plan_shows_numbers_notes_and_calls(capsys: Any) -> None:
     assert "8 IPUs = 8 replicas x 1 IPU, 1 stage" in text
     assert "micro-batch 10 x device_iterations 4 x accumulation 1 x replicas 8 = 320 samples per host call" in text
     assert "12 host calls, 48 weight updates, 160 samples dropped" in text  # 4,000 = 12 * 320 + 160
+    assert "evaluation test: 4 host calls for 1,000 samples, 280 padded, 0 dropped" in text  # 1,000 = 4 * 320 - 280
+    assert "optimizer  AdamW: variable lr, weight_decay; constant betas, eps, loss_scaling" in text
     assert "5,000-digit subset" in text
     assert "  opts.deviceIterations(4)  # device_iterations" in lines
 
@@ -46,6 +48,14 @@ def test_json_is_one_document(capsys: Any) -> None:
     assert plan["training"]["samples_per_update"] == micro * 2 * 4
     assert plan["training"]["samples_per_call"] == micro * 2 * 4 * 5
     assert "opts.Training.gradientAccumulation(2)  # gradient_accumulation" in plan["poptorch"]
+    assert plan["evaluation"] == {
+        "split": "test",
+        "samples": 1000,
+        "host_calls": -(-1000 // plan["inference"]["samples_per_call"]),
+        "padded_samples": -1000 % plan["inference"]["samples_per_call"],
+        "dropped_samples": 0,
+    }
+    assert plan["optimizer"]["variable"] == ["lr", "weight_decay"] and "betas" in plan["optimizer"]["constant"]
 
 
 def test_a_model_that_prints_does_not_spoil_json(capsys: Any) -> None:

@@ -1,4 +1,10 @@
 import pytest
+import torch
+from torch import nn
+
+from ipurun import emulator
+from ipurun.build.perform import construct
+from ipurun.plan.optimizer import changeable
 
 
 def optimizer(**values):
@@ -145,3 +151,27 @@ def test_values_that_no_optimizer_takes(problems_of, name, value):
 def test_a_learning_rate_taken_away_from_sgd(problems_of):
     (problem,) = problems_of(optimizer(lr=None))
     assert problem.what == "`optimizer.lr` has no value, and poptorch.optim.SGD needs one"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"_target_": "poptorch.optim.SGD", "lr": 0.1, "momentum": 0.9, "loss_scaling": 8.0},
+        {"_target_": "poptorch.optim.SGD", "lr": 0.1, "variable": ["weight_decay"], "constant": ["lr"]},
+        {"_target_": "poptorch.optim.Adam"},
+        {"_target_": "poptorch.optim.AdamW", "lr": 0.1, "betas": [0.8, 0.9], "max_grad_norm": 1.0},
+        {"_target_": "poptorch.optim.LAMB", "lr": 0.1, "eps": 1e-6},
+        {"_target_": "poptorch.optim.RMSprop", "lr": 0.1, "alpha": 0.9},
+    ],
+)
+def test_changeable_values_are_those_that_the_engine_takes_for_variable(plan_of, keys):
+    plan = plan_of({"optimizer": keys})
+    made = construct(plan.optimizer, emulator, [nn.Parameter(torch.zeros(1))])
+    found = changeable(plan.optimizer)
+    assert found["variable"] and not any(made.variable_attrs.isConstant(name) for name in found["variable"])
+    assert found["constant"] and all(made.variable_attrs.isConstant(name) for name in found["constant"])
+    assert "max_grad_norm" not in keys or "max_grad_norm" in found["constant"]
+
+
+def test_values_of_other_classes_are_not_judged(plan_of):
+    assert changeable(plan_of({"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1}}).optimizer) is None

@@ -101,3 +101,24 @@ def test_several_processes_are_noted(plan_of):
     notes = plan_of({"options": {"Distributed": {"configureProcessId": [0, 2]}}}).notes
     assert any("there are 2" in note for note in notes)
     assert any("there are 4" in note for note in plan_of({}, environ={"OMPI_COMM_WORLD_SIZE": "4"}).notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, ("test", 100, 4, 28, 0)),
+        ({"eval.max_samples": 33}, ("test", 33, 2, 31, 67)),
+        ({"eval.max_samples": 500}, ("test", 100, 4, 28, 0)),
+        ({"inference.device_iterations": 1}, ("test", 100, 13, 4, 0)),
+    ],
+)
+def test_an_evaluation_pads_its_last_host_call(plan_of, keys, expected):
+    keys = {"micro_batch_size": 8, "device_iterations": 4, **keys}
+    plan = plan_of(keys, {"eval_split": "test", "split_samples": {"test": 100}})
+    assert tuple(vars(plan.evaluation).values()) == expected
+
+
+def test_an_evaluation_of_a_stream_or_of_nothing(plan_of):
+    stream = plan_of({}, {"eval_split": "eval", "split_samples": {"eval": None}}).evaluation
+    assert (stream.split, stream.samples, stream.host_calls) == ("eval", None, None)
+    assert plan_of({}).evaluation is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import weakref
 from multiprocessing.connection import wait
@@ -28,6 +29,7 @@ _STRATEGIES: Mapping[enums.SharingStrategy, Tuple[str, Optional[str]]] = {
     enums.SharingStrategy.Fork: ("fork", None),
     enums.SharingStrategy.ForkServer: ("forkserver", None),
 }
+_PACKAGE = __name__.rpartition(".")[0]
 _SECONDS_TO_FINISH = 2.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
@@ -112,6 +114,16 @@ class AsynchronousDataAccessor:
         return self._worker
 
 
+def _is_shadowed(folder: str) -> bool:
+    """Whether a folder has files that bear the names of modules that were loaded from elsewhere.
+
+    The fork server imports with its working folder first on the path, whatever the path of the program is.
+    """
+    loaded = [sys.modules.get(entry.partition(".")[0]) for entry in os.listdir(folder)]
+    files = [str(getattr(module, "__file__", None)) for module in loaded if module is not None]
+    return any(not file.startswith(os.path.join(folder, "")) for file in files)
+
+
 class _Worker:
     """The accessor's end of the background process."""
 
@@ -119,7 +131,7 @@ class _Worker:
         context = torch.multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             # Every worker of the program then starts at once instead of importing torch again.
-            context.set_forkserver_preload(["__main__", __name__.rpartition(".")[0]])
+            context.set_forkserver_preload([] if _is_shadowed(os.getcwd()) else ["__main__", _PACKAGE])
         self._pause_seconds = settings.pause_seconds
         self._data_buffers = Ring(context, buffer_size)
         receiver, sender = context.Pipe(duplex=False)

@@ -1,0 +1,60 @@
+"""Keep installed packages ahead of what the working folder holds, here and in the processes that ipurun starts.
+
+A command imports this before anything that the working folder could stand in for: only modules that Python itself has
+loaded by then may be imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+
+__all__ = ["append_working_folder", "drop_working_folder", "python_command"]
+
+_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def drop_working_folder() -> None:
+    """Take the working folder off sys.path, where `python -m` or an empty part of PYTHONPATH has put it."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # a command says so by itself
+        return
+    own = ("", folder, os.path.realpath(folder))
+    sys.path[:] = [entry for entry in sys.path if entry not in own]
+
+
+def append_working_folder() -> None:
+    """Let code beside a user's recipe be found, where nothing installed has its name."""
+    folder = os.getcwd()
+    if folder in sys.path or "" in sys.path:
+        return
+    _search_paths_last()
+    # The finders of editable installs come last again in processes that are started, and a folder called ipurun, such
+    # as a clone of it, would be taken for the package.
+    found = PathFinder.find_spec("ipurun", [folder])
+    if found is not None and folder != _OWN_ROOT and _OWN_ROOT not in sys.path:
+        sys.path.append(_OWN_ROOT)
+    sys.path.append(folder)
+
+
+def python_command(entry: str) -> list[str]:
+    """Return the command that calls a function in a new Python, with the search path of this one.
+
+    Neither -m nor -c will do by itself: both put the working folder first, and only Python 3.11 can be kept from it.
+
+    Args:
+        entry: Dotted path of a function without arguments, such as ``ipurun.cli.main.console``.
+    """
+    module, _, name = entry.rpartition(".")
+    path = [entry for entry in sys.path if entry] + [os.getcwd()] * ("" in sys.path)
+    program = f"import sys; sys.path[:] = {path!r}; from {module} import {name}; {name}()"
+    return [sys.executable, "-c", program]
+
+
+def _search_paths_last() -> None:
+    """Ask the finders of editable installs before sys.path: a folder without __init__.py would win over them."""
+    if PathFinder in sys.meta_path and sys.meta_path[-1] is not PathFinder:
+        sys.meta_path.remove(PathFinder)
+        sys.meta_path.append(PathFinder)
