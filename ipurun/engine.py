@@ -79,12 +79,10 @@ def check_environment() -> None:
     level = os.environ.get("POPTORCH_LOG_LEVEL")
     if level is not None and level not in (*_LOG_LEVELS, *_OLD_LOG_LEVELS):
         raise ConfigError(
-            Problem(
-                f"`POPTORCH_LOG_LEVEL` does not know `{level}`",
-                where="environment",
-                known=", ".join(_LOG_LEVELS),
-                fix="unset POPTORCH_LOG_LEVEL, or set it to WARN",
-            )
+            f"`POPTORCH_LOG_LEVEL` does not know `{level}`",
+            where="environment",
+            known=", ".join(_LOG_LEVELS),
+            fix="unset POPTORCH_LOG_LEVEL, or set it to WARN",
         )
 
 

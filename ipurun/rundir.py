@@ -180,7 +180,7 @@ class RunFolder:
             stored = None
         if not isinstance(stored, dict):
             fix = "delete it: keys that differ from their defaults then count as set"
-            raise ConfigError(Problem("not a YAML mapping of keys", str(self.origins_file), fix=fix))
+            raise ConfigError("not a YAML mapping of keys", str(self.origins_file), fix=fix)
         return {str(key): str(origin) for key, origin in stored.items()}
 
     def summary(self) -> Dict[str, Any]:
