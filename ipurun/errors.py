@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import textwrap
 from dataclasses import dataclass
-from typing import Iterable, Optional, Sequence, Tuple, Union
+from typing import Iterable, List, Optional, Sequence, Tuple, Union
 
 __all__ = [
     "EXIT_CONFIG",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "ConfigError",
+    "Findings",
     "IpurunError",
     "Problem",
     "RunError",
+    "listing",
+    "nearest",
     "os_error_behind",
 ]
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
-
 _WIDEST, _NARROWEST = 110, 60
 
 
@@ -108,3 +111,52 @@ def os_error_behind(error: BaseException) -> BaseException:
     while met is not None and not isinstance(met, OSError):
         met = met.__cause__ or met.__context__
     return met or error
+
+
+class Findings:
+    """Collects problems and notes, so that all problems of a config are reported together."""
+
+    def __init__(self, notes: Iterable[str] = ()) -> None:
+        self.problems: List[Problem] = []
+        self._notes: List[str] = list(notes)
+
+    def problem(
+        self, what: str, seen: str = "", known: str = "", fix: str = "", where: str = "", key: str = ""
+    ) -> None:
+        """Record something that must be changed before the run can start."""
+        self.problems.append(Problem(what, where, seen, known, fix, key))
+
+    def note(self, text: str) -> None:
+        """Record a decision that the user should know of."""
+        self._notes.append(text)
+
+    @property
+    def notes(self) -> List[str]:
+        """The notes in order, each once."""
+        return list(dict.fromkeys(self._notes))
+
+
+def nearest(word: str, known: Iterable[str], most: int = 3) -> List[str]:
+    """The known names closest to a word: by spelling, by last part, or as a part of a longer name.
+
+    Args:
+        word: What was typed.
+        known: What exists.
+        most: How many to give at the most.
+    """
+    names = list(known)
+    by_lower = {name.lower(): name for name in reversed(names)}
+    found = [by_lower[match] for match in difflib.get_close_matches(word.lower(), by_lower, n=most, cutoff=0.72)]
+    last_part = word.lower().rpartition(".")[2]
+    same_end = [name for name in names if name.lower().rpartition(".")[2] == last_part]
+    by_end = {name.lower().rpartition(".")[2]: name for name in reversed(names)}
+    similar_end = [by_end[match] for match in difflib.get_close_matches(last_part, by_end, n=most, cutoff=0.75)]
+    inside = [name for name in names if len(last_part) > 3 and last_part in name.lower()]
+    return list(dict.fromkeys(found + same_end + similar_end + inside))[:most]
+
+
+def listing(names: Iterable[str], most: int = 12) -> str:
+    """Names in one line, cut where there are too many to read."""
+    ordered = list(names)
+    more = f", ... ({len(ordered)} in all)" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + more

@@ -9,7 +9,7 @@ import pytest
 
 from ipurun.config.compose import points
 from ipurun.errors import ConfigError, Problem
-from ipurun.prepare import prepare
+from ipurun.runs.prepare import prepare
 
 
 def problems_of(*argv: str) -> list[Problem]:

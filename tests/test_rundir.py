@@ -9,12 +9,13 @@ from types import ModuleType
 
 import pytest
 
+from ipurun.api.calls import Call
 from ipurun.config.compose import one
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.plan.types import Batch, Call, Devices, Plan, Steps
-from ipurun.provenance import git_diff, git_state, versions
-from ipurun.rundir import RunFolder, check_writable, find_latest, new_folder
+from ipurun.planning.plan import Batch, Devices, Plan, Steps
+from ipurun.runs.folder import RunFolder, check_writable, find_latest, new_folder
+from ipurun.runs.provenance import git_diff, git_state, versions
 
 ENGINE = Engine(ModuleType("engine"), "cpu", "emulator of PopTorch 3.4.0")
 
@@ -69,7 +70,7 @@ def test_a_new_folder_says_what_runs(plan: Plan) -> None:
 
 
 def test_two_runs_of_one_second_have_two_folders(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ipurun.rundir.timestamp", lambda: "now")
+    monkeypatch.setattr("ipurun.runs.folder.timestamp", lambda: "now")
     names = [_create(plan).path.name for _ in range(3)]
     assert names == ["now", "now-2", "now-3"]
 
@@ -89,7 +90,7 @@ def test_opening_what_is_no_run_says_so(plan: Plan) -> None:
 
 def test_the_newest_unfinished_run_is_found(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, status in enumerate(["interrupted", "failed", "done"]):
-        monkeypatch.setattr("ipurun.rundir.timestamp", lambda number=number: f"run{number}")
+        monkeypatch.setattr("ipurun.runs.folder.timestamp", lambda number=number: f"run{number}")
         folder = _create(plan)
         folder.write_summary({"status": status})
         os.utime(folder.config_file, (number, number))

@@ -11,11 +11,11 @@ import torch
 
 from ipurun import engine as engines
 from ipurun.build import build_run
-from ipurun.build.batch import as_call
-from ipurun.build.inspect import inspect
 from ipurun.config.compose import one
-from ipurun.plan import make_plan
-from ipurun.plan.types import Plan
+from ipurun.inspect.batch_items import as_call
+from ipurun.inspect.model_and_data import inspect
+from ipurun.planning import make_plan
+from ipurun.planning.plan import Plan
 
 COMMON = (
     "devices=auto",

@@ -8,8 +8,8 @@ import pytest
 
 from ipurun.config.compose import one, to_yaml
 from ipurun.errors import ConfigError
-from ipurun.rundir import RunFolder
-from ipurun.stored import stored_point
+from ipurun.runs.folder import RunFolder
+from ipurun.runs.stored import stored_point
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ipurun.build.matmuls import Forwards
-from ipurun.build.precision import cast_hooks
-from ipurun.plan.types import EndedBlock, Placement, Serialized
+from ipurun.inspect.facts import EndedBlock
+from ipurun.inspect.precision import cast_hooks
+from ipurun.planning.plan import Placement, Serialized
 
 __all__ = ["Annotations", "overlap_io"]
 

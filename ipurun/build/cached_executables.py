@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from typing import Any, List
 
-from ipurun.build.batch import as_call
-from ipurun.build.inspect import Subject
 from ipurun.build.run import build_run, collate_of
-from ipurun.build.sampling import seeded
-from ipurun.build.structure import first_item
-from ipurun.build.targets import make
 from ipurun.config.schema import RunConfig
 from ipurun.emulator.graph import executable_file_name
 from ipurun.engine import Engine
-from ipurun.plan.types import Batch, Plan
-from ipurun.planner.outlook import Cache
+from ipurun.estimate.outlook import Cache
+from ipurun.inspect.batch_items import as_call
+from ipurun.inspect.model_and_data import Subject
+from ipurun.inspect.sampling import seeded
+from ipurun.inspect.structure import first_item
+from ipurun.inspect.targets import make
+from ipurun.planning.plan import Batch, Plan
 
 __all__ = ["look_into_cache"]
 

@@ -7,25 +7,17 @@ from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from torch.utils.data import default_collate
 
-from ipurun.build.batch import leading_rows, map_tensors
-from ipurun.build.data import length_of
-from ipurun.build.sampling import EpochOrder, PaddedOrder, Resumable, rows_to_fill
-from ipurun.build.targets import arguments_of, check_node, first_parameter, locate, make
 from ipurun.config.schema import LoaderConfig
-from ipurun.errors import ConfigError, Problem
-from ipurun.plan.types import Batch
+from ipurun.errors import ConfigError
+from ipurun.inspect.batch_items import leading_rows, map_tensors
+from ipurun.inspect.data import is_stream
+from ipurun.inspect.sampling import PaddedOrder, Resumable, make_sampler, rows_to_fill
+from ipurun.planning.plan import Batch
 
-__all__ = ["EvalLoader", "TrainLoader", "check_loader", "is_stream", "make_collate", "samples_drawn"]
+__all__ = ["EvalLoader", "TrainLoader"]
 
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
-
-
-def is_stream(data: Any) -> bool:
-    """Whether a data set is read in its own order rather than by index."""
-    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return isinstance(data, torch.utils.data.IterableDataset) or not by_index
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -42,46 +34,6 @@ def _as_data_set(data: Any) -> Any:
     if is_stream(data) and not isinstance(data, torch.utils.data.IterableDataset):
         return _Stream(data)
     return data
-
-
-def check_loader(config: LoaderConfig) -> List[Problem]:
-    """All problems of the loader that show without the data."""
-    problems: List[Problem] = []
-    if config.sampler and config.batch_sampler:
-        problems.append(Problem("`loader.sampler` and `loader.batch_sampler` exclude each other", key="loader.sampler"))
-    for key, node in (("loader.sampler", config.sampler), ("loader.batch_sampler", config.batch_sampler)):
-        if not node:
-            continue
-        if "_target_" not in node:
-            problems.append(Problem(f"`{key}` has no `_target_`", fix=f"{key}._target_=module.Sampler", key=key))
-            continue
-        try:
-            positional, given = _filled_in(node, key)
-            problems += check_node(node, key, positional=positional, given=given)
-        except ConfigError as error:
-            problems += error.problems
-    if config.collate is not None:
-        try:
-            locate(config.collate, "loader.collate")
-        except ConfigError as error:
-            problems += error.problems
-    return problems
-
-
-def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
-    """The function that makes a batch of samples."""
-    if config.collate is None:
-        return default_collate
-    found: Callable[[List[Any]], Any] = locate(config.collate, "loader.collate")
-    return found
-
-
-def samples_drawn(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Optional[int]:
-    """Samples of one training epoch as the sampler draws them; None for a stream without a length."""
-    if is_stream(data) or not (config.sampler or config.batch_sampler):
-        return length_of(data)
-    length = length_of(_make_sampler(config, data, seed, micro_batch_size))
-    return length if length is None or config.sampler else length * micro_batch_size
 
 
 class TrainLoader:
@@ -128,7 +80,7 @@ class TrainLoader:
         named: Dict[str, Any] = {}
         self._discard = skip_calls
         if not is_stream(self._data) and not self._is_distributed():
-            sampler = _make_sampler(self._config, self._data, self._seed, self._batch.micro_batch_size)
+            sampler = make_sampler(self._config, self._data, self._seed, self._batch.micro_batch_size)
             calls_to_items = self._micro_batches_per_call()
             if not self._config.batch_sampler:
                 calls_to_items *= self._batch.micro_batch_size
@@ -265,34 +217,3 @@ def _leave_interrupts_to_the_loop(worker: int) -> None:
 
 def _fill(batch: Any, rows: int, chosen: List[int]) -> Any:
     return map_tensors(lambda t: t[chosen] if t.dim() and t.shape[0] == rows else t, batch)
-
-
-def _make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Any:
-    order = EpochOrder(len(data), seed, config.shuffle)
-    node, key = config.sampler, "loader.sampler"
-    if config.batch_sampler:
-        node, key = config.batch_sampler, "loader.batch_sampler"
-    if not node:
-        return order
-    positional, given = _filled_in(node, key)
-    values: Dict[str, Any] = {"batch_size": micro_batch_size, "drop_last": True}
-    first: List[Any] = []
-    if positional:
-        first = [order if first_parameter(locate(node["_target_"], key)) == "sampler" else data]
-    return make(node, key, *first, **{name: values[name] for name in given})
-
-
-def _filled_in(node: Dict[str, Any], key: str) -> Tuple[int, Tuple[str, ...]]:
-    """What ipurun adds to a sampler's arguments: the data (or the order) first, and a batch sampler's sizes."""
-    target = locate(node["_target_"], f"{key}._target_")
-    arguments = arguments_of(node)
-    first = first_parameter(target)
-    positional = 1 if first is not None and first not in arguments and not node.get("_args_") else 0
-    given: Tuple[str, ...] = ()
-    if key == "loader.batch_sampler":
-        known = check_node({"_target_": node["_target_"], "_partial_": True, "batch_size": 1, "drop_last": True}, key)
-        refused = {problem.key for problem in known}
-        given = tuple(
-            name for name in ("batch_size", "drop_last") if name not in arguments and f"{key}.{name}" not in refused
-        )
-    return positional, given

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from ipurun.errors import ConfigError
-from ipurun.plan.layers_memory import MATMUL_MODES
-from ipurun.plan.types import Serialized
+from ipurun.planning.layers_memory import MATMUL_MODES
+from ipurun.planning.plan import Serialized
 
 __all__ = ["Forwards"]
 

@@ -8,22 +8,23 @@ from typing import Any, Callable, Dict, List, Optional
 import torch
 from torch import nn
 
+from ipurun.api.perform import apply_calls
 from ipurun.build.annotate import Annotations, overlap_io
-from ipurun.build.data import split_for_eval
-from ipurun.build.inspect import Subject
-from ipurun.build.loader import EvalLoader, TrainLoader, make_collate
-from ipurun.build.metrics import make_metrics, monitored
+from ipurun.build.loader import EvalLoader, TrainLoader
 from ipurun.build.optimizer import make_optimizer
-from ipurun.build.perform import apply_calls
-from ipurun.build.precision import CastingCollate, cast_weights
-from ipurun.build.schedule import make_schedule
-from ipurun.build.step import Loss, Step, make_loss
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.plan.types import Plan
-from ipurun.train.metrics import MetricSet
-from ipurun.train.schedule import Schedule
+from ipurun.inspect.data import split_for_eval
+from ipurun.inspect.loss import Loss, Step, make_loss
+from ipurun.inspect.metrics import make_metrics, monitored
+from ipurun.inspect.model_and_data import Subject
+from ipurun.inspect.precision import CastingCollate, cast_weights
+from ipurun.inspect.sampling import make_collate
+from ipurun.inspect.schedule import make_schedule
+from ipurun.metrics import MetricSet
+from ipurun.planning.plan import Plan
+from ipurun.schedules import Schedule
 
 __all__ = ["Run", "build_run", "collate_of"]
 

@@ -40,7 +40,7 @@ def run(argv: List[str]) -> int:
 
 def _gather() -> Dict[str, Any]:
     from ipurun.engine import probe
-    from ipurun.provenance import git_state, versions
+    from ipurun.runs.provenance import git_state, versions
 
     return {**versions(), **probe(), "git": git_state()}
 

@@ -39,12 +39,12 @@ def run(argv: List[str]) -> int:
         return 0
     path, words = run_folder_of(rest, "eval")
     with only_json(flags.json):
-        from ipurun.loaded import load_run, split_to_use
         from ipurun.log.console import console_for
         from ipurun.log.format import duration, metric, plural
         from ipurun.log.screen import make_screen
-        from ipurun.rundir import RunFolder
-        from ipurun.train.evaluate import evaluate
+        from ipurun.runs.folder import RunFolder
+        from ipurun.runs.loaded import load_run, split_to_use
+        from ipurun.training.evaluate import evaluate
 
         loaded = load_run(RunFolder.open(path), words, text(flags.values.get("checkpoint")), "best" in flags.values)
         name = split_to_use(loaded.run, text(flags.values.get("split")))

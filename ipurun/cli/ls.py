@@ -12,8 +12,7 @@ from ipurun.cli.flags import Flags, split
 from ipurun.config.catalog import Entry, groups, recipes
 from ipurun.config.option import Key, walk_keys
 from ipurun.config.schema import RunConfig
-from ipurun.config.suggest import nearest
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, nearest
 
 __all__ = ["HELP", "run"]
 

@@ -136,8 +136,7 @@ def _check_working_folder() -> None:
 
 
 def _unknown_command(name: str) -> int:
-    from ipurun.config.suggest import nearest
-    from ipurun.errors import EXIT_CONFIG, Problem
+    from ipurun.errors import EXIT_CONFIG, Problem, nearest
 
     close = nearest(name, COMMANDS, most=1)
     fix = f"ipurun {close[0]}" if close else "ipurun --help"

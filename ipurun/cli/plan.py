@@ -11,9 +11,9 @@ from ipurun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Points
-    from ipurun.planner.outlook import Outlook
-    from ipurun.planner.solve import Solution
-    from ipurun.prepare import Prepared
+    from ipurun.estimate.outlook import Outlook
+    from ipurun.estimate.solve import Solution
+    from ipurun.runs.prepare import Prepared
 
 __all__ = ["EXIT_DOES_NOT_FIT", "HELP", "run"]
 
@@ -74,7 +74,7 @@ def _prepared(found: Points) -> List[Prepared]:
         from ipurun.sweep.check import planned
 
         return planned(found.points)
-    from ipurun.prepare import prepare
+    from ipurun.runs.prepare import prepare
 
     return [prepare(found.points[0], on_paper=True)]
 
@@ -92,7 +92,7 @@ class _Shown:
     @property
     def does_not_fit(self) -> bool:
         """Whether the plan as it stands is estimated not to fit; a solution that fits takes its place."""
-        from ipurun.planner.types import Verdict
+        from ipurun.estimate.types import Verdict
 
         if self.solutions is not None:
             return not self.solutions
@@ -109,7 +109,7 @@ def _take_solve(argv: List[str]) -> Tuple[List[str], Optional[str]]:
 
 
 def _look(prepared: Prepared, flags: Flags) -> _Shown:
-    from ipurun.planning import calibrated_words, look_ahead, solve
+    from ipurun.estimate.plan_estimate import calibrated_words, look_ahead, solve
 
     shown = _Shown(prepared)
     config = prepared.point.config

@@ -41,12 +41,12 @@ def run(argv: List[str]) -> int:
         return 0
     path, words = run_folder_of(rest, "predict")
     with only_json(flags.json):
-        from ipurun.loaded import load_run, split_to_use
         from ipurun.log.console import console_for
         from ipurun.log.predictions import check_file, describe, write_predictions
         from ipurun.log.screen import make_screen
-        from ipurun.rundir import RunFolder
-        from ipurun.train.predict import gathered, predict
+        from ipurun.runs.folder import RunFolder
+        from ipurun.runs.loaded import load_run, split_to_use
+        from ipurun.training.predict import gathered, predict
 
         folder = RunFolder.open(path)
         given: Optional[str] = text(flags.values.get("out"))

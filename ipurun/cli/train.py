@@ -14,7 +14,7 @@ from ipurun.module_search import python_command
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Point, Points
-    from ipurun.plan.types import Plan
+    from ipurun.planning.plan import Plan
 
 __all__ = ["HELP", "run"]
 
@@ -69,17 +69,17 @@ def _bare_resume(overrides: List[str], multirun: bool) -> Optional[Point]:
     folders = [value for key, _, value in named if key == "resume" and value not in ("", "auto", "null")]
     if not folders or multirun or any(key.split(".")[0] in ("recipe", "model") for key, _, _ in named):
         return None
-    from ipurun.rundir import RunFolder
-    from ipurun.stored import stored_point
+    from ipurun.runs.folder import RunFolder
+    from ipurun.runs.stored import stored_point
 
     return stored_point(RunFolder.open(folders[-1].strip("'\"")), overrides)
 
 
 def _train(point: Point, flags: Flags, argv: List[str]) -> int:
     with only_json(flags.json):
-        from ipurun.job import prepare_job, resumed_folder, run_job
         from ipurun.log.console import final_line
         from ipurun.log.screen import make_screen
+        from ipurun.runs.job import prepare_job, resumed_folder, run_job
 
         prepared = prepare_job(point)
         _set_environment(prepared.plan, argv)

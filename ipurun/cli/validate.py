@@ -68,7 +68,7 @@ def _lines(argv: List[str]) -> List[List[str]]:
 
 def _check(argv: List[str]) -> List[Tuple[str, List[Problem]]]:
     from ipurun.config.compose import points
-    from ipurun.job import prepare_job
+    from ipurun.runs.job import prepare_job
 
     label = " ".join(argv) or "the default config"
     try:

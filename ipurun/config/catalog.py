@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
 from ipurun.config.folders import builtin_folder, recipes_folder
-from ipurun.config.suggest import nearest
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, nearest
 
 __all__ = ["RECIPE_GROUP", "Entry", "code_folder", "find", "groups", "own_options", "recipes"]
 

@@ -9,8 +9,7 @@ from typing import Any, Callable, List
 from ipurun.config.keys import all_keys
 from ipurun.config.option import Key
 from ipurun.config.schema import RunConfig
-from ipurun.config.suggest import listing, nearest
-from ipurun.errors import Problem
+from ipurun.errors import Problem, listing, nearest
 
 __all__ = ["check_values", "without_misfits"]
 

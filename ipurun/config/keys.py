@@ -12,8 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ipurun.config.foreign import in_our_words
 from ipurun.config.option import Key, walk_keys
 from ipurun.config.schema import RunConfig
-from ipurun.config.suggest import nearest
-from ipurun.errors import Problem
+from ipurun.errors import Problem, nearest
 
 __all__ = [
     "ONE_CHOICE",

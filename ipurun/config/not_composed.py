@@ -13,8 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ipurun.config import search
 from ipurun.config.documents import NotText, display, read_document, yaml_problem
 from ipurun.config.folders import builtin_folder
-from ipurun.config.suggest import listing
-from ipurun.errors import Problem
+from ipurun.errors import Problem, listing
 
 __all__ = ["NOT_COMPOSED", "explain"]
 

@@ -14,8 +14,7 @@ from hydra.errors import HydraException
 
 from ipurun.config import keys
 from ipurun.config.keys import ONE_CHOICE, several_choices
-from ipurun.config.suggest import listing, nearest
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError, Problem, listing, nearest
 
 __all__ = ["Groups", "Parsed", "parse", "spread"]
 

@@ -21,8 +21,8 @@ from ipurun.log.format import (
 )
 from ipurun.log.plan_text import num_stages
 from ipurun.log.screen import Screen
-from ipurun.plan.types import Plan
-from ipurun.train.events import (
+from ipurun.planning.plan import Plan
+from ipurun.training.events import (
     CheckpointSaved,
     CompileEnd,
     CompileStart,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Mapping, Union
 
 from ipurun.log.jsonl import eval_record, step_record
-from ipurun.train.events import EvalEnd, Observer, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, StepEnd, Summary
 
 __all__ = ["CsvLogger"]
 

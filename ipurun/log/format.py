@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Optional
 
-from ipurun.plan.types import Batch, Devices
+from ipurun.planning.plan import Batch, Devices
 
 __all__ = [
     "batch_equation",

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO, Any, Dict, Mapping, Union
 
-from ipurun.train.events import EvalEnd, Observer, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, RunStart, StepEnd, Summary
 
 __all__ = ["JsonlLogger", "eval_record", "step_record"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterable, List, Tuple
 
+from ipurun.api.calls import Call, Symbol
+from ipurun.api.source_text import call_text, value_text
+from ipurun.inspect.facts import OwnBlock
 from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural
-from ipurun.plan.optimizer import changeable
-from ipurun.plan.types import EvalPass, Plan
+from ipurun.planning.optimizer import changeable
+from ipurun.planning.plan import EvalPass, ParameterGroup, Placement, Plan, Serialized
 
-__all__ = ["num_stages", "plan_dict", "plan_lines", "plan_rows"]
+__all__ = ["calls_text", "num_stages", "plan_dict", "plan_lines", "plan_rows"]
 
 
 def num_stages(plan: Plan) -> int:
@@ -65,8 +68,6 @@ def _devices_text(plan: Plan) -> str:
 
 def plan_lines(plan: Plan) -> List[str]:
     """The whole plan as plain lines."""
-    from ipurun.plan.show import calls_text
-
     lines = [f"plan of {plan.name}"]
     lines += [f"  {label:<11}{text}" for label, text in plan_rows(plan)]
     if plan.notes:
@@ -77,8 +78,6 @@ def plan_lines(plan: Plan) -> List[str]:
 
 def plan_dict(plan: Plan) -> Dict[str, Any]:
     """The whole plan as JSON-ready data, derived numbers included."""
-    from ipurun.plan.show import calls_text
-
     document: Dict[str, Any] = {
         "name": plan.name,
         "engine": {"kind": plan.engine, "version": plan.engine_version},
@@ -125,3 +124,97 @@ def _evaluation_text(evaluation: EvalPass) -> str:
 def _interval(every_calls: int, plan: Plan) -> str:
     updates = every_calls * plan.training.device_iterations
     return f"every {plural(updates, 'weight update')} ({plural(every_calls, 'host call')})"
+
+
+def calls_text(plan: Plan) -> List[str]:
+    """The source lines that a plan means, with the key that asked for each as a comment."""
+    lines = [
+        f"os.environ[{name!r}] = {value!r}  # {'debug.log_level' if name == 'POPTORCH_LOG_LEVEL' else 'profile'}"
+        for name, value in plan.environment.items()
+    ]
+    lines.append("opts = poptorch.Options()")
+    lines += _option_lines("opts", plan.training_options)
+    lines.append("inference_opts = poptorch.Options()")
+    lines += _option_lines("inference_opts", plan.inference_options)
+    lines += _model_lines(plan)
+    lines += _optimizer_lines(plan)
+    lines.append("training = poptorch.trainingModel(model, opts, optimizer)")
+    if plan.inference_placements != plan.placements:
+        lines.append("poptorch.removeBlocks(model)")
+        lines += [_block(placement) for placement in plan.inference_placements]
+    lines.append("inference = poptorch.inferenceModel(model, inference_opts)")
+    return lines
+
+
+def _option_lines(variable: str, calls: Iterable[Call]) -> List[str]:
+    return [f"{variable}.{call_text(call)}" + (f"  # {call.origin}" if call.origin else "") for call in calls]
+
+
+def _model_lines(plan: Plan) -> List[str]:
+    lines = ["model.half()  # precision=16.16"] if plan.precision == "16.16" else []
+    lines += [
+        f"# {module} computes in float{bits}, with casts at its edges" for module, bits in plan.module_precision.items()
+    ]
+    lines += [_own_block(block) for block in plan.own_blocks]
+    lines += [
+        f"# block {block.block_id!r} goes on in the loss: poptorch.Block.start({block.block_id!r}, ipu_id={block.ipu})"
+        for block in plan.ended_blocks
+        if not block.module
+    ]
+    lines += [_block(placement) for placement in plan.placements]
+    lines += [_serialized(layer) for layer in plan.serialized]
+    lines += [
+        f"# {module} gives its product as poptorch.set_available_memory(product, {share})  # memory.module_proportion"
+        for module, share in plan.module_proportions.items()
+    ]
+    if plan.recompute:
+        lines += [
+            f"for name in {' '.join(plan.recompute)!r}.split():  # recompute",
+            "    model.get_submodule(name).register_forward_hook("
+            "lambda module, args, out: poptorch.recomputationCheckpoint(out))",
+        ]
+    if plan.overlap_io != "none":
+        mode = "".join(word.capitalize() for word in plan.overlap_io.split("_"))
+        lines.append(
+            f"# inputs and outputs go through poptorch.set_overlap_for_input and set_overlap_for_output, "
+            f"poptorch.OverlapMode.Overlap{mode}  # memory.overlap_io"
+        )
+    return lines
+
+
+def _block(placement: Placement) -> str:
+    module = f"model.get_submodule({placement.module!r})" if placement.module else "model"
+    origin = f"  # {placement.origin}" if placement.origin else ""
+    return f"poptorch.BeginBlock({module}, {placement.block_id!r}, ipu_id={placement.ipu}){origin}"
+
+
+def _own_block(block: OwnBlock) -> str:
+    where = "in forward" if block.module is None else f"at {block.module or 'the model'}"
+    name = "a block" if block.block_id is None else f"block {block.block_id!r}"
+    ipu = "" if block.ipu is None else f" on IPU {block.ipu}"
+    return f"# {name}{ipu} begins {where}, in the model's own code"
+
+
+def _serialized(layer: Serialized) -> str:
+    if layer.mode == "rows":
+        return f"# {layer.module} looks into {layer.factor} parts of its table in turn  # memory.serialize"
+    mode = "".join(word.capitalize() for word in layer.mode.split("_"))
+    precision = ", keep_precision=True" if layer.keep_precision else ""
+    return (
+        f"# {layer.module} computes poptorch.serializedMatMul(values, weight.t(), "
+        f"poptorch.MatMulSerializationMode.{mode}, {layer.factor}{precision})  # memory.serialize"
+    )
+
+
+def _optimizer_lines(plan: Plan) -> List[str]:
+    call = plan.optimizer
+    groups = [_group_text(group) for group in plan.parameter_groups]
+    parameters = Symbol(f"[{', '.join(groups)}, {{'params': rest}}]" if groups else "model.parameters()")
+    constructor = Call(call.path, (parameters, *call.args), call.kwargs)
+    lines = [f"optimizer = {call_text(constructor)}  # optimizer"]
+    return lines + [f"optimizer.{call_text(mark)}  # {mark.origin}" for mark in call.chain]
+
+
+def _group_text(group: ParameterGroup) -> str:
+    values = "".join(f", {name!r}: {value_text(value)}" for name, value in group.values.items())
+    return "{'params': matching(" + ", ".join(map(repr, group.match)) + ")" + values + "}"

@@ -6,12 +6,13 @@ import shlex
 from html import escape
 from typing import Dict, List, Sequence, Tuple
 
+from ipurun.estimate.outlook import Outlook
+from ipurun.estimate.schedule import gantt
+from ipurun.estimate.types import IpuMemory, Layout
+from ipurun.inspect.traced_model import ModelProfile
 from ipurun.log.planner_parts import PARTS, STYLE, ipu_colour
 from ipurun.log.planner_text import change_text, count_short
-from ipurun.plan.types import Plan
-from ipurun.planner.outlook import Outlook
-from ipurun.planner.schedule import gantt
-from ipurun.planner.types import IpuMemory, Layout, ModelProfile
+from ipurun.planning.plan import Plan
 
 __all__ = ["page_of"]
 

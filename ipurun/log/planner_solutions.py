@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any, Dict, List, Sequence
 
+from ipurun.estimate.solve import Solution
 from ipurun.log.format import plural
 from ipurun.log.planner_text import count_short
-from ipurun.planner.solve import Solution
 
 __all__ = ["solution_dict", "solution_lines", "solution_yaml"]
 

@@ -6,13 +6,13 @@ import shlex
 from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
+from ipurun.estimate.needs import Needs
+from ipurun.estimate.outlook import Cache, Outlook
+from ipurun.estimate.remedies import Remedy, Situation
+from ipurun.estimate.schedule import Schedule, schedule_of
+from ipurun.estimate.types import Estimate, IpuMemory, Verdict
 from ipurun.log.format import count, plural
 from ipurun.log.narrow import WIDE, columns, fitted
-from ipurun.planner.needs import Needs
-from ipurun.planner.outlook import Cache, Outlook
-from ipurun.planner.remedies import Remedy, Situation
-from ipurun.planner.schedule import Schedule, schedule_of
-from ipurun.planner.types import Estimate, IpuMemory, Verdict
 
 __all__ = [
     "bar",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from ipurun.errors import ConfigError
-from ipurun.train.events import EvalEnd, Observer, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, StepEnd, Summary
 
 __all__ = ["TensorBoardLogger"]
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Dict, List, Optional, Sequence
 
 from ipurun import engine as engines
-from ipurun.build.data import check_data
-from ipurun.build.inspect import inspect
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
-from ipurun.job import prepare_job
-from ipurun.plan import make_plan
-from ipurun.plan.types import Plan
-from ipurun.prepare import Prepared, prepare
+from ipurun.inspect.data import check_data
+from ipurun.inspect.model_and_data import inspect
+from ipurun.planning import make_plan
+from ipurun.planning.plan import Plan
+from ipurun.runs.job import prepare_job
+from ipurun.runs.prepare import Prepared, prepare
 from ipurun.sweep.manifest import point_id
 
 __all__ = ["Checked", "check_points", "planned"]

@@ -85,9 +85,9 @@ def main(argv: List[str]) -> int:
 
 
 def _run(job_file: Path, descriptor: int) -> Dict[str, Any]:
-    from ipurun.job import run_job
-    from ipurun.prepare import prepare
-    from ipurun.rundir import RunFolder
+    from ipurun.runs.folder import RunFolder
+    from ipurun.runs.job import run_job
+    from ipurun.runs.prepare import prepare
     from ipurun.sweep.remote import RemoteScreen
 
     point, resume_folder = read_job(job_file)

@@ -13,7 +13,7 @@ from ipurun.config.compose import Points
 from ipurun.errors import ConfigError
 from ipurun.log.format import count, duration, metric
 from ipurun.log.screen import Screen
-from ipurun.rundir import RunFolder, check_writable, new_folder, slug, timestamp
+from ipurun.runs.folder import RunFolder, check_writable, new_folder, slug, timestamp
 from ipurun.sweep.check import Checked, check_points
 from ipurun.sweep.child import Outcome, run_child
 from ipurun.sweep.manifest import (

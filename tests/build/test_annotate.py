@@ -11,7 +11,7 @@ from torch import nn
 
 from ipurun import emulator
 from ipurun.build.annotate import Annotations
-from ipurun.plan.types import Placement
+from ipurun.planning.plan import Placement
 
 
 def _blocks(model: nn.Module) -> List[str]:

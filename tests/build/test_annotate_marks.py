@@ -13,12 +13,12 @@ from torch.nn import functional
 from ipurun import emulator
 from ipurun import engine as engines
 from ipurun.build.annotate import Annotations
-from ipurun.build.batch import as_call
 from ipurun.errors import ConfigError
-from ipurun.plan import make_plan
-from ipurun.plan.show import calls_text
-from ipurun.plan.types import Serialized
-from ipurun.planning import look_ahead, solve
+from ipurun.estimate.plan_estimate import look_ahead, solve
+from ipurun.inspect.batch_items import as_call
+from ipurun.log.plan_text import calls_text
+from ipurun.planning import make_plan
+from ipurun.planning.plan import Serialized
 
 PLACED: Dict[str, Any] = {"gradient_accumulation": 3, "micro_batch_size": 2, "metrics": {}}
 

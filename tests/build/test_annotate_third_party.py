@@ -11,10 +11,10 @@ from torch import nn
 
 from ipurun import engine
 from ipurun.build import Run, build_run
-from ipurun.build.batch import as_call
 from ipurun.errors import ConfigError
-from ipurun.plan import make_plan
-from ipurun.planning import auto_split
+from ipurun.estimate.plan_estimate import auto_split
+from ipurun.inspect.batch_items import as_call
+from ipurun.planning import make_plan
 
 MODELS = {
     "GPT2LMHeadModel": ("transformer.h", "lm_head"),

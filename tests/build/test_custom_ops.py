@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ipurun.build.custom_ops import load_custom_ops
 from ipurun.cli.main import main
 from ipurun.config.schema import CustomOpsConfig
 from ipurun.engine import Engine
+from ipurun.inspect.custom_ops import load_custom_ops
 
 CODE = """
 import poptorch

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ipurun.build.data import check_data, check_sample, length_of, make_splits, notes_of, split_for_eval
 from ipurun.errors import ConfigError
+from ipurun.inspect.data import check_data, check_sample, length_of, make_splits, notes_of, split_for_eval
 
 HERE = __name__
 

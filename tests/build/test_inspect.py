@@ -10,9 +10,9 @@ from run_harness import config, inspected
 from run_toys import Net
 
 from ipurun import engine
-from ipurun.build.inspect import inspect
-from ipurun.build.sampling import seeded
 from ipurun.errors import ConfigError
+from ipurun.inspect.model_and_data import inspect
+from ipurun.inspect.sampling import seeded
 
 
 def test_facts() -> None:
@@ -74,7 +74,7 @@ def test_all_problems_are_reported_together() -> None:
         data={"_target_": "run_toys.Pionts"},
         loss__name="CrossEntropyLos",
         optimizer={"_target_": "poptorch.optim.SDG"},
-        schedule={"_target_": "ipurun.train.schedule.cosin"},
+        schedule={"_target_": "ipurun.schedules.cosin"},
         metrics={"accuracy": {"ignor": 1}},
         loader__collate="run_toys.nothing",
     )

@@ -13,10 +13,10 @@ from torch.utils.data import default_collate
 
 from ipurun import emulator
 from ipurun.build.loader import TrainLoader
-from ipurun.build.sampling import EpochOrder, PaddedOrder, Resumable, seed_of, seeded
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
-from ipurun.plan.types import Batch
+from ipurun.inspect.sampling import EpochOrder, PaddedOrder, Resumable, seed_of, seeded
+from ipurun.planning.plan import Batch
 
 SAMPLERS = "torch.utils.data."
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from ipurun import emulator
-from ipurun.build.perform import apply_calls, construct, resolve
+from ipurun.api.calls import Call, Symbol
+from ipurun.api.perform import apply_calls, construct, resolve
 from ipurun.errors import ConfigError
-from ipurun.plan.types import Call, Symbol
 
 
 def test_calls_reach_groups_and_settings_objects():

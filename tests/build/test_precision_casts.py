@@ -10,7 +10,7 @@ from run_harness import built
 from torch import nn
 from torch.utils.data import default_collate
 
-from ipurun.build.precision import CastingCollate, cast_hooks, cast_weights
+from ipurun.inspect.precision import CastingCollate, cast_hooks, cast_weights
 
 
 class Seen(nn.Module):

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import ipurun.emulator as emulator
-from ipurun.build.profile import profile_model
-from ipurun.build.step import Step, make_loss
 from ipurun.config.compose import one
 from ipurun.config.schema import RunConfig
 from ipurun.emulator.graph import capture
 from ipurun.errors import ConfigError
-from ipurun.planner.types import ModelProfile, OpProfile
+from ipurun.inspect.loss import Step, make_loss
+from ipurun.inspect.trace import profile_model
+from ipurun.inspect.traced_model import ModelProfile, OpProfile
 
 
 class Mlp(nn.Module):

@@ -11,11 +11,11 @@ from run_toys import Net
 from torch import nn
 
 from ipurun import emulator
-from ipurun.build.batch import leading_rows, map_tensors, pick, split_target, target_of, with_loss
-from ipurun.build.generation_cache import stop_caching
-from ipurun.build.step import Step, check_loss, make_loss
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError
+from ipurun.inspect.batch_items import leading_rows, map_tensors, pick, split_target, target_of, with_loss
+from ipurun.inspect.generation_cache import stop_caching
+from ipurun.inspect.loss import Step, check_loss, make_loss
 
 
 def _loss(name: Any = "CrossEntropyLoss", **keys: Any) -> LossConfig:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from ipurun.build.targets import check_arguments, check_node, locate, make
 from ipurun.errors import ConfigError
+from ipurun.inspect.locate import locate
+from ipurun.inspect.targets import check_arguments, check_node, make
 
 built = []
 

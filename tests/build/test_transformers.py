@@ -8,8 +8,8 @@ import pytest
 import torch
 from run_harness import built, config
 
-from ipurun.build.batch import as_call
-from ipurun.build.profile import profile_model
+from ipurun.inspect.batch_items import as_call
+from ipurun.inspect.trace import profile_model
 
 transformers = pytest.importorskip("transformers")
 

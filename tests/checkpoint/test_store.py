@@ -199,7 +199,7 @@ def test_a_full_disk_is_called_one(tmp_path: Path, elements: int) -> None:
     """torch hides a failed write behind an error about positions in its file."""
     (tmp_path / "step-00000001.pt.partial").symlink_to("/dev/full")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ipurun.checkpoint.store._remove_partial", lambda place: None)  # it would clear the device away
+        patch.setattr("ipurun.checkpoint._remove_partial", lambda place: None)  # it would clear the device away
         with pytest.raises(RunError) as caught:
             save(tmp_path, 1, {"weight": torch.zeros(elements)})
     (problem,) = caught.value.problems

@@ -14,7 +14,7 @@ import torch
 
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
-from ipurun.rundir import RunFolder
+from ipurun.runs.folder import RunFolder
 
 CODE = """
 import torch
@@ -44,7 +44,7 @@ model: {_target_: evaluated_code.Net}
 data: {_target_: evaluated_code.splits}
 loss: {name: CrossEntropyLoss}
 optimizer: {_target_: poptorch.optim.SGD, lr: 0.1}
-metrics: {accuracy: {_target_: ipurun.train.metrics.Accuracy}}
+metrics: {accuracy: {_target_: ipurun.metrics.Accuracy}}
 micro_batch_size: 4
 epochs: 2
 engine: cpu

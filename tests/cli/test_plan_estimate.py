@@ -11,10 +11,10 @@ import pytest
 
 from ipurun import engine as engines
 from ipurun.build.cached_executables import look_into_cache
-from ipurun.build.inspect import inspect
 from ipurun.cli.main import main
 from ipurun.config.compose import one
-from ipurun.plan import make_plan
+from ipurun.inspect.model_and_data import inspect
+from ipurun.planning import make_plan
 
 # An IPU of little memory, so that a small model does not fit one.
 SMALL = ["machine.tiles=8", "machine.tile_bytes=160000", "machine.tile_imbalance_bytes=1000"]

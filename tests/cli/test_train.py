@@ -20,7 +20,7 @@ import torch
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
 from ipurun.cli.train import _set_environment
-from ipurun.rundir import RunFolder
+from ipurun.runs.folder import RunFolder
 
 CODE = """
 import time
@@ -58,7 +58,7 @@ model: {_target_: tiny_code.Net}
 data: {_target_: tiny_code.splits}
 loss: {name: CrossEntropyLoss}
 optimizer: {_target_: poptorch.optim.SGD, lr: 0.1}
-metrics: {accuracy: {_target_: ipurun.train.metrics.Accuracy}}
+metrics: {accuracy: {_target_: ipurun.metrics.Accuracy}}
 micro_batch_size: 4
 epochs: 2
 engine: cpu
@@ -272,7 +272,7 @@ def test_a_full_disk_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: Any
     def fill(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ipurun.job.train", fill)
+    monkeypatch.setattr("ipurun.runs.job.train", fill)
     monkeypatch.setattr(RunFolder, "write_summary", fill)
     assert _train() == 1
     told = capsys.readouterr().err

@@ -1,8 +1,8 @@
 import pytest
 
 from ipurun import emulator
-from ipurun.build.perform import apply_calls
-from ipurun.config.popconf import read_conf
+from ipurun.api.perform import apply_calls
+from ipurun.api.popconf import read_conf
 
 # What PopTorch's loadFromFile accepts, one statement per line.
 ACCEPTED = """

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from ipurun.config.setter_names import option_setters, popart_keys
-from ipurun.config.setters import read_setters
-from ipurun.plan.types import Symbol
+from ipurun.api.calls import Symbol
+from ipurun.api.setter_names import option_setters, popart_keys
+from ipurun.api.setters import read_setters
 
 
 def calls_of(options):

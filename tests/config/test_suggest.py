@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import ipurun
-from ipurun.config.suggest import nearest
+from ipurun.errors import nearest
 
 
 def test_spelling_last_part_and_parts_of_longer_names() -> None:
@@ -23,5 +23,5 @@ def test_near_names_are_found_in_one_place() -> None:
 
 
 def test_suggestions_need_no_torch() -> None:
-    code = "import sys, ipurun.config.suggest, ipurun.config.foreign; sys.exit('torch' in sys.modules)"
+    code = "import sys, ipurun.errors, ipurun.config.foreign; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ipurun.emulator as poptorch
-from ipurun.manifest import load as load_manifest
+from ipurun.api.manifest import load as load_manifest
 
 MANIFEST = load_manifest()
 MODULES = {

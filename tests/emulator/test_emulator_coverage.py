@@ -5,8 +5,8 @@ import os
 import pytest
 
 import ipurun
+from ipurun.api.manifest import load as load_manifest
 from ipurun.emulator import coverage
-from ipurun.manifest import load as load_manifest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(ipurun.__file__)))
 TESTS = os.path.join(ROOT, "tests", "emulator")
@@ -59,6 +59,5 @@ def test_the_page_is_up_to_date():
     with open(PAGE, encoding="utf-8") as file:
         written = file.read()
     assert written == coverage.make_table(load_manifest(), TESTS), (
-        "run: python -m ipurun.emulator.coverage "
-        "ipurun/manifest/api.json tests/emulator docs/reference/emulator-coverage.md"
+        "run: python -m ipurun.emulator.coverage ipurun/api/api.json tests/emulator docs/reference/emulator-coverage.md"
     )

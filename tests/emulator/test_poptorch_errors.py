@@ -6,10 +6,10 @@ import re
 import pytest
 
 from ipurun import emulator as poptorch
+from ipurun.api.manifest import load as load_manifest
 from ipurun.emulator import _impl
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator.poptorch_core import TestErrorType, _throwTestError
-from ipurun.manifest import load as load_manifest
 
 MANIFEST = load_manifest()
 

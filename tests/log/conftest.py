@@ -7,10 +7,11 @@ from typing import Any, Callable
 
 import pytest
 
+from ipurun.api.calls import Call
 from ipurun.config.compose import Changed, Point
 from ipurun.config.schema import RunConfig
-from ipurun.plan.types import Batch, Call, Devices, Plan, Steps
-from ipurun.train.events import StepEnd, Summary
+from ipurun.planning.plan import Batch, Devices, Plan, Steps
+from ipurun.training.events import StepEnd, Summary
 
 
 @pytest.fixture

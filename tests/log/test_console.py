@@ -8,8 +8,17 @@ from typing import Callable, List
 from ipurun.config.compose import Changed, Point
 from ipurun.log.console import Console, final_line
 from ipurun.log.screen import PlainScreen
-from ipurun.plan.types import Plan
-from ipurun.train.events import CheckpointSaved, CompileEnd, CompileStart, EvalEnd, Note, RunStart, StepEnd, Summary
+from ipurun.planning.plan import Plan
+from ipurun.training.events import (
+    CheckpointSaved,
+    CompileEnd,
+    CompileStart,
+    EvalEnd,
+    Note,
+    RunStart,
+    StepEnd,
+    Summary,
+)
 
 
 def _said(tell: Callable[[Console], None]) -> List[str]:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ipurun.log.format import batch_equation, count, devices_text, duration, metric, value_text
-from ipurun.plan.types import Batch, Devices
+from ipurun.planning.plan import Batch, Devices
 
 
 @pytest.mark.parametrize(

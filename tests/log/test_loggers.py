@@ -14,7 +14,7 @@ from ipurun.log.csv import CsvLogger
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.tensorboard import TensorBoardLogger
 from ipurun.log.wandb import WandbLogger
-from ipurun.train.events import EvalEnd, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, RunStart, StepEnd, Summary
 
 EVAL = EvalEnd(8, 0.25, "test", {"loss": 0.5, "accuracy": 0.75}, 100, 0.2, "accuracy", True)
 

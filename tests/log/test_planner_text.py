@@ -8,16 +8,17 @@ from typing import Any, Dict, List
 import pytest
 import yaml
 
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.hardware import Machine
+from ipurun.estimate.outlook import Cache, Outlook
+from ipurun.estimate.remedies import Remedy, Situation
+from ipurun.estimate.schedule import schedule_of
+from ipurun.estimate.solve import Solution
+from ipurun.estimate.stages import layout_of_cuts
+from ipurun.estimate.types import IpuMemory, Settings, Verdict
+from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
 from ipurun.log.planner_solutions import solution_lines, solution_yaml
 from ipurun.log.planner_text import bar, change_text, inference_lines, outlook_dict, outlook_lines, quiet_text
-from ipurun.planner.estimate import estimate
-from ipurun.planner.hardware import Machine
-from ipurun.planner.outlook import Cache, Outlook
-from ipurun.planner.remedies import Remedy, Situation
-from ipurun.planner.schedule import schedule_of
-from ipurun.planner.solve import Solution
-from ipurun.planner.stages import layout_of_cuts
-from ipurun.planner.types import IpuMemory, ModelProfile, OpProfile, ParameterProfile, Settings, Verdict
 
 
 def toy_outlook(**changes: Any) -> Outlook:

@@ -2,8 +2,8 @@ import pytest
 
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError
-from ipurun.plan import make_plan
-from ipurun.plan.types import Facts
+from ipurun.inspect.facts import Facts
+from ipurun.planning import make_plan
 
 NAMES = ("conv1", "conv2", "body", "body.0", "body.1", "body.1.norm", "fc")
 
@@ -51,7 +51,7 @@ def composed(plan_of):
 
     def compose(keys=None, mode="training", **more):
         from ipurun import emulator
-        from ipurun.build.perform import apply_calls
+        from ipurun.api.perform import apply_calls
 
         plan = plan_of(keys, **more)
         calls = plan.training_options if mode == "training" else plan.inference_options

@@ -6,8 +6,8 @@ from typing import List
 
 import pytest
 
-from ipurun.plan.findings import Findings
-from ipurun.plan.patterns import check_parameters, match_modules, match_parameters
+from ipurun.config.patterns import check_parameters, match_modules, match_parameters
+from ipurun.errors import Findings
 
 NAMES = (
     "encoder.0.bias",

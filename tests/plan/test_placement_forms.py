@@ -3,8 +3,8 @@
 import pytest
 from trees import gpt, resnet, traced
 
-from ipurun.plan.placement_order import block_at_calls
-from ipurun.plan.types import Facts, OwnBlock
+from ipurun.inspect.facts import Facts, OwnBlock
+from ipurun.planning.placement.order import block_at_calls
 
 ENOUGH = {"gradient_accumulation": 64, "pipeline.auto_round": True}
 
@@ -237,7 +237,7 @@ def test_inference_has_layers_of_its_own(plan_of):
 
 
 def test_blocks_of_the_models_code_are_kept_and_shown(plan_of):
-    from ipurun.plan.show import calls_text
+    from ipurun.log.plan_text import calls_text
 
     own = (OwnBlock("h.3", 1, "own"), OwnBlock(None, 2, "late", 20))
     plan = plan_of(ENOUGH, facts={**traced(gpt(tied=False)), "own_blocks": own})

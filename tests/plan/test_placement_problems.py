@@ -3,7 +3,7 @@
 import pytest
 from trees import gpt, resnet, traced
 
-from ipurun.plan.types import OwnBlock
+from ipurun.inspect.facts import OwnBlock
 
 ENOUGH = {"gradient_accumulation": 64, "pipeline.auto_round": True}
 UNTIED = gpt(tied=False)

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from ipurun import emulator
-from ipurun.build.perform import construct
-from ipurun.plan.optimizer import changeable
+from ipurun.api.perform import construct
+from ipurun.planning.optimizer import changeable
 
 
 def optimizer(**values):

@@ -1,7 +1,8 @@
 import ast
 
-from ipurun.plan.show import calls_text, value_text
-from ipurun.plan.types import Call, Symbol
+from ipurun.api.calls import Call, Symbol
+from ipurun.api.source_text import value_text
+from ipurun.log.plan_text import calls_text
 
 
 def test_values_as_source():

@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
 
-from ipurun.plan.types import ModuleCall
+from ipurun.inspect.facts import ModuleCall
 
 
 def gpt(layers: int = 6, tied: bool = True) -> Dict[str, Any]:

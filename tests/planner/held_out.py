@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ipurun.build.profile import profile_model
 from ipurun.config.compose import one
-from ipurun.planner.estimate import estimate
-from ipurun.planner.hardware import Machine
-from ipurun.planner.point import layout_of_plan, machine_of
-from ipurun.planner.settings import settings_of
-from ipurun.planner.types import Estimate, Layout, ModelProfile, Settings, Verdict
-from ipurun.prepare import Prepared, prepare
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.hardware import Machine
+from ipurun.estimate.point import layout_of_plan, machine_of
+from ipurun.estimate.settings import settings_of
+from ipurun.estimate.types import Estimate, Layout, Settings, Verdict
+from ipurun.inspect.trace import profile_model
+from ipurun.inspect.traced_model import ModelProfile
+from ipurun.runs.prepare import Prepared, prepare
 
 PUBLISHED = Path(__file__).with_name("published.json")
 _RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}

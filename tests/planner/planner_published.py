@@ -7,11 +7,12 @@ import functools
 import re
 from typing import Dict, List, Sequence
 
-from ipurun.build.profile import profile_model
 from ipurun.config.compose import one
-from ipurun.planner.calibrate import Measurement
-from ipurun.planner.stages import layout_of_blocks, module_ranges, single_ipu
-from ipurun.planner.types import Layout, ModelProfile, Settings
+from ipurun.estimate.calibrate import Measurement
+from ipurun.estimate.stages import layout_of_blocks, module_ranges, single_ipu
+from ipurun.estimate.types import Layout, Settings
+from ipurun.inspect.trace import profile_model
+from ipurun.inspect.traced_model import ModelProfile
 
 GC200_HZ, BOW_HZ = 1.325e9, 1.85e9
 HALF = {"compute_bytes": 2, "partials_bytes": 2}

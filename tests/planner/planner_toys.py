@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipurun.planner.types import ModelProfile, OpProfile, ParameterProfile
+from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
 
 
 def chain(layers: int, *, kept: int = 1000, values: int = 400, micro_batch_size: int = 1) -> ModelProfile:

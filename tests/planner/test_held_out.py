@@ -8,11 +8,11 @@ from typing import List
 import pytest
 from held_out import PUBLISHED, machine, pairs_of_pods, plan, rank_correlation, rows, words_of
 
-from ipurun.build.profile import profile_model
 from ipurun.config.compose import one
-from ipurun.planner.estimate import estimate
-from ipurun.planner.stages import single_ipu
-from ipurun.planner.types import Settings, Verdict
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.stages import single_ipu
+from ipurun.estimate.types import Settings, Verdict
+from ipurun.inspect.trace import profile_model
 
 THROUGHPUTS = (
     "bert.large_128_packed",

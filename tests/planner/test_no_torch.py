@@ -6,19 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ipurun.planner
+import ipurun.estimate
 
 PROGRAM = """
 import importlib, pkgutil, sys
 sys.modules["torch"] = None  # an import of it fails
-import ipurun.planner
-for found in pkgutil.iter_modules(ipurun.planner.__path__):
-    importlib.import_module(f"ipurun.planner.{found.name}")
+import ipurun.estimate
+for found in pkgutil.iter_modules(ipurun.estimate.__path__):
+    importlib.import_module(f"ipurun.estimate.{found.name}")
 import ipurun.log.planner_text, ipurun.log.planner_html
 """
 
 
 def test_every_module_of_the_planner_loads_without_torch() -> None:
-    root = Path(ipurun.planner.__file__).parents[2]
+    root = Path(ipurun.estimate.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=str(root), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

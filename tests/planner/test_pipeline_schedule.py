@@ -7,11 +7,11 @@ from typing import Set, Tuple
 import pytest
 from planner_toys import chain
 
-from ipurun.planner.estimate import estimate
-from ipurun.planner.hardware import Machine
-from ipurun.planner.schedule import gantt, schedule_of
-from ipurun.planner.stages import layout_of_cuts, single_ipu
-from ipurun.planner.types import Layout, Settings, TimeEstimate
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.hardware import Machine
+from ipurun.estimate.schedule import gantt, schedule_of
+from ipurun.estimate.stages import layout_of_cuts, single_ipu
+from ipurun.estimate.types import Layout, Settings, TimeEstimate
 
 
 def _timed(layout: Layout, settings: Settings) -> TimeEstimate:

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 from planner_toys import chain
 
-from ipurun.planner.hardware import Machine
-from ipurun.planner.memory import estimate_memory, in_flight, parameter_shares
-from ipurun.planner.recompute import stage_memories
-from ipurun.planner.stages import layout_of_blocks, layout_of_cuts, single_ipu
-from ipurun.planner.types import IpuMemory, Settings, Verdict
-from ipurun.planner.verdict import verdict_of, worst
+from ipurun.estimate.hardware import Machine
+from ipurun.estimate.memory import estimate_memory, in_flight, parameter_shares
+from ipurun.estimate.recompute import stage_memories
+from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
+from ipurun.estimate.types import IpuMemory, Settings, Verdict
+from ipurun.estimate.verdict import verdict_of, worst
 
 MACHINE = Machine()
 

@@ -23,11 +23,11 @@ from planner_published import (
 )
 
 from ipurun.config.compose import one
-from ipurun.planner.calibrate import FREE, Measurement, calibrate, leave_one_out, ratio
-from ipurun.planner.estimate import estimate
-from ipurun.planner.hardware import Machine, machine_from
-from ipurun.planner.stages import single_ipu
-from ipurun.planner.types import Estimate, Settings, Verdict
+from ipurun.estimate.calibrate import FREE, Measurement, calibrate, leave_one_out, ratio
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.hardware import Machine, machine_from
+from ipurun.estimate.stages import single_ipu
+from ipurun.estimate.types import Estimate, Settings, Verdict
 
 DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "planner.md"
 

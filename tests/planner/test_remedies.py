@@ -8,11 +8,12 @@ from typing import Any, Dict
 import pytest
 from planner_toys import chain
 
-from ipurun.planner.estimate import estimate
-from ipurun.planner.hardware import Machine
-from ipurun.planner.remedies import Remedy, Situation, remedies_for
-from ipurun.planner.stages import layout_of_cuts, single_ipu
-from ipurun.planner.types import Layout, ModelProfile, Settings, Verdict
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.hardware import Machine
+from ipurun.estimate.remedies import Remedy, Situation, remedies_for
+from ipurun.estimate.stages import layout_of_cuts, single_ipu
+from ipurun.estimate.types import Layout, Settings, Verdict
+from ipurun.inspect.traced_model import ModelProfile
 
 MACHINE = Machine()
 ADAM: Dict[str, Any] = {"state_bytes": 8.0, "state_tensors": 2, "compute_bytes": 2, "accumulator_bytes": 4.0}

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ipurun.config.compose import one
-from ipurun.plan import make_plan
-from ipurun.plan.types import Facts
-from ipurun.planner.point import machine_of
-from ipurun.planner.settings import settings_of
-from ipurun.planner.types import Settings
-from ipurun.planner.words import words_of
+from ipurun.estimate.point import machine_of
+from ipurun.estimate.settings import settings_of
+from ipurun.estimate.types import Settings
+from ipurun.estimate.words import words_of
+from ipurun.inspect.facts import Facts
+from ipurun.planning import make_plan
 
 
 def _settings(*words: str) -> Settings:

@@ -9,13 +9,14 @@ from typing import List, Optional, Sequence, Tuple
 import pytest
 from planner_toys import chain
 
-from ipurun.planner.cuts import cut_points
-from ipurun.planner.estimate import estimate
-from ipurun.planner.hardware import Machine
-from ipurun.planner.solve import Goal, search, split_for, variants_of
-from ipurun.planner.split import solve_split
-from ipurun.planner.stages import layout_of_blocks, layout_of_cuts
-from ipurun.planner.types import ModelProfile, Settings, Verdict
+from ipurun.estimate.cuts import cut_points
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.hardware import Machine
+from ipurun.estimate.solve import Goal, search, split_for, variants_of
+from ipurun.estimate.split import solve_split
+from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts
+from ipurun.estimate.types import Settings, Verdict
+from ipurun.inspect.traced_model import ModelProfile
 
 MACHINE = Machine()
 SETTINGS = Settings(gradient_accumulation=64, compute_bytes=2, accumulator_bytes=2.0)

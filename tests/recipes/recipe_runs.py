@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import default_collate
 
 from ipurun import engine
-from ipurun.build.inspect import inspect
-from ipurun.checkpoint.store import latest, load
+from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
 from ipurun.config.compose import one
+from ipurun.inspect.model_and_data import inspect
 
 # Nothing but weights, gradients and a learning rate, and samples in their order.
 PLAIN = ["optimizer=default", "optimizer.lr=0.1", "schedule=constant", "loader.shuffle=false", "eval.at_end=false"]

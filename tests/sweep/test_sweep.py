@@ -15,7 +15,7 @@ from typing import Any, Dict, List
 import pytest
 
 from ipurun.cli.main import main
-from ipurun.rundir import RunFolder
+from ipurun.runs.folder import RunFolder
 
 CODE = """
 import os, signal, time
@@ -59,7 +59,7 @@ model: {_target_: swept_code.Net}
 data: {_target_: swept_code.splits}
 loss: {name: CrossEntropyLoss}
 optimizer: {_target_: poptorch.optim.SGD, lr: 0.1}
-metrics: {accuracy: {_target_: ipurun.train.metrics.Accuracy}}
+metrics: {accuracy: {_target_: ipurun.metrics.Accuracy}}
 micro_batch_size: 4
 engine: cpu
 cache: {enabled: false}

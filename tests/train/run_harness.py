@@ -8,11 +8,11 @@ from typing import Any, Dict, List, Optional
 
 from ipurun import engine
 from ipurun.build import Run, build_run
-from ipurun.build.inspect import Subject, inspect
 from ipurun.config.schema import RunConfig
-from ipurun.plan import make_plan
-from ipurun.train.events import Observer, Summary
-from ipurun.train.loop import train
+from ipurun.inspect.model_and_data import Subject, inspect
+from ipurun.planning import make_plan
+from ipurun.training.events import Observer, Summary
+from ipurun.training.loop import train
 
 TOYS = "run_toys"
 
@@ -26,7 +26,7 @@ def config(**changes: Any) -> RunConfig:
         model={"_target_": f"{TOYS}.Net"},
         data={"_target_": f"{TOYS}.pair"},
         optimizer={"_target_": "poptorch.optim.SGD", "lr": 0.1, "momentum": 0.9},
-        metrics={"accuracy": {"_target_": "ipurun.train.metrics.Accuracy"}},
+        metrics={"accuracy": {"_target_": "ipurun.metrics.Accuracy"}},
     )
     made.loss.name = "CrossEntropyLoss"
     made.cache.enabled = False

@@ -11,13 +11,13 @@ from run_harness import Folder, Recorder, built
 from run_toys import Net, OwnLossNet, Points
 from torch import nn
 
-from ipurun.build.sampling import seeded
 from ipurun.checkpoint import latest
 from ipurun.errors import ConfigError, RunError
-from ipurun.train.evaluate import evaluate
-from ipurun.train.loop import train
-from ipurun.train.predict import gathered, predict
-from ipurun.train.state import load_weights
+from ipurun.inspect.sampling import seeded
+from ipurun.training.evaluate import evaluate
+from ipurun.training.loop import train
+from ipurun.training.predict import gathered, predict
+from ipurun.training.state import load_weights
 
 
 def _expected(model_class: type = Net, samples: int = 10) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ipurun import emulator
 from ipurun.errors import RunError
-from ipurun.train.failures import explained
+from ipurun.training.failures import explained
 
 
 class _Torn(Dataset):

@@ -11,10 +11,10 @@ from run_harness import Folder, Recorder, built, config, trained
 from run_toys import Net, Points
 from torch import nn
 
-from ipurun.build.sampling import seeded
 from ipurun.checkpoint import latest, listed, load
 from ipurun.errors import ConfigError, RunError
-from ipurun.train.loop import train
+from ipurun.inspect.sampling import seeded
+from ipurun.training.loop import train
 
 
 def _plain_torch(batches: int, size: int, lr: Any = 0.1, accumulation: int = 1) -> tuple[list, nn.Module]:
@@ -87,7 +87,7 @@ def test_schedule_moves_once_per_weight_update(tmp_path: Path) -> None:
 
 
 def test_scheduled_rate_reaches_the_device(tmp_path: Path) -> None:
-    schedule = {"_target_": "ipurun.train.schedule.linear"}
+    schedule = {"_target_": "ipurun.schedules.linear"}
     run, _, recorder = trained(tmp_path, loader__shuffle=False, schedule=schedule)
     _, model = _plain_torch(16, 4, lr=lambda step: 0.1 * (1 - step / 16))
     for name, value in run.user_model.state_dict().items():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ipurun.build.metrics import check_metrics, check_monitor, make_metrics, monitored
-from ipurun.train import metrics
+from ipurun import metrics
+from ipurun.inspect.metrics import check_metrics, check_monitor, make_metrics, monitored
 
 SCORES = torch.tensor([[9.0, 1.0, 0.0], [0.0, 2.0, 3.0], [5.0, 4.0, 0.0], [0.0, 1.0, 7.0]])
 CLASSES = torch.tensor([0, 1, 1, 2])
@@ -93,7 +93,7 @@ def test_no_samples_is_no_number() -> None:
 
 def test_declared_in_a_config() -> None:
     nodes = {
-        "accuracy": {"_target_": "ipurun.train.metrics.Accuracy"},
+        "accuracy": {"_target_": "ipurun.metrics.Accuracy"},
         "perplexity": {True: ["train"]},  # YAML reads a bare `on` as true
         "top5": {"k": 2, "on": "eval"},
         "spread": {"_target_": "run_toys.spread", "on": ["train", "eval"], "higher_is_better": False},
@@ -151,9 +151,9 @@ def test_monitor_is_the_first_metric_or_the_loss() -> None:
         ({"sharpness": {}}, "`metrics.sharpness` has no `_target_`"),
         ({"accuracy": {"ignore_indx": 3}}, "ignore_indx"),
         ({"accuracy": {"on": ["test"]}}, "knows no `test`"),
-        ({"m": {"_target_": "ipurun.train.metrics.Acuracy"}}, "Acuracy"),
+        ({"m": {"_target_": "ipurun.metrics.Acuracy"}}, "Acuracy"),
         ({"m": {"_target_": "run_toys.spread", "wide": 1}}, "wide"),
-        ({"m": {"_target_": "ipurun.train.metrics.TopKAccuracy", "kk": 1}}, "kk"),
+        ({"m": {"_target_": "ipurun.metrics.TopKAccuracy", "kk": 1}}, "kk"),
     ],
 )
 def test_wrong_declarations(nodes: Any, part: str) -> None:

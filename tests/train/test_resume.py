@@ -15,11 +15,11 @@ from run_harness import Folder, Recorder, built
 
 from ipurun.checkpoint import latest, listed, load
 from ipurun.errors import ConfigError
-from ipurun.train.events import Observer, StepEnd, Summary
-from ipurun.train.loop import train
+from ipurun.training.events import Observer, StepEnd, Summary
+from ipurun.training.loop import train
 
 ADAM = {"_target_": "poptorch.optim.Adam", "lr": 0.01}
-COSINE = {"_target_": "ipurun.train.schedule.cosine", "warmup_steps": 3}
+COSINE = {"_target_": "ipurun.schedules.cosine", "warmup_steps": 3}
 
 
 class _PressCtrlC(Observer):
@@ -225,8 +225,8 @@ def test_ctrl_c_while_workers_load_still_saves(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 from run_harness import Folder, built
-from ipurun.train.events import Observer
-from ipurun.train.loop import train
+from ipurun.training.events import Observer
+from ipurun.training.loop import train
 
 class Press(Observer):
     def on_step(self, event):

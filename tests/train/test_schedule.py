@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from ipurun.build.schedule import check_schedule, make_schedule
 from ipurun.errors import ConfigError
-from ipurun.train.schedule import Schedule, constant, cosine, linear
+from ipurun.inspect.schedule import check_schedule, make_schedule
+from ipurun.schedules import Schedule, constant, cosine, linear
 
 SCHEDULERS = "torch.optim.lr_scheduler."
 
@@ -125,7 +125,7 @@ def test_the_engines_optimizer_is_left_alone_and_nothing_warns() -> None:
 @pytest.mark.parametrize(
     ("node", "filled"),
     [
-        ({"_target_": "ipurun.train.schedule.cosine"}, 40),
+        ({"_target_": "ipurun.schedules.cosine"}, 40),
         ({"_target_": SCHEDULERS + "CosineAnnealingLR"}, 40),
         ({"_target_": SCHEDULERS + "CosineAnnealingLR", "T_max": 7}, 7),
     ],
@@ -139,11 +139,11 @@ def test_length_of_the_run_is_filled_in(node: Any, filled: int) -> None:
 
 def test_a_length_is_needed_where_the_data_has_none() -> None:
     with pytest.raises(ConfigError, match="max_steps"):
-        make_schedule({"_target_": "ipurun.train.schedule.cosine"}, _optimizer(), total_updates=None)
+        make_schedule({"_target_": "ipurun.schedules.cosine"}, _optimizer(), total_updates=None)
 
 
 def test_wrong_arguments_are_found_without_building() -> None:
-    (problem,) = check_schedule({"_target_": "ipurun.train.schedule.cosine", "warmup_step": 3})
+    (problem,) = check_schedule({"_target_": "ipurun.schedules.cosine", "warmup_step": 3})
     assert "warmup_step" in problem.what and problem.fix == "schedule.warmup_steps=3"
     (problem,) = check_schedule({"_target_": SCHEDULERS + "StepLR"})
     assert "step_size" in problem.what

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ipurun import emulator as poptorch
-from ipurun.manifest import load as load_manifest
+from ipurun.api.manifest import load as load_manifest
 
 KEYS = load_manifest()["popart_option_keys"]
 EXAMPLES = {"bool": True, "uint64": 1, "double": 0.5, "string": "text"}

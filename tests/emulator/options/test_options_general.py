@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ipurun import emulator as poptorch
+from ipurun.api.manifest import load as load_manifest
 from ipurun.emulator.options import _OptionsDict
-from ipurun.manifest import load as load_manifest
 
 GENERAL = load_manifest()["option_groups"]["Options"]
 

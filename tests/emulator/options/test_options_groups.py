@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ipurun import emulator as poptorch
-from ipurun.manifest import load as load_manifest
+from ipurun.api.manifest import load as load_manifest
 
 GROUPS = load_manifest()["option_groups"]
 

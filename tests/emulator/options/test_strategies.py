@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from ipurun import emulator as poptorch
-from ipurun.manifest import load as load_manifest
+from ipurun.api.manifest import load as load_manifest
 
 BACKEND = load_manifest()["option_groups"]["Options execution strategy"]["backend_options"]
 

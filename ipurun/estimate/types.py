@@ -1,0 +1,292 @@
+"""The plain data that the planner takes and gives: a model's profile, where it runs, and what it will cost."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Mapping, Optional, Tuple
+
+from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
+
+__all__ = [
+    "Assumption",
+    "Estimate",
+    "IpuMemory",
+    "IpuTime",
+    "Layout",
+    "ModelProfile",
+    "OpProfile",
+    "ParameterProfile",
+    "Settings",
+    "TimeEstimate",
+    "Verdict",
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which operation runs in which stage, and which stage on which IPU.
+
+    Args:
+        stage_of_op: Stage of each operation of the profile, in order. Never decreasing under pipelining.
+        ipu_of_stage: IPU of each stage; an IPU may come back (the head on the embedding's IPU).
+        checkpoints: Operations whose results are kept where the rest is recomputed.
+        phase_of_stage: Phase of each stage in phased execution, where only the weights of the running phase have to be
+            on chip; empty in any other.
+    """
+
+    stage_of_op: Tuple[int, ...]
+    ipu_of_stage: Tuple[int, ...]
+    checkpoints: Tuple[int, ...] = ()
+    phase_of_stage: Tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Forward stages."""
+        return len(self.ipu_of_stage)
+
+    @property
+    def num_ipus(self) -> int:
+        """IPUs from 0 to the highest one used."""
+        return max(self.ipu_of_stage) + 1
+
+    def ipu_of_op(self, index: int) -> int:
+        """IPU that runs an operation."""
+        return self.ipu_of_stage[self.stage_of_op[index]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a config matters for memory and time, beside the model and its layout.
+
+    Args:
+        micro_batch_size: Samples of one forward pass on one replica.
+        gradient_accumulation: Micro-batches of one weight update.
+        replicas: Data-parallel replicas.
+        device_iterations: Weight updates (batches in inference) of one host call.
+        training: Whether there is a backward pass and an optimizer.
+        strategy: ``pipelined``, ``sharded``, ``serial_phased`` or ``parallel_phased``.
+        recompute: ``none``, ``checkpoints`` (keep stage inputs and checkpoints) or ``norm_only``.
+        compute_bytes: 2 where matmuls run on half values, 4 otherwise.
+        partials_bytes: 2 where their partial sums are half.
+        optimizer: Name of the optimizer's class, for display.
+        state_bytes: Optimizer state of one parameter value.
+        accumulator_bytes: Gradient accumulator of one parameter value; 0 without accumulation.
+        update_flops: Operations of the update of one parameter value.
+        state_on_chip: Whether optimizer state lives in the IPU.
+        state_sharded: Replicated tensor sharding of optimizer state.
+        weights_on_chip: Whether weights live in the IPU.
+        weights_sharded: Replicated tensor sharding of weights.
+        accumulators_on_chip: Whether gradient accumulators live in the IPU.
+        activations_on_chip: Whether stashed activations live in the IPU.
+        available_proportion: Share of a tile for matmul and convolution temporaries: one per IPU, or one for all.
+        module_proportions: Module name -> the same share for its own product.
+        serialized: Module name -> number of parts that its matmul or embedding is done in.
+        io_tiles: Tiles set aside for overlapped I/O.
+        prefetch_depth: Batches that wait on the device side of the host connection.
+        returned: Share of micro-batches whose outputs go back to the host.
+        host_samples_per_second: What the host can load and prepare; None where it is unknown.
+        min_elements_off_chip: Tensors with fewer values stay on chip.
+        min_elements_sharded: Tensors with fewer values are not sharded.
+        state_tensors: Tensors of optimizer state of one parameter.
+    """
+
+    micro_batch_size: int = 1
+    gradient_accumulation: int = 1
+    replicas: int = 1
+    device_iterations: int = 1
+    training: bool = True
+    strategy: str = "pipelined"
+    recompute: str = "none"
+    compute_bytes: int = 4
+    partials_bytes: int = 4
+    optimizer: str = "SGD"
+    state_bytes: float = 0.0
+    accumulator_bytes: float = 0.0
+    update_flops: float = 2.0
+    state_on_chip: bool = True
+    state_sharded: bool = False
+    weights_on_chip: bool = True
+    weights_sharded: bool = False
+    accumulators_on_chip: bool = True
+    activations_on_chip: bool = True
+    available_proportion: Tuple[float, ...] = ()
+    module_proportions: Mapping[str, float] = field(default_factory=dict)
+    serialized: Mapping[str, int] = field(default_factory=dict)
+    io_tiles: int = 0
+    prefetch_depth: int = 2
+    returned: float = 1.0
+    host_samples_per_second: Optional[float] = None
+    min_elements_off_chip: int = 2
+    min_elements_sharded: int = 2
+    state_tensors: int = 0
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one weight update."""
+        return self.micro_batch_size * self.gradient_accumulation * self.replicas
+
+
+class Verdict(enum.Enum):
+    """How an estimate stands against the limit; tight means within the error of the estimate, either side."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True)
+class IpuMemory:
+    """Memory of one IPU of one replica, in bytes. Every figure is an estimate.
+
+    Args:
+        ipu: Number of the IPU within its replica.
+        weights: Parameters and buffers.
+        gradients: Gradients and their accumulators.
+        optimizer_state: Momenta and the like.
+        activations: Results of the forward pass that wait for the backward pass.
+        temporary: Working memory of the largest operation and of a recomputed part.
+        io: Buffers of host and inter-IPU transfers.
+        code: Vertices, exchange code and control code.
+        limit: Memory of the chip.
+        imbalance: What the fullest tile holds above the average tile, times the number of tiles.
+        streaming: Streaming memory (off chip) that this IPU uses.
+    """
+
+    ipu: int
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    temporary: int
+    io: int
+    code: int
+    limit: int
+    imbalance: int = 0
+    streaming: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is on the chip, as if tiles were equally full."""
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer_state
+            + self.activations
+            + self.temporary
+            + self.io
+            + self.code
+        )
+
+    @property
+    def fullest(self) -> int:
+        """The total that the fullest tile stands for: what is compared with the limit."""
+        return self.total + self.imbalance
+
+    @property
+    def share(self) -> float:
+        """Part of the limit that is taken; above 1 the estimate is over the limit."""
+        return self.fullest / self.limit
+
+    def parts(self) -> Mapping[str, int]:
+        """The parts by name, in the order they are shown."""
+        names = ("weights", "gradients", "optimizer_state", "activations", "temporary", "io", "code")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class IpuTime:
+    """Seconds that one IPU works on one micro-batch, over all stages it runs.
+
+    Args:
+        ipu: Number of the IPU within its replica.
+        forward: Forward pass.
+        recompute: Forward operations done again for the backward pass.
+        backward: Backward pass.
+        links: Transfers to and from other IPUs of the replica.
+        streaming: Weights and activations that live in streaming memory, for every pass that needs them.
+    """
+
+    ipu: int
+    forward: float
+    recompute: float
+    backward: float
+    links: float
+    streaming: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.forward + self.recompute + self.backward + self.links + self.streaming
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Where the time of one weight update (in inference: of one batch) goes, in seconds. All are estimates.
+
+    Args:
+        ipus: Work of each IPU on one micro-batch.
+        stages: (forward, backward with recomputation) of each forward stage, without transfers.
+        cycle: One pipeline cycle (or one pass through all IPUs, where they work in turn).
+        cycles: Cycles of one update, filling and draining included.
+        bubble: Share of cycles that fill and drain the pipeline.
+        compute: All cycles of one update.
+        all_reduce: Gradients over the replicas.
+        update: Optimizer, with its traffic to streaming memory.
+        host: What a host call adds that nothing hides, per update.
+        host_input: Time the host connection needs for the data of one update; it overlaps with compute.
+        total: One update.
+        samples_per_second: Over all replicas.
+        host_bound: Whether the host, not the device, sets the pace.
+        flops_share: Share of the peak of all IPUs that useful operations reach.
+        link_bytes: Bytes that one micro-batch sends between the IPUs of a replica.
+        host_bytes_per_second: Input that the host has to deliver at this pace.
+    """
+
+    ipus: Tuple[IpuTime, ...]
+    stages: Tuple[Tuple[float, float], ...]
+    cycle: float
+    cycles: int
+    bubble: float
+    compute: float
+    all_reduce: float
+    update: float
+    host: float
+    host_input: float
+    total: float
+    samples_per_second: float
+    host_bound: bool
+    flops_share: float
+    link_bytes: int
+    host_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One thing that an estimate takes for granted, for ``plan --explain``."""
+
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout of a model needs and how fast it runs. Everything in it is an estimate.
+
+    Args:
+        ipus: Memory of each IPU of a replica.
+        verdicts: How each of them stands.
+        verdict: The worst of them.
+        time: Time and throughput.
+        assumptions: What was taken for granted.
+        streaming: Streaming memory of all replicas, in bytes.
+        streaming_limit: What the machines have.
+    """
+
+    ipus: Tuple[IpuMemory, ...]
+    verdicts: Tuple[Verdict, ...]
+    verdict: Verdict
+    time: TimeEstimate
+    assumptions: Tuple[Assumption, ...]
+    streaming: int = 0
+    streaming_limit: int = 0

@@ -1,0 +1,101 @@
+"""Facts about the engine, the data and the model that a plan is made from. Plain data: nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Mapping, Optional, Tuple
+
+__all__ = ["EndedBlock", "Facts", "ModuleCall", "OwnBlock"]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module in a forward pass; `operations` is how many were done before it."""
+
+    module: str
+    operations: int
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """A block that the model's own code begins.
+
+    Args:
+        module: The module that begins it by ``poptorch.BeginBlock``; None where it is ``poptorch.Block`` in `forward`.
+        ipu: Its IPU; None where the code leaves it to the strategy.
+        block_id: Its name; None where PopTorch gives one.
+        operations: How many operations were done before it; None where the model was not traced.
+    """
+
+    module: Optional[str]
+    ipu: Optional[int] = None
+    block_id: Optional[str] = None
+    operations: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class EndedBlock:
+    """A block of the model's own code that ends with a module, so that none is active behind it.
+
+    Args:
+        module: The module; "" is the model itself.
+        block_id: Name of the block.
+        ipu: The IPU that the code asks for; None where it leaves it to the strategy.
+    """
+
+    module: str
+    block_id: str
+    ipu: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan needs to know beyond the config: read off the engine, the data and the model.
+
+    Args:
+        engine: ``ipu``, ``ipu_model`` or ``cpu``.
+        engine_version: For display: ``PopTorch 3.4.0`` or ``emulator of PopTorch 3.4.0``.
+        available_ipus: IPUs that can be attached; None where any number is emulated.
+        train_samples: Length of the training set; None for a stream without a length.
+        split_samples: Split name -> length; None for a stream without a length.
+        eval_split: Name of the split to evaluate on; None where there is none.
+        module_names: Dotted names of all modules of the model, in order of definition.
+        parameters: Number of trainable elements.
+        changing_buffers: Names of buffers that training changes (BatchNorm statistics and the like).
+        returns_loss: Whether the model computes its own loss.
+        notes: Remarks of the data set or the model for the user ("using the 5,000-digit subset").
+        module_kinds: Module name -> name of its class; "" is the model itself.
+        parameter_shapes: Parameter name -> shape; a tied parameter under each of its names.
+        shared_parameters: Names of parameters that are one tensor, a group for each such tensor.
+        calls: Calls of modules in one forward pass, in order; empty: the model was not traced.
+        operations: Operations of the forward pass, the loss included.
+        own_blocks: Blocks that the model's own code begins.
+        ended_blocks: Those of them that end where a module does.
+        solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
+        unsolved: Why it is not.
+        is_left_whole: Whether no split fits, and the plan shows the model as a whole instead.
+        on_paper: Whether nothing will run, so that a machine larger than one process can attach is fine.
+    """
+
+    engine: str
+    engine_version: str
+    available_ipus: Optional[int] = None
+    train_samples: Optional[int] = None
+    split_samples: Mapping[str, Optional[int]] = field(default_factory=dict)
+    eval_split: Optional[str] = None
+    module_names: Tuple[str, ...] = ()
+    parameters: int = 0
+    changing_buffers: Tuple[str, ...] = ()
+    returns_loss: bool = False
+    notes: Tuple[str, ...] = ()
+    module_kinds: Mapping[str, str] = field(default_factory=dict)
+    parameter_shapes: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
+    shared_parameters: Tuple[Tuple[str, ...], ...] = ()
+    calls: Tuple[ModuleCall, ...] = ()
+    operations: int = 0
+    own_blocks: Tuple[OwnBlock, ...] = ()
+    ended_blocks: Tuple[EndedBlock, ...] = ()
+    solved_split: Optional[Tuple[str, ...]] = None
+    unsolved: str = ""
+    is_left_whole: bool = False
+    on_paper: bool = False

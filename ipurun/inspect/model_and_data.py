@@ -1,0 +1,201 @@
+"""Model and data of a config, and the facts a plan needs of them. All problems of all targets are found together."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+from torch import nn
+
+from ipurun.config.device_schema import PipelineConfig
+from ipurun.config.schema import RunConfig
+from ipurun.engine import Engine
+from ipurun.errors import ConfigError, Problem
+from ipurun.inspect.buffers import changing_buffers
+from ipurun.inspect.custom_ops import load_custom_ops
+from ipurun.inspect.data import check_data, check_sample, is_stream, length_of, make_splits, notes_of, split_for_eval
+from ipurun.inspect.facts import Facts
+from ipurun.inspect.generation_cache import CACHE_NOTE, stop_caching
+from ipurun.inspect.loss import check_loss
+from ipurun.inspect.metrics import check_metrics, check_monitor
+from ipurun.inspect.optimizer import check_groups, check_optimizer
+from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
+from ipurun.inspect.schedule import check_schedule
+from ipurun.inspect.structure import begins_blocks, first_item, structure, walked
+from ipurun.inspect.targets import check_node, make
+from ipurun.inspect.trace import meta_model
+
+__all__ = ["Subject", "inspect"]
+
+_LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
+
+
+@dataclass
+class Subject:
+    """The user's model and data, as they were made, and what was read off them."""
+
+    model: nn.Module
+    splits: Dict[str, Any]
+    facts: Facts
+
+
+def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper: bool = False) -> Subject:
+    """Make the model and the data, and read off them what a plan needs.
+
+    Args:
+        config: The run.
+        engine: The engine it is for.
+        need_data: Whether to make the data; without it the facts have no sample counts.
+        on_paper: Whether it is only for planning: a large model is then made without memory for its weights.
+
+    Raises:
+        ConfigError: With the problems of all targets.
+    """
+    problems = load_custom_ops(config.custom_ops, engine)
+    problems += _problems_without_building(config, engine, need_data)
+    wrong = {problem.key.split(".")[0] for problem in problems}
+    model = splits = None
+    if "model" not in wrong:
+        model = _collect(lambda: _make_model(config, engine, on_paper), problems)
+    if need_data and "data" not in wrong:
+        splits = _collect(lambda: _make_data(config, engine), problems)
+    if model is not None:
+        parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        problems += check_groups(config.optimizer, parameters)
+    if splits is not None:
+        problems += _check_splits(config, splits)
+    if problems or model is None:
+        raise ConfigError(problems)
+    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
+    facts = _facts(config, engine, model, splits or {})
+    return Subject(model, splits or {}, dataclasses.replace(facts, notes=(*facts.notes, *cache_notes)))
+
+
+def _problems_without_building(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
+    problems: List[Problem] = []
+    if "_target_" not in config.model:
+        problems.append(
+            Problem(
+                "no model: `model._target_` is not set",
+                fix="model._target_=module.Net, or +recipe=mnist",
+                key="model._target_",
+            )
+        )
+    else:
+        problems += check_node(config.model, "model", engine.module)
+    if need_data:
+        problems += check_data(config.data, engine.module)
+    problems += check_loss(config.loss, engine.module)
+    problems += check_optimizer(config.optimizer, engine.module)
+    problems += check_schedule(config.schedule, engine.module)
+    problems += check_metrics(config.metrics, engine.module)
+    problems += check_monitor("monitor", config.monitor, config.metrics)
+    problems += check_monitor("checkpoint.best", config.checkpoint.best, config.metrics)
+    problems += check_loader(config.loader)
+    return problems
+
+
+def _collect(action: Callable[[], Any], problems: List[Problem]) -> Optional[Any]:
+    try:
+        return action()
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _make_model(config: RunConfig, engine: Engine, on_paper: bool) -> nn.Module:
+    if on_paper:
+        outline = meta_model(config)
+        if sum(parameter.numel() for parameter in outline.parameters()) > _LARGEST_MADE_TO_PLAN:
+            return outline
+    with seeded(config.seed):
+        model = make(config.model, "model", engine_module=engine.module)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "`model._target_` gives no torch.nn.Module",
+            seen=f"an object of type {type(model).__name__}",
+            key="model._target_",
+        )
+    return model
+
+
+def _make_data(config: RunConfig, engine: Engine) -> Dict[str, Any]:
+    with seeded(config.seed):
+        return make_splits(config.data, engine.module)
+
+
+def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]:
+    problems = [
+        Problem(f"the split `{name}` of the data is empty", seen="0 samples", fix="check `data`", key="data")
+        for name, data in splits.items()
+        if length_of(data) == 0
+    ]
+    try:
+        split_for_eval(splits, config.eval.split)
+    except ConfigError as error:
+        problems += error.problems
+    stream = is_stream(splits["train"])
+    if stream and (config.loader.sampler or config.loader.batch_sampler):
+        problems.append(
+            Problem("`loader`: an iterable data set has no sampler", fix="leave loader.sampler out", key="loader")
+        )
+    if not stream and config.loader.collate is None:
+        with seeded(config.seed):
+            problems += check_sample(first_item(splits["train"]))
+    return problems
+
+
+def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any]) -> Facts:
+    train_samples = None
+    first_sample = None
+    if "train" in splits:
+        train_samples = samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
+        if not is_stream(splits["train"]):
+            first_sample = splits["train"]
+    parts = structure(model)
+    walk, failure = None, ""
+    if _is_placed(config, engine, model):
+        with seeded(config.seed):  # a sample may be drawn at random
+            sample = None if first_sample is None else first_item(first_sample)
+        walk, failure = walked(config, sample)
+    if walk is not None:
+        parts["own_blocks"] += tuple(walk.blocks)
+        parts["ended_blocks"] = tuple(walk.ended)
+    return Facts(
+        engine=engine.kind,
+        engine_version=engine.version,
+        available_ipus=engine.available_ipus,
+        train_samples=train_samples,
+        split_samples={name: length_of(data) for name, data in splits.items()},
+        eval_split=split_for_eval(splits, config.eval.split) if splits else None,
+        parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        changing_buffers=changing_buffers(model, first_sample, config.loss, config.seed),
+        returns_loss=config.loss.name is None,
+        notes=(*notes_of(*splits.values(), model), *_worker_notes(config, splits), *_trace_notes(failure)),
+        calls=() if walk is None else tuple(walk.calls),
+        operations=0 if walk is None else walk.operations,
+        **parts,
+    )
+
+
+def _is_placed(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
+    """Whether it matters in which order the modules run."""
+    keys = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks", "stages", "phases", "ipus")
+    asked = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in keys)
+    return asked or bool(config.inference.split) or begins_blocks(model, engine.module)
+
+
+def _trace_notes(failure: str) -> Tuple[str, ...]:
+    if not failure:
+        return ()
+    return (f"blocks are checked in the order in which modules are defined: {failure}",)
+
+
+def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
+    if config.loader.workers < 2 or not any(is_stream(data) for data in splits.values()):
+        return ()
+    return (
+        f"each of the {config.loader.workers} workers reads the iterable data set; it has to take its own part by "
+        "torch.utils.data.get_worker_info, or samples come several times",
+    )

@@ -1,0 +1,249 @@
+"""From `_target_` and arguments in a config to Python objects, checked before anything is called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import typing
+from types import ModuleType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+
+from ipurun.config.keys import argument_meant
+from ipurun.errors import ConfigError, Problem
+from ipurun.inspect.locate import innermost_line, locate
+
+__all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "locate", "make"]
+
+_OWN_WORDS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+
+
+def check_arguments(
+    target: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    key: str,
+    given: Sequence[str] = (),
+    positional: int = 0,
+    shown: str = "",
+) -> List[Problem]:
+    """What is wrong with calling a target with these arguments, found without calling it.
+
+    Args:
+        target: A class or function.
+        kwargs: Its arguments as the config has them; words such as ``_target_`` are left out of account.
+        key: The config key of the arguments, for messages.
+        given: Names of arguments that ipurun itself will add.
+        positional: How many leading arguments ipurun itself will pass by position.
+        shown: What to call the target in messages; its own name unless given.
+    """
+    parameters = _parameters(target)
+    if parameters is None:
+        return []
+    by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    leading = [name for name, parameter in parameters.items() if parameter.kind in by_position]
+    filled = set(leading[: positional + len(kwargs.get("_args_", ()))]) | set(given)
+    takes_any = _takes_any(parameters) or _is_wrapped_by_one_that_takes_any(target)
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    problems = []
+    shown = shown or _name_of(target)
+    wanted = arguments_of(kwargs)
+    for name in wanted:
+        if name not in named and not takes_any:
+            free = [known for known in named if known not in filled]
+            problems.append(_unknown_argument(shown, str(name), wanted[name], free, key))
+        elif name in filled and name not in given:
+            problems.append(
+                Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}", key=f"{key}.{name}")
+            )
+    if not kwargs.get("_partial_"):
+        missing = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is inspect.Parameter.empty
+            and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            and name not in wanted
+            and name not in filled
+        ]
+        problems += [
+            Problem(
+                f"`{key}`: {shown} needs the argument `{name}`",
+                seen=", ".join(str(n) for n in wanted) or "no arguments",
+                fix=f"+{key}.{name}=VALUE",
+                key=key,
+            )
+            for name in missing
+        ]
+    return problems
+
+
+def check_node(
+    node: Mapping[str, Any],
+    key: str,
+    engine_module: Optional[ModuleType] = None,
+    given: Sequence[str] = (),
+    positional: int = 0,
+) -> List[Problem]:
+    """All problems of a node with `_target_`, its nested targets included, without building anything."""
+    problems: List[Problem] = []
+    for name, value in arguments_of(node).items():
+        problems += _check_nested(value, f"{key}.{name}", engine_module)
+    try:
+        target = locate(node["_target_"], f"{key}._target_", engine_module)
+    except ConfigError as error:
+        return list(error.problems) + problems
+    if not callable(target):
+        problems.append(
+            Problem(
+                f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}", key=f"{key}._target_"
+            )
+        )
+        return problems
+    return check_arguments(target, node, key, given, positional, node["_target_"]) + problems
+
+
+def make(
+    node: Mapping[str, Any],
+    key: str,
+    *positional: Any,
+    engine_module: Optional[ModuleType] = None,
+    **extra: Any,
+) -> Any:
+    """Call a node's target with its arguments, nested targets first.
+
+    Args:
+        node: A mapping with ``_target_``.
+        key: Its config key, for messages.
+        *positional: Leading arguments that ipurun adds.
+        engine_module: See `locate`.
+        **extra: Named arguments that ipurun adds; they win.
+
+    Raises:
+        ConfigError: The target cannot be imported, the arguments do not fit, or the call fails.
+    """
+    problems = check_node(node, key, engine_module, tuple(extra), len(positional))
+    if problems:
+        raise ConfigError(problems)
+    target = locate(node["_target_"], f"{key}._target_", engine_module)
+    arguments = {name: _build(value, f"{key}.{name}", engine_module) for name, value in arguments_of(node).items()}
+    arguments.update(extra)
+    leading = (
+        *positional,
+        *(_build(value, f"{key}._args_", engine_module) for value in node.get("_args_", ())),
+    )
+    if node.get("_partial_"):
+        return functools.partial(target, *leading, **arguments)
+    try:
+        return target(*leading, **arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        refused = _refused_argument(error, target, node, key)
+        if refused is not None:
+            raise ConfigError(refused) from error
+        raise ConfigError(
+            f"`{key}`: {node['_target_']} failed when it was made",
+            where=innermost_line(error),
+            seen=f"{type(error).__name__}: {error}",
+            fix="--debug shows the whole traceback",
+            key=key,
+        ) from error
+
+
+def arguments_of(node: Mapping[str, Any]) -> Dict[str, Any]:
+    """A node's arguments without the words that steer its making."""
+    return {name: value for name, value in node.items() if name not in _OWN_WORDS}
+
+
+def first_parameter(target: Callable[..., Any]) -> Optional[str]:
+    """Name of a target's first parameter, None where it has none or does not tell."""
+    parameters = _parameters(target)
+    return next(iter(parameters), None) if parameters else None
+
+
+def _is_target(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def _build(value: Any, key: str, engine_module: Optional[ModuleType]) -> Any:
+    if _is_target(value):
+        return make(value, key, engine_module=engine_module)
+    if isinstance(value, Mapping):
+        return {name: _build(item, f"{key}.{name}", engine_module) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_build(item, f"{key}.{index}", engine_module) for index, item in enumerate(value)]
+    return value
+
+
+def _check_nested(value: Any, key: str, engine_module: Optional[ModuleType]) -> List[Problem]:
+    if _is_target(value):
+        return check_node(value, key, engine_module)
+    if isinstance(value, Mapping):
+        items = [(str(name), item) for name, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return []
+    return [problem for name, item in items for problem in _check_nested(item, f"{key}.{name}", engine_module)]
+
+
+def _parameters(target: Callable[..., Any]) -> Optional[Mapping[str, inspect.Parameter]]:
+    try:
+        if inspect.isclass(target) and target.__new__ in (object.__new__, typing.Generic.__new__):
+            # Before Python 3.9 a generic class (torch's Dataset and Sampler are) shows typing's own signature.
+            if target.__init__ is object.__init__:
+                return {}
+            return dict(list(inspect.signature(target.__init__).parameters.items())[1:])
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):  # some builtins have no signature: the call itself will tell
+        return None
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _is_wrapped_by_one_that_takes_any(target: Callable[..., Any]) -> bool:
+    """Whether a decorator stands before the target that may know more arguments than the signature it shows.
+
+    The configs of transformers are such classes: they keep whatever else they are given (`num_labels`).
+    """
+    outer = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]  # of the class itself
+    if not hasattr(outer, "__wrapped__"):
+        return False
+    try:
+        return _takes_any(inspect.signature(outer, follow_wrapped=False).parameters)
+    except (TypeError, ValueError):
+        return False
+
+
+def _refused_argument(
+    error: Exception, target: Callable[..., Any], node: Mapping[str, Any], key: str
+) -> Optional[Problem]:
+    """The problem of an argument that only the call itself could refuse, None where it failed in another way."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    wanted = arguments_of(node)
+    if found is None or found.group(1) not in wanted:
+        return None
+    name = found.group(1)
+    known = [known for known in _parameters(target) or {} if known not in wanted]
+    return _unknown_argument(node["_target_"], name, wanted[name], known, key)
+
+
+def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:
+    close = argument_meant(key, name, known)
+    return Problem(
+        f"`{key}.{name}`: {shown} has no argument `{name}`",
+        known=", ".join(known) or "it takes none",
+        fix=f"{key}.{close[0]}={value}" if close else f"~{key}.{name} leaves it out",
+        key=f"{key}.{name}",
+    )
+
+
+def _name_of(target: Any) -> str:
+    name = getattr(target, "__qualname__", None) or repr(target)
+    module = getattr(target, "__module__", None)
+    return f"{module}.{name}" if module and module != "builtins" else str(name)

@@ -1,0 +1,274 @@
+"""Metrics, computed on the host from what the device returns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+import torch
+
+__all__ = [
+    "BUILT_IN",
+    "F1",
+    "Accuracy",
+    "BinaryAccuracy",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "Metric",
+    "MetricSet",
+    "Perplexity",
+    "RootMeanSquaredError",
+    "TopKAccuracy",
+]
+
+
+class Metric:
+    """A sum over samples and a count, from which `compute` makes the value.
+
+    Subclasses define `measure`; state that is more than one sum overrides `reset`, `update` and `compute`.
+    """
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.total, self.count = 0.0, 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Take in one batch."""
+        total, count = self.measure(outputs, targets)
+        self.total += float(total)
+        self.count += int(count)
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        """The sum over a batch, and of how many items."""
+        raise NotImplementedError
+
+    def compute(self) -> float:
+        """The value over everything taken in."""
+        return self.total / self.count if self.count else math.nan
+
+
+class Accuracy(Metric):
+    """Share of targets whose class has the largest score.
+
+    Scores are ``[N, C, ...]`` for targets ``[N, ...]``, or ``[N, ..., C]`` where only that fits (language models).
+
+    Args:
+        ignore_index: Targets of this value do not count.
+    """
+
+    def __init__(self, ignore_index: Optional[int] = None) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        scores, classes = _flat_scores(outputs, targets, self.ignore_index)
+        return (scores.argmax(dim=1) == classes).sum().item(), classes.numel()
+
+
+class TopKAccuracy(Accuracy):
+    """Share of targets whose class is among the ``k`` largest scores."""
+
+    def __init__(self, k: int = 5, ignore_index: Optional[int] = None) -> None:
+        super().__init__(ignore_index)
+        self.k = k
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        scores, classes = _flat_scores(outputs, targets, self.ignore_index)
+        best = scores.topk(min(self.k, scores.shape[1]), dim=1).indices
+        return (best == classes.unsqueeze(1)).any(dim=1).sum().item(), classes.numel()
+
+
+class BinaryAccuracy(Metric):
+    """Share of targets 0 or 1 that a score at or above the threshold gets right.
+
+    Args:
+        threshold: 0 for logits, 0.5 for probabilities.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        predicted = outputs.float().reshape(-1) >= self.threshold
+        return (predicted == (targets.reshape(-1) > 0.5)).sum().item(), targets.numel()
+
+
+class MeanSquaredError(Metric):
+    """Mean of squared differences over all elements."""
+
+    higher_is_better = False
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        difference = _difference(outputs, targets)
+        return difference.square().sum().item(), difference.numel()
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """Square root of the mean of squared differences."""
+
+    def compute(self) -> float:
+        return math.sqrt(super().compute())
+
+
+class MeanAbsoluteError(Metric):
+    """Mean of absolute differences over all elements."""
+
+    higher_is_better = False
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        difference = _difference(outputs, targets)
+        return difference.abs().sum().item(), difference.numel()
+
+
+class Perplexity(Metric):
+    """Exponential of the mean cross-entropy per target."""
+
+    higher_is_better = False
+
+    def __init__(self, ignore_index: Optional[int] = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        scores, classes = _flat_scores(outputs, targets, self.ignore_index)
+        if not classes.numel():
+            return 0.0, 0
+        return torch.nn.functional.cross_entropy(scores, classes, reduction="sum").item(), classes.numel()
+
+    def compute(self) -> float:
+        mean = super().compute()
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+class F1(Metric):
+    """F1 score averaged over the classes that occur (macro average)."""
+
+    def __init__(self, ignore_index: Optional[int] = None) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self._counts: Dict[int, List[int]] = {}
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._counts = {}
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Take in one batch."""
+        scores, classes = _flat_scores(outputs, targets, self.ignore_index)
+        predicted = scores.argmax(dim=1)
+        for number in torch.cat([predicted, classes]).unique().tolist():
+            hits = int(((predicted == number) & (classes == number)).sum())
+            seen = self._counts.setdefault(number, [0, 0, 0])
+            seen[0] += hits
+            seen[1] += int((predicted == number).sum())
+            seen[2] += int((classes == number).sum())
+
+    def compute(self) -> float:
+        """The value over everything taken in."""
+        scores = [2 * hits / (predicted + actual) for hits, predicted, actual in self._counts.values()]
+        return sum(scores) / len(scores) if scores else math.nan
+
+
+BUILT_IN: Mapping[str, type] = {
+    "accuracy": Accuracy,
+    "top_k_accuracy": TopKAccuracy,
+    "top5": TopKAccuracy,
+    "binary_accuracy": BinaryAccuracy,
+    "f1": F1,
+    "mse": MeanSquaredError,
+    "rmse": RootMeanSquaredError,
+    "mae": MeanAbsoluteError,
+    "perplexity": Perplexity,
+}
+
+
+class MeanOf(Metric):
+    """A plain function of (outputs, targets), averaged over batches by their rows."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], higher_is_better: bool = True) -> None:
+        super().__init__()
+        self.function = function
+        self.higher_is_better = higher_is_better
+
+    def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
+        rows = len(outputs) if isinstance(outputs, torch.Tensor) and outputs.dim() else 1
+        return float(self.function(outputs, targets)) * rows, rows
+
+
+class MetricSet:
+    """Named metrics that are reset, fed and read together.
+
+    Args:
+        metrics: Name -> an object with ``reset``, ``update(outputs, targets)`` and ``compute``, as in torchmetrics.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self._metrics = dict(metrics)
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Take in one batch; half precision is computed in float32, as CPUs want it."""
+        if isinstance(outputs, torch.Tensor) and outputs.is_floating_point():
+            outputs = outputs.float()
+        for metric in self._metrics.values():
+            metric.update(outputs, targets)
+
+    def compute(self) -> Dict[str, float]:
+        """Name -> value. A metric that gives a mapping is spread out as ``name/key``."""
+        values: Dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            if isinstance(value, Mapping):
+                values.update({f"{name}/{key}": float(item) for key, item in value.items()})
+            else:
+                values[name] = float(value)
+        return values
+
+    def higher_is_better(self, name: str) -> bool:
+        """Direction of a metric; without a word from the metric itself, more is better, except for the loss."""
+        metric = self._metrics.get(name)
+        declared = getattr(metric, "higher_is_better", None)
+        return bool(declared) if declared is not None else name != "loss"
+
+
+def _flat_scores(
+    outputs: torch.Tensor, targets: torch.Tensor, ignore_index: Optional[int]
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Scores as [items, classes] and targets as [items], the ignored ones left out."""
+    if targets.dim() == outputs.dim() and targets.shape == outputs.shape and targets.is_floating_point():
+        targets = targets.argmax(dim=1)  # class probabilities, one-hot or smoothed
+    if outputs.dim() == targets.dim() + 1:
+        if outputs.shape[:1] + outputs.shape[2:] == targets.shape:
+            outputs = outputs.movedim(1, -1)
+        elif outputs.shape[:-1] != targets.shape:
+            raise ValueError(f"scores of shape {tuple(outputs.shape)} do not fit targets of {tuple(targets.shape)}")
+        scores = outputs.reshape(-1, outputs.shape[-1])
+    elif outputs.dim() == 2 and targets.numel() == outputs.shape[0]:
+        scores = outputs
+    else:
+        raise ValueError(f"scores of shape {tuple(outputs.shape)} do not fit targets of {tuple(targets.shape)}")
+    classes = targets.reshape(-1).long()
+    if ignore_index is None:
+        return scores, classes
+    counted = classes != ignore_index
+    return scores[counted], classes[counted]
+
+
+def _difference(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if outputs.numel() != targets.numel():
+        raise ValueError(f"outputs of shape {tuple(outputs.shape)} do not fit targets of {tuple(targets.shape)}")
+    return outputs.double() - targets.double().reshape(outputs.shape)

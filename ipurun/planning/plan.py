@@ -1,0 +1,149 @@
+"""The plan of a run: every number and every PopTorch call that follows from a config.
+
+Plain frozen data. Nothing here needs torch or an engine, so a plan can be made, shown and stored anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping, Optional, Tuple
+
+from ipurun.api.calls import Call
+from ipurun.inspect.facts import EndedBlock, OwnBlock
+
+__all__ = ["Batch", "Devices", "EvalPass", "ParameterGroup", "Placement", "Plan", "Serialized", "Steps"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """IPUs, and how they are shared out."""
+
+    total: int
+    per_replica: int
+    replicas: int
+    idle: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch arithmetic of one mode (training or inference)."""
+
+    micro_batch_size: int
+    device_iterations: int
+    gradient_accumulation: int
+    replicas: int
+    input_group_size: int = 1
+
+    @property
+    def distinct_replicas(self) -> int:
+        """Replicas that read data of their own."""
+        return self.replicas // self.input_group_size
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples that feed one weight update (the global batch)."""
+        return self.micro_batch_size * self.gradient_accumulation * self.distinct_replicas
+
+    @property
+    def samples_per_call(self) -> int:
+        """Samples that one host call consumes (PopTorch's combined batch)."""
+        return self.samples_per_update * self.device_iterations
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How long training lasts, in weight updates and in host calls; None where the data has no length."""
+
+    total_updates: Optional[int]
+    total_calls: Optional[int]
+    calls_per_epoch: Optional[int]
+    updates_per_epoch: Optional[int]
+    epochs: Optional[float]
+    dropped_samples: Optional[int]  # per epoch
+    save_every_calls: Optional[int]  # from checkpoint.every_steps; saving by epoch is the loop's
+    eval_every_calls: Optional[int]  # from eval.every_steps, likewise
+    log_every_calls: int
+
+
+@dataclass(frozen=True)
+class EvalPass:
+    """One evaluation of a split; None where the split has no length."""
+
+    split: str
+    samples: Optional[int]
+    host_calls: Optional[int]
+    padded_samples: Optional[int]  # copies that fill the last host call and are left out of every number
+    dropped_samples: Optional[int]  # left out by eval.max_samples
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a module begins a block; an empty module name is the model itself."""
+
+    module: str
+    ipu: int
+    block_id: str
+    origin: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Serialized:
+    """A matmul or an embedding that is done in parts, one after another.
+
+    Args:
+        module: Name of a linear layer or an embedding.
+        factor: Number of parts.
+        mode: Dimension of a matmul that is cut: ``input_channels``, ``reducing_dim`` or ``output_channels``; ``rows``
+            for an embedding, whose table is cut.
+        keep_precision: Whether partial sums keep the precision of the inputs (poptorch.serializedMatMul).
+    """
+
+    module: str
+    factor: int
+    mode: str
+    keep_precision: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with optimizer values of their own: those whose name fits one of the patterns."""
+
+    match: Tuple[str, ...]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that will happen, and nothing that has happened yet."""
+
+    name: str
+    engine: str
+    engine_version: str
+    devices: Devices
+    training: Batch
+    inference: Batch
+    steps: Steps
+    precision: str  # normalised: 32.32, 16.32 or 16.16
+    output_mode: str  # final, all, sum or every_n
+    training_options: Tuple[Call, ...]
+    inference_options: Tuple[Call, ...]
+    placements: Tuple[Placement, ...]
+    inference_placements: Tuple[Placement, ...]
+    optimizer: Call
+    environment: Mapping[str, str]  # variables to set before the engine is imported
+    cache_dir: Optional[str]
+    profile_dir: Optional[str]
+    parameters: int
+    notes: Tuple[str, ...]  # decisions to know of: rounding, dropped samples, broadcastBuffers(False)
+    evaluation: Optional[EvalPass] = None  # None where the data has no split for it
+    parameter_groups: Tuple[ParameterGroup, ...] = ()
+    recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
+    module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved
+    stages: int = 1  # forward stages of training: 1 + switches between IPUs
+    inference_stages: int = 1
+    own_blocks: Tuple[OwnBlock, ...] = ()  # begun by the model's code, and kept
+    ended_blocks: Tuple[EndedBlock, ...] = ()  # ended by it, and begun again for what ipurun puts behind modules
+    serialized: Tuple[Serialized, ...] = ()
+    module_proportions: Mapping[str, float] = field(default_factory=dict)  # linear layer, convolution -> tile memory
+    overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
+    is_left_whole: bool = False  # where no split fits, a plan shows the model on one IPU

@@ -1,0 +1,147 @@
+"""The repeated layers of a model: where they are, and how many of them each IPU gets."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ipurun.config.patterns import find_module, is_pattern, match_modules
+from ipurun.errors import Findings, listing
+from ipurun.inspect.facts import Facts
+
+__all__ = ["find_layers", "is_minor", "is_within", "named_layers", "outermost", "share_layers", "stacks"]
+
+_REST = -1
+_CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")
+# Modules that compute next to nothing: a head does not begin at one of them.
+_MINOR = ("norm", "drop", "identity", "relu", "gelu", "silu", "tanh", "activation", "flatten", "pool")
+
+
+def is_within(name: str, outer: str) -> bool:
+    """Whether a module is another one, or lies in it; "" is the model itself."""
+    return not outer or name == outer or name.startswith(outer + ".")
+
+
+def outermost(names: Sequence[str]) -> List[str]:
+    """Names that lie in none of the others, in their order."""
+    return [name for name in names if not any(other != name and is_within(name, other) for other in names)]
+
+
+def is_minor(name: str, kinds: Mapping[str, str]) -> bool:
+    """Whether a module is a normalisation, a dropout or the like."""
+    kind = kinds.get(name, "").lower()
+    return any(word in kind for word in _MINOR) and "pooler" not in kind
+
+
+def stacks(facts: Facts) -> Dict[str, List[str]]:
+    """Modules that hold nothing but layers of one class, each with its layers; those inside a layer are left out."""
+    children: Dict[str, List[str]] = {}
+    for name in facts.module_names:
+        children.setdefault(name.rpartition(".")[0], []).append(name)
+    found = {
+        name: layers
+        for name, layers in children.items()
+        if len(layers) > 1
+        and len({facts.module_kinds.get(layer, layer) for layer in layers}) == 1
+        and all(layer in children for layer in layers)
+        # Two parts of a network may both be a Sequential and have nothing else in common.
+        and (facts.module_kinds.get(name) in _CONTAINERS or facts.module_kinds.get(layers[0]) not in _CONTAINERS)
+    }
+    return {name: found[name] for name in outermost(list(found))}
+
+
+def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -> List[str]:
+    """The layers that a count by IPU is about, in order.
+
+    Args:
+        names: What `pipeline.layers` says: stacks, layers or patterns; empty: the one obvious stack.
+        facts: The model.
+        key: The key that needs them, for the message.
+        found: Takes a problem where there are none, or several stacks to choose from.
+    """
+    if names:
+        return named_layers(names, facts, found)
+    candidates = sorted(stacks(facts).items(), key=lambda item: -len(item[1]))
+    if len(candidates) == 1 or (len(candidates) > 1 and len(candidates[0][1]) >= 2 * len(candidates[1][1])):
+        return candidates[0][1]
+    if candidates:
+        found.problem(
+            f"`{key}` counts layers, and the model has several stacks of them",
+            known=listing([f"{name or 'the model'} ({len(layers)})" for name, layers in candidates]),
+            fix=f"pipeline.layers={candidates[0][0]}, or pipeline.layers=[{','.join(stacks(facts))}] for all",
+            key=key,
+        )
+    else:
+        found.problem(
+            f"`{key}` counts layers, and the model has no stack of layers of one class",
+            known=listing([name for name in facts.module_names if "." not in name]),
+            fix="pipeline.layers=[MODULE, ...], or pipeline.split=[MODULE, ...]",
+            key=key,
+        )
+    return []
+
+
+def named_layers(names: Sequence[str], facts: Facts, found: Findings) -> List[str]:
+    """Layers by name: a stack stands for what it holds, any other module for itself."""
+    layers: List[str] = []
+    for name in names:
+        if is_pattern(name):
+            matched: Sequence[str] = outermost(match_modules(name, "pipeline.layers", facts.module_names, found))
+        else:
+            module = find_module(name, "pipeline.layers", facts.module_names, found)
+            matched = [] if module is None else _layers_of(module, facts)
+        layers += [layer for layer in matched if layer not in layers]
+    return layers
+
+
+def _layers_of(module: str, facts: Facts) -> List[str]:
+    inside = [name for name in facts.module_names if name.rpartition(".")[0] == module]
+    kinds = {facts.module_kinds.get(name, name) for name in inside}
+    container = facts.module_kinds.get(module) in _CONTAINERS
+    return inside if inside and (container or (len(inside) > 1 and len(kinds) == 1)) else [module]
+
+
+def share_layers(counts: Sequence[int], layers: int, ipus: Optional[int], key: str, found: Findings) -> Tuple[int, ...]:
+    """Layers on each IPU, with -1 replaced by an even share of what is left; empty where that is not possible.
+
+    Of layers that cannot be shared out evenly the later IPUs get one more: the earlier ones keep more activations.
+    """
+    listed = list(counts)
+    if listed == [_REST] and ipus:
+        listed = [_REST] * ipus
+    if ipus and len(listed) != ipus:
+        found.problem(
+            f"`{key}` has {len(listed)} entries for `pipeline.ipus={ipus}`",
+            seen=str(listed),
+            fix="pipeline.ipus=null",
+            key=key,
+        )
+        return ()
+    if any(isinstance(count, bool) or count < _REST for count in listed):
+        found.problem(f"`{key}` takes numbers of layers, or -1", seen=str(listed), fix=f"{key}=[0,-1]", key=key)
+        return ()
+    left = layers - sum(count for count in listed if count != _REST)
+    open_places = [index for index, count in enumerate(listed) if count == _REST]
+    if left < 0 or (left and not open_places):
+        placed = layers - left
+        found.problem(
+            f"`{key}` places {placed} layers, and the model has {layers}",
+            seen=str(listed),
+            fix=f"{key}={_even(layers, len(listed), listed[0] == 0)}, or -1 for one of them",
+            key=key,
+        )
+        return ()
+    for place, share in zip(open_places, _shares(left, len(open_places))):
+        listed[place] = share
+    return tuple(listed)
+
+
+def _shares(total: int, parts: int) -> List[int]:
+    if not parts:
+        return []
+    share, more = divmod(total, parts)
+    return [share] * (parts - more) + [share + 1] * more
+
+
+def _even(layers: int, ipus: int, empty_first: bool) -> str:
+    parts = [0, *_shares(layers, ipus - 1)] if empty_first and ipus > 1 else _shares(layers, ipus)
+    return "[" + ",".join(map(str, parts)) + "]"

@@ -1,0 +1,130 @@
+"""How long training lasts: epochs and weight updates, rounded to whole host calls."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from ipurun.config.schema import RunConfig
+from ipurun.errors import Findings
+from ipurun.inspect.facts import Facts
+from ipurun.planning.plan import Batch, EvalPass, Steps
+
+__all__ = ["count_evaluation", "count_steps"]
+
+
+def count_steps(config: RunConfig, batch: Batch, samples: Optional[int], found: Findings) -> Steps:
+    """Weight updates, host calls and dropped samples.
+
+    Args:
+        config: Epochs, step limits and intervals.
+        batch: The batch arithmetic of training.
+        samples: Length of the training set; None for a stream.
+        found: Takes problems and notes on rounding.
+    """
+    per_epoch = None if samples is None else _calls_per_epoch(config, batch, samples, found)
+    dropped = None if samples is None or per_epoch is None else samples - per_epoch * batch.samples_per_call
+    if dropped and per_epoch:
+        found.note(
+            f"{dropped} of {samples} samples are dropped each epoch: they do not fill a host call of "
+            f"{batch.samples_per_call} samples"
+        )
+    calls = _total_calls(config, batch, per_epoch, found)
+    updates = batch.device_iterations
+    return Steps(
+        total_updates=None if calls is None else calls * updates,
+        total_calls=calls,
+        calls_per_epoch=per_epoch,
+        updates_per_epoch=None if per_epoch is None else per_epoch * updates,
+        epochs=None if calls is None or not per_epoch else calls / per_epoch,
+        dropped_samples=dropped,
+        save_every_calls=_interval(config.checkpoint.every_steps, "checkpoint.every_steps", batch, found),
+        eval_every_calls=_interval(config.eval.every_steps, "eval.every_steps", batch, found),
+        log_every_calls=_log_interval(config.log_every_steps, batch, found),
+    )
+
+
+def count_evaluation(config: RunConfig, batch: Batch, facts: Facts) -> Optional[EvalPass]:
+    """Host calls, padding and dropped samples of one evaluation, None without a split to evaluate on.
+
+    Args:
+        config: Says how many samples to use at most.
+        batch: The batch arithmetic of inference.
+        facts: Name and length of the split.
+    """
+    if facts.eval_split is None:
+        return None
+    length = facts.split_samples.get(facts.eval_split)
+    if length is None:
+        return EvalPass(facts.eval_split, None, None, None, None)
+    samples = length if config.eval.max_samples is None else min(length, config.eval.max_samples)
+    calls = -(-samples // batch.samples_per_call)
+    padded = calls * batch.samples_per_call - samples
+    return EvalPass(facts.eval_split, samples, calls, padded, length - samples)
+
+
+def _calls_per_epoch(config: RunConfig, batch: Batch, samples: int, found: Findings) -> int:
+    calls, rest = divmod(samples, batch.samples_per_call)
+    equation = (
+        f"micro_batch_size {batch.micro_batch_size} x device_iterations {batch.device_iterations} x "
+        f"gradient_accumulation {batch.gradient_accumulation} x {batch.distinct_replicas} replicas = "
+        f"{batch.samples_per_call} samples per host call"
+    )
+    if samples == 0:
+        found.problem("the training set is empty", seen="0 samples", fix="check `data`, or data=synthetic")
+    elif calls == 0:
+        found.problem(
+            "one host call takes more samples than the training set has",
+            seen=f"{equation}; the training set has {samples}",
+            fix=_smaller(batch, samples),
+        )
+    elif rest and not config.loader.drop_last:
+        found.problem(
+            "`loader.drop_last=false` leaves a last host call that is not full, and the device runs full ones only",
+            seen=f"{samples} samples, {equation}, {rest} left over",
+            fix="loader.drop_last=true, or sizes whose product divides the training set",
+            key="loader.drop_last",
+        )
+    return calls
+
+
+def _smaller(batch: Batch, samples: int) -> str:
+    """The largest change of one key that leaves at least one host call; else the keys to look at."""
+    others = batch.samples_per_call // batch.device_iterations
+    if samples >= others:
+        return f"device_iterations={samples // others}"
+    others = batch.samples_per_call // batch.gradient_accumulation
+    if batch.gradient_accumulation > 1 and samples >= others:
+        return f"gradient_accumulation={samples // others}"
+    others = batch.samples_per_call // batch.micro_batch_size
+    if samples >= others:
+        return f"micro_batch_size={samples // others}"
+    return "device_iterations=1 with a smaller micro_batch_size, gradient_accumulation or devices"
+
+
+def _total_calls(config: RunConfig, batch: Batch, per_epoch: Optional[int], found: Findings) -> Optional[int]:
+    by_epochs = None
+    if per_epoch is not None and (config.epochs is not None or config.max_steps is None):
+        by_epochs = per_epoch * (1 if config.epochs is None else config.epochs)
+    if config.max_steps is None:
+        return by_epochs
+    calls = _whole_calls(config.max_steps, "max_steps", batch, found)
+    return calls if by_epochs is None else min(calls, by_epochs)
+
+
+def _interval(steps: Optional[int], key: str, batch: Batch, found: Findings) -> Optional[int]:
+    return None if steps is None else _whole_calls(steps, key, batch, found)
+
+
+def _log_interval(steps: int, batch: Batch, found: Findings) -> int:
+    # The default of 1 means "every host call" and is no wish that rounding could disappoint.
+    return 1 if steps == 1 else _whole_calls(steps, "log_every_steps", batch, found)
+
+
+def _whole_calls(steps: int, key: str, batch: Batch, found: Findings) -> int:
+    calls = max(-(-steps // batch.device_iterations), 1)
+    if calls * batch.device_iterations != steps:
+        found.note(
+            f"{key}={steps} is rounded up to {calls * batch.device_iterations}: a host call makes "
+            f"{batch.device_iterations} weight updates"
+        )
+    return calls

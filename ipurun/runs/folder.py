@@ -1,0 +1,298 @@
+"""The folder of one run: where its files are, how it is made, and how the newest one is found."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Union
+from ipurun.errors import ConfigError, Problem
+from ipurun.log.plan_text import plan_lines
+from ipurun.runs.provenance import git_diff, git_state, versions
+
+if TYPE_CHECKING:
+    from ipurun.config.compose import Point
+    from ipurun.config.schema import RunConfig
+    from ipurun.engine import Engine
+    from ipurun.planning.plan import Plan
+
+__all__ = ["RunFolder", "check_writable", "find_latest", "new_folder", "timestamp"]
+
+class RunFolder:
+    """The files of one run. `create` makes a new folder, `open` takes one that exists.
+
+    Args:
+        path: The folder, relative or absolute, as the user would type it.
+    """
+
+    def __init__(self, path: Union[str, Path]) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def overrides_file(self) -> Path:
+        """What was typed, one override a line of a YAML list."""
+        return self.path / "overrides.yaml"
+
+    @property
+    def origins_file(self) -> Path:
+        """The keys that were typed or written, with where, as a YAML mapping."""
+        return self.path / "origins.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan as `ipurun plan` prints it."""
+        return self.path / "plan.txt"
+
+    @property
+    def env_file(self) -> Path:
+        """Versions, machine and git state."""
+        return self.path / "env.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object a line: training and evaluation metrics."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_file(self) -> Path:
+        """Everything that was said, and the tracebacks that the terminal did not show."""
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def summary_file(self) -> Path:
+        """How the run ended."""
+        return self.path / "summary.json"
+
+    @classmethod
+    def create(cls, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> RunFolder:
+        """Makes a new folder and writes down what is going to run.
+
+        Args:
+            config: The resolved config.
+            point: Where the config came from; its `run_dir` overrides runs/<name>/<timestamp>.
+            plan: The plan, stored as text.
+            engine: The engine, for its version.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
+        wanted = Path(point.run_dir) if point.run_dir else Path(config.runs_dir) / slug(plan.name) / timestamp()
+        folder = cls(new_folder(wanted))
+        folder.checkpoints.mkdir()
+        folder.describe(config, point, plan, engine)
+        return folder
+
+    def describe(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> None:
+        """Writes down what is going to run; a resumed run may have other keys than when it began."""
+        from ipurun.config.compose import to_yaml
+
+        # `resume` is how this process began, not what the run is: a stored run never points at another.
+        self.config_file.write_text(to_yaml(replace(config, resume=None)), encoding="utf-8")
+        words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
+        self.overrides_file.write_text(_yaml(words), encoding="utf-8")
+        if point.given is not None:
+            self.origins_file.write_text(_yaml(dict(point.given)), encoding="utf-8")
+        self.plan_file.write_text("\n".join(plan_lines(plan)) + "\n", encoding="utf-8")
+        self.env_file.write_text(json.dumps(_environment(engine), indent=2) + "\n", encoding="utf-8")
+        difference = git_diff()
+        if difference:
+            (self.path / "git.diff").write_text(difference, encoding="utf-8")
+
+    @contextmanager
+    def described_as(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> Iterator[None]:
+        """Describes the run anew for what happens inside; if that fails before it saved, the old description is back.
+
+        Without its own config a run could not be evaluated or resumed any more: resuming it with another model must
+        not take that away.
+        """
+        files = (self.config_file, self.overrides_file, self.origins_file, self.plan_file, self.env_file)
+        before = {path: path.read_bytes() for path in files if path.is_file()}
+        saved = set(self.checkpoints.glob("*.json"))
+        self.describe(config, point, plan, engine)
+        try:
+            yield
+        except BaseException:
+            if set(self.checkpoints.glob("*.json")) == saved:
+                for path in files:
+                    if path in before:
+                        path.write_bytes(before[path])
+                    elif path.is_file():
+                        path.unlink()
+            raise
+
+    @classmethod
+    def open(cls, path: Union[str, Path]) -> RunFolder:
+        """Takes an existing run folder.
+
+        Raises:
+            ConfigError: There is no run in it.
+        """
+        folder = cls(path)
+        if folder.config_file.is_file():
+            return folder
+        what = f"`{path}` is not a run folder"
+        seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
+        parent = folder.path.parent
+        runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
+        raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
+
+    def overrides(self) -> List[str]:
+        """What was typed to start this run."""
+        from omegaconf import OmegaConf
+
+        if not self.overrides_file.is_file():
+            return []
+        return [str(item) for item in OmegaConf.load(self.overrides_file)]
+
+    def origins(self) -> Optional[Dict[str, str]]:
+        """The keys that were set when this run started, with where; None in a run folder of the first edition.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
+        import yaml
+
+        if not self.origins_file.is_file():
+            return None
+        try:
+            stored = yaml.safe_load(self.origins_file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            stored = None
+        if not isinstance(stored, dict):
+            fix = "delete it: keys that differ from their defaults then count as set"
+            raise ConfigError("not a YAML mapping of keys", str(self.origins_file), fix=fix)
+        return {str(key): str(origin) for key, origin in stored.items()}
+
+    def summary(self) -> Dict[str, Any]:
+        """How the run ended; empty while it runs or when it was killed."""
+        try:
+            return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {}
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Stores how the run ended, whole or not at all."""
+        partial = self.summary_file.with_suffix(".json.partial")
+        partial.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(partial, self.summary_file)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its planned end."""
+        return self.summary().get("status") == "done"
+
+    def discard(self) -> None:
+        """Removes the folder, and the folders above it that it alone was in."""
+        shutil.rmtree(self.path)
+        for parent in list(self.path.parents)[:2]:
+            if parent == Path() or any(parent.iterdir()):
+                return
+            parent.rmdir()
+
+    def log(self, text: str) -> None:
+        """Appends lines to the log."""
+        with self.log_file.open("a", encoding="utf-8") as stream:
+            stream.write(text.rstrip("\n") + "\n")
+
+
+def find_latest(runs_dir: Union[str, Path], name: str, unfinished_only: bool = True) -> Optional[RunFolder]:
+    """The newest run of a name, for ``resume=auto``.
+
+    Args:
+        runs_dir: The folder of all runs.
+        name: The name of the run.
+        unfinished_only: Pass over runs that came to their planned end.
+    """
+    candidates = [RunFolder(file.parent) for file in (Path(runs_dir) / slug(name)).glob("*/config.yaml")]
+    candidates.sort(key=lambda folder: (folder.config_file.stat().st_mtime_ns, folder.path.name))
+    for folder in reversed(candidates):
+        if not (unfinished_only and folder.finished):
+            return folder
+    return None
+
+
+def timestamp() -> str:
+    """The local time as a folder name that sorts."""
+    return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def slug(name: str) -> str:
+    """A run's name as one folder name."""
+    return re.sub(r"[^\w.+=,@-]+", "_", name).strip(".") or "run"
+
+
+def new_folder(wanted: Path) -> Path:
+    """Makes a folder that did not exist: the wanted name, or the name with -2, -3, ... behind it.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    number = 1
+    while True:
+        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not path.is_dir():
+                raise ConfigError(_unwritable(wanted, f"{path} is a file")) from None
+            number += 1
+        except OSError as err:
+            raise ConfigError(_unwritable(wanted, str(err))) from err
+
+
+def check_writable(runs_dir: Union[str, Path]) -> List[Problem]:
+    """What would keep a run folder from being made, found without making anything."""
+    if not str(runs_dir):
+        return [
+            Problem("`runs_dir` is empty", fix="runs_dir=runs, or runs_dir=. for the working folder", key="runs_dir")
+        ]
+    wanted = Path(runs_dir)
+    existing = wanted.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return [_unwritable(wanted, f"{existing} is not a folder")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [_unwritable(wanted, f"no permission to write in {existing}")]
+    return []
+
+
+def _unwritable(wanted: Path, seen: str) -> Problem:
+    return Problem(
+        f"the run folder `{wanted}` cannot be made",
+        seen=seen,
+        fix="runs_dir=<a folder you can write to>",
+    )
+
+
+def _environment(engine: Engine) -> Dict[str, Any]:
+    return {
+        "engine": {"kind": engine.kind, "version": engine.version, "available_ipus": engine.available_ipus},
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, default_flow_style=False, allow_unicode=True))

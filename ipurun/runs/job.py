@@ -1,0 +1,208 @@
+"""One training run from a prepared point to its summary: folder, observers, loop, and what is left behind.
+
+`ipurun train` runs it in its own process, a sweep in one process a point; both see the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import shutil
+import traceback
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Callable, List, Optional, Sequence
+from ipurun.build import Run, build_run
+from ipurun.inspect.targets import check_node, make
+from ipurun.checkpoint import Checkpoint, latest
+from ipurun.config.compose import Point
+from ipurun.errors import ConfigError, IpurunError, Problem, RunError
+from ipurun.log.console import console_for
+from ipurun.log.jsonl import JsonlLogger
+from ipurun.log.screen import PlainScreen, Screen
+from ipurun.runs.prepare import Prepared, prepare
+from ipurun.runs.folder import RunFolder, check_writable, find_latest
+from ipurun.training.events import Observer, Summary
+from ipurun.training.loop import train
+
+__all__ = ["Finished", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended by itself, or that was interrupted and has saved."""
+
+    folder: RunFolder
+    summary: Summary
+    higher_is_better: bool  # of the monitored metric
+
+
+def prepare_job(point: Point, in_sweep: bool = False, checks_only: bool = False) -> Prepared:
+    """Prepares a point, and checks what only a run needs: its loggers, its folder, what it goes on from.
+
+    Args:
+        point: The point.
+        in_sweep: Whether `resume` names a sweep, which is not this point's to check.
+        checks_only: Whether it will not be run: a large model is then made without memory for its weights.
+
+    Raises:
+        ConfigError: With all problems.
+    """
+    problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
+    if not in_sweep:
+        try:
+            resumed_folder(point)
+        except ConfigError as error:
+            problems += error.problems
+    try:
+        prepared = prepare(point, checks_only=checks_only)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from error
+    if problems:
+        raise ConfigError(problems)
+    return prepared
+
+
+def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolder] = None) -> Finished:
+    """Trains what was prepared.
+
+    Args:
+        prepared: The point with its engine, model, data and plan.
+        screen: Where the panel, the bars and the summary are shown.
+        resume_folder: An earlier run to go on with, in its own folder.
+
+    Raises:
+        ConfigError: Something about the config that only building shows; no folder is left behind.
+        RunError: The run failed; the traceback is in the log of its folder.
+    """
+    point, plan, engine = prepared.point, prepared.plan, prepared.engine
+    run = build_run(point.config, plan, prepared.subject, engine)
+    described = (point.config, point, plan, engine)
+    folder = resume_folder or RunFolder.create(*described)
+    checkpoint = latest(folder)
+    try:
+        with folder.described_as(*described) if resume_folder else nullcontext():
+            summary = _train_in(folder, prepared, run, screen, checkpoint)
+    except ConfigError:
+        if resume_folder is None:
+            folder.discard()
+        raise
+    except OSError as error:  # the log itself: all else that fails inside is told by `_guarded`
+        raise _unwritable(folder, error) from error
+    _bring_profile_home(prepared, folder)
+    if summary.samples or not folder.finished:
+        folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
+    return Finished(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
+
+
+def _train_in(
+    folder: RunFolder, prepared: Prepared, run: Run, screen: Screen, checkpoint: Optional[Checkpoint]
+) -> Summary:
+    point, plan = prepared.point, prepared.plan
+    with closing(folder.log_file.open("a", encoding="utf-8")) as log:
+        consoles = [console_for(plan, screen), console_for(plan, PlainScreen(log))]
+        for console in consoles:
+            console.show_panel(point, plan, str(folder))
+        observers = [*consoles, *_loggers(point, folder)]
+        summary = _guarded(lambda: train(run, folder, observers, resume_from=checkpoint), folder, screen, log)
+        for console in consoles:
+            console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
+    return summary
+
+
+def resumed_folder(point: Point) -> Optional[RunFolder]:
+    """The run that `resume` names, None where there is nothing to go on with.
+
+    Raises:
+        ConfigError: The folder is no run, or has no checkpoint.
+    """
+    resume = point.config.resume
+    if not resume:
+        return None
+    if resume == "auto":
+        folder = find_latest(point.config.runs_dir, point.config.name or "run")
+        return folder if folder is not None and latest(folder) is not None else None
+    folder = RunFolder.open(resume)
+    if latest(folder) is None:
+        raise ConfigError(
+            f"the run `{resume}` has no checkpoint to go on from",
+            where="resume",
+            seen=f"{folder.checkpoints} has none that is whole",
+            fix="leave resume out to start anew",
+            key="resume",
+        )
+    return folder
+
+
+def reproduce_command(point: Point) -> str:
+    """What to type to run the same thing again from its beginning."""
+    words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
+    return shlex.join(["ipurun", "train", *words])
+
+
+def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, log: IO[str]) -> Summary:
+    """Runs the loop; whatever it raises is in the log, with its traceback, before anyone shows it."""
+    try:
+        return action()
+    except BaseException as error:
+        screen.close()
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        with suppress(OSError):  # on a full disk the reason is worth more than its record
+            log.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+            folder.write_summary({"status": status, "reason": _reason(error)})
+        if isinstance(error, (IpurunError, KeyboardInterrupt, SystemExit)):
+            raise
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise _unwritable(folder, error) from error
+        raise RunError(
+            f"the run failed: {_reason(error)}",
+            where=_last_line(error),
+            fix=f"the whole traceback is in {folder.log_file}",
+        ) from error
+
+
+def _unwritable(folder: RunFolder, error: OSError) -> RunError:
+    saved = latest(folder)
+    go_on = f"ipurun train resume={folder}" if saved is not None else "start again"
+    return RunError(
+        f"the run folder `{folder}` cannot be written any more",
+        seen=str(error.strerror or error),
+        fix=f"make room, then {go_on}; runs_dir=FOLDER puts runs elsewhere, checkpoint.keep=1 takes less",
+    )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, IpurunError) and error.problems:
+        return error.problems[0].what
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _logger_problems(point: Point) -> List[Problem]:
+    problems: List[Problem] = []
+    for name, node in point.config.logger.items():
+        problems += check_node(node, f"logger.{name}", given=("folder",))
+    return problems
+
+
+def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
+    loggers: List[Observer] = [JsonlLogger(folder.metrics_file)]
+    for name, node in point.config.logger.items():
+        loggers.append(make(node, f"logger.{name}", folder=folder.path))
+    return loggers
+
+
+def _bring_profile_home(prepared: Prepared, folder: RunFolder) -> None:
+    """Moves the report of a profile out of its stable folder, unless the user chose that folder."""
+    source = prepared.plan.profile_dir
+    if source is None or prepared.point.config.profile.dir is not None or not Path(source).is_dir():
+        return
+    shutil.move(source, str(folder.path / "profile"))

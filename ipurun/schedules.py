@@ -1,0 +1,186 @@
+"""Learning-rate schedules: any of PyTorch's, and warm-up followed by a curve over the whole run."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import math
+from typing import Any, Dict, List, Mapping, Optional
+
+import torch
+from torch.optim import lr_scheduler
+
+__all__ = ["Schedule", "constant", "cosine", "lengths_to_fill", "linear"]
+
+# Parameters of schedulers that mean the length of the run; filled in from the plan where the config is silent.
+_LENGTHS = ("total_steps", "T_max")
+
+
+def cosine(
+    optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
+) -> lr_scheduler.LambdaLR:
+    """Linear warm-up, then half a cosine from the optimizer's learning rate down to a share of it.
+
+    Args:
+        optimizer: Has the full learning rate.
+        total_steps: Weight updates of the whole run; ipurun fills it in.
+        warmup_steps: Weight updates of the warm-up.
+        final_factor: What is left of the learning rate at the end.
+    """
+
+    def factor(done: float) -> float:
+        return final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+
+
+def linear(
+    optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
+) -> lr_scheduler.LambdaLR:
+    """Linear warm-up, then a straight line from the optimizer's learning rate down to a share of it."""
+
+    def factor(done: float) -> float:
+        return 1 - (1 - final_factor) * done
+
+    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+
+
+def constant(optimizer: torch.optim.Optimizer, warmup_steps: int = 0) -> lr_scheduler.LambdaLR:
+    """Linear warm-up, then the optimizer's learning rate."""
+    return _after_warmup(optimizer, warmup_steps + 1, warmup_steps, lambda done: 1.0)
+
+
+def lengths_to_fill(target: Any, given: Mapping[str, Any]) -> List[str]:
+    """Parameters of a scheduler that mean the run's length and that the config leaves open."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return []
+    open_defaults = (inspect.Parameter.empty, None)
+    return [
+        name
+        for name in _LENGTHS
+        if name in parameters
+        and name not in given
+        and parameters[name].default in open_defaults
+        and not ("epochs" in given and "steps_per_epoch" in given)
+    ]
+
+
+class Schedule:
+    """A scheduler driven once per weight update, kept away from the engine's optimizer.
+
+    PyTorch's schedulers replace methods of the optimizer they are given and expect its ``step`` to be called, which
+    PopTorch never does. So they get a stand-in with the same groups, and what they change is copied over.
+
+    Args:
+        optimizer: The optimizer that the engine reads.
+        factory: Makes the scheduler from the stand-in; None leaves everything constant.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factory: Optional[Any] = None) -> None:
+        self._optimizer = optimizer
+        self._stand_in = _StandIn(optimizer)
+        self._scheduler = None if factory is None else factory(self._stand_in)
+        self._copy()
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def waits_for_metric(self) -> bool:
+        """Whether it moves with an evaluation's result instead of with weight updates."""
+        return isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
+
+    def advance(self, updates: int) -> bool:
+        """Go on by so many weight updates; tells whether the optimizer's values changed."""
+        if self._scheduler is None or self.waits_for_metric:
+            return False
+        for _ in range(updates):
+            self._stand_in.step()
+            self._scheduler.step()
+        return self._copy()
+
+    def report(self, value: float) -> bool:
+        """Tell a schedule that waits for a metric its new value; tells whether the optimizer's values changed."""
+        if self._scheduler is None or not self.waits_for_metric:
+            return False
+        self._scheduler.step(value)
+        return self._copy()
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Plain values only; whatever else a scheduler keeps, its constructor makes anew."""
+        if self._scheduler is None:
+            return {}
+        return {"scheduler": _plain_part(self._scheduler.state_dict()), "groups": self._stand_in.values()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken."""
+        if self._scheduler is None or not state:
+            return
+        self._scheduler.load_state_dict(dict(state["scheduler"]))
+        for group, values in zip(self._stand_in.param_groups, state["groups"]):
+            group.update(values)
+        self._copy()
+
+    def _copy(self) -> bool:
+        changed = False
+        for group, values in zip(self._optimizer.param_groups, self._stand_in.values()):
+            for key, value in values.items():
+                if key in group and group[key] != value:
+                    group[key] = value
+                    changed = True
+        return changed
+
+
+class _StandIn(torch.optim.Optimizer):
+    def __init__(self, original: torch.optim.Optimizer) -> None:
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params" and _is_plain(v)}, "params": [torch.zeros(1)]}
+            for group in original.param_groups
+        ]
+        super().__init__(groups, {k: v for k, v in original.defaults.items() if _is_plain(v)})
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Take a group as it is: torch's own method loads its compiler, for a second, only to be kept out of it."""
+        self.param_groups.append({**self.defaults, **param_group})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is nothing to update
+        """Do nothing: schedulers want it called before they move."""
+
+    def values(self) -> List[Dict[str, Any]]:
+        """What schedulers may have changed, by group."""
+        names = ("lr", "momentum", "betas", "weight_decay")
+        return [{name: group[name] for name in names if name in group} for group in self.param_groups]
+
+
+def _after_warmup(
+    optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int, factor: Any
+) -> lr_scheduler.LambdaLR:
+    def scale(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        return float(factor(min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)))
+
+    return lr_scheduler.LambdaLR(optimizer, scale)
+
+
+def _plain_part(state: Any) -> Any:
+    """A scheduler's state without functions and other objects, in the states nested in it as well."""
+    if isinstance(state, dict) and not isinstance(state, collections.Counter):
+        return {key: _plain_part(value) for key, value in state.items() if _is_plain(_plain_part(value))}
+    if isinstance(state, list):
+        return [_plain_part(value) for value in state]
+    return state
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, collections.Counter):
+        return False  # MultiStepLR's milestones: would come back as another kind of mapping
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))

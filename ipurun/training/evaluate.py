@@ -1,0 +1,166 @@
+"""Evaluation: a split through the inference model, full batches only, padding left out of every number."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, Optional
+
+import torch
+
+from ipurun.build import Run
+from ipurun.errors import ConfigError
+from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
+from ipurun.training.events import CompileEnd, CompileStart, Observer
+from ipurun.training.failures import explained
+
+__all__ = ["Evaluation", "InferenceCall", "evaluate", "inference_calls"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation."""
+
+    split: str
+    metrics: Dict[str, float]
+    samples: int
+    seconds: float
+    compile_seconds: float
+
+
+@dataclass(frozen=True)
+class InferenceCall:
+    """One host call of inference, padding still in it."""
+
+    batch: Any
+    result: Any
+    real: int  # leading rows that are samples of the split
+    compile_seconds: float
+
+
+def evaluate(
+    run: Run, observer: Observer, split: Optional[str] = None, should_stop: Callable[[], bool] = lambda: False
+) -> Optional[Evaluation]:
+    """Compute the loss and all evaluation metrics over a split.
+
+    Args:
+        run: The run; its device is inference's afterwards.
+        observer: Hears of compilation.
+        split: Name of the split; None takes the run's own.
+        should_stop: Asked after every host call.
+
+    Returns:
+        The result, None where it was stopped.
+
+    Raises:
+        ConfigError: There is no such split.
+        RunError: Compiling or running failed.
+    """
+    name = split or run.eval_split
+    begun = time.perf_counter()
+    compiling, samples = 0.0, 0
+    total_loss, total_weight = 0.0, 0.0
+    run.eval_metrics.reset()
+    for call in inference_calls(run, observer, name):
+        if should_stop():
+            return None
+        compiling += call.compile_seconds
+        samples += call.real
+        loss, weight = _loss_of(run, call)
+        total_loss += loss
+        total_weight += weight
+        if run.eval_metrics:
+            rows = run.plan.inference.samples_per_call
+            outputs = trimmed(output_of(run, call.result), call.real, rows)
+            targets = trimmed(target_of(call.batch, run.config.loss.target), call.real, rows)
+            with explained(run.engine.module, "computing metrics"):
+                run.eval_metrics.update(outputs, targets)
+    values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
+    return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling)
+
+
+def inference_calls(run: Run, observer: Observer, split: Optional[str]) -> Iterator[InferenceCall]:
+    """Run a split through the inference model, host call by host call."""
+    if split not in run.eval_loaders:
+        raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
+    run.enter_inference()
+    batches = iter(run.eval_loaders[split])
+    while True:
+        with explained(run.engine.module, f"reading the split `{split}`"):
+            item = next(batches, None)
+        if item is None:
+            return
+        batch, real = item
+        compiling = _compile_if_needed(run, observer, batch)
+        args, kwargs = as_call(batch)
+        with explained(run.engine.module, "running inference"):
+            result = run.inference_model(*args, **kwargs)
+        yield InferenceCall(batch, result, real, compiling)
+
+
+def output_of(run: Run, result: Any) -> Any:
+    """The part of an inference result that metrics compare with the target."""
+    if run.loss is not None:
+        return pick(result[0], run.config.loss.output)
+    if isinstance(result, torch.Tensor):
+        return result
+    return pick(result, None)
+
+
+def trimmed(value: Any, real: int, rows: int) -> Any:
+    """Tensors without the rows that were added to fill a host call."""
+    if real == rows:
+        return value
+
+    def trim(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] % rows:
+            return tensor
+        return tensor[: real * (tensor.shape[0] // rows)]
+
+    return map_tensors(trim, value)
+
+
+def _compile_if_needed(run: Run, observer: Observer, batch: Any) -> float:
+    if run.inference_model.isCompiled():
+        return 0.0
+    args, kwargs = as_call(batch)
+    observer.on_compile_start(CompileStart("inference"))
+    begun = time.perf_counter()
+    with explained(run.engine.module, "compiling the model for inference"):
+        run.step.answer.attempt(lambda: run.inference_model.compile(*args, **kwargs))
+    seconds = time.perf_counter() - begun
+    observer.on_compile_end(CompileEnd("inference", seconds))
+    return seconds
+
+
+def _loss_of(run: Run, call: InferenceCall) -> tuple[float, float]:
+    """The losses of a host call summed with their weights, and the sum of the weights.
+
+    The device gives one loss for each micro-batch. The one that holds samples and padding is computed again on the host
+    from its real rows, or, where the model keeps its loss to itself, counted by its share of real rows.
+    """
+    rows = run.plan.inference.samples_per_call
+    size = run.plan.inference.micro_batch_size
+    config = run.config.loss
+    if run.loss is not None:
+        losses = call.result[1].float().reshape(-1)
+    else:
+        losses = pick(call.result, config.output, loss=True).float().reshape(-1)
+    if losses.numel() == rows and size > 1:
+        return float(losses[: call.real].sum()), float(call.real)
+    whole, left = divmod(call.real, size)
+    total, weight = float(losses[:whole].sum()) * size, float(whole * size)
+    if not left:
+        return total, weight
+    partial = float(losses[whole])
+    if run.loss is not None:
+        part = slice(whole * size, call.real)
+        output = map_tensors(
+            lambda t: t[part].float() if t.is_floating_point() else t[part], output_of(run, call.result)
+        )
+        target = map_tensors(lambda t: t[part], target_of(call.batch, config.target))
+        with torch.no_grad(), explained(run.engine.module, "computing the loss of the last samples"):
+            partial = float(run.loss(output, target).float().mean())
+        if "sum" in (config.args.get("reduction"), run.loss.reduction):
+            return total + partial * size, weight + left
+    return total + partial * left, weight + left

@@ -1,0 +1,337 @@
+"""The training loop: host calls, evaluations and checkpoints, told to observers."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence
+
+from ipurun.build import Run
+from ipurun.checkpoint import Checkpoint, Folder
+from ipurun.errors import RunError
+from ipurun.inspect.batch_items import as_call, pick, target_of
+from ipurun.training.clock import Clock, Window
+from ipurun.training.evaluate import evaluate
+from ipurun.training.events import (
+    CompileEnd,
+    CompileStart,
+    EvalEnd,
+    Note,
+    Observer,
+    Observers,
+    RunStart,
+    StepEnd,
+    Summary,
+)
+from ipurun.training.failures import explained
+from ipurun.training.interrupts import Interrupts
+from ipurun.training.randomness import seed_everything
+from ipurun.training.saving import Saver, falls_due
+from ipurun.training.state import Progress, restore, restore_device, restore_host_randomness
+
+__all__ = ["train"]
+
+
+def train(
+    run: Run,
+    folder: Folder,
+    observers: Sequence[Observer] = (),
+    resume_from: Optional[Checkpoint] = None,
+) -> Summary:
+    """Train to the planned end, or until Ctrl-C, and save what is needed to go on.
+
+    Args:
+        run: The engine objects.
+        folder: The run folder; checkpoints go below it.
+        observers: Hear of everything.
+        resume_from: A checkpoint to go on from.
+
+    Raises:
+        RunError: The run failed; the newest checkpoint is as it was.
+    """
+    with Interrupts() as interrupts:
+        try:
+            return _Trainer(run, folder, Observers(observers), resume_from, interrupts).run_to_end()
+        finally:
+            run.train_loader.close()
+
+
+class _Trainer:
+    def __init__(
+        self,
+        run: Run,
+        folder: Folder,
+        observer: Observer,
+        resume_from: Optional[Checkpoint],
+        interrupts: Interrupts,
+    ) -> None:
+        self._run = run
+        self._observer = observer
+        self._interrupts = interrupts
+        self._folder = folder
+        self._clock = Clock()
+        self._window = Window()
+        self._waited = 0.0
+        self._samples_here = 0
+        self._calls_here = 0
+        self._resumed_from = resume_from
+        self._restored: Optional[Dict[str, Any]] = None
+        self._progress = Progress()
+        seed_everything(run.config.seed)
+        if resume_from is not None:
+            self._progress, self._restored = restore(run, resume_from)
+        self._calls_differ = self._progress.recount(run.plan.training)
+        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from)
+
+    def run_to_end(self) -> Summary:
+        run, progress = self._run, self._progress
+        resumed = None if self._resumed_from is None else str(self._resumed_from)
+        total = run.plan.steps.total_updates
+        self._observer.on_start(RunStart(run.plan.name, self._saver.folder_path, progress.step, total, resumed))
+        self._say_what_to_know()
+        if progress.owes_evaluation:
+            self._saver.save_if_due(False, self._is_done(), self._evaluate())
+        if not self._is_done():
+            run.enter_training()
+            run.train_loader.start(progress.epoch, progress.position)
+            if self._restored is not None:
+                restore_host_randomness(self._restored)
+        while not self._is_done() and not self._interrupts.asked:
+            self._one_epoch()
+        is_cut_short = self._interrupts.asked and (progress.owes_evaluation or not self._is_done())
+        return self._finish("interrupted" if is_cut_short else "done")
+
+    def _one_epoch(self) -> None:
+        progress = self._progress
+        before = progress.call
+        for batch in self._waited_for(self._run.train_loader.epoch()):
+            self._one_call(batch)
+            ends_epoch = progress.position == self._run.plan.steps.calls_per_epoch
+            if ends_epoch:
+                self._count_epoch()
+            self._evaluate_and_save(ends_epoch)
+            if ends_epoch or self._interrupts.asked or self._is_done():
+                return
+        if progress.call == before and not progress.position:
+            raise RunError("the training data gave no batch in a whole epoch", fix="check `data`")
+        self._count_epoch()
+        self._evaluate_and_save(ends_epoch=True)
+
+    def _count_epoch(self) -> None:
+        self._progress.epoch += 1
+        self._progress.position = 0
+
+    def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            begun = time.perf_counter()
+            with explained(self._run.engine.module, "reading the training data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self._waited = time.perf_counter() - begun
+            self._clock.add("data_wait", self._waited)
+            yield batch
+
+    def _one_call(self, batch: Any) -> None:
+        run, progress, sizes = self._run, self._progress, self._run.plan.training
+        args, kwargs = as_call(batch)
+        if not run.training_model.isCompiled():
+            self._compile(args, kwargs)
+        lr = run.schedule.lr
+        begun = time.perf_counter()
+        with self._explained("training"):
+            result = run.training_model(*args, **kwargs)
+        self._interrupts.arm()
+        loss = self._mean_loss(result)
+        seconds = time.perf_counter() - begun
+        self._clock.add("train", seconds)
+        progress.step += sizes.device_iterations
+        progress.call += 1
+        progress.position += 1
+        progress.samples += sizes.samples_per_call
+        progress.loss = loss
+        self._samples_here += sizes.samples_per_call
+        self._calls_here += 1
+        self._check_finite(loss, lr)
+        if run.train_metrics:
+            with self._explained("computing metrics"):
+                run.train_metrics.update(self._output(result), target_of(batch, run.config.loss.target))
+        if run.schedule.advance(sizes.device_iterations):
+            run.training_model.setOptimizer(run.optimizer)
+        self._window.add(sizes.samples_per_call, seconds, self._waited, loss)
+        self._report(lr, loss)
+
+    def _compile(self, args: Any, kwargs: Any) -> None:
+        run = self._run
+        self._observer.on_compile_start(CompileStart("training"))
+        begun = time.perf_counter()
+        with self._explained("compiling the model for training"):
+            run.step.answer.attempt(lambda: run.training_model.compile(*args, **kwargs))
+            if self._restored is not None:
+                restore_device(run, self._restored)
+                self._restored = None
+        seconds = time.perf_counter() - begun
+        self._clock.add("compile", seconds)
+        self._observer.on_compile_end(CompileEnd("training", seconds))
+
+    def _report(self, lr: float, loss: float) -> None:
+        run, progress, steps, window = self._run, self._progress, self._run.plan.steps, self._window
+        logged = progress.call % steps.log_every_calls == 0 or self._is_done()
+        metrics: Dict[str, float] = {}
+        if logged and run.train_metrics:
+            metrics = run.train_metrics.compute()
+            run.train_metrics.reset()
+        eta = None
+        if steps.total_calls is not None:
+            eta = (steps.total_calls - progress.call) * self._clock.training_seconds / self._calls_here
+        self._observer.on_step(
+            StepEnd(
+                step=progress.step,
+                call=progress.call,
+                epoch=self._epochs_done(),
+                samples=progress.samples,
+                loss=window.mean_loss if logged else loss,
+                lr=lr,
+                metrics=metrics,
+                samples_per_second=window.samples_per_second,
+                call_seconds=window.call_seconds / window.calls,
+                data_wait=window.data_wait,
+                eta_seconds=eta,
+                total_steps=steps.total_updates,
+                logged=logged,
+                checkpoint=self._saver.newest_path,
+            )
+        )
+        if logged:
+            self._window = Window()
+
+    def _evaluate_and_save(self, ends_epoch: bool) -> None:
+        run, progress, config = self._run, self._progress, self._run.config.eval
+        done = self._is_done()
+        wants_eval = (
+            (ends_epoch and falls_due(config.every_epochs, progress.epoch))
+            or falls_due(run.plan.steps.eval_every_calls, progress.call)
+            or (done and config.at_end)
+        )
+        fresh = wants_eval and progress.evaluated_step != progress.step
+        improved = fresh and run.eval_split is not None and self._evaluate()
+        self._saver.save_if_due(ends_epoch, done, improved)
+        if not done and not self._interrupts.asked:
+            run.enter_training()
+
+    def _evaluate(self) -> bool:
+        """Evaluate; tells whether the monitored metric is better than ever."""
+        run, progress = self._run, self._progress
+        begun = time.perf_counter()
+        result = evaluate(run, self._observer, should_stop=lambda: self._interrupts.asked)
+        progress.owes_evaluation = result is None
+        if result is None:
+            return False
+        self._clock.add("compile", result.compile_seconds)
+        self._clock.add("eval", time.perf_counter() - begun - result.compile_seconds)
+        progress.evaluated_step, progress.metrics = progress.step, dict(result.metrics)
+        value = result.metrics.get(run.monitor)
+        if value is None:
+            known = ", ".join(result.metrics)
+            raise RunError(f"`monitor={run.monitor}` is no value of the evaluation", known=known, key="monitor")
+        improved = self._saver.note_value(value)
+        if run.schedule.report(value):
+            run.training_model.setOptimizer(run.optimizer)
+        self._observer.on_eval(
+            EvalEnd(
+                progress.step,
+                self._epochs_done(),
+                result.split,
+                result.metrics,
+                result.samples,
+                result.seconds,
+                run.monitor,
+                improved,
+            )
+        )
+        return improved
+
+    def _finish(self, status: str) -> Summary:
+        if status == "interrupted" and self._saver.is_on:
+            self._saver.save()
+        self._run.close()
+        progress = self._progress
+        summary = Summary(
+            status=status,
+            step=progress.step,
+            epoch=self._epochs_done(),
+            samples=self._samples_here,
+            loss=progress.loss,
+            metrics=progress.metrics,
+            monitor=self._run.monitor,
+            best=progress.best,
+            best_step=progress.best_step,
+            samples_per_second=self._samples_here / max(self._clock.training_seconds, 1e-9),
+            seconds=self._clock.seconds(),
+            checkpoint=self._saver.newest_path,
+            best_checkpoint=self._saver.best_path,
+            resume_command=self._saver.resume_command,
+        )
+        self._observer.on_end(summary)
+        return summary
+
+    def _say_what_to_know(self) -> None:
+        run = self._run
+        if run.eval_split is None:
+            self._observer.on_note(Note("the data has no eval or test split: nothing is evaluated"))
+        if self._calls_differ:
+            self._observer.on_note(
+                Note(
+                    "host calls have another size than before the resume: the epoch goes on at the nearest whole call",
+                    level="warning",
+                )
+            )
+        if not hasattr(run.optimizer, "variable_attrs") and self._saver.is_on:
+            self._observer.on_note(
+                Note(
+                    "torch.optim keeps its state on the device, so a resumed run starts with an empty one; "
+                    "poptorch.optim resumes exactly",
+                    level="warning",
+                )
+            )
+        if run.config.debug.print_options and hasattr(self._folder, "log"):
+            self._folder.log(f"training {run.training_options!r}\ninference {run.inference_options!r}")
+
+    def _mean_loss(self, result: Any) -> float:
+        run = self._run
+        loss = result
+        if run.train_metrics:
+            loss = result[1] if run.loss is not None else pick(result, run.config.loss.output, loss=True)
+        mean = float(loss.double().mean())
+        if run.plan.output_mode != "sum":
+            return mean
+        return mean / (run.plan.training.device_iterations * run.plan.training.gradient_accumulation)
+
+    def _output(self, result: Any) -> Any:
+        config = self._run.config.loss
+        return pick(result[0], config.output) if self._run.loss is not None else pick(result, None)
+
+    def _check_finite(self, loss: float, lr: float) -> None:
+        if math.isfinite(loss) or not self._run.config.debug.stop_on_nonfinite:
+            return
+        newest = self._saver.newest_path
+        last = "no checkpoint was saved before" if newest is None else f"last checkpoint: {newest}"
+        raise RunError(
+            f"the loss became {loss} at step {self._progress.step}",
+            seen=f"lr {lr:g}, precision {self._run.plan.precision}; {last}",
+            fix="a smaller optimizer.lr, or another loss_scaling; debug=nonfinite stops at the first operation "
+            "that gives one; debug.stop_on_nonfinite=false goes on",
+        )
+
+    def _explained(self, doing: str) -> ContextManager[None]:
+        return explained(self._run.engine.module, doing, self._saver.newest_path, self._saver.resume_command)
+
+    def _is_done(self) -> bool:
+        steps, config = self._run.plan.steps, self._run.config
+        if steps.total_calls is not None:
+            return self._progress.call >= steps.total_calls
+        return self._progress.epoch >= (config.epochs or 1)
+
+    def _epochs_done(self) -> float:
+        per_epoch = self._run.plan.steps.calls_per_epoch
+        return self._progress.epoch + (self._progress.position / per_epoch if per_epoch else 0.0)
