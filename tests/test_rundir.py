@@ -14,8 +14,7 @@ from ipurun.config.compose import one
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
 from ipurun.planning.plan import Batch, Devices, Plan, Steps
-from ipurun.runs.folder import RunFolder, check_writable, find_latest, new_folder
-from ipurun.runs.provenance import git_diff, git_state, versions
+from ipurun.runs.folder import RunFolder, check_writable, find_latest, git_diff, git_state, new_folder, versions
 
 ENGINE = Engine(ModuleType("engine"), "cpu", "emulator of PopTorch 3.4.0")
 

@@ -9,7 +9,7 @@ import pytest
 from ipurun.config.compose import one, to_yaml
 from ipurun.errors import ConfigError
 from ipurun.runs.folder import RunFolder
-from ipurun.runs.stored import stored_point
+from ipurun.runs.reload import stored_point
 
 
 @pytest.fixture

@@ -1,11 +1,16 @@
-"""Calls on PopTorch's API as data: shown by `plan`, stored, compared and performed by the builder."""
+"""Calls on PopTorch's API as data: shown as source text, stored, compared, and performed on an engine."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Optional, Sequence, Tuple
+from types import ModuleType
+from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple
 
-__all__ = ["Call", "Symbol", "last_call"]
+from ipurun.errors import ConfigError, Problem
+
+__all__ = ["Call", "Symbol", "apply_calls", "call_text", "construct", "last_call", "resolve", "value_text"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,100 @@ def last_call(path: str, *sources: Sequence[Call]) -> Optional[Call]:
         if found:
             return found[-1]
     return None
+
+
+def call_text(call: Call) -> str:
+    """One call: ``Training.gradientAccumulation(8)``."""
+    arguments = [value_text(value) for value in call.args]
+    arguments += [f"{name}={value_text(value)}" for name, value in call.kwargs.items()]
+    chained = "".join(f".{call_text(setter)}" for setter in call.chain)
+    return f"{call.path}({', '.join(arguments)}){chained}"
+
+
+def value_text(value: Any) -> str:
+    """An argument as source."""
+    if isinstance(value, Symbol):
+        return value.name
+    if isinstance(value, Call):
+        return call_text(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {value_text(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(value_text(entry) for entry in value)
+        if isinstance(value, list):
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    return repr(value)
+
+
+def apply_calls(options: Any, calls: Iterable[Call], engine_module: ModuleType) -> Any:
+    """Perform calls on an Options object (or on any other), in order, and return the object.
+
+    Args:
+        options: The object that the calls' paths start from.
+        calls: The calls.
+        engine_module: ``poptorch`` or ``ipurun.emulator``.
+
+    Raises:
+        ConfigError: The engine refuses a call; all refusals are reported together.
+    """
+    problems = []
+    for call in calls:
+        try:
+            _perform(options, call, engine_module)
+        except Exception as error:  # PopTorch refuses by AssertionError, ValueError, AttributeError, its own Error, ...
+            problems.append(
+                Problem(f"PopTorch refuses `{call_text(call)}`", call.origin, seen=f"{type(error).__name__}: {error}")
+            )
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def resolve(value: Any, engine_module: ModuleType) -> Any:
+    """A value of a plan as the object it means: symbols looked up, nested calls made, containers gone through."""
+    if isinstance(value, Symbol):
+        return _look_up(value.name, engine_module)
+    if isinstance(value, Call):
+        return construct(value, engine_module)
+    if isinstance(value, Mapping):
+        return {key: resolve(entry, engine_module) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(resolve(entry, engine_module) for entry in value)
+    return value
+
+
+def construct(call: Call, engine_module: ModuleType, *first: Any, **extra: Any) -> Any:
+    """Call what a path names (``poptorch.TensorLocationSettings``), then the setters chained to it.
+
+    Args:
+        call: The call; its path begins with ``poptorch.``, ``torch.`` or any importable package.
+        engine_module: What ``poptorch`` stands for.
+        first: Arguments before the call's own (an optimizer's parameters).
+        extra: Named arguments beside the call's own.
+    """
+    args, kwargs = _arguments(call, engine_module)
+    made = _look_up(call.path, engine_module)(*first, *args, **kwargs, **extra)
+    for setter in call.chain:
+        _perform(made, setter, engine_module)
+    return made
+
+
+def _perform(target: Any, call: Call, engine_module: ModuleType) -> None:
+    args, kwargs = _arguments(call, engine_module)
+    result = functools.reduce(getattr, call.path.split("."), target)(*args, **kwargs)
+    for setter in call.chain:
+        _perform(result, setter, engine_module)
+
+
+def _arguments(call: Call, engine_module: ModuleType) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
+    args = tuple(resolve(value, engine_module) for value in call.args)
+    return args, {name: resolve(value, engine_module) for name, value in call.kwargs.items()}
+
+
+def _look_up(path: str, engine_module: ModuleType) -> Any:
+    package, _, rest = path.partition(".")
+    if package == "poptorch":
+        return functools.reduce(getattr, rest.split("."), engine_module)
+    module_name, _, attribute = path.rpartition(".")
+    return getattr(importlib.import_module(module_name), attribute)

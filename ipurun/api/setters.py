@@ -1,183 +1,121 @@
-"""`options:` of a config: setters of `poptorch.Options` by name, checked against PopTorch's API manifest."""
+"""Which setters `poptorch.Options` has, read off the API manifest."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+import functools
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from ipurun.api.calls import Call
-from ipurun.api.setter_names import Setter, group_names, option_setters, popart_keys
-from ipurun.api.setter_rules import broken_rule
-from ipurun.api.setter_values import BadValueError, convert, convert_popart, flatten
-from ipurun.errors import Problem, listing, nearest
+from ipurun.api import manifest
 
-__all__ = ["bind", "read_setters"]
+__all__ = ["Parameter", "Setter", "class_setters", "enum_members", "group_names", "option_setters", "popart_keys"]
 
-_TAKES_NULL = ("maxRepeatLogs",)
-_TAKES_NONE = ("enableExecutableCaching",)  # beside those whose annotation says so
-_INSTEAD = {
-    "from_json": "write its entries under `options:`",
-    "loadFromFile": "poptorch_conf=FILE",
-}
+# Methods of option groups that read, copy or load rather than set one option.
+_NOT_SETTERS = {"from_json", "loadFromFile", "toDict", "clone", "defaultOutputMode", "checkIsFrozen"}
 
 
-def read_setters(options: Mapping[str, Any], key: str = "options") -> Tuple[List[Call], List[Problem]]:
-    """The calls that a mapping of setters means, and what is wrong with it.
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of a setter."""
 
-    Args:
-        options: Nested (``{Training: {gradientAccumulation: 8}}``) or dotted names, or both.
-        key: The config key that holds them, for origins and messages.
-    """
-    calls: List[Call] = []
-    problems: List[Problem] = []
-    for path, value in _walk(options):
-        origin = f"{key}.{path}"
-        if path not in option_setters():
-            problems.append(_unknown(path, key, value))
+    name: str
+    annotation: str
+    required: bool
+    variadic: bool
+
+
+@dataclass(frozen=True)
+class Setter:
+    """One setter: its dotted path below ``Options``, its arguments, and the storage keys it writes."""
+
+    path: str
+    parameters: Tuple[Parameter, ...]
+    writes: Tuple[str, ...]  # "option:device_iterations", "popart:engineOptions", "private:_execution_strategy"
+
+
+@functools.lru_cache(maxsize=1)
+def option_setters() -> Mapping[str, Setter]:
+    """Dotted path -> setter, for ``Options`` and all its groups."""
+    setters: Dict[str, Setter] = {}
+    for group, described in manifest.load()["option_groups"].items():
+        if group != "Options" and not group.startswith("Options."):
             continue
-        for args, kwargs in _arguments(option_setters()[path], value):
-            if path == "_Popart.set" and len(args) == 2:
-                origin, value = f"{key}.{path}.{args[0]}", args[1]
-            try:
-                calls.append(bind(path, args, kwargs, origin))
-            except BadValueError as error:
-                problems.append(_bad(error, origin, value))
-    return calls, problems
+        prefix = group[len("Options.") :] + "." if "." in group else ""
+        methods = _methods(described["class"])
+        for name, details in described["setters"].items():
+            if name not in _NOT_SETTERS:
+                path = prefix + name
+                setters[path] = Setter(path, _parameters(methods[name]), _writes(details["writes"]))
+    return setters
 
 
-def bind(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str) -> Call:
-    """A call of one setter with checked and converted arguments.
+def group_names() -> List[str]:
+    """Names of the groups of options: Training, Precision, ..."""
+    return sorted({path.split(".")[0] for path in option_setters() if "." in path})
 
-    Raises:
-        BadValueError: The arguments do not fit the setter.
+
+@functools.lru_cache(maxsize=None)
+def class_setters(name: str) -> Mapping[str, Setter]:
+    """Setter name -> setter of a settings object or strategy, inherited ones included."""
+    found: Dict[str, Setter] = {}
+    described: Optional[Mapping[str, Any]] = _classes().get(name)
+    while described is not None:
+        for method, details in described.get("methods", {}).items():
+            if details.get("returns_self") and not method.startswith("_"):
+                found.setdefault(method, Setter(method, _parameters(details), _writes(details.get("writes", {}))))
+        bases = [base for base in described.get("bases", []) if base in _classes()]
+        described = _classes()[bases[0]] if bases else None
+    return found
+
+
+def enum_members(name: str) -> Optional[List[str]]:
+    """Member names of one of PopTorch's enumerations; None when there is no such enumeration."""
+    described = manifest.load()["modules"]["poptorch.enums"]["classes"].get(name)
+    return None if described is None else list(described["members"])
+
+
+@functools.lru_cache(maxsize=1)
+def popart_keys() -> Mapping[str, str]:
+    """PopART option -> bool, uint64, double, string, container or enum; without those that have a setter.
+
+    PopTorch's own options go through the same parser as PopART's and are listed with them. Set a second time
+    through ``_Popart.set`` they collide, so they are left out.
     """
-    parameters = option_setters()[path].parameters
-    if path == "_Popart.set":
-        named = {**dict(zip(("key", "value"), args)), **kwargs}
-        if set(named) != {"key", "value"} or len(args) > 2:
-            raise BadValueError("a PopART key and its value")
-        return Call(path, (named["key"], convert_popart(named["key"], named["value"])), origin=origin)
-    if parameters and parameters[0].variadic:
-        return Call(path, tuple(convert(value, parameters[0].annotation) for value in args), origin=origin)
-    names = [parameter.name for parameter in parameters]
-    unknown = [name for name in kwargs if name not in names]
-    if unknown or len(args) > len(names):
-        raise BadValueError(f"{len(names)} argument{'s' * (len(names) != 1)}", listing(names))
-    given: Dict[str, Any] = {**dict(zip(names, args)), **kwargs}
-    missing = [parameter.name for parameter in parameters if parameter.required and parameter.name not in given]
-    if missing:
-        raise BadValueError(f"`{missing[0]}` as well", listing(names))
-    converted = {
-        entry.name: None
-        if given[entry.name] is None and path in _TAKES_NONE
-        else convert(given[entry.name], entry.annotation)
-        for entry in parameters
-        if entry.name in given
+    tables = manifest.load()["popart_option_keys"]
+    kinds = {key: kind for kind in ("bool", "uint64", "double", "string", "container") for key in tables[kind]}
+    kinds.update({entry["key"]: "enum" for entry in tables["enum"]})
+    groups = manifest.load()["option_groups"].items()
+    own = {
+        key
+        for name, group in groups
+        if name != "Options._Popart"
+        for key in (*group.get("storage_defaults", ()), *group.get("keys_absent_until_set", ()))
     }
-    broken = broken_rule(path, converted)
-    if broken:
-        raise broken
-    return _call(path, names, converted, origin)
+    return {key: kind for key, kind in kinds.items() if key not in own and "_" not in key and key != "logDir"}
 
 
-def _call(path: str, names: Sequence[str], values: Mapping[str, Any], origin: str) -> Call:
-    leading = next((count for count, name in enumerate(names) if name not in values), len(names))
-    later = {name: values[name] for name in names[leading:] if name in values}
-    return Call(path, tuple(values[name] for name in names[:leading]), later, origin)
+def _classes() -> Mapping[str, Any]:
+    classes: Mapping[str, Any] = manifest.load()["modules"]["poptorch.options"]["classes"]
+    return classes
 
 
-def _walk(options: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, Any]]:
-    """Path and value of every setter; groups are entered, values that are mappings themselves are not."""
-    for name, value in options.items():
-        path = f"{prefix}{name}"
-        if path in group_names() and (value is None or isinstance(value, Mapping)):
-            yield from _walk(value or {}, f"{path}.")
-        else:
-            yield path, value
+def _methods(class_name: str) -> Mapping[str, Any]:
+    methods: Mapping[str, Any] = _classes()[class_name]["methods"]
+    return methods
 
 
-def _arguments(setter: Setter, value: Any) -> Iterator[Tuple[Sequence[Any], Mapping[str, Any]]]:
-    """How a YAML value spreads over the arguments of one call, or of several."""
-    parameters = setter.parameters
-    names = {parameter.name for parameter in parameters}
-    if value is None and setter.path not in _TAKES_NULL:
-        return  # null unsets what a recipe has set
-    if setter.path == "_Popart.set":
-        yield from _popart_entries(value)
-    elif setter.path == "anchorTensor":
-        yield from _anchors(value)
-    elif not parameters:
-        # A setter without arguments is a switch: false leaves it alone.
-        if value is not False:
-            yield ((), {}) if value is True or value in ([], {}) else ((value,), {})
-    elif isinstance(value, bool) and not parameters[0].required and "bool" not in parameters[0].annotation:
-        # So is one that has a default for all of them (enableProfiling, useOfflineIpuTarget).
-        if value:
-            yield (), {}
-    elif parameters[0].variadic:
-        yield value if isinstance(value, list) else [value], {}
-    elif len(parameters) > 1 and isinstance(value, Mapping) and set(value) <= names:
-        yield (), value
-    elif len(parameters) > 1 and isinstance(value, list):
-        yield value, {}
-    else:
-        yield (value,), {}
-
-
-def _popart_entries(value: Any) -> Iterator[Tuple[Sequence[Any], Mapping[str, Any]]]:
-    if isinstance(value, Mapping):
-        for key, entry in _popart_flat(value):
-            yield (key, entry), {}
-    elif isinstance(value, list) and value and all(isinstance(entry, (list, Mapping)) for entry in value):
-        for entry in value:
-            yield from _popart_entries(entry)
-    else:
-        yield value if isinstance(value, list) else [value], {}
-
-
-def _popart_flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, Any]]:
-    for name, value in mapping.items():
-        key = f"{prefix}{name}"
-        inside = isinstance(value, Mapping) and key not in popart_keys()
-        if inside and any(known.startswith(f"{key}.") for known in popart_keys()):
-            yield from _popart_flat(value, f"{key}.")
-        else:
-            yield key, value
-
-
-def _anchors(value: Any) -> Iterator[Tuple[Sequence[Any], Mapping[str, Any]]]:
-    if isinstance(value, list) and value and all(isinstance(entry, (list, Mapping)) for entry in value):
-        for entry in value:
-            yield from _anchors(entry)
-    elif isinstance(value, list):
-        yield value, {}
-    elif isinstance(value, Mapping) and "short_name" in value:
-        yield (), value
-    elif isinstance(value, Mapping):
-        for short_name, entry in value.items():
-            named = entry if isinstance(entry, Mapping) else {"long_name": entry}
-            yield (), {"short_name": short_name, **named}
-    else:
-        yield (value,), {}
-
-
-def _unknown(path: str, key: str, value: Any) -> Problem:
-    name = path.rpartition(".")[2]
-    if name in _INSTEAD:
-        return Problem(
-            f"`{key}.{path}` is not an option but a way to load them",
-            seen=str(value),
-            fix=_INSTEAD[name],
-            key=f"{key}.{path}",
+def _parameters(method: Mapping[str, Any]) -> Tuple[Parameter, ...]:
+    return tuple(
+        Parameter(
+            entry["name"],
+            entry.get("annotation") or "",
+            "default" not in entry and entry["kind"] != "var_positional",
+            entry["kind"] == "var_positional",
         )
-    dotted = next(iter(flatten({path: value}))) if isinstance(value, Mapping) and value else path
-    close = nearest(path, option_setters()) or nearest(dotted, option_setters())
-    prefix = path.partition(".")[0] + "."
-    siblings = [known for known in option_setters() if known.startswith(prefix)] if prefix[:-1] in group_names() else []
-    fix = f"{key}.{close[0]}: ..." if close else "docs/how-to/poptorch-options.md lists all setters"
-    known = listing(close or siblings or option_setters())
-    return Problem(f"`{key}.{path}`: poptorch.Options has no such setter", known=known, fix=fix, key=f"{key}.{path}")
+        for entry in method["params"]
+    )
 
 
-def _bad(error: BadValueError, origin: str, value: Any) -> Problem:
-    fix = f"{origin}: {error.fix}" if error.fix else ""
-    return Problem(f"`{origin}` takes {error.takes}", seen=repr(value), known=error.known, fix=fix, key=origin)
+def _writes(details: Mapping[str, Any]) -> Tuple[str, ...]:
+    labels = {"option_keys": "option", "popart_keys": "popart", "private_attributes": "private"}
+    return tuple(f"{label}:{key}" for kind, label in labels.items() for key in details.get(kind, ()))

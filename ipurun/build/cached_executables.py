@@ -9,7 +9,7 @@ from ipurun.build.run import build_run, collate_of
 from ipurun.config.schema import RunConfig
 from ipurun.emulator.graph import executable_file_name
 from ipurun.engine import Engine
-from ipurun.estimate.outlook import Cache
+from ipurun.estimate.plan_estimate import Cache
 from ipurun.inspect.batch_items import as_call
 from ipurun.inspect.model_and_data import Subject
 from ipurun.inspect.sampling import seeded

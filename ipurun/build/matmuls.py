@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ipurun.errors import ConfigError
-from ipurun.planning.layers_memory import MATMUL_MODES
+from ipurun.planning.modules import MATMUL_MODES
 from ipurun.planning.plan import Serialized
 
 __all__ = ["Forwards"]

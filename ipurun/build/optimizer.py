@@ -7,8 +7,7 @@ from typing import Any, Dict, List, Sequence
 
 from torch import nn
 
-from ipurun.api.calls import Call
-from ipurun.api.perform import construct, resolve
+from ipurun.api.calls import Call, construct, resolve
 from ipurun.config.patterns import match_parameters
 from ipurun.errors import ConfigError
 from ipurun.inspect.optimizer import trainable

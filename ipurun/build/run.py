@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional
 import torch
 from torch import nn
 
-from ipurun.api.perform import apply_calls
+from ipurun.api.calls import apply_calls
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
 from ipurun.build.optimizer import make_optimizer
@@ -19,9 +19,9 @@ from ipurun.inspect.data import split_for_eval
 from ipurun.inspect.loss import Loss, Step, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
 from ipurun.inspect.model_and_data import Subject
+from ipurun.inspect.optimizer import make_schedule
 from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
-from ipurun.inspect.schedule import make_schedule
 from ipurun.metrics import MetricSet
 from ipurun.planning.plan import Plan
 from ipurun.schedules import Schedule

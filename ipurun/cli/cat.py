@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import List
 
-from ipurun.cli.flags import split
+from ipurun.cli.common import split
 from ipurun.config.catalog import find
 from ipurun.errors import ConfigError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import List
 
-from ipurun.cli.flags import split
-from ipurun.config.copy import copy_recipe
+from ipurun.cli.common import split
+from ipurun.config.catalog import copy_recipe
 from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Tuple
 
-from ipurun.cli.flags import split
-from ipurun.cli.output import only_json, print_json
+from ipurun.cli.common import only_json, print_json, split
 from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run"]
@@ -40,7 +39,7 @@ def run(argv: List[str]) -> int:
 
 def _gather() -> Dict[str, Any]:
     from ipurun.engine import probe
-    from ipurun.runs.provenance import git_state, versions
+    from ipurun.runs.folder import git_state, versions
 
     return {**versions(), **probe(), "git": git_state()}
 

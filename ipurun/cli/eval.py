@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import List, Optional
 
-from ipurun.cli.flags import split
-from ipurun.cli.output import only_json, print_json
+from ipurun.cli.common import only_json, print_json, split
 from ipurun.errors import ConfigError
 
 __all__ = ["HELP", "run", "run_folder_of"]
@@ -43,7 +42,7 @@ def run(argv: List[str]) -> int:
         from ipurun.log.format import duration, metric, plural
         from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder
-        from ipurun.runs.loaded import load_run, split_to_use
+        from ipurun.runs.reload import load_run, split_to_use
         from ipurun.training.evaluate import evaluate
 
         loaded = load_run(RunFolder.open(path), words, text(flags.values.get("checkpoint")), "best" in flags.values)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import List
 
-from ipurun.cli.flags import split
+from ipurun.cli.common import split
 from ipurun.config.catalog import recipes
 from ipurun.config.optimum import Imported, import_config
 from ipurun.errors import ConfigError

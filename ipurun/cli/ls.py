@@ -8,10 +8,9 @@ import shutil
 import textwrap
 from typing import Callable, Dict, List, Sequence, Tuple
 
-from ipurun.cli.flags import Flags, split
+from ipurun.cli.common import Flags, split
 from ipurun.config.catalog import Entry, groups, recipes
-from ipurun.config.option import Key, walk_keys
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import Key, RunConfig, walk_keys
 from ipurun.errors import ConfigError, nearest
 
 __all__ = ["HELP", "run"]

@@ -89,11 +89,11 @@ def _dispatch(words: List[str]) -> int:
         print("ipurun", import_module("ipurun").__version__)
         return 0
     if words[0] in ("-sc", "--shell-completion"):
-        return int(import_module("ipurun.config.native").complete(words[1:], COMMANDS))
+        return int(import_module("ipurun.config.hydra_main").complete(words[1:], COMMANDS))
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         return _unknown_command(name)
-    report = import_module("ipurun.cli.report")
+    report = import_module("ipurun.cli.common")
     return int(report.guarded(lambda: _command(name, rest), rest))
 
 
@@ -107,7 +107,7 @@ def _command(name: str, rest: List[str]) -> int:
     # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if name in _COMPOSING and "--help" not in rest and "-h" not in rest:
-        answer = import_module("ipurun.cli.inquiry").answer(name, rest)
+        answer = import_module("ipurun.cli.common").answer(name, rest)
         if answer is not None:
             return int(answer)
     return int(import_module(_MODULES.get(name, f"ipurun.cli.{name}")).run(rest))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
-from ipurun.cli.flags import Flags, split
-from ipurun.cli.output import only_json, print_json
+from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Points
-    from ipurun.estimate.outlook import Outlook
-    from ipurun.estimate.solve import Solution
+    from ipurun.estimate.plan_estimate import Outlook
+    from ipurun.estimate.search import Solution
     from ipurun.runs.prepare import Prepared
 
 __all__ = ["EXIT_DOES_NOT_FIT", "HELP", "run"]
@@ -133,11 +132,11 @@ def _write_files(shown: List[_Shown], flags: Flags, solve_file: Optional[str], w
         raise ConfigError("a file is written for one plan", seen=f"{len(shown)} points", fix="leave -m out")
     item = shown[0]
     if page and item.outlook is not None:
-        from ipurun.log.planner_html import page_of
+        from ipurun.log.estimate_html import page_of
 
         _write(str(page), page_of(item.prepared.plan, item.outlook), "--html")
     if solve_file and item.solutions:
-        from ipurun.log.planner_solutions import solution_yaml
+        from ipurun.log.estimate_text import solution_yaml
 
         _write(solve_file, solution_yaml(item.solutions[0], words), "--solve")
 
@@ -152,9 +151,8 @@ def _write(path: str, text: str, flag: str) -> None:
 
 
 def _document(item: _Shown) -> Dict[str, Any]:
+    from ipurun.log.estimate_text import outlook_dict, solution_dict
     from ipurun.log.plan_text import plan_dict
-    from ipurun.log.planner_solutions import solution_dict
-    from ipurun.log.planner_text import outlook_dict
 
     document = plan_dict(item.prepared.plan)
     document["estimate"] = None if item.outlook is None else outlook_dict(item.outlook)
@@ -168,10 +166,9 @@ def _document(item: _Shown) -> Dict[str, Any]:
 
 
 def _lines(item: _Shown, flags: Flags) -> List[str]:
+    from ipurun.log.estimate_text import explain_lines, inference_lines, outlook_lines, quiet_text, solution_lines
     from ipurun.log.format import batch_equation
     from ipurun.log.plan_text import plan_lines
-    from ipurun.log.planner_solutions import solution_lines
-    from ipurun.log.planner_text import explain_lines, inference_lines, outlook_lines, quiet_text
 
     plan = item.prepared.plan
     if flags.quiet:

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import List, Optional
 
+from ipurun.cli.common import only_json, print_json, split
 from ipurun.cli.eval import run_folder_of, text
-from ipurun.cli.flags import split
-from ipurun.cli.output import only_json, print_json
 
 __all__ = ["HELP", "run"]
 
@@ -45,8 +44,8 @@ def run(argv: List[str]) -> int:
         from ipurun.log.predictions import check_file, describe, write_predictions
         from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder
-        from ipurun.runs.loaded import load_run, split_to_use
-        from ipurun.training.predict import gathered, predict
+        from ipurun.runs.reload import load_run, split_to_use
+        from ipurun.training.evaluate import gathered, predict
 
         folder = RunFolder.open(path)
         given: Optional[str] = text(flags.values.get("out"))

@@ -7,8 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, List, Optional
 
-from ipurun.cli.flags import Flags, split
-from ipurun.cli.output import only_json, print_json
+from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from ipurun.module_search import python_command
 
@@ -49,7 +48,7 @@ def run(argv: List[str]) -> int:
     if flags.help:
         print(_USAGE, end="")
         return 0
-    from ipurun.config.words import split_words
+    from ipurun.config.argv import split_words
 
     words = split_words(rest)
     point = _bare_resume(list(words.overrides), words.multirun)
@@ -70,7 +69,7 @@ def _bare_resume(overrides: List[str], multirun: bool) -> Optional[Point]:
     if not folders or multirun or any(key.split(".")[0] in ("recipe", "model") for key, _, _ in named):
         return None
     from ipurun.runs.folder import RunFolder
-    from ipurun.runs.stored import stored_point
+    from ipurun.runs.reload import stored_point
 
     return stored_point(RunFolder.open(folders[-1].strip("'\"")), overrides)
 
@@ -119,7 +118,7 @@ def _sweep(points: Points, flags: Flags, argv: List[str]) -> int:
     with only_json(flags.json):
         from ipurun.log.screen import PlainScreen, make_screen
         from ipurun.sweep.run import run_sweep
-        from ipurun.sweep.show import final_line, show_result
+        from ipurun.sweep.table import final_line, show_result
 
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         errors = PlainScreen(sys.stderr)

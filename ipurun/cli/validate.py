@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import List, Tuple
 
-from ipurun.cli.flags import split
-from ipurun.cli.output import only_json, print_json
-from ipurun.config.words import split_words
+from ipurun.cli.common import only_json, print_json, split
+from ipurun.config.argv import split_words
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["HELP", "run"]

@@ -7,8 +7,7 @@ import math
 from typing import Any, Callable, List
 
 from ipurun.config.keys import all_keys
-from ipurun.config.option import Key
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import Key, RunConfig
 from ipurun.errors import Problem, listing, nearest
 
 __all__ = ["check_values", "without_misfits"]

@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import checks, hydra_session, overrides
+from ipurun.config.argv import split_words
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, yaml_problem
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
-from ipurun.config.words import split_words
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["Changed", "Point", "Points", "from_yaml", "one", "points", "to_yaml"]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
-from ipurun.api.setter_names import option_setters
+from ipurun.api.setters import option_setters
 
 __all__ = ["in_our_words"]
 

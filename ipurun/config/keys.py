@@ -10,8 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config.foreign import in_our_words
-from ipurun.config.option import Key, walk_keys
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import Key, RunConfig, walk_keys
 from ipurun.errors import Problem, nearest
 
 __all__ = [

@@ -6,13 +6,13 @@ Every key of the file ends up in the recipe: as a key of ipurun, or as a note th
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.foreign import in_our_words
-from ipurun.config.optimum_layers import Layers, read_layers
 from ipurun.errors import ConfigError
 
-__all__ = ["Imported", "import_config"]
+__all__ = ["Imported", "Layers", "import_config", "read_layers"]
 
 # What optimum assumes when a key is not in the file (field by field, where it is not ipurun's default as well).
 _ASSUMED = {"enable_half_partials": True, "matmul_proportion": 0.2, "inference_device_iterations": 1}
@@ -182,14 +182,12 @@ _PLACEMENT = (
     "training_ipus_per_replica",
     "inference_ipus_per_replica",
 )
-
 _SERIALIZED: Sequence[Tuple[str, Callable[[Imported, Any], None]]] = [
     (key, _by_module(key))
     for mode in ("", "training_", "inference_")
     for part in ("embedding", "projection")
     for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")
 ]
-
 # Keys that mean more than one key of ipurun, or whose values need a look; all others are in `ipurun.config.foreign`.
 _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
     "inference_matmul_proportion": _inference_matmul,
@@ -216,3 +214,43 @@ def _yaml(node: Mapping[str, Any], indent: str = "") -> List[str]:
         else:
             lines.append(f"{indent}{key}: {json.dumps(value)}")
     return lines
+
+
+_REST = -1
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Placement of one mode.
+
+    Args:
+        given: Whether the file says anything about it.
+        counts: Layers on each IPU, -1 for a share of the rest; empty for a single IPU.
+        note: What contradicts itself.
+    """
+
+    given: bool
+    counts: Tuple[int, ...] = ()
+    note: str = ""
+
+
+def read_layers(source: Mapping[str, Any], mode: str) -> Layers:
+    """The placement of training (mode ``""``) or inference (``inference_``)."""
+    prefixes = [mode] if mode else ["training_", ""]
+    counts = next(
+        (source[f"{prefix}layers_per_ipu"] for prefix in prefixes if f"{prefix}layers_per_ipu" in source), None
+    )
+    ipus = next(
+        (source[f"{prefix}ipus_per_replica"] for prefix in prefixes if source.get(f"{prefix}ipus_per_replica")), None
+    )
+    if counts is None and ipus is None:
+        return Layers(given=False)
+    counts = [_REST] if counts is None else counts
+    spread = ipus or len(counts)
+    if spread == 1:
+        return Layers(given=True)
+    if list(counts) == [_REST]:
+        return Layers(True, (_REST,) * spread)
+    if len(counts) != spread:
+        return Layers(True, note=f"{mode}layers_per_ipu: {json.dumps(counts)} does not fit {spread} IPUs per replica")
+    return Layers(True, tuple(counts))

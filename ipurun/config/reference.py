@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Dict, List
 
-from ipurun.config.option import Key, walk_keys
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import Key, RunConfig, walk_keys
 
 __all__ = ["page"]
 

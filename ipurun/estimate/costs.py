@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
-from typing import Dict, List, Set, Tuple
+from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
-from ipurun.estimate.hardware import Machine
-from ipurun.estimate.products import Shape, backward_shapes, forward_shape, plan_product
+from ipurun.estimate.machine import Machine
 from ipurun.estimate.types import Settings
 from ipurun.inspect.traced_model import ModelProfile, OpProfile
 
-__all__ = ["OpCost", "costs_by_ipu", "op_costs", "proportion_of", "serial_parts"]
+__all__ = [
+    "OpCost",
+    "Product",
+    "Shape",
+    "backward_shapes",
+    "costs_by_ipu",
+    "forward_shape",
+    "op_costs",
+    "plan_product",
+    "proportion_of",
+    "serial_parts",
+]
 
 # Work per value, forward and backward, in units of an addition: reading, writing and one instruction. Statistics come
 # before what uses them, so norms and softmax go over their data several times; functions such as exp take the
@@ -158,3 +170,149 @@ def serial_parts(op: OpProfile, settings: Settings) -> int:
         ),
         1,
     )
+
+
+# The matrix unit of a tile multiplies blocks of this many columns and this depth.
+_BLOCK = 16
+
+
+class Shape(NamedTuple):
+    """A product of rows x depth with depth x columns, for each group and each point of a kernel.
+
+    Points of a kernel share the rows (a convolution slides over its data). Where a weight gradient is computed,
+    each point of the kernel has a result of its own instead. A weight is laid out for its products: a tile that alone
+    needs a part of it has that part already.
+    """
+
+    groups: int
+    rows: int
+    columns: int
+    depth: int
+    kernel: int = 1
+    is_weight_gradient: bool = False
+    is_weight_at_home: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """One way to spread a product over the tiles.
+
+    Args:
+        cycles: Clock cycles it takes.
+        tile_bytes: Temporary memory that it takes on each tile.
+    """
+
+    cycles: float
+    tile_bytes: float
+
+
+def forward_shape(dims: Tuple[int, ...], has_weight: bool = False) -> Shape:
+    """The product of a forward operation, from the `dims` of its profile; `has_weight` if it has a parameter."""
+    groups, rows, columns, depth, kernel = dims
+    return _merged(Shape(groups, rows, columns, depth, kernel, is_weight_at_home=has_weight))
+
+
+def backward_shapes(dims: Tuple[int, ...], has_weight: bool = False) -> Tuple[Shape, Shape]:
+    """The products that give the gradients of its data and of its weight."""
+    groups, rows, columns, depth, kernel = dims
+    data = Shape(groups, rows, depth, columns, kernel, is_weight_at_home=has_weight)
+    weight = Shape(groups, columns, depth, rows, kernel, is_weight_gradient=True)
+    return _merged(data), _merged(weight)
+
+
+def _merged(shape: Shape) -> Shape:
+    """Takes thin groups (depthwise convolutions) together, as many as fill a block: most of it multiplies zeros."""
+    widest = max(shape.columns, shape.rows if shape.is_weight_gradient else shape.depth)
+    together = min(shape.groups, _BLOCK // widest) if widest < _BLOCK else 1
+    if together <= 1:
+        return shape
+    groups, columns = math.ceil(shape.groups / together), shape.columns * together
+    if shape.is_weight_gradient:
+        return shape._replace(groups=groups, columns=columns, rows=shape.rows * together)
+    return shape._replace(groups=groups, columns=columns, depth=shape.depth * together)
+
+
+@functools.lru_cache(maxsize=50_000)
+def plan_product(machine: Machine, shape: Shape, element_bytes: int, partials_bytes: int, proportion: float) -> Product:
+    """The fastest way to spread a product over the tiles within a share of their memory.
+
+    Every tile multiplies a part of the rows with a part of the columns over a part of the depth. It first has to
+    receive both operands over the exchange; where the depth is split, partial sums are exchanged and added.
+
+    Args:
+        machine: The device.
+        shape: The product.
+        element_bytes: Size of the operands' values.
+        partials_bytes: Size of partial sums.
+        proportion: Share of a tile's memory that temporaries may take.
+    """
+    limit = proportion * machine.tile_bytes
+    best: Optional[Product] = None
+    for group_parts in sorted({1, min(shape.groups, machine.tiles)}):
+        tiles = machine.tiles // group_parts
+        rounds = math.ceil(shape.groups / group_parts)
+        for column_parts in _parts(math.ceil(shape.columns / _BLOCK), tiles):
+            for depth_parts in _parts(math.ceil(shape.depth / _BLOCK), tiles // column_parts):
+                row_parts = min(shape.rows, tiles // (column_parts * depth_parts))
+                part = shape._replace(
+                    groups=1,
+                    rows=math.ceil(shape.rows / row_parts),
+                    columns=math.ceil(shape.columns / column_parts),
+                    depth=math.ceil(shape.depth / depth_parts),
+                )
+                split = (row_parts, column_parts, depth_parts)
+                found = _on_a_tile(machine, part, split, element_bytes, partials_bytes, limit)
+                if best is None or found.cycles * rounds < best.cycles:
+                    best = Product(found.cycles * rounds, found.tile_bytes)
+    assert best is not None
+    return best
+
+
+def _on_a_tile(
+    machine: Machine,
+    part: Shape,
+    split: Tuple[int, int, int],
+    element_bytes: int,
+    partials_bytes: int,
+    limit: float,
+) -> Product:
+    """The part of one tile, of as many as rows, columns and depth are split into."""
+    macs = machine.macs_per_cycle(element_bytes, partials_bytes)
+    is_partial = split[2] > 1
+    results, weights = (part.kernel, 1) if part.is_weight_gradient else (1, part.kernel)
+    row_bytes = part.rows * part.depth * element_bytes
+    column_bytes = part.columns * part.depth * weights * element_bytes
+    result_bytes = part.rows * part.columns * results * (partials_bytes if is_partial else element_bytes)
+    needed = row_bytes + column_bytes + result_bytes
+    # What does not fit at once is done in turns, each with a part of the rows and all columns.
+    turns = 1
+    if needed > limit:
+        turns = math.ceil((needed - column_bytes) / max(limit - column_bytes, 0.1 * limit))
+    # A kernel over few channels is laid out along the depth, so that it fills the blocks.
+    depth_blocks = min(math.ceil(part.depth / _BLOCK) * part.kernel, math.ceil(part.depth * part.kernel / _BLOCK))
+    blocks = math.ceil(part.columns / _BLOCK) * depth_blocks
+    multiply = _BLOCK * _BLOCK * part.rows / (macs * machine.product_efficiency)
+    compute = blocks * (multiply + turns * machine.block_load_cycles)
+    away = 1 - 1 / split[0] if part.is_weight_at_home else 1.0
+    received = _received(row_bytes, turns * column_bytes * away, split, machine.exchange_pair)
+    moved = received + (result_bytes if is_partial else 0)
+    exchange = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
+    return Product(compute + moved / exchange, min(needed, limit))
+
+
+def _received(row_bytes: float, column_bytes: float, split: Tuple[int, int, int], pair: int) -> float:
+    """Bytes to wait for: what a pair of tiles both want comes over the buses of both, one operand or the other."""
+    same_rows, same_columns = split[1] >= pair, split[0] >= pair
+    rows_together = row_bytes / pair + column_bytes if same_rows else row_bytes + column_bytes
+    columns_together = row_bytes + column_bytes / pair if same_columns else row_bytes + column_bytes
+    return min(rows_together, columns_together)
+
+
+def _parts(most: int, tiles: int) -> List[int]:
+    """Numbers of parts worth trying: about three to an octave."""
+    most = max(1, min(most, tiles))
+    tried, number = {1, most}, 1.0
+    while number < most:
+        tried.add(int(number))
+        number *= 1.26
+    return sorted(tried)

@@ -1,9 +1,10 @@
-"""From a prepared point to what the planner can tell of it: trace, layout, estimate, schedule and remedies."""
+"""All that is known of a plan before it is compiled, in one place."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, FrozenSet, List, Mapping, Optional, Tuple
 
@@ -13,18 +14,24 @@ from ipurun.build.cached_executables import look_into_cache
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.estimate.calibrate import FREE, Measurement, calibrate_to_run, measured_throughput
-from ipurun.estimate.estimate import estimate
-from ipurun.estimate.needs import needs_of
-from ipurun.estimate.outlook import Outlook
-from ipurun.estimate.point import block_checkpoints, layout_of_plan, machine_of
-from ipurun.estimate.remedies import Situation, remedies_for
-from ipurun.estimate.schedule import schedule_of
-from ipurun.estimate.settings import settings_of
-from ipurun.estimate.solve import Goal, Solution, powers_up_to, ranked, search, split_for, variants_of
+from ipurun.estimate.advice import Remedy, Situation, remedies_for
+from ipurun.estimate.calibration import FREE, Measurement, calibrate_to_run, measured_throughput
+from ipurun.estimate.estimate import estimate, worst
+from ipurun.estimate.pipeline import Schedule, schedule_of
+from ipurun.estimate.search import (
+    Goal,
+    Needs,
+    Solution,
+    needs_of,
+    powers_up_to,
+    ranked,
+    search,
+    split_for,
+    variants_of,
+)
+from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, settings_of, words_of
 from ipurun.estimate.split import Split
-from ipurun.estimate.types import Layout, Settings, Verdict
-from ipurun.estimate.words import words_of
+from ipurun.estimate.types import Estimate, Layout, Settings, Verdict
 from ipurun.inspect.data import is_stream
 from ipurun.inspect.facts import Facts
 from ipurun.inspect.model_and_data import Subject
@@ -34,11 +41,59 @@ from ipurun.inspect.trace import profile_model, strategy_of
 from ipurun.inspect.traced_model import ModelProfile
 from ipurun.planning import make_plan
 from ipurun.planning.devices import MAX_IPUS
+from ipurun.planning.layers import stacks
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
-from ipurun.planning.stacks import stacks
 
-__all__ = ["auto_split", "calibrated_words", "look_ahead", "solve"]
+__all__ = ["Cache", "Outlook", "auto_split", "calibrated_words", "look_ahead", "solve"]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a run would find in its executable cache.
+
+    Args:
+        training: Of the executable of training: ``hit``, ``miss``, ``unknown``, or ``off`` without a cache.
+        executables: Executables in the folder.
+        inference: The same of the executable of inference; "" where that of training is unknown, or no file is there.
+        why: Why it is unknown.
+    """
+
+    training: str
+    executables: int = 0
+    inference: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the planner tells of a plan. Every figure is an estimate.
+
+    Args:
+        situation: Model, layout, settings, machine and estimate.
+        schedule: The pipeline in cycles.
+        cache: What the run would find in its executable cache.
+        remedies: Changes that help, best first.
+        needs: What it would take, where no change makes it fit.
+        inference: The same of evaluation and prediction; None where the model cannot be traced in eval mode.
+    """
+
+    situation: Situation
+    schedule: Schedule
+    cache: Cache
+    remedies: Tuple[Remedy, ...] = ()
+    needs: Optional[Needs] = None
+    inference: Optional[Situation] = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worse of the verdicts of training and of inference."""
+        return worst(each.estimate.verdict for each in (self.situation, self.inference) if each is not None)
+
+    @property
+    def estimate(self) -> Estimate:
+        """The estimate of the plan."""
+        return self.situation.estimate
 
 
 def look_ahead(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Outlook:

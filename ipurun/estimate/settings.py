@@ -1,14 +1,29 @@
-"""From a plan to the planner's settings: the calls on PopTorch's options say what will happen."""
+"""A config and its plan in the terms of the estimate, and changes of them as overrides to type."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.api.calls import Call
-from ipurun.estimate.types import Settings
+from ipurun.config.schema import RunConfig
+from ipurun.estimate.machine import Machine, machine_from
+from ipurun.estimate.stages import checkpoint_ops, layout_of_blocks
+from ipurun.estimate.types import Layout, Settings
+from ipurun.inspect.traced_model import ModelProfile
 from ipurun.planning.plan import Plan
 
-__all__ = ["phases_of", "settings_of"]
+__all__ = [
+    "Words",
+    "block_checkpoints",
+    "layout_of_plan",
+    "machine_of",
+    "phases_of",
+    "resized",
+    "settings_of",
+    "words_of",
+]
 
 # PopART's RecomputationType by number.
 _RECOMPUTATION = {0: "none", 1: "checkpoints", 2: "norm_only", 3: "checkpoints", 4: "checkpoints"}
@@ -171,3 +186,89 @@ def _popart(calls: Sequence[Call], option: str) -> Any:
 
 def _last(calls: Sequence[Call], path: str) -> Optional[Call]:
     return next((call for call in reversed(calls) if call.path == path), None)
+
+
+def machine_of(config: RunConfig) -> Machine:
+    """The machine that `machine` describes."""
+    return machine_from(dataclasses.asdict(config.machine))
+
+
+def layout_of_plan(profile: ModelProfile, plan: Plan, *, training: bool = True) -> Layout:
+    """Which operation runs where, as the plan's blocks for training or for inference say."""
+    placements = plan.placements if training else plan.inference_placements
+    numbers = phases_of(plan.training_options if training else plan.inference_options)
+    phases = {placed.module: numbers[placed.block_id] for placed in placements if placed.block_id in numbers}
+    return layout_of_blocks(profile, [(placed.module, placed.ipu) for placed in placements], plan.recompute, phases)
+
+
+def block_checkpoints(profile: ModelProfile, stacks: Mapping[str, Sequence[str]]) -> Tuple[int, ...]:
+    """Operations that end the layers of repeated stacks: what `recompute.every=block` keeps."""
+    layers: List[str] = [layer for stack in stacks.values() for layer in stack]
+    return checkpoint_ops(profile, layers)
+
+
+# Keys that place modules, apart from the split itself, with the value that each has when it is not used.
+_PLACEMENT = {
+    "layers_per_ipu": "[]",
+    "layers": "null",
+    "embedding": "null",
+    "embedding_ipu": "null",
+    "head": "null",
+    "head_ipu": "null",
+    "stages": "[]",
+    "phases": "[]",
+    "ipus": "null",
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """Overrides that undo what stands in a change's way.
+
+    Args:
+        placement: For another split: other keys that place modules.
+        blocks: The same for `pipeline.blocks`, where the change does not set it.
+        resized: For another number of IPUs in a replica.
+        batch: For other numbers of a batch.
+    """
+
+    placement: Tuple[str, ...] = ()
+    blocks: Tuple[str, ...] = ()
+    resized: Tuple[str, ...] = ()
+    batch: Tuple[str, ...] = ()
+
+
+def resized(words: Words, proportions: Sequence[float], ipus: int) -> Tuple[List[str], Tuple[float, ...]]:
+    """What to type for another number of IPUs in a replica, and the shares of tile memory that then hold.
+
+    A list of shares by IPU stays where it is as long as there are IPUs; else its first one is taken for all.
+    """
+    key = "memory.available_proportion"
+    typed = list(words.resized)
+    if len(proportions) in (0, 1):
+        return typed, tuple(proportions)
+    if len(proportions) == ipus:
+        return [word for word in typed if not word.startswith(key)], tuple(proportions)
+    return [f"{key}={proportions[0]:g}" if word.startswith(key) else word for word in typed], tuple(proportions[:1])
+
+
+def words_of(config: RunConfig) -> Words:
+    """The overrides that a config makes necessary."""
+    pipeline = config.pipeline
+    placement = [
+        f"pipeline.{key}={empty}" for key, empty in _PLACEMENT.items() if getattr(pipeline, key) not in (None, [], "")
+    ]
+    resized = []
+    if config.replication.factor is not None:
+        resized.append("replication.factor=null")
+    if isinstance(config.memory.available_proportion, (list, tuple, dict)):
+        resized.append("memory.available_proportion=null")
+    for key in ("device_iterations", "replicas", "split", "layers_per_ipu"):
+        if getattr(config.inference, key) is not None:
+            resized.append(f"inference.{key}=null")
+    return Words(
+        tuple(placement),
+        ("pipeline.blocks={}",) if pipeline.blocks else (),
+        tuple(resized),
+        ("global_batch_size=null",) if config.global_batch_size is not None else (),
+    )

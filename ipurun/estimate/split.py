@@ -7,11 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Collection, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.estimate.costs import proportion_of
-from ipurun.estimate.cuts import Cell, CutPoint, Segment, cells_of, cut_points, segment_memory, segments_ending_at
-from ipurun.estimate.hardware import Machine
+from ipurun.estimate.cuts import (
+    Cell,
+    CutPoint,
+    Segment,
+    Ties,
+    cells_of,
+    cut_points,
+    segment_memory,
+    segments_ending_at,
+    ways_to_tie,
+)
+from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import in_flight, share_of
 from ipurun.estimate.stages import layout_of_cuts
-from ipurun.estimate.tied import Ties, ways_to_tie
 from ipurun.estimate.types import Layout, Settings
 from ipurun.inspect.traced_model import ModelProfile
 

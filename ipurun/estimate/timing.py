@@ -6,9 +6,8 @@ import dataclasses
 from typing import List, Tuple
 
 from ipurun.estimate.costs import costs_by_ipu
-from ipurun.estimate.hardware import Machine
-from ipurun.estimate.memory import ParameterShare, parameter_shares
-from ipurun.estimate.recompute import StageMemory, stage_memories
+from ipurun.estimate.machine import Machine
+from ipurun.estimate.memory import ParameterShare, StageMemory, parameter_shares, stage_memories
 from ipurun.estimate.stages import boundary_values
 from ipurun.estimate.types import IpuTime, Layout, Settings, TimeEstimate
 from ipurun.inspect.traced_model import ModelProfile

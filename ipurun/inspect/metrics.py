@@ -7,8 +7,7 @@ from types import ModuleType
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from ipurun.errors import Problem, nearest
-from ipurun.inspect.locate import locate
-from ipurun.inspect.targets import check_arguments, check_node, make
+from ipurun.inspect.targets import check_arguments, check_node, locate, make
 from ipurun.metrics import BUILT_IN, MeanOf, MetricSet
 
 __all__ = ["check_metrics", "check_monitor", "make_metrics", "monitored"]

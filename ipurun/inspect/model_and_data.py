@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
-from ipurun.config.device_schema import PipelineConfig
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
-from ipurun.inspect.buffers import changing_buffers
-from ipurun.inspect.custom_ops import load_custom_ops
 from ipurun.inspect.data import check_data, check_sample, is_stream, length_of, make_splits, notes_of, split_for_eval
 from ipurun.inspect.facts import Facts
-from ipurun.inspect.generation_cache import CACHE_NOTE, stop_caching
 from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
-from ipurun.inspect.optimizer import check_groups, check_optimizer
+from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
 from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
-from ipurun.inspect.schedule import check_schedule
-from ipurun.inspect.structure import begins_blocks, first_item, structure, walked
-from ipurun.inspect.targets import check_node, make
+from ipurun.inspect.structure import (
+    CACHE_NOTE,
+    begins_blocks,
+    changing_buffers,
+    first_item,
+    stop_caching,
+    structure,
+    walked,
+)
+from ipurun.inspect.targets import check_node, locate, make
 from ipurun.inspect.trace import meta_model
 
-__all__ = ["Subject", "inspect"]
+__all__ = ["Subject", "inspect", "load_custom_ops"]
 
 _LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
 
@@ -199,3 +203,56 @@ def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ..
         f"each of the {config.loader.workers} workers reads the iterable data set; it has to take its own part by "
         "torch.utils.data.get_worker_info, or samples come several times",
     )
+
+
+_FUNCTIONS = ("forward", "backward")
+
+
+def load_custom_ops(config: CustomOpsConfig, engine: Engine) -> List[Problem]:
+    """Make custom ops known to an engine, before the model that uses them is made.
+
+    Returns:
+        What is wrong with the config, a problem for each library or op.
+    """
+    if engine.kind == "cpu":
+        each: List[Callable[[], None]] = [_registration(name, given, engine) for name, given in config.cpu.items()]
+    else:
+        each = [_loading(path) for path in config.libraries]
+    problems: List[Problem] = []
+    for make_known in each:
+        try:
+            make_known()
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def _loading(path: str) -> Callable[[], None]:
+    def load() -> None:
+        try:
+            ctypes.CDLL(path)
+        except OSError as error:
+            fix = "build the library, and give its path from the working folder"
+            raise ConfigError(
+                "`custom_ops.libraries` cannot be loaded", seen=str(error), fix=fix, key="custom_ops.libraries"
+            ) from error
+
+    return load
+
+
+def _registration(name: str, given: Any, engine: Engine) -> Callable[[], None]:
+    key = f"custom_ops.cpu.{name}"
+
+    def register() -> None:
+        domain, separator, op = name.rpartition("/")
+        if not separator or not domain or not op:
+            fix = 'custom_ops.cpu={"my.domain/MyOp": module.function}'
+            raise ConfigError("`custom_ops.cpu` names ops as DOMAIN/NAME", seen=name, fix=fix, key="custom_ops.cpu")
+        functions = {"forward": given} if isinstance(given, str) else given
+        if not isinstance(functions, Mapping) or "forward" not in functions or set(functions) - set(_FUNCTIONS):
+            fix = "module.function, or {forward: module.function, backward: module.function}"
+            raise ConfigError(f"`{key}` takes the function that computes the op", seen=repr(given), fix=fix, key=key)
+        found = {kind: locate(path, key, engine.module) for kind, path in functions.items()}
+        engine.module.ops.register_cpu_implementation(op, domain, found["forward"], found.get("backward"))
+
+    return register

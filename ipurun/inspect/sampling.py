@@ -14,8 +14,7 @@ from torch.utils.data import default_collate
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import is_stream, length_of
-from ipurun.inspect.locate import locate
-from ipurun.inspect.targets import arguments_of, check_node, first_parameter, make
+from ipurun.inspect.targets import arguments_of, check_node, first_parameter, locate, make
 
 __all__ = [
     "EpochOrder",

@@ -1,4 +1,4 @@
-"""What a model is made of, and in which order its modules run: the facts that placement is checked against."""
+"""What a model is made of, which buffers it changes, and in which order its modules and blocks run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,60 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
-from ipurun.config.schema import RunConfig
-from ipurun.emulator.graph import IStageManager, active_recorder
+from ipurun.config.schema import LossConfig, RunConfig
+from ipurun.emulator.graph import IStageManager, Placement, Recorder, active_recorder
 from ipurun.emulator.options import PipelinedExecution, Stage
 from ipurun.errors import ConfigError
-from ipurun.inspect.ended_blocks import ended_block
+from ipurun.inspect.batch_items import as_call, split_target
 from ipurun.inspect.facts import EndedBlock, ModuleCall, OwnBlock
 from ipurun.inspect.loss import Step
 from ipurun.inspect.sampling import seeded
 
-__all__ = ["Walk", "begins_blocks", "first_item", "own_blocks", "record_walk", "structure", "walked"]
+__all__ = [
+    "CACHE_NOTE",
+    "Walk",
+    "begins_blocks",
+    "changing_buffers",
+    "ended_block",
+    "first_item",
+    "go_on_in_ended_blocks",
+    "own_blocks",
+    "record_walk",
+    "stop_caching",
+    "structure",
+    "walked",
+]
+
+
+def ended_block(recorder: Recorder) -> Optional[Placement]:
+    """The last block of a trace, if its end has come and no other one has begun."""
+    ended = False
+    for event in reversed(recorder.graph.events):
+        if event.kind == "begin_block":
+            return event.info["placement"] if ended else None
+        ended = ended or event.kind == "end_block"
+    return None
+
+
+def go_on_in_ended_blocks(model: nn.Module) -> List[Any]:
+    """Hooks behind all modules, since nobody knows before a trace which of them end blocks; what `Annotations` does in
+    a run.
+    """
+    return [module.register_forward_hook(_begin_again) for module in model.modules()]
+
+
+def _begin_again(module: nn.Module, args: Any, output: Any) -> None:
+    recorder = active_recorder()
+    ended = None if recorder is None else ended_block(recorder)
+    if recorder is not None and ended is not None:
+        recorder.begin_block(*ended)
+
 
 _HOOK = "BlockHook"  # part of the name of what BeginBlock installs, in PopTorch and in the emulator
 _LEGACY = ("LegacyBeginBlockFn",)
@@ -184,3 +224,81 @@ def first_item(data: Any) -> Optional[Any]:
         return data[0]
     except Exception:  # user code of any kind: loading will show what is wrong with it
         return None
+
+
+def changing_buffers(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> Tuple[str, ...]:
+    """Names of the buffers that a forward pass in training mode writes to.
+
+    Statistics of normalisation layers are known by their names. For other buffers the model runs once on two
+    samples; where that fails, nothing is claimed, and the engine's own check at compile time remains.
+
+    Args:
+        model: The model; its buffers, mode and the random states are as before afterwards.
+        data: A map-style data set to take two samples from, or None.
+        loss: Tells which item of a sample is the target.
+        seed: Seed of the trial.
+    """
+    known = set(_running_statistics(model))
+    others = [name for name, _ in model.named_buffers() if name not in known]
+    if others and data is not None:
+        known |= _written_in_trial(model, data, loss, seed)
+    return tuple(name for name, _ in model.named_buffers() if name in known)
+
+
+def _running_statistics(model: nn.Module) -> Tuple[str, ...]:
+    names = []
+    for prefix, module in model.named_modules():
+        if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
+            own = ("running_mean", "running_var", "num_batches_tracked")
+            names += [f"{prefix}.{name}" if prefix else name for name in own]
+    return tuple(names)
+
+
+def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> set:
+    before: Dict[str, torch.Tensor] = dict(model.named_buffers())
+    versions = {name: buffer._version for name, buffer in before.items()}
+    values = {name: buffer.clone() for name, buffer in before.items()}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with seeded(seed), torch.no_grad():
+            batch = default_collate([data[index % len(data)] for index in range(2)])
+            args, kwargs = as_call(batch)
+            if loss.name is not None:
+                args, kwargs, _ = split_target(args, kwargs, loss.target)
+            model.train()
+            model(*args, **kwargs)
+        return {
+            name
+            for name, buffer in model.named_buffers()
+            if name not in before or buffer is not before[name] or buffer._version != versions[name]
+        }
+    except Exception:  # user code of any kind: compiling will show what is wrong with it
+        return set()
+    finally:
+        _restore(model, before, values)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _restore(model: nn.Module, before: Dict[str, torch.Tensor], values: Dict[str, torch.Tensor]) -> None:
+    for name, buffer in before.items():
+        prefix, _, own = name.rpartition(".")
+        with torch.no_grad():
+            buffer.copy_(values[name])
+        model.get_submodule(prefix)._buffers[own] = buffer
+
+
+CACHE_NOTE = "the model's config.use_cache is off: its keys and values of past tokens are for generating text"
+
+
+def stop_caching(model: nn.Module) -> bool:
+    """Set `config.use_cache` of a model and its parts to False; whether one of them was on.
+
+    That is how models of transformers say that every layer is to keep its keys and values for the next token. Such a
+    cache grows from a tensor without elements, which no IPU takes, and would come back to the host with every output.
+    """
+    configs: List[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    return bool(caching)

@@ -13,17 +13,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
-from ipurun.api.calls import Call, last_call
-from ipurun.api.perform import construct
+from ipurun.api.calls import Call, construct, last_call
 from ipurun.config.schema import RunConfig
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.emulator.graph import Captured, Node, capture, is_supported
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors, split_target
-from ipurun.inspect.ended_blocks import go_on_in_ended_blocks
-from ipurun.inspect.generation_cache import stop_caching
 from ipurun.inspect.loss import Step, make_loss
 from ipurun.inspect.precision import cast_hooks, cast_weights
+from ipurun.inspect.structure import go_on_in_ended_blocks, stop_caching
 from ipurun.inspect.targets import make
 from ipurun.inspect.traced_model import ModelProfile
 from ipurun.inspect.traced_ops import profile_graph

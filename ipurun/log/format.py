@@ -1,18 +1,24 @@
-"""Numbers, times and batch equations as people read them."""
+"""Numbers, times, batch equations and wrapped lines as people read them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+import shutil
+import sys
+import textwrap
+from typing import Any, Iterable, List, Optional
 
 from ipurun.planning.plan import Batch, Devices
 
 __all__ = [
+    "WIDE",
     "batch_equation",
+    "columns",
     "count",
     "devices_text",
     "duration",
     "epochs_text",
+    "fitted",
     "learning_rate",
     "metric",
     "plural",
@@ -100,3 +106,28 @@ def value_text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{value_text(item)}" for key, item in value.items()) + "}"
     return str(value)
+
+
+WIDE = 120  # columns from which on nothing is changed
+_NARROWEST = 60
+
+
+def columns() -> int:
+    """Width of the terminal; a file or a pipe is as wide as it takes."""
+    return shutil.get_terminal_size((WIDE, 24)).columns if sys.stdout.isatty() else WIDE
+
+
+def fitted(lines: Iterable[str], indent: int) -> List[str]:
+    """Lines as they are, or broken where the terminal is too narrow for them.
+
+    Args:
+        lines: The lines.
+        indent: How far to set in what goes on from a line.
+    """
+    width = columns()
+    if width >= WIDE:
+        return list(lines)
+    beyond = " " * indent
+    return [
+        part for line in lines for part in textwrap.wrap(line, max(width, _NARROWEST), subsequent_indent=beyond) or [""]
+    ]

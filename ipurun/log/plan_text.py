@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Tuple
 
-from ipurun.api.calls import Call, Symbol
-from ipurun.api.source_text import call_text, value_text
+from ipurun.api.calls import Call, Symbol, call_text, value_text
 from ipurun.inspect.facts import OwnBlock
 from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural
 from ipurun.planning.optimizer import changeable

@@ -7,29 +7,31 @@ from dataclasses import replace
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.api.calls import Call, last_call
-from ipurun.api.popconf import read_conf
-from ipurun.api.setters import read_setters
+from ipurun.api.conf_file import read_conf
+from ipurun.api.options import read_setters
+from ipurun.config.checks import check_values, without_misfits
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts
-from ipurun.planning.cache import executable_dir, profile_dir
-from ipurun.planning.layers_memory import module_proportions, serialized_layers
-from ipurun.planning.loading import check_loading
-from ipurun.planning.numbers import Numbers, settle
+from ipurun.planning.artifacts import Profile, executable_dir, plan_profile, profile_dir
+from ipurun.planning.host_io import check_loading, check_overlap, output_call, output_mode, strategy_for_overlap
+from ipurun.planning.key_calls import OwnCalls, input_group_type, resolved_calls, shared_calls, training_calls
+from ipurun.planning.modules import (
+    module_precisions,
+    module_proportions,
+    normal_precision,
+    note_loss_scale,
+    recompute_modules,
+    serialized_layers,
+)
 from ipurun.planning.optimizer import plan_optimizer
-from ipurun.planning.options_program import Layer, compose_layers
-from ipurun.planning.output import output_call, output_mode
-from ipurun.planning.overlap import check_overlap, strategy_for_overlap
-from ipurun.planning.own_options import OwnCalls, input_group_type, resolved_calls, shared_calls, training_calls
+from ipurun.planning.options import Layer, compose_layers
 from ipurun.planning.plan import Plan
-from ipurun.planning.precision import module_precisions, normal_precision, note_loss_scale
-from ipurun.planning.profile import Profile, plan_profile
-from ipurun.planning.recompute import recompute_modules
-from ipurun.planning.sane import sane_config
+from ipurun.planning.sizes import Numbers, settle
 from ipurun.planning.steps import count_evaluation, count_steps
 from ipurun.planning.user_settings import INFERENCE_TWINS, TWINS, Given, unlike_defaults
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "sane_config"]
 
 _TRAINING_KEYS = ("Precision.enableStochasticRounding", "broadcastBuffers")
 _TRAINING_ONLY = ("Training.", "TensorLocations.setOptimizerLocation", "TensorLocations.setAccumulatorLocation")
@@ -257,3 +259,12 @@ def _note_host_schedule(config: RunConfig, numbers: Numbers, found: Findings) ->
     updates = numbers.training.device_iterations
     if config.schedule and updates > 1:
         found.note(f"the learning rate moves once per host call, that is every {updates} weight updates")
+
+
+def sane_config(config: RunConfig, found: Findings) -> RunConfig:
+    """The config, with stand-ins for words that do not exist and numbers out of range; each is a problem."""
+    problems = check_values(config, lambda key: "")
+    if not problems:
+        return config
+    found.problems += problems
+    return without_misfits(config)

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.api import manifest
 from ipurun.api.calls import Call
-from ipurun.api.setter_values import BadValueError, convert
+from ipurun.api.values import BadValueError, convert
 from ipurun.config.keys import argument_meant
 from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings, listing, nearest

@@ -10,10 +10,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from ipurun.api.calls import Call, last_call
-from ipurun.api.source_text import call_text
-from ipurun.config.device_schema import PipelineConfig
-from ipurun.config.schema import RunConfig
+from ipurun.api.calls import Call, call_text, last_call
+from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Problem
 
 __all__ = ["INFERENCE_TWINS", "TWINS", "Given", "Twins", "unlike_defaults"]

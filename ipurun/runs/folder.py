@@ -7,13 +7,17 @@ import json
 import os
 import re
 import shutil
+import platform
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Union
 from ipurun.errors import ConfigError, Problem
 from ipurun.log.plan_text import plan_lines
-from ipurun.runs.provenance import git_diff, git_state, versions
+from importlib import metadata
+from ipurun import __version__
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Point
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from ipurun.engine import Engine
     from ipurun.planning.plan import Plan
 
-__all__ = ["RunFolder", "check_writable", "find_latest", "new_folder", "timestamp"]
+__all__ = ["RunFolder", "check_writable", "find_latest", "git_diff", "git_state", "new_folder", "timestamp", "versions"]
 
 class RunFolder:
     """The files of one run. `create` makes a new folder, `open` takes one that exists.
@@ -296,3 +300,65 @@ def _yaml(value: Any) -> str:
     import yaml
 
     return str(yaml.safe_dump(value, sort_keys=False, default_flow_style=False, allow_unicode=True))
+
+
+_PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "poptorch", "rich", "torchmetrics", "transformers")
+_LARGEST_DIFF = 1_000_000
+
+
+def versions() -> Dict[str, str]:
+    """Versions of what computes, without importing any of it."""
+    found = {"ipurun": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["os"] = _operating_system()
+    found["machine"] = f"{platform.machine()}, {os.cpu_count()} CPUs"
+    found["executable"] = sys.executable
+    return found
+
+
+def git_state(folder: str = ".") -> Dict[str, Any]:
+    """Commit, branch and changed files of the repository around a folder; empty outside of one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    status = _git(folder, "status", "--porcelain", "--", ".") or ""
+    changed: List[str] = [line[3:] for line in status.splitlines()]
+    return {
+        "commit": commit,
+        "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "",
+        "dirty": bool(changed),
+        "changed_files": changed[:100],
+    }
+
+
+def git_diff(folder: str = ".") -> str:
+    """What the working folder has changed since its commit; empty where that is nothing, or too long to keep."""
+    difference = _git(folder, "diff", "HEAD", "--", ".") or ""
+    return difference + "\n" if 0 < len(difference) < _LARGEST_DIFF else ""
+
+
+def _git(folder: str, *arguments: str) -> Optional[str]:
+    try:
+        done = subprocess.run(
+            ("git", "-C", folder) + arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", "replace").rstrip("\n")
+
+
+def _operating_system() -> str:
+    try:
+        with open("/etc/os-release", encoding="utf-8") as stream:
+            fields = dict(line.rstrip().split("=", 1) for line in stream if "=" in line)
+        return f"{fields['PRETTY_NAME'].strip(chr(34))}, {platform.system()} {platform.release()}"
+    except (OSError, KeyError, ValueError):
+        return platform.platform()

@@ -14,7 +14,7 @@ from ipurun.planning import make_plan
 from ipurun.planning.plan import Plan
 from ipurun.runs.job import prepare_job
 from ipurun.runs.prepare import Prepared, prepare
-from ipurun.sweep.manifest import point_id
+from ipurun.sweep.ledger import point_id
 
 __all__ = ["Checked", "check_points", "planned"]
 

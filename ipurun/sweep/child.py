@@ -55,7 +55,7 @@ def run_child(
     Ctrl-C is passed on once, so that the point can save, and again as a kill.
 
     Args:
-        job_file: The point, as `ipurun.sweep.point` reads it.
+        job_file: The point, as `ipurun.sweep.worker` reads it.
         output_file: Takes whatever the process prints.
         environment: Variables to set before the process starts.
         on_message: Called with each line that the point sends for the screen.
@@ -68,7 +68,7 @@ def run_child(
         result_file.unlink()
     with output_file.open("ab") as output:
         process = subprocess.Popen(
-            [*python_command("ipurun.sweep.point.console"), str(job_file), str(result_file), str(writer)],
+            [*python_command("ipurun.sweep.worker.console"), str(job_file), str(result_file), str(writer)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -16,19 +16,10 @@ from ipurun.log.screen import Screen
 from ipurun.runs.folder import RunFolder, check_writable, new_folder, slug, timestamp
 from ipurun.sweep.check import Checked, check_points
 from ipurun.sweep.child import Outcome, run_child
-from ipurun.sweep.manifest import (
-    FAILED,
-    FINISHED,
-    INTERRUPTED,
-    PENDING,
-    RUNNING,
-    Manifest,
-    Record,
-    find_earlier,
-)
-from ipurun.sweep.point import write_job
+from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PENDING, RUNNING, Manifest, Record, find_earlier
 from ipurun.sweep.remote import Replay
 from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, value_of
+from ipurun.sweep.worker import write_job
 
 __all__ = ["SweepResult", "run_sweep"]
 

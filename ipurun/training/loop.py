@@ -25,9 +25,8 @@ from ipurun.training.events import (
 )
 from ipurun.training.failures import explained
 from ipurun.training.interrupts import Interrupts
-from ipurun.training.randomness import seed_everything
 from ipurun.training.saving import Saver, falls_due
-from ipurun.training.state import Progress, restore, restore_device, restore_host_randomness
+from ipurun.training.state import Progress, restore, restore_device, restore_host_randomness, seed_everything
 
 __all__ = ["train"]
 

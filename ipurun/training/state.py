@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, Mapping, Optional
 
+import numpy
 import torch
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
 from ipurun.errors import ConfigError
 from ipurun.planning.plan import Batch
-from ipurun.training.randomness import random_state, restore_random_state
 
-__all__ = ["Progress", "gather", "load_weights", "restore", "restore_device", "restore_host_randomness"]
+__all__ = [
+    "Progress",
+    "gather",
+    "load_weights",
+    "random_state",
+    "restore",
+    "restore_device",
+    "restore_host_randomness",
+    "restore_random_state",
+    "seed_everything",
+]
 
 
 @dataclass
@@ -170,3 +181,29 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
     return value
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's global generators."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state() -> Dict[str, Any]:
+    """The states of all three generators."""
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Go on with states that `random_state` gave."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])

@@ -13,7 +13,7 @@ import pytest
 from ipurun.cli.main import main
 from ipurun.config.schema import CustomOpsConfig
 from ipurun.engine import Engine
-from ipurun.inspect.custom_ops import load_custom_ops
+from ipurun.inspect.model_and_data import load_custom_ops
 
 CODE = """
 import poptorch

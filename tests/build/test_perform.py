@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from ipurun import emulator
-from ipurun.api.calls import Call, Symbol
-from ipurun.api.perform import apply_calls, construct, resolve
+from ipurun.api.calls import Call, Symbol, apply_calls, construct, resolve
 from ipurun.errors import ConfigError
 
 

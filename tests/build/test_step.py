@@ -14,8 +14,8 @@ from ipurun import emulator
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors, pick, split_target, target_of, with_loss
-from ipurun.inspect.generation_cache import stop_caching
 from ipurun.inspect.loss import Step, check_loss, make_loss
+from ipurun.inspect.structure import stop_caching
 
 
 def _loss(name: Any = "CrossEntropyLoss", **keys: Any) -> LossConfig:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ipurun.errors import ConfigError
-from ipurun.inspect.locate import locate
-from ipurun.inspect.targets import check_arguments, check_node, make
+from ipurun.inspect.targets import check_arguments, check_node, locate, make
 
 built = []
 

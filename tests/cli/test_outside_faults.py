@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from ipurun.cli.common import guarded
 from ipurun.cli.main import main
-from ipurun.cli.report import guarded
 
 WITHOUT = """
 import sys

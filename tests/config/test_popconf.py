@@ -1,8 +1,8 @@
 import pytest
 
 from ipurun import emulator
-from ipurun.api.perform import apply_calls
-from ipurun.api.popconf import read_conf
+from ipurun.api.calls import apply_calls
+from ipurun.api.conf_file import read_conf
 
 # What PopTorch's loadFromFile accepts, one statement per line.
 ACCEPTED = """

@@ -1,8 +1,7 @@
 from pathlib import Path
 
-from ipurun.config.option import walk_keys
 from ipurun.config.reference import page
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import RunConfig, walk_keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "config-keys.md"
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from ipurun.api.calls import Symbol
-from ipurun.api.setter_names import option_setters, popart_keys
-from ipurun.api.setters import read_setters
+from ipurun.api.options import read_setters
+from ipurun.api.setters import option_setters, popart_keys
 
 
 def calls_of(options):

@@ -10,10 +10,10 @@ from typing import Any, List
 import pytest
 from test_planner_text import inference_of, toy_outlook
 
-from ipurun.estimate.remedies import Remedy
+from ipurun.estimate.advice import Remedy
 from ipurun.estimate.types import Verdict
 from ipurun.inspect.facts import Facts
-from ipurun.log.planner_html import page_of
+from ipurun.log.estimate_html import page_of
 from ipurun.planning import make_plan
 from ipurun.planning.plan import Plan
 

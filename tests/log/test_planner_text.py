@@ -8,17 +8,25 @@ from typing import Any, Dict, List
 import pytest
 import yaml
 
+from ipurun.estimate.advice import Remedy, Situation
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.hardware import Machine
-from ipurun.estimate.outlook import Cache, Outlook
-from ipurun.estimate.remedies import Remedy, Situation
-from ipurun.estimate.schedule import schedule_of
-from ipurun.estimate.solve import Solution
+from ipurun.estimate.machine import Machine
+from ipurun.estimate.pipeline import schedule_of
+from ipurun.estimate.plan_estimate import Cache, Outlook
+from ipurun.estimate.search import Solution
 from ipurun.estimate.stages import layout_of_cuts
 from ipurun.estimate.types import IpuMemory, Settings, Verdict
 from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
-from ipurun.log.planner_solutions import solution_lines, solution_yaml
-from ipurun.log.planner_text import bar, change_text, inference_lines, outlook_dict, outlook_lines, quiet_text
+from ipurun.log.estimate_text import (
+    bar,
+    change_text,
+    inference_lines,
+    outlook_dict,
+    outlook_lines,
+    quiet_text,
+    solution_lines,
+    solution_yaml,
+)
 
 
 def toy_outlook(**changes: Any) -> Outlook:

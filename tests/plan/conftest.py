@@ -51,7 +51,7 @@ def composed(plan_of):
 
     def compose(keys=None, mode="training", **more):
         from ipurun import emulator
-        from ipurun.api.perform import apply_calls
+        from ipurun.api.calls import apply_calls
 
         plan = plan_of(keys, **more)
         calls = plan.training_options if mode == "training" else plan.inference_options

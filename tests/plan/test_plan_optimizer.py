@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from ipurun import emulator
-from ipurun.api.perform import construct
+from ipurun.api.calls import construct
 from ipurun.planning.optimizer import changeable
 
 

@@ -320,7 +320,7 @@ def test_every_setter_of_poptorch_can_be_reached(composed):
             "setPatterns": [{"TiedGather": True}, 1],
         },
     }
-    from ipurun.api.setter_names import option_setters
+    from ipurun.api.setters import option_setters
 
     named = {f"{group}.{name}" for group, node in options.items() if isinstance(node, dict) for name in node}
     assert set(option_setters()) <= named | set(options)
@@ -372,7 +372,7 @@ def test_every_setter_of_poptorch_can_be_reached(composed):
 
 def test_dtypes_are_names_until_the_engine_is_there(plan_of):
     from ipurun import emulator
-    from ipurun.api.perform import resolve
+    from ipurun.api.calls import resolve
 
     call = next(call for call in plan_of({"partials": "half"}).training_options if "Partials" in call.path)
     assert str(call.args[0]) == "torch.float16"

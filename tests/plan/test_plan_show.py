@@ -1,7 +1,6 @@
 import ast
 
-from ipurun.api.calls import Call, Symbol
-from ipurun.api.source_text import value_text
+from ipurun.api.calls import Call, Symbol, value_text
 from ipurun.log.plan_text import calls_text
 
 

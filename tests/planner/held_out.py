@@ -12,9 +12,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.config.compose import one
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.hardware import Machine
-from ipurun.estimate.point import layout_of_plan, machine_of
-from ipurun.estimate.settings import settings_of
+from ipurun.estimate.machine import Machine
+from ipurun.estimate.settings import layout_of_plan, machine_of, settings_of
 from ipurun.estimate.types import Estimate, Layout, Settings, Verdict
 from ipurun.inspect.trace import profile_model
 from ipurun.inspect.traced_model import ModelProfile

@@ -8,7 +8,7 @@ import re
 from typing import Dict, List, Sequence
 
 from ipurun.config.compose import one
-from ipurun.estimate.calibrate import Measurement
+from ipurun.estimate.calibration import Measurement
 from ipurun.estimate.stages import layout_of_blocks, module_ranges, single_ipu
 from ipurun.estimate.types import Layout, Settings
 from ipurun.inspect.trace import profile_model

@@ -14,7 +14,7 @@ sys.modules["torch"] = None  # an import of it fails
 import ipurun.estimate
 for found in pkgutil.iter_modules(ipurun.estimate.__path__):
     importlib.import_module(f"ipurun.estimate.{found.name}")
-import ipurun.log.planner_text, ipurun.log.planner_html
+import ipurun.log.estimate_text, ipurun.log.estimate_html
 """
 
 

@@ -8,8 +8,8 @@ import pytest
 from planner_toys import chain
 
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.hardware import Machine
-from ipurun.estimate.schedule import gantt, schedule_of
+from ipurun.estimate.machine import Machine
+from ipurun.estimate.pipeline import gantt, schedule_of
 from ipurun.estimate.stages import layout_of_cuts, single_ipu
 from ipurun.estimate.types import Layout, Settings, TimeEstimate
 

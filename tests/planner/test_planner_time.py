@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from planner_toys import chain
 
-from ipurun.estimate.calibrate import Measurement, calibrate_to_run, measured_throughput, ratio
-from ipurun.estimate.costs import op_costs
+from ipurun.estimate.calibration import Measurement, calibrate_to_run, measured_throughput, ratio
+from ipurun.estimate.costs import Shape, backward_shapes, forward_shape, op_costs, plan_product
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.hardware import Machine, machine_from
-from ipurun.estimate.products import Shape, backward_shapes, forward_shape, plan_product
+from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
 from ipurun.estimate.timing import estimate_time
 from ipurun.estimate.types import Settings
@@ -306,5 +305,5 @@ def test_the_micro_batch_of_a_profile_changes_by_proportion() -> None:
 
 
 def test_the_planner_needs_no_torch() -> None:
-    program = "import sys, ipurun.estimate.estimate, ipurun.estimate.calibrate; sys.exit('torch' in sys.modules)"
+    program = "import sys, ipurun.estimate.estimate, ipurun.estimate.calibration; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -23,9 +23,9 @@ from planner_published import (
 )
 
 from ipurun.config.compose import one
-from ipurun.estimate.calibrate import FREE, Measurement, calibrate, leave_one_out, ratio
+from ipurun.estimate.calibration import FREE, Measurement, calibrate, leave_one_out, ratio
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.hardware import Machine, machine_from
+from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import single_ipu
 from ipurun.estimate.types import Estimate, Settings, Verdict
 

@@ -8,9 +8,9 @@ from typing import Any, Dict
 import pytest
 from planner_toys import chain
 
+from ipurun.estimate.advice import Remedy, Situation, remedies_for
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.hardware import Machine
-from ipurun.estimate.remedies import Remedy, Situation, remedies_for
+from ipurun.estimate.machine import Machine
 from ipurun.estimate.stages import layout_of_cuts, single_ipu
 from ipurun.estimate.types import Layout, Settings, Verdict
 from ipurun.inspect.traced_model import ModelProfile

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from ipurun.config.compose import one
-from ipurun.estimate.point import machine_of
-from ipurun.estimate.settings import settings_of
+from ipurun.estimate.settings import machine_of, settings_of, words_of
 from ipurun.estimate.types import Settings
-from ipurun.estimate.words import words_of
 from ipurun.inspect.facts import Facts
 from ipurun.planning import make_plan
 

@@ -11,8 +11,8 @@ from planner_toys import chain
 
 from ipurun.estimate.cuts import cut_points
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.hardware import Machine
-from ipurun.estimate.solve import Goal, search, split_for, variants_of
+from ipurun.estimate.machine import Machine
+from ipurun.estimate.search import Goal, search, split_for, variants_of
 from ipurun.estimate.split import solve_split
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts
 from ipurun.estimate.types import Settings, Verdict

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ipurun.config.compose import one
-from ipurun.config.option import walk_keys
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import RunConfig, walk_keys
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))

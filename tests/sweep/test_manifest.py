@@ -9,7 +9,7 @@ import pytest
 from ipurun.config.compose import Point
 from ipurun.config.schema import RunConfig, SweepConfig
 from ipurun.errors import ConfigError
-from ipurun.sweep.manifest import FAILED, FINISHED, Manifest, Record, find_earlier, point_id
+from ipurun.sweep.ledger import FAILED, FINISHED, Manifest, Record, find_earlier, point_id
 
 
 def _manifest(folder: Path, statuses: Sequence[str]) -> Manifest:

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 
-from ipurun.sweep.manifest import FAILED, FINISHED, INTERRUPTED, Record
+from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, Record
 from ipurun.sweep.table import csv_text, rank, rows_as_data, table_lines, throughput_lines
 
 

@@ -14,9 +14,8 @@ from torch import nn
 from ipurun.checkpoint import latest
 from ipurun.errors import ConfigError, RunError
 from ipurun.inspect.sampling import seeded
-from ipurun.training.evaluate import evaluate
+from ipurun.training.evaluate import evaluate, gathered, predict
 from ipurun.training.loop import train
-from ipurun.training.predict import gathered, predict
 from ipurun.training.state import load_weights
 
 

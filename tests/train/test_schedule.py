@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ipurun.errors import ConfigError
-from ipurun.inspect.schedule import check_schedule, make_schedule
+from ipurun.inspect.optimizer import check_schedule, make_schedule
 from ipurun.schedules import Schedule, constant, cosine, linear
 
 SCHEDULERS = "torch.optim.lr_scheduler."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Dict, List, Optional, Sequence, Set
 
-from ipurun.config.device_schema import PipelineConfig
+from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings, listing
 from ipurun.inspect.facts import Facts, OwnBlock
+from ipurun.planning.layers import is_within
 from ipurun.planning.placement.order import Begin, block_at_calls, order_names
 from ipurun.planning.placement.stages import StageList
 from ipurun.planning.plan import Placement
-from ipurun.planning.stacks import is_within
 
 __all__ = [
     "check_ascending",

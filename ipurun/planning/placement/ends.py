@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.patterns import match_modules, names_in
+from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
+from ipurun.planning.layers import is_minor, is_within, named_layers, outermost, stacks
 from ipurun.planning.placement.order import order_names
-from ipurun.planning.stacks import is_minor, is_within, named_layers, outermost, stacks
 
 __all__ = ["End", "embedding_blocks", "head_blocks", "returning_blocks"]
 

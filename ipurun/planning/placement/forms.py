@@ -6,12 +6,12 @@ import string
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.patterns import Match, flat_names, match_names, names_in
+from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings, listing
 from ipurun.inspect.facts import Facts
+from ipurun.planning.layers import find_layers, share_layers
 from ipurun.planning.placement.ends import embedding_blocks, head_blocks, returning_blocks
-from ipurun.planning.stacks import find_layers, share_layers
 
 __all__ = ["Wanted", "ipu_of_part", "is_auto", "wanted_blocks"]
 

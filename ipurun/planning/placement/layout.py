@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, List, Optional, Sequence, Tuple
 
 from ipurun.api.calls import Call
-from ipurun.config.device_schema import PipelineConfig
+from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
 from ipurun.planning.placement import checks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.device_schema import PipelineConfig
 from ipurun.config.patterns import is_pattern, match_names, unmatched
+from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts, OwnBlock
 from ipurun.planning.placement.forms import Wanted

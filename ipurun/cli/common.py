@@ -1,0 +1,198 @@
+"""What commands share: flags, output of one JSON document, and how a command ends when something is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from ipurun.config.argv import split_words
+from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
+
+__all__ = ["Flags", "answer", "explain", "guarded", "only_json", "print_json", "show_problems", "split"]
+
+_COMMON = {"--quiet": "quiet", "-q": "quiet", "--json": "json", "--debug": "debug", "--help": "help", "-h": "help"}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of one command line.
+
+    Args:
+        quiet: Only errors and the last line.
+        json: One JSON document on standard output and nothing else.
+        debug: Tracebacks.
+        help: Help was asked for.
+        values: Value of each further flag of the command; True for a flag without a value.
+    """
+
+    quiet: bool = False
+    json: bool = False
+    debug: bool = False
+    help: bool = False
+    values: Dict[str, object] = field(default_factory=dict)
+
+
+def split(argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequence[str] = ()) -> Tuple[Flags, List[str]]:
+    """Take ipurun's own flags off a command line.
+
+    Args:
+        argv: The words after the command.
+        switches: Further flags of this command that stand alone, such as ``--explain``.
+        with_value: Further flags that take a value, such as ``--html``.
+
+    Raises:
+        ConfigError: If a flag misses its value.
+    """
+    common = dict.fromkeys(_COMMON.values(), False)
+    values: Dict[str, object] = {}
+    rest: List[str] = []
+    waiting = list(argv)
+    while waiting:
+        word = waiting.pop(0)
+        flag, equals, value = word.partition("=")
+        if word in _COMMON:
+            common[_COMMON[word]] = True
+        elif word in switches:
+            values[word.lstrip("-")] = True
+        elif flag in with_value:
+            if not equals:
+                if not waiting:
+                    raise ConfigError(f"`{flag}` needs a value", "command line", fix=f"{flag} VALUE")
+                value = waiting.pop(0)
+            values[flag.lstrip("-")] = value
+        else:
+            rest.append(word)
+    return Flags(values=values, **common), rest
+
+
+@contextlib.contextmanager
+def only_json(active: bool) -> Iterator[None]:
+    """Keeps standard output clean while models, data sets and native libraries run.
+
+    Args:
+        active: Whether ``--json`` was given; otherwise nothing changes.
+    """
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    descriptor = _descriptor()
+    kept = None if descriptor is None else os.dup(descriptor)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            if descriptor is not None:
+                os.dup2(2, descriptor)
+            yield
+    finally:
+        if descriptor is not None and kept is not None:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+
+
+def print_json(document: Any) -> None:
+    """Prints the one document of ``--json``."""
+    print(json.dumps(document, indent=2, default=str))
+
+
+def _descriptor() -> Any:
+    # Libraries write to descriptor 1 itself. A stream that is not it (a test's) needs no help there.
+    try:
+        return 1 if sys.stdout.fileno() == 1 else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+_USERS = ""
+_DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "PyYAML"}  # whose name is not that of the module
+
+
+def guarded(command: Callable[[], int], argv: Sequence[str]) -> int:
+    """Run a command and turn whatever it raises into a message and an exit code."""
+    try:
+        return command()
+    except IpurunError as error:
+        show_problems(error, as_json="--json" in argv, debug="--debug" in argv)
+        return error.exit_code
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        show_problems(IpurunError(explain(error)), as_json="--json" in argv, debug="--debug" in argv)
+        return EXIT_FAILED
+
+
+def explain(error: Exception) -> Problem:
+    """Say whose fault an unexpected error is, by the code that it came through, and what to do about it."""
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    packages = [_package_of(frame.filename) for frame in frames]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    users = [frame for frame, package in zip(frames, packages) if package == _USERS]
+    missing = str(error.name or packages[-1]).partition(".")[0] if isinstance(error, ImportError) else "ipurun"
+    if missing != "ipurun" and not users:
+        fix = f"{sys.executable} -m pip install {_DISTRIBUTIONS.get(missing, missing)}"
+        if isinstance(error, ModuleNotFoundError):
+            return Problem(f"the package `{missing}` is not installed", where, what, fix=fix)
+        return Problem(f"the package `{missing}` cannot be imported", where, what, fix="repair its installation")
+    if users:
+        where = f"{users[-1].filename}:{users[-1].lineno}"
+        return Problem("code outside ipurun failed", where, what, fix="--debug shows the whole traceback")
+    if packages and packages[-1] != "ipurun":
+        fix = "--debug shows the whole traceback; `ipurun env` shows the versions in use"
+        return Problem(f"the package `{packages[-1]}` failed", where, what, fix=fix)
+    return Problem(what, "inside ipurun", fix="run again with --debug and report it with `ipurun env`")
+
+
+def _package_of(file: str) -> str:
+    """The package that a file belongs to: ours, Python's or an installed one by name, "" for any other code."""
+    path = os.path.abspath(file)
+    for module in ("ipurun", "ipurun.recipes"):
+        folder = os.path.dirname(str(getattr(sys.modules.get(module), "__file__", "")))
+        if folder and path.startswith(folder + os.sep):
+            return "ipurun"
+    for folder in ("site-packages", "dist-packages"):
+        _before, found, inside = path.partition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return inside.partition(os.sep)[0].partition(".")[0]
+    return "Python" if path.startswith(os.path.dirname(os.__file__) + os.sep) else _USERS
+
+
+def show_problems(error: IpurunError, as_json: bool = False, debug: bool = False) -> None:
+    """Print problems to standard error, or as JSON to standard output."""
+    if debug:
+        traceback.print_exc()
+    if as_json:
+        kind = "config" if isinstance(error, ConfigError) else "run"
+        print(json.dumps({"error": kind, "problems": [problem.to_dict() for problem in error.problems]}))
+        return
+    print("\n\n".join(str(problem) for problem in error.problems), file=sys.stderr)
+
+
+def answer(command: str, argv: List[str]) -> Optional[int]:
+    """Let Hydra answer, if the command line asks it something.
+
+    Returns:
+        The exit code, or None when it is an ordinary command line.
+
+    Raises:
+        ConfigError: The config has problems, or a flag misses the one it belongs to.
+    """
+    flagged = {word.partition("=")[0] for word in argv}
+    if not flagged & {"--cfg", "-c", "--info", "-i", "--hydra-help"}:
+        details = sorted(flagged & {"--resolve", "--package", "-p"})
+        if details:
+            raise ConfigError(f"`{details[0]}` goes with --cfg", "command line", fix="--cfg job --resolve")
+        return None
+    from ipurun.config import compose
+    from ipurun.config import hydra_main as native
+
+    _, rest = split(argv)
+    words = split_words(rest)
+    problems = [problem for point in compose.points(rest, command).points for problem in point.problems]
+    if problems:
+        raise ConfigError(problems)
+    return native.inquire(command, words)

@@ -1,0 +1,212 @@
+"""Config keys that say where and how the model runs on IPUs. See `ipurun.config.schema` for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional
+
+from ipurun.config.schema.option import node, option
+
+__all__ = [
+    "CacheConfig",
+    "InferenceConfig",
+    "MemoryConfig",
+    "OutputConfig",
+    "PipelineConfig",
+    "ProfileConfig",
+    "RecomputeConfig",
+    "ReplicationConfig",
+    "TensorLocationConfig",
+]
+
+
+@dataclass
+class PipelineConfig:
+    """How the model is split over the IPUs of one replica."""
+
+    split: Any = option(
+        [],
+        "Module names or patterns (docs/reference/patterns.md); each next IPU begins at one of them. Empty: the model "
+        "is not split. auto: solved.",
+    )
+    layers: Optional[Any] = option(
+        None,
+        "Name of the repeated stack of layers that layers_per_ipu counts, or a list; null: found by itself.",
+    )
+    layers_per_ipu: List[int] = option(
+        [], "Layers of the stack on IPU 0, 1, ...; -1 shares the rest out evenly. [-1] with pipeline.ipus: over all."
+    )
+    embedding: Optional[Any] = option(
+        None, "Modules that embedding_ipu places; null: everything that runs before the first layer."
+    )
+    embedding_ipu: Optional[int] = option(None, "IPU of the embedding; null: IPU 0.", minimum=0)
+    head: Optional[Any] = option(None, "Modules that head_ipu places; null: what follows the last layer.")
+    head_ipu: Optional[int] = option(
+        None, "IPU of the head; null: the last layer's, or the embedding's where both share weights.", minimum=0
+    )
+    blocks: Any = option(
+        {},
+        "Module name or pattern (docs/reference/patterns.md) -> an IPU, or {ipu: 1, id: B}; a block begins there and "
+        "lasts until the next.",
+    )
+    stages: List[Any] = option(
+        [], "Pipelined and sharded: blocks of each stage: a name, a list of them, or {blocks: [A, B], ipu: 0}."
+    )
+    phases: List[Any] = option(
+        [], "Phased: blocks of each phase, written like a stage, or as a list of stages that run side by side."
+    )
+    strategy: str = option(
+        "pipelined",
+        "How the IPUs of a replica work together.",
+        choices=("pipelined", "sharded", "serial_phased", "parallel_phased"),
+    )
+    auto_stage: str = option(
+        "auto",
+        "How blocks become stages; auto picks what the split needs.",
+        choices=("auto", "same_as_ipu", "auto_increment"),
+    )
+    ipus: Optional[int] = option(
+        None,
+        "IPUs of one replica: for layers_per_ipu=[-1], or a model that begins its own blocks; null: as placed.",
+        minimum=1,
+    )
+    auto_round: bool = option(False, "Round the number of IPUs up to a power of two (the rest stays idle).")
+    liveness: Optional[str] = option(
+        None,
+        "Phased execution: how long tensors stay on chip.",
+        choices=("AlwaysLive", "OffChipAfterFwd", "OffChipAfterFwdNoOverlap", "OffChipAfterEachPhase"),
+    )
+    separate_backward_phase: Optional[bool] = option(
+        None, "Phased execution: run the backward pass in phases of its own."
+    )
+
+
+@dataclass
+class ReplicationConfig:
+    """Data-parallel replicas."""
+
+    factor: Optional[int] = option(None, "Number of replicas; null: devices / IPUs per replica.", minimum=1)
+    reduction: str = option(
+        "mean", "How gradients of micro-batches and replicas are combined.", choices=("mean", "sum")
+    )
+    mean_strategy: str = option("post", "When the mean is taken.", choices=("post", "running"))
+    tensor_sharding: bool = option(False, "Shard optimizer state over the replicas (replicated tensor sharding).")
+    broadcast_buffers: Optional[bool] = option(
+        None, "Keep buffers equal over the replicas; null: false where the model changes buffers in training."
+    )
+    input_group_size: int = option(1, "Replicas that share the same input.", minimum=1)
+    input_group_type: str = option(
+        "Consecutive", "How replicas form input groups.", choices=("Consecutive", "Orthogonal")
+    )
+
+
+@dataclass
+class RecomputeConfig:
+    """Which activations are computed again instead of kept."""
+
+    checkpoints: List[str] = option(
+        [],
+        "Modules (names or patterns, docs/reference/patterns.md) whose outputs are kept; what lies between is "
+        "recomputed.",
+    )
+    every: Optional[str] = option(
+        None, "block: the outputs of all layers of the model's repeated stacks are kept, too.", choices=("block",)
+    )
+    mode: Optional[str] = option(
+        None,
+        "PopART's automatic recomputation; null: PopTorch's default (pipeline where the model is pipelined).",
+        choices=("none", "standard", "norm_only", "pipeline", "recompute_all"),
+    )
+
+
+@dataclass
+class TensorLocationConfig:
+    """Where one kind of tensor lives (poptorch.TensorLocationSettings); null leaves PopTorch's default."""
+
+    on_chip: Optional[bool] = option(None, "true: in the IPU's memory; false: in streaming memory.")
+    sharded: Optional[bool] = option(None, "Replicated tensor sharding: each replica holds a part.")
+    io_tiles_to_load: Optional[bool] = option(None, "Load through the I/O tiles.")
+    io_tiles_to_store: Optional[bool] = option(None, "Store through the I/O tiles.")
+    min_elements_off_chip: Optional[int] = option(None, "Smaller tensors stay on chip.", minimum=0)
+    min_elements_sharded: Optional[int] = option(None, "Smaller tensors are not sharded.", minimum=0)
+
+
+@dataclass
+class MemoryConfig:
+    """Memory of the device."""
+
+    optimizer_state: TensorLocationConfig = node(TensorLocationConfig, "Optimizer state.")
+    weights: TensorLocationConfig = node(TensorLocationConfig, "Weights.")
+    activations: TensorLocationConfig = node(TensorLocationConfig, "Activations.")
+    accumulators: TensorLocationConfig = node(TensorLocationConfig, "Gradient accumulators.")
+    available_proportion: Optional[Any] = option(
+        None, "Share of tile memory for matmuls and convolutions: one number, a list by IPU, or {IPU0: 0.2}."
+    )
+    module_proportion: Dict[str, Any] = option(
+        {},
+        "Module name or pattern (docs/reference/patterns.md) -> share of tile memory for its matmuls and convolutions "
+        "(set_available_memory).",
+    )
+    serialize: Dict[str, Any] = option(
+        {},
+        "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts it is done in, "
+        "or {factor: 4, mode: output_channels}; modes: input_channels, reducing_dim, output_channels.",
+    )
+    overlap_io: str = option(
+        "none",
+        "Overlap host I/O with computation; not when pipelined.",
+        choices=("none", "accumulation_loop", "device_iteration_loop"),
+    )
+    io_tiles: Optional[int] = option(None, "Tiles set aside for I/O: even, 32 to 192.")
+    prefetch_depth: Optional[int] = option(
+        None, "Batches the device fetches ahead (defaultPrefetchBufferingDepth).", minimum=1
+    )
+
+
+@dataclass
+class OutputConfig:
+    """What comes back from a training call."""
+
+    mode: str = option(
+        "auto",
+        "auto: sum where only the loss comes back, all where training metrics need outputs.",
+        choices=("auto", "final", "all", "sum", "every_n"),
+    )
+    every: int = option(1, "Period of every_n, in device iterations.", minimum=1)
+
+
+@dataclass
+class InferenceConfig:
+    """Evaluation and prediction, where they differ from training."""
+
+    device_iterations: Optional[int] = option(None, "Batches per host call; null: as in training.", minimum=1)
+    micro_batch_size: Optional[int] = option(None, "Samples per forward pass; null: as in training.", minimum=1)
+    replicas: Optional[int] = option(None, "Replicas; null: as in training.", minimum=1)
+    split: Optional[List[str]] = option(None, "Split over IPUs; null: as in training.")
+    layers_per_ipu: Optional[List[int]] = option(None, "Layers of the stack by IPU; null: as in training.")
+    options: Dict[str, Any] = option({}, "poptorch.Options setters for inference only; they win over `options`.")
+
+
+@dataclass
+class CacheConfig:
+    """Executables that were compiled before are used again."""
+
+    enabled: bool = option(True, "Keep compiled executables (PopTorch compiles for minutes).")
+    dir: Optional[str] = option(
+        None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun."
+    )
+
+
+@dataclass
+class ProfileConfig:
+    """Recording for PopVision's analysers."""
+
+    kind: str = option(
+        "none",
+        "graph: for the Graph Analyser; system: for the System Analyser.",
+        choices=("none", "graph", "system"),
+    )
+    dir: Optional[str] = option(
+        None, "Folder of the report; null: a stable folder of the cache, moved into the run at its end."
+    )
+    engine_options: Dict[str, str] = option({}, "Further Poplar engine options, merged with POPLAR_ENGINE_OPTIONS.")

@@ -1,0 +1,153 @@
+"""Host I/O: rules of the data loader, what a training call returns, and overlap with computation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import List, Mapping, Sequence, Tuple
+
+from ipurun.api.calls import Call, Symbol, last_call
+from ipurun.config.schema import LoaderConfig, RunConfig
+from ipurun.errors import Findings
+from ipurun.planning.plan import Batch
+from ipurun.planning.user_settings import TWINS, Given
+
+__all__ = ["check_loading", "check_overlap", "output_call", "output_mode", "strategy_for_overlap", "training_metrics"]
+
+
+def check_loading(loader: LoaderConfig, batch: Batch, found: Findings) -> None:
+    """Refuse what PopTorch's loader would refuse after the model has been made."""
+    size = loader.rebatched_worker_size
+    if loader.mode != "async_rebatched":
+        if size is not None:
+            found.problem(
+                "`loader.rebatched_worker_size` is read in mode async_rebatched only",
+                seen=f"loader.mode={loader.mode}, loader.rebatched_worker_size={size}",
+                fix="loader.mode=async_rebatched",
+                key="loader.rebatched_worker_size",
+            )
+        return
+    if batch.samples_per_call == 1:
+        found.problem(
+            "`loader.mode=async_rebatched` cuts batches anew, and a host call takes one sample",
+            seen="1 sample per host call",
+            fix="loader.mode=async",
+            key="loader.mode",
+        )
+    elif size is not None and size > batch.samples_per_call:
+        found.problem(
+            f"`loader.rebatched_worker_size` is more than the {batch.samples_per_call} samples of a host call",
+            seen=f"loader.rebatched_worker_size={size}",
+            fix=f"loader.rebatched_worker_size={batch.samples_per_call}",
+            key="loader.rebatched_worker_size",
+        )
+
+
+_MODES = {"final": "Final", "all": "All", "sum": "Sum", "every_n": "EveryN"}
+
+
+def training_metrics(config: RunConfig) -> List[str]:
+    """Metrics that are computed while training, and so need the model's outputs."""
+    named = []
+    for name, node in config.metrics.items():
+        on = node.get("on") if isinstance(node, Mapping) else None
+        if on is not None and "train" in ([on] if isinstance(on, str) else list(on)):
+            named.append(str(name))
+    return named
+
+
+def output_mode(config: RunConfig, given: Given, device_iterations: int, found: Findings) -> Tuple[str, int]:
+    """The mode (final, all, sum, every_n) and the period of every_n.
+
+    Args:
+        config: The config.
+        given: What the user set; an ``outputMode`` of `options` or poptorch.conf counts unless `output.mode` was set.
+        device_iterations: Weight updates per host call.
+        found: Takes the problems.
+    """
+    metrics = training_metrics(config)
+    mode, every = config.output.mode, config.output.every
+    lifted = last_call("outputMode", given.options, given.file)
+    if lifted is not None and not given.has("output.mode"):
+        words = {name: word for word, name in _MODES.items()}
+        mode = words[str(lifted.args[0]).rpartition(".")[2]]
+        if not given.has("output.every"):
+            every = int(lifted.args[1]) if len(lifted.args) > 1 and lifted.args[1] else 1
+    if mode == "auto":
+        return ("all" if metrics else "sum"), 1
+    if metrics and mode != "all":
+        found.problem(
+            f"metrics on training data need every output, and `output.mode` is {mode}",
+            seen=f"on train: {', '.join(metrics)}",
+            fix="output.mode=all, or metrics on eval only",
+            key="output.mode",
+        )
+    if mode == "every_n" and device_iterations % every:
+        fitting = [period for period in range(1, device_iterations + 1) if device_iterations % period == 0]
+        found.problem(
+            "`output.every` must divide `device_iterations`",
+            seen=f"output.every={every}, device_iterations={device_iterations}",
+            fix=f"output.every={max(period for period in fitting if period <= every)}",
+            key="output.every",
+        )
+    return mode, every
+
+
+def output_call(mode: str, every: int, origin: str) -> Call:
+    """The ``outputMode`` call."""
+    symbol = Symbol(f"poptorch.OutputMode.{_MODES[mode]}")
+    return Call("outputMode", (symbol, every) if mode == "every_n" else (symbol,), origin=origin)
+
+
+def strategy_for_overlap(config: RunConfig, placed: bool, given: Given, found: Findings) -> Tuple[RunConfig, Given]:
+    """The config with sharded execution, where overlap asks for it and the model is on one IPU.
+
+    PopTorch refuses to overlap under pipelined execution, its default, on a single IPU, too; there sharded execution
+    is the same.
+
+    Args:
+        config: The config.
+        placed: Whether the model is split over IPUs.
+        given: What the user set; sharded execution counts as set, too.
+        found: Takes a note on the choice.
+    """
+    chosen = given.has(*TWINS["setExecutionStrategy"]) or given.argument("setExecutionStrategy") is not None
+    if config.memory.overlap_io == "none" or placed or chosen:
+        return config, given
+    found.note("overlapped I/O is refused under pipelined execution, so that the one IPU runs sharded")
+    sharded = replace(config, pipeline=replace(config.pipeline, strategy="sharded"))
+    return sharded, replace(given, keys={**given.keys, "pipeline.strategy": ""})
+
+
+def check_overlap(config: RunConfig, mode: str, calls: Sequence[Call], found: Findings) -> None:
+    """The rules of overlapped I/O.
+
+    Args:
+        config: The config.
+        mode: Output mode of training.
+        calls: Calls on the options of training.
+        found: Takes the problems.
+    """
+    if config.memory.overlap_io == "none":
+        return
+    strategy = last_call("setExecutionStrategy", calls)
+    if strategy is None or strategy.args[0].path.endswith("PipelinedExecution"):
+        found.problem(
+            "`memory.overlap_io` does not go with pipelined execution",
+            seen=f"memory.overlap_io={config.memory.overlap_io}, pipeline.strategy=pipelined",
+            fix="pipeline.strategy=sharded, or memory.overlap_io=none",
+            key="memory.overlap_io",
+        )
+    if last_call("TensorLocations.numIOTiles", calls) is None:
+        found.problem(
+            "`memory.overlap_io` needs tiles set aside for I/O",
+            seen="memory.io_tiles=null",
+            fix="memory.io_tiles=32",
+            key="memory.overlap_io",
+        )
+    if mode not in ("all", "sum"):
+        found.problem(
+            "`memory.overlap_io` needs the output mode all or sum",
+            seen=f"output mode {mode}",
+            fix="output.mode=sum",
+            key="memory.overlap_io",
+        )

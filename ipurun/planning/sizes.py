@@ -1,0 +1,273 @@
+"""Devices and batches of training and inference, with what `options` and poptorch.conf say about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from ipurun.api.calls import last_call
+from ipurun.config.schema import PipelineConfig, RunConfig
+from ipurun.errors import Findings
+from ipurun.inspect.facts import Facts
+from ipurun.planning.devices import MAX_IPUS, Request, is_power_of_two, next_power_of_two, share_devices
+from ipurun.planning.placement.layout import Layout, lay_out, names_first_block
+from ipurun.planning.plan import Batch, Devices
+from ipurun.planning.user_settings import Given
+
+__all__ = ["Numbers", "check_stages", "settle", "solve_accumulation"]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the rest of the plan is computed from."""
+
+    devices: Devices
+    training: Batch
+    inference: Batch
+    layout: Layout
+    inference_layout: Layout
+
+
+def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
+    """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
+    strategy = given.strategy(config.pipeline)
+    named = names_first_block(strategy)
+    before = len(found.problems)
+    layout = lay_out(config.pipeline, facts, found, named_start=named, numbers_blocks=strategy is None)
+    is_laid_out = len(found.problems) == before  # else how many stages there are is not known
+    auto_round = config.pipeline.auto_round
+    if not given.has("pipeline.auto_round"):
+        auto_round = auto_round or given.argument("autoRoundNumIPUs") is True
+    factor = config.replication.factor or given.argument("replicationFactor")
+    request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.on_paper)
+    devices = share_devices(request, found)
+    group_size = _group_size(config, given, devices.replicas, found)
+    pipelined = is_laid_out and _is_pipelined(config, given)
+    training = _training_batch(config, given, devices, group_size, layout, pipelined, found)
+    inference_layout = layout
+    named = named or names_first_block(given.inference_argument("setExecutionStrategy"))
+    placement = _inference_placement(config)
+    if placement is not None or named:
+        before = len(found.problems)
+        room = "pipeline" if placement is None else "inference"
+        inference_layout = lay_out(
+            placement or config.pipeline, facts, found, room, named_start=named, numbers_blocks=strategy is None
+        )
+        is_laid_out = len(found.problems) == before
+    stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, given) else 1
+    inference = _inference_batch(config, given, devices, training, inference_layout, stages, auto_round, found)
+    return Numbers(devices, training, inference, layout, inference_layout)
+
+
+def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
+    """The placement of inference where it has keys of its own."""
+    split, layers = config.inference.split, config.inference.layers_per_ipu
+    if split is None and layers is None:
+        return None
+    bare = replace(config.pipeline, blocks={}, stages=[], phases=[], ipus=None)
+    if split is not None:
+        return replace(
+            bare, split=split, layers_per_ipu=layers or [], embedding=None, embedding_ipu=None, head=None, head_ipu=None
+        )
+    # An end that training has on an IPU which inference does not use goes where it goes by itself.
+    embedding, head = (
+        ipu if ipu is None or ipu < len(layers or ()) else None for ipu in (bare.embedding_ipu, bare.head_ipu)
+    )
+    return replace(bare, split=[], layers_per_ipu=layers or [], embedding_ipu=embedding, head_ipu=head)
+
+
+def _is_pipelined(config: RunConfig, given: Given) -> bool:
+    """Whether the IPUs of a replica work as a pipeline."""
+    strategy = given.strategy(config.pipeline)
+    if strategy is not None:
+        return strategy.path.endswith("PipelinedExecution")
+    return config.pipeline.strategy == "pipelined"
+
+
+def _infers_in_pipeline(config: RunConfig, given: Given) -> bool:
+    strategy = last_call("setExecutionStrategy", given.inference)
+    if strategy is not None:
+        return bool(strategy.args[0].path.endswith("PipelinedExecution"))
+    return _is_pipelined(config, given)
+
+
+def _group_size(config: RunConfig, given: Given, replicas: int, found: Findings) -> int:
+    size = config.replication.input_group_size
+    if not given.has("replication.input_group_size"):
+        size = given.argument("inputReplicaGrouping") or size
+    if size < 1 or replicas % size:
+        divisors = [part for part in range(1, replicas + 1) if replicas % part == 0]
+        found.problem(
+            f"`replication.input_group_size` must divide the {replicas} replicas",
+            seen=f"replication.input_group_size={size}",
+            known=", ".join(map(str, divisors)),
+            fix=f"replication.input_group_size={max(part for part in divisors if part <= max(size, 1))}",
+            key="replication.input_group_size",
+        )
+        return 1
+    return int(size)
+
+
+def _training_batch(
+    config: RunConfig,
+    given: Given,
+    devices: Devices,
+    group_size: int,
+    layout: Layout,
+    pipelined: bool,
+    found: Findings,
+) -> Batch:
+    iterations = config.device_iterations
+    if not given.has("device_iterations"):
+        iterations = given.argument("deviceIterations") or iterations
+    accumulation = config.gradient_accumulation
+    if accumulation is None and config.global_batch_size is None:
+        accumulation = given.argument("Training.gradientAccumulation")
+    stages = layout.stages if pipelined else 1
+    solved = solve_accumulation(
+        config.micro_batch_size,
+        devices.replicas // group_size,
+        accumulation,
+        config.global_batch_size,
+        2 * stages - 1,
+        found,
+    )
+    batch = Batch(config.micro_batch_size, iterations, solved, devices.replicas, group_size)
+    check_stages(batch, stages, config.global_batch_size is not None and accumulation is None, found)
+    if stages > 1:
+        share = solved / (solved + 2 * stages - 2)
+        found.note(
+            f"{stages} pipeline stages with gradient_accumulation {solved}: about {share:.0%} of the time is work, "
+            "the rest fills and drains the pipeline"
+        )
+    return batch
+
+
+def _inference_batch(
+    config: RunConfig,
+    given: Given,
+    devices: Devices,
+    training: Batch,
+    layout: Layout,
+    stages: int,
+    auto_round: bool,
+    found: Findings,
+) -> Batch:
+    chosen = config.inference.device_iterations or given.inference_argument("deviceIterations")
+    iterations = chosen or training.device_iterations
+    if iterations < stages and chosen:
+        found.problem(
+            f"a pipeline of {stages} stages needs `inference.device_iterations` of {stages} or more",
+            seen=f"inference.device_iterations={iterations}",
+            fix=f"inference.device_iterations={stages}",
+            key="inference.device_iterations",
+        )
+    elif iterations < stages:
+        found.note(f"inference runs {stages} device iterations per host call: a pipeline of {stages} stages needs them")
+        iterations = stages
+    replicas = config.inference.replicas or given.inference_argument("replicationFactor") or training.replicas
+    _check_inference_devices(replicas * layout.ipus, replicas, devices, auto_round, found)
+    group_size = training.input_group_size if replicas == training.replicas else 1
+    grouped = last_call("inputReplicaGrouping", given.inference)
+    if grouped is not None:
+        group_size = grouped.args[0]
+        if replicas % group_size:
+            found.problem(
+                f"`inference.options.inputReplicaGrouping` must divide the {replicas} replicas",
+                seen=str(group_size),
+                fix="inference.options.inputReplicaGrouping: [1, Consecutive]",
+                key="inference.options.inputReplicaGrouping",
+            )
+            group_size = 1
+    accumulation = given.inference_argument("Training.gradientAccumulation")
+    if accumulation not in (None, 1):
+        found.problem(
+            "inference accumulates no gradients",
+            seen=f"inference.options.Training.gradientAccumulation={accumulation}",
+            fix="leave it out",
+            key="inference.options.Training.gradientAccumulation",
+        )
+    micro_batch_size = config.inference.micro_batch_size or training.micro_batch_size
+    return Batch(micro_batch_size, iterations, 1, replicas, group_size)
+
+
+def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_round: bool, found: Findings) -> None:
+    limit = min(max(devices.total, 1), MAX_IPUS)
+    per_replica = used // replicas
+    if devices.replicas * devices.per_replica > limit:
+        return  # training does not fit either, and that has been told
+    rounded = next_power_of_two(used) if auto_round else used
+    if rounded > limit:
+        found.problem(
+            f"inference needs {rounded} IPUs, more than `devices`",
+            seen=f"{replicas} replicas x {per_replica} IPUs, devices={devices.total}",
+            fix=f"inference.replicas={limit // per_replica}" if per_replica <= limit else f"devices={rounded}",
+            key="devices",
+        )
+    elif not is_power_of_two(rounded) and used != devices.replicas * devices.per_replica:
+        found.problem(
+            f"inference takes {used} IPUs, which is not a power of two",
+            seen=f"{replicas} replicas x {per_replica} IPUs",
+            fix=f"inference.replicas={next_power_of_two(replicas) // 2}"
+            if is_power_of_two(per_replica)
+            else "pipeline.auto_round=true",
+        )
+
+
+def solve_accumulation(
+    micro_batch_size: int,
+    distinct_replicas: int,
+    accumulation: Optional[int],
+    global_batch_size: Optional[int],
+    least: int,
+    found: Findings,
+) -> int:
+    """Micro-batches per weight update: as given, or as the global batch asks for.
+
+    Args:
+        micro_batch_size: Samples of one forward pass.
+        distinct_replicas: Replicas that read data of their own.
+        accumulation: `gradient_accumulation`, None where it was not set.
+        global_batch_size: Samples per weight update, None where it was not set.
+        least: The smallest accumulation that works (2 S - 1 for a pipeline of S stages).
+        found: Takes the problems.
+    """
+    if global_batch_size is None:
+        return accumulation or 1
+    per_micro_step = micro_batch_size * distinct_replicas
+    if accumulation is not None and accumulation * per_micro_step != global_batch_size:
+        found.problem(
+            "`global_batch_size` and `gradient_accumulation` contradict each other",
+            seen=f"micro_batch_size {micro_batch_size} x gradient_accumulation {accumulation} x "
+            f"{distinct_replicas} replicas = {accumulation * per_micro_step}, global_batch_size={global_batch_size}",
+            fix="gradient_accumulation=null, or global_batch_size=" + str(accumulation * per_micro_step),
+            key="global_batch_size",
+        )
+        return accumulation
+    solved, rest = divmod(global_batch_size, per_micro_step)
+    if rest == 0 and solved >= least:
+        return solved
+    candidates = sorted({max(solved, least), max(solved + 1, least)})
+    what = f"`global_batch_size` must be a multiple of {per_micro_step}"
+    if least > 1:
+        what += f", at least {least * per_micro_step} for this pipeline"
+    found.problem(
+        what,
+        seen=f"global_batch_size={global_batch_size} with micro_batch_size {micro_batch_size} x "
+        f"{distinct_replicas} replicas = {per_micro_step} samples per accumulation step",
+        fix=" or ".join(f"global_batch_size={value * per_micro_step}" for value in candidates),
+        key="global_batch_size",
+    )
+    return candidates[0]
+
+
+def check_stages(training: Batch, stages: int, from_global_batch: bool, found: Findings) -> None:
+    """A pipeline of S stages has to be filled and drained: it needs 2 S - 1 micro-batches per weight update."""
+    least = 2 * stages - 1
+    if training.gradient_accumulation < least and not from_global_batch:
+        found.problem(
+            f"a pipeline of {stages} stages needs `gradient_accumulation` of {least} or more in training",
+            seen=f"gradient_accumulation={training.gradient_accumulation}",
+            fix=f"gradient_accumulation={least} (or pipeline.strategy=sharded)",
+            key="gradient_accumulation",
+        )

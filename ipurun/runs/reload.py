@@ -1,0 +1,166 @@
+"""A stored run again: its config with new overrides on top, and its weights for evaluation and prediction."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace, dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Sequence, cast, Optional
+from omegaconf import OmegaConf
+from ipurun.config import compose
+from ipurun.config.compose import Point
+from ipurun.config.documents import display
+from ipurun.config.folders import builtin_folder
+from ipurun.config.argv import split_words
+from ipurun.errors import ConfigError
+from ipurun.planning.user_settings import unlike_defaults
+from ipurun.config.patterns import widened
+from ipurun.runs.folder import RunFolder
+from ipurun.build import Run, build_run
+from ipurun.inspect.data import split_for_eval
+from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
+from ipurun.runs.prepare import prepare
+from ipurun.training.state import load_weights
+
+__all__ = ["Loaded", "load_run", "split_to_use", "stored_point"]
+
+_CONFIG_NAME = "stored_run"
+
+
+def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train") -> Point:
+    """Compose the config of a run folder with the words of a command line.
+
+    The stored file stands in for ipurun's primary config, so overrides are read and checked as anywhere else.
+
+    Args:
+        folder: The run.
+        argv: Overrides; a group choice (``data=synthetic``) replaces what the run had there.
+        command: The command they were typed after, for advice.
+
+    Raises:
+        ConfigError: The stored config or an override is wrong.
+    """
+    config = compose.from_yaml(folder.config_file)  # a config of another version gets its own message
+    words = split_words(argv)
+    if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
+        raise ConfigError(
+            "a stored run takes overrides of keys, no recipe and no sweep",
+            where=f"command line: {' '.join(argv)}",
+            fix="leave the recipe and -m out: the run folder has its config",
+        )
+    stored = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config_file)))
+    _keep_matching(stored.get("optimizer") or {})
+    groups = _groups()
+    for group in groups:
+        if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides):
+            stored.pop(group, None)
+    document: Dict[str, Any] = {"defaults": ["schema", "_self_", *({group: None} for group in groups)], **stored}
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / f"{_CONFIG_NAME}.yaml"
+        OmegaConf.save(OmegaConf.create(document), file)
+        flags = ["--config-dir", place, "--config-name", _CONFIG_NAME]
+        point = compose.one([*flags, *words.overrides], command)
+    recipes = [word.partition("=")[2] for word in folder.overrides() if word.lstrip("+").startswith("recipe=")]
+    changed = tuple(change for change in point.changed if change.origin == "command line")
+    origins = folder.origins()
+    set_then = unlike_defaults(config) if origins is None else origins
+    # The stored file has every key; those that nobody had set are defaults again.
+    stored_in = display(file)
+    set_now = {key: origin for key, origin in (point.given or {}).items() if not origin.startswith(stored_in)}
+    given = {**{key: set_then[key] for key in point.given or {} if key in set_then}, **set_now}
+    return replace(
+        point,
+        overrides=(*folder.overrides(), *words.overrides),
+        recipes=tuple(recipes),
+        changed=changed,
+        given=given,
+    )
+
+
+def _keep_matching(optimizer: Dict[str, Any]) -> None:
+    """Let the groups of a run that an earlier version stored match what they matched then.
+
+    In runs of this version nothing changes: a pattern that would match more with wide wildcards was refused.
+    """
+    for group in optimizer.get("groups") or ():
+        match = group.get("match") if isinstance(group, dict) else None
+        if isinstance(match, str):
+            group["match"] = widened(match)
+        elif isinstance(match, list):
+            group["match"] = [widened(str(pattern)) for pattern in match]
+
+
+def _groups() -> List[str]:
+    return sorted(
+        path.name
+        for path in builtin_folder().iterdir()
+        if path.is_dir() and any(path.glob("*.yaml")) and path.name != "recipe"
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run and where its weights came from."""
+
+    run: Run
+    folder: RunFolder
+    checkpoint: Checkpoint
+
+
+def load_run(
+    folder: RunFolder,
+    argv: Sequence[str],
+    checkpoint_file: Optional[str] = None,
+    use_best: bool = False,
+    command: str = "eval",
+) -> Loaded:
+    """Builds the run of a folder and loads its weights.
+
+    Args:
+        folder: The run folder.
+        argv: Overrides on top of the config that the run stored.
+        checkpoint_file: A checkpoint of the folder; None: the newest one.
+        use_best: Take the best checkpoint instead of the newest.
+        command: The command that asks, for advice.
+
+    Raises:
+        ConfigError: The config does not stand, or there is no such checkpoint, or it is of another model.
+        RunError: The checkpoint is damaged.
+    """
+    point = stored_point(folder, argv, f"{command} {folder}")
+    checkpoint = _checkpoint(folder, checkpoint_file, use_best)
+    prepared = prepare(point)
+    run = build_run(point.config, prepared.plan, prepared.subject, prepared.engine)
+    load_weights(run, checkpoint)
+    return Loaded(run, folder, checkpoint)
+
+
+def split_to_use(run: Run, asked: Optional[str]) -> str:
+    """The split that was asked for, else the one the config names, else test, else eval.
+
+    Raises:
+        ConfigError: There is no such split.
+    """
+    wanted = asked or run.config.eval.split
+    if wanted is None and "test" in run.eval_loaders:
+        return "test"
+    split = split_for_eval(run.eval_loaders, wanted)
+    if split is None:
+        raise ConfigError("the data has no eval or test split", known=", ".join(run.eval_loaders), fix="--split train")
+    return split
+
+
+def _checkpoint(folder: RunFolder, file: Optional[str], use_best: bool) -> Checkpoint:
+    if file is not None:
+        wanted = Path(file).with_suffix(".pt").name
+        found = next((item for item in listed(folder) if item.path.name == wanted), None)
+    else:
+        found = best(folder) if use_best else latest(folder)
+    if found is None:
+        names = ", ".join(item.path.name for item in listed(folder)[-5:])
+        kind = f"checkpoint {file}" if file else "best checkpoint" if use_best else "checkpoint"
+        what = f"the run `{folder}` has no {kind}"
+        damaged = damaged_files(folder)
+        seen = f"damaged or incomplete: {', '.join(damaged)}" if damaged else ""
+        raise ConfigError(what, str(folder.checkpoints), seen, names, "train first, or take another run")
+    return found

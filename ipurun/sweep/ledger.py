@@ -1,0 +1,126 @@
+"""What a sweep has done so far, on disk, so that the same command can go on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+from ipurun.config.compose import Point, to_yaml
+from ipurun.config.schema import SweepConfig
+from ipurun.errors import ConfigError
+
+__all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Manifest", "Record", "find_earlier", "point_id"]
+
+PENDING = "pending"
+RUNNING = "running"
+FINISHED = "finished"
+FAILED = "failed"
+INTERRUPTED = "interrupted"
+_FILE_NAME = "manifest.json"
+
+
+@dataclass
+class Record:
+    """One point of a sweep: what it is and how it went.
+
+    Args:
+        id: Identity of its config, whatever `resume` and `sweep` say.
+        index: Place in the sweep, from 0.
+        name: Name of the run.
+        swept: Swept key -> value, as text.
+        overrides: What one would type to run this point alone.
+        status: pending, running, finished, failed or interrupted.
+        reason: Why it failed, in one line.
+        folder: Its run folder.
+        results: Metrics and times of its summary.
+    """
+
+    id: str
+    index: int
+    name: str
+    swept: Dict[str, str]
+    overrides: List[str]
+    status: str = PENDING
+    reason: str = ""
+    folder: Optional[str] = None
+    results: Dict[str, Any] = field(default_factory=dict)
+
+
+class Manifest:
+    """The records of a sweep and the file they live in."""
+
+    def __init__(self, folder: Union[str, Path], argv: Sequence[str], records: Iterable[Record]) -> None:
+        self.folder = Path(folder)
+        self.argv = list(argv)
+        self.records = list(records)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / _FILE_NAME
+
+    def save(self) -> None:
+        """Writes the file, whole or not at all."""
+        document = {"argv": self.argv, "points": [asdict(record) for record in self.records]}
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+
+    @classmethod
+    def load(cls, folder: Union[str, Path]) -> Manifest:
+        """Reads a sweep folder.
+
+        Raises:
+            ConfigError: There is no readable manifest in it.
+        """
+        path = Path(folder) / _FILE_NAME
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            records = [Record(**point) for point in document["points"]]
+            return cls(folder, document["argv"], records)
+        except (OSError, ValueError, KeyError, TypeError) as err:
+            raise ConfigError(
+                f"`{folder}` is not a sweep folder",
+                where="resume",
+                seen=f"{path}: {err}",
+                fix="give the folder that the sweep printed, or resume=auto",
+            ) from err
+
+    def adopt(self, earlier: Manifest) -> None:
+        """Takes over what an earlier manifest of the same points has finished or begun."""
+        known = {record.id: record for record in earlier.records}
+        for place, record in enumerate(self.records):
+            before = known.get(record.id)
+            if before is not None:
+                self.records[place] = replace(
+                    before, index=record.index, swept=record.swept, overrides=record.overrides
+                )
+
+    @property
+    def unfinished(self) -> List[Record]:
+        return [record for record in self.records if record.status != FINISHED]
+
+
+def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Manifest]:
+    """The newest sweep below a folder that has points in common with these."""
+    for path in sorted(sweeps.glob(f"*/{_FILE_NAME}"), key=_age, reverse=True):
+        try:
+            manifest = Manifest.load(path.parent)
+        except ConfigError:
+            continue
+        if set(ids) & {record.id for record in manifest.records}:
+            return manifest
+    return None
+
+
+def point_id(point: Point) -> str:
+    """Identity of a point: its resolved config without the keys that only say how to run the sweep."""
+    bare = replace(point.config, resume=None, sweep=SweepConfig())
+    return hashlib.sha256(to_yaml(bare).encode()).hexdigest()[:16]
+
+
+def _age(path: Path) -> Tuple[int, str]:
+    return path.stat().st_mtime_ns, path.parent.name
