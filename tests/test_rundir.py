@@ -13,7 +13,7 @@ from ipurun.api.calls import Call
 from ipurun.config.compose import one
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.planning.plan import Batch, Devices, Plan, Steps
+from ipurun.planning.plan import BatchSizes, Devices, Plan, Steps
 from ipurun.runs.folder import RunFolder, check_writable, find_latest, git_diff, git_state, new_folder, versions
 
 ENGINE = Engine(ModuleType("engine"), "cpu", "emulator of PopTorch 3.4.0")
@@ -26,7 +26,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def plan() -> Plan:
-    batch = Batch(16, 1, 1, 1)
+    batch = BatchSizes(16, 1, 1, 1)
     return Plan(
         name="mnist",
         engine="cpu",

@@ -9,50 +9,50 @@ from ipurun.build.run import build_run, collate_of
 from ipurun.config.schema import RunConfig
 from ipurun.emulator.graph import executable_file_name
 from ipurun.engine import Engine
-from ipurun.estimate.plan_estimate import Cache
 from ipurun.inspect.batch_items import as_call
-from ipurun.inspect.model_and_data import Subject
+from ipurun.inspect.model_and_data import ModelAndData
 from ipurun.inspect.sampling import seeded
 from ipurun.inspect.structure import first_item
 from ipurun.inspect.targets import make
-from ipurun.planning.plan import Batch, Plan
+from ipurun.planning.artifacts import CacheState
+from ipurun.planning.plan import BatchSizes, Plan
 
 __all__ = ["look_into_cache"]
 
 _ENDING = ".popef"
 
 
-def look_into_cache(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Cache:
+def look_into_cache(config: RunConfig, plan: Plan, subject: ModelAndData, engine: Engine) -> CacheState:
     """What a run would find of its executables.
 
     On the CPU engine both programs are captured as the run itself captures them, and looked for by their keys. On an
     IPU only PopART knows its keys: there the executables are counted.
     """
     if plan.cache_dir is None:
-        return Cache("off")
+        return CacheState("off")
     try:
         names = [name for name in os.listdir(plan.cache_dir) if name.endswith(_ENDING)]
     except OSError:
         names = []
     if not names:
-        return Cache("miss")
+        return CacheState("miss")
     if engine.kind != "cpu":
-        return Cache("unknown", len(names), why="only PopART can tell whether one is of this very program")
+        return CacheState("unknown", len(names), why="only PopART can tell whether one is of this very program")
     if any(parameter.is_meta for parameter in subject.model.parameters()):
-        return Cache("unknown", len(names), why="the model is too large to be captured with its weights here")
+        return CacheState("unknown", len(names), why="the model is too large to be captured with its weights here")
     try:
         found = _files(config, plan, subject, engine)
     except Exception as error:  # user code of any kind: the run itself will tell what is wrong with it
-        return Cache("unknown", len(names), why=f"the model could not be captured ({type(error).__name__})")
+        return CacheState("unknown", len(names), why=f"the model could not be captured ({type(error).__name__})")
     training, inference = ("hit" if file in names else "miss" for file in found)
-    return Cache(training, len(names), inference)
+    return CacheState(training, len(names), inference)
 
 
-def _files(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> List[str]:
+def _files(config: RunConfig, plan: Plan, subject: ModelAndData, engine: Engine) -> List[str]:
     """Files of the executables of training and of inference."""
     with seeded(config.seed):
         model = make(config.model, "model", engine_module=engine.module)
-        run = build_run(config, plan, Subject(model, subject.splits, subject.facts), engine)
+        run = build_run(config, plan, ModelAndData(model, subject.splits, subject.facts), engine)
         try:
             collate = collate_of(config, plan)
             run.enter_training()
@@ -65,7 +65,7 @@ def _files(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> L
     return [training, inference]
 
 
-def _samples(subject: Subject, split: str, batch: Batch) -> List[Any]:
+def _samples(subject: ModelAndData, split: str, batch: BatchSizes) -> List[Any]:
     """One micro-batch of samples: only their shapes matter."""
     return [first_item(subject.splits[split])] * batch.micro_batch_size
 

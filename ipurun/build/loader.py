@@ -13,7 +13,7 @@ from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors
 from ipurun.inspect.data import is_stream
 from ipurun.inspect.sampling import PaddedOrder, Resumable, make_sampler, rows_to_fill
-from ipurun.planning.plan import Batch
+from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
 
@@ -55,7 +55,7 @@ class TrainLoader:
         options: Any,
         data: Any,
         config: LoaderConfig,
-        batch: Batch,
+        batch: BatchSizes,
         seed: int,
         collate: Callable[[List[Any]], Any],
     ) -> None:
@@ -162,7 +162,7 @@ class EvalLoader:
         options: Any,
         data: Any,
         workers: int,
-        batch: Batch,
+        batch: BatchSizes,
         collate: Callable[[List[Any]], Any],
         max_samples: Optional[int] = None,
     ) -> None:

@@ -16,9 +16,9 @@ from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
-from ipurun.inspect.loss import Loss, Step, make_loss
+from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
-from ipurun.inspect.model_and_data import Subject
+from ipurun.inspect.model_and_data import ModelAndData
 from ipurun.inspect.optimizer import make_schedule
 from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
@@ -59,7 +59,7 @@ class Run:
     plan: Plan
     engine: Engine
     user_model: nn.Module
-    step: Step
+    step: ModelWithLoss
     loss: Optional[Loss]
     training_model: Any
     inference_model: Any
@@ -96,7 +96,7 @@ class Run:
         _release(self.inference_model)
 
 
-def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Run:
+def build_run(config: RunConfig, plan: Plan, subject: ModelAndData, engine: Engine) -> Run:
     """Perform a plan: options, annotated model, optimizer, loaders and executors.
 
     Raises:
@@ -119,8 +119,10 @@ def build_run(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -
     )
     loss = make_loss(config.loss, module)
     train_metrics = make_metrics(config.metrics, "train", module)
-    step = Step(model, loss, config.loss, returns_output=bool(train_metrics), identity_loss=module.identity_loss)
-    inference_step = Step(model, loss, config.loss, returns_output=True, answer=step.answer)
+    step = ModelWithLoss(
+        model, loss, config.loss, returns_output=bool(train_metrics), identity_loss=module.identity_loss
+    )
+    inference_step = ModelWithLoss(model, loss, config.loss, returns_output=True, answer=step.answer)
     for executed in (step, inference_step):
         overlap_io(executed, module, plan.overlap_io)
     training_options = apply_calls(module.Options(), plan.training_options, module)

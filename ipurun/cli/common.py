@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ipurun.config.argv import split_words
+from ipurun.config.argv import parse_argv
 from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
 
 __all__ = ["Flags", "answer", "explain", "guarded", "only_json", "print_json", "show_problems", "split"]
@@ -191,7 +191,7 @@ def answer(command: str, argv: List[str]) -> Optional[int]:
     from ipurun.config import hydra_main as native
 
     _, rest = split(argv)
-    words = split_words(rest)
+    words = parse_argv(rest)
     problems = [problem for point in compose.points(rest, command).points for problem in point.problems]
     if problems:
         raise ConfigError(problems)

@@ -10,9 +10,10 @@ from ipurun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Points
-    from ipurun.estimate.plan_estimate import Outlook
+    from ipurun.estimate.plan_estimate import PlanEstimate
     from ipurun.estimate.search import Solution
-    from ipurun.runs.prepare import Prepared
+    from ipurun.planning.artifacts import CacheState
+    from ipurun.runs.prepare import PreparedRun
 
 __all__ = ["EXIT_DOES_NOT_FIT", "HELP", "run"]
 
@@ -68,7 +69,7 @@ def run(argv: List[str]) -> int:
     return EXIT_DOES_NOT_FIT if any(item.does_not_fit for item in shown) else 0
 
 
-def _prepared(found: Points) -> List[Prepared]:
+def _prepared(found: Points) -> List[PreparedRun]:
     if found.multirun:
         from ipurun.sweep.check import planned
 
@@ -81,9 +82,10 @@ def _prepared(found: Points) -> List[Prepared]:
 class _Shown:
     """One plan with its estimate, or with the reason why there is none."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedRun) -> None:
         self.prepared = prepared
-        self.outlook: Optional[Outlook] = None
+        self.outlook: Optional[PlanEstimate] = None
+        self.cache: CacheState  # known whenever there is an estimate
         self.obstacle: Optional[Problem] = None
         self.solutions: Optional[List[Solution]] = None
         self.constants: List[str] = []
@@ -107,13 +109,15 @@ def _take_solve(argv: List[str]) -> Tuple[List[str], Optional[str]]:
     return kept, named[-1].partition("=")[2]
 
 
-def _look(prepared: Prepared, flags: Flags) -> _Shown:
-    from ipurun.estimate.plan_estimate import calibrated_words, look_ahead, solve
+def _look(prepared: PreparedRun, flags: Flags) -> _Shown:
+    from ipurun.build.cached_executables import look_into_cache
+    from ipurun.estimate.plan_estimate import calibrated_words, estimate_plan, solve
 
     shown = _Shown(prepared)
     config = prepared.point.config
     try:
-        shown.outlook = look_ahead(config, prepared.plan, prepared.subject, prepared.engine)
+        shown.outlook = estimate_plan(config, prepared.plan, prepared.subject)
+        shown.cache = look_into_cache(config, prepared.plan, prepared.subject, prepared.engine)
     except ConfigError as error:
         if any(flags.values.get(name) for name in ("solve", "html", "calibrate")):
             raise
@@ -151,11 +155,11 @@ def _write(path: str, text: str, flag: str) -> None:
 
 
 def _document(item: _Shown) -> Dict[str, Any]:
-    from ipurun.log.estimate_text import outlook_dict, solution_dict
+    from ipurun.log.estimate_text import estimate_dict, solution_dict
     from ipurun.log.plan_text import plan_dict
 
     document = plan_dict(item.prepared.plan)
-    document["estimate"] = None if item.outlook is None else outlook_dict(item.outlook)
+    document["estimate"] = None if item.outlook is None else estimate_dict(item.outlook, item.cache)
     if item.obstacle is not None:
         document["no_estimate"] = item.obstacle.to_dict()
     if item.solutions is not None:
@@ -166,7 +170,7 @@ def _document(item: _Shown) -> Dict[str, Any]:
 
 
 def _lines(item: _Shown, flags: Flags) -> List[str]:
-    from ipurun.log.estimate_text import explain_lines, inference_lines, outlook_lines, quiet_text, solution_lines
+    from ipurun.log.estimate_text import estimate_lines, explain_lines, inference_lines, quiet_text, solution_lines
     from ipurun.log.format import batch_equation
     from ipurun.log.plan_text import plan_lines
 
@@ -177,7 +181,7 @@ def _lines(item: _Shown, flags: Flags) -> List[str]:
     else:
         lines = plan_lines(plan)
         if item.outlook is not None:
-            lines += ["", *outlook_lines(item.outlook)]
+            lines += ["", *estimate_lines(item.outlook, item.cache)]
         elif item.obstacle is not None:
             lines += ["", *str(item.obstacle).replace("error: ", "no estimate: ", 1).splitlines()]
     if item.outlook is not None and flags.values.get("inference"):

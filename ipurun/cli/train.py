@@ -48,9 +48,9 @@ def run(argv: List[str]) -> int:
     if flags.help:
         print(_USAGE, end="")
         return 0
-    from ipurun.config.argv import split_words
+    from ipurun.config.argv import parse_argv
 
-    words = split_words(rest)
+    words = parse_argv(rest)
     point = _bare_resume(list(words.overrides), words.multirun)
     if point is not None:
         return _train(point, flags, argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import List, Tuple
 
 from ipurun.cli.common import only_json, print_json, split
-from ipurun.config.argv import split_words
+from ipurun.config.argv import parse_argv
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["HELP", "run"]
@@ -37,7 +37,7 @@ def run(argv: List[str]) -> int:
     if flags.help:
         print(_USAGE, end="")
         return 0
-    split_words(rest)  # a flag that is not known would leave its value behind, which reads like a recipe
+    parse_argv(rest)  # a flag that is not known would leave its value behind, which reads like a recipe
     with only_json(flags.json):
         checked = [result for line in _lines(rest) for result in _check(line)]
     problems = [problem for _, found in checked for problem in found]

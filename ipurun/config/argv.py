@@ -9,7 +9,7 @@ from typing import List, Optional, Sequence, Tuple
 from ipurun.config.keys import is_known, meant
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["Words", "split_words"]
+__all__ = ["Argv", "parse_argv"]
 
 _MULTIRUN = ("-m", "--multirun")
 _FLAGS_WITH_VALUE = {
@@ -30,7 +30,7 @@ _PASSED_ON = ("--resolve", "--hydra-help")
 
 
 @dataclass(frozen=True)
-class Words:
+class Argv:
     """A command line, sorted.
 
     Args:
@@ -59,7 +59,7 @@ class Words:
         return flags + list(self.overrides)
 
 
-def split_words(argv: Sequence[str]) -> Words:
+def parse_argv(argv: Sequence[str]) -> Argv:
     """Sort a command line into Hydra's flags and overrides.
 
     Raises:
@@ -104,7 +104,7 @@ def split_words(argv: Sequence[str]) -> Words:
             overrides.append(_as_addition(word))
     if problems:
         raise ConfigError(problems)
-    return Words(tuple(overrides), multirun, tuple(inquiry), values.get("config_dir"), values["config_name"])
+    return Argv(tuple(overrides), multirun, tuple(inquiry), values.get("config_dir"), values["config_name"])
 
 
 def _as_addition(word: str) -> str:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import checks, hydra_session, overrides
-from ipurun.config.argv import split_words
+from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, yaml_problem
 from ipurun.config.keys import all_keys
@@ -90,7 +90,7 @@ def points(argv: Sequence[str], command: str = "train") -> Points:
     Raises:
         ConfigError: If a point cannot be composed at all; other problems are in `Point.problems`.
     """
-    words = split_words(argv)
+    words = parse_argv(argv)
     with hydra_session.opened(words) as session:
         typed_after = f"{command} -m" if words.multirun else command
         parsed, problems = overrides.parse(words.overrides, session.groups, words.multirun, session.loader, typed_after)

@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from ipurun.config import overrides
-from ipurun.config.argv import Words
+from ipurun.config.argv import Argv
 from ipurun.config.hydra_session import CONFIG_PATH, opened, prepare_hydra
 from ipurun.errors import ConfigError
 
@@ -20,7 +20,7 @@ __all__ = ["complete", "inquire"]
 _COMPOSING = ("train", "plan", "validate", "eval", "predict")
 
 
-def inquire(command: str, words: Words) -> int:
+def inquire(command: str, words: Argv) -> int:
     """Let Hydra answer a question about the composed config; `words.inquiry` says which."""
     asked = dict(zip(words.inquiry, words.inquiry[1:]))
     if asked.get("--cfg") == "job":
@@ -35,9 +35,9 @@ def complete(argv: Sequence[str], commands: Iterable[str]) -> int:
 
     Args:
         argv: The words after ``-sc``.
-        commands: Words that may come first.
+        commands: Argv that may come first.
     """
-    prepare_hydra(Words())
+    prepare_hydra(Argv())
     if any(word.startswith("query=") for word in argv):
         line = os.environ.get("COMP_LINE", "")
         parts = re.match(r"\s*(\S+)\s+(\S*)(.*)", line, flags=re.DOTALL)
@@ -52,7 +52,7 @@ def complete(argv: Sequence[str], commands: Iterable[str]) -> int:
     return _enter_hydra("", ["--shell-completion", *argv])
 
 
-def _show_job(words: Words, package: Optional[str], resolve: bool) -> None:
+def _show_job(words: Argv, package: Optional[str], resolve: bool) -> None:
     # Hydra's own answer would show a recipe's keys inside a group that the command line chose, which a run drops.
     with opened(words) as session:
         parsed, _ = overrides.parse(words.overrides, session.groups, words.multirun, session.loader)

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import folders as search
 from ipurun.config import overrides
-from ipurun.config.argv import Words
+from ipurun.config.argv import Argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, check_document, display, read_document, yaml_problem
 from ipurun.config.folders import builtin_folder
@@ -136,7 +136,7 @@ class Session:
             config[group] = fresh[group]
 
 
-def prepare_hydra(words: Words) -> None:
+def prepare_hydra(words: Argv) -> None:
     """Set Hydra up for ipurun: its schema, and the user's folders."""
     version.setbase("1.3")
     ConfigStore.instance().store(name="schema", node=RunConfig)
@@ -145,7 +145,7 @@ def prepare_hydra(words: Words) -> None:
 
 
 @contextmanager
-def opened(words: Words) -> Iterator[Session]:
+def opened(words: Argv) -> Iterator[Session]:
     """Hydra for the time of a `with`, closed again afterwards."""
     prepare_hydra(words)
     GlobalHydra.instance().clear()

@@ -12,8 +12,8 @@ from ipurun.estimate.machine import Machine
 from ipurun.estimate.search import Goal, Solution, search, split_for, split_overrides, variants_of
 from ipurun.estimate.settings import Words, resized
 from ipurun.estimate.stages import single_ipu
-from ipurun.estimate.types import Estimate, Layout, Settings, Verdict
-from ipurun.inspect.traced_model import ModelProfile, OpProfile
+from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
+from ipurun.inspect.traced_model import TracedModel, TracedOp
 from ipurun.planning.devices import MAX_IPUS
 
 __all__ = ["Change", "Remedy", "Situation", "remedies_for"]
@@ -41,8 +41,8 @@ class Situation:
         is_placed_in_code: Whether the model's own code begins blocks, so that no override gives another split.
     """
 
-    profile: ModelProfile
-    layout: Layout
+    profile: TracedModel
+    layout: StageLayout
     settings: Settings
     machine: Machine
     estimate: Estimate
@@ -67,7 +67,7 @@ class Change:
     title: str
     overrides: Tuple[str, ...]
     settings: Settings
-    layout: Layout
+    layout: StageLayout
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _serialisation(situation: Situation) -> Iterator[Change]:
         yield _change(situation, title, [f"memory.serialize={{{words}}}"], serialized=parts)
 
 
-def _parts_of(op: OpProfile) -> Optional[int]:
+def _parts_of(op: TracedOp) -> Optional[int]:
     """Parts that a matmul can be done in: they have to be equal."""
     return next((parts for parts in _PARTS if op.dims and op.dims[2] % parts == 0), None)
 

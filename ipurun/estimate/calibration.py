@@ -17,8 +17,8 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.timing import estimate_time
-from ipurun.estimate.types import Layout, Settings
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import Settings, StageLayout
+from ipurun.inspect.traced_model import TracedModel
 
 __all__ = ["FREE", "Measurement", "calibrate", "calibrate_to_run", "leave_one_out", "measured_throughput", "ratio"]
 
@@ -54,8 +54,8 @@ class Measurement:
 
     name: str
     family: str
-    profile: ModelProfile
-    layout: Layout
+    profile: TracedModel
+    layout: StageLayout
     settings: Settings
     clock_hz: float
     samples_per_second: float

@@ -9,7 +9,7 @@ from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.types import Settings
-from ipurun.inspect.traced_model import ModelProfile, OpProfile
+from ipurun.inspect.traced_model import TracedModel, TracedOp
 
 __all__ = [
     "OpCost",
@@ -71,7 +71,7 @@ class OpCost:
 _FREE = OpCost(0.0, 0.0, 0.0)
 
 
-def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, proportion: float) -> List[OpCost]:
+def op_costs(profile: TracedModel, machine: Machine, settings: Settings, proportion: float) -> List[OpCost]:
     """The cost of every operation of a profile.
 
     Args:
@@ -97,7 +97,7 @@ def op_costs(profile: ModelProfile, machine: Machine, settings: Settings, propor
     return costs
 
 
-def _dropout_masks(profile: ModelProfile) -> Set[int]:
+def _dropout_masks(profile: TracedModel) -> Set[int]:
     """Operations that draw the mask of a dropout and scale it: the device does both while it multiplies."""
     masks: Set[int] = set()
     for op in profile.ops:
@@ -106,7 +106,7 @@ def _dropout_masks(profile: ModelProfile) -> Set[int]:
     return masks
 
 
-def costs_by_ipu(profile: ModelProfile, machine: Machine, settings: Settings, num_ipus: int) -> List[List[OpCost]]:
+def costs_by_ipu(profile: TracedModel, machine: Machine, settings: Settings, num_ipus: int) -> List[List[OpCost]]:
     """For each IPU, the cost that every operation would have there."""
     known: Dict[float, List[OpCost]] = {}
     by_ipu = []
@@ -124,7 +124,7 @@ def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
     return given[min(ipu, len(given) - 1)] if given else machine.default_proportion
 
 
-def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float, is_dropout: bool) -> OpCost:
+def _cost(op: TracedOp, machine: Machine, settings: Settings, proportion: float, is_dropout: bool) -> OpCost:
     overhead = machine.op_cycles / machine.clock_hz
     if op.dims:
         return _product_cost(op, machine, settings, proportion, overhead)
@@ -138,7 +138,7 @@ def _cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float
     return OpCost(forward * once + overhead, back, 0.0)
 
 
-def _product_cost(op: OpProfile, machine: Machine, settings: Settings, proportion: float, overhead: float) -> OpCost:
+def _product_cost(op: TracedOp, machine: Machine, settings: Settings, proportion: float, overhead: float) -> OpCost:
     parts = serial_parts(op, settings)
     has_weight = bool(op.parameters)
     wanted = [forward_shape(op.dims, has_weight)]
@@ -158,7 +158,7 @@ def _serialised(shape: Shape, parts: int) -> Shape:
     return shape._replace(columns=max(1, -(-shape.columns // parts))) if parts > 1 else shape
 
 
-def serial_parts(op: OpProfile, settings: Settings) -> int:
+def serial_parts(op: TracedOp, settings: Settings) -> int:
     """Parts that a serialised matmul is done in."""
     if not op.dims:
         return 1

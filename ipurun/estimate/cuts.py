@@ -11,7 +11,7 @@ from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import ParameterShare, code_bytes, op_bytes, parameter_shares, programs_of
 from ipurun.estimate.stages import layout_of_cuts
 from ipurun.estimate.types import Settings
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.inspect.traced_model import TracedModel
 
 __all__ = [
     "Cell",
@@ -45,7 +45,7 @@ class CutPoint:
         return self.module.count(".")
 
 
-def cut_points(profile: ModelProfile, names: Optional[Collection[str]] = None) -> List[CutPoint]:
+def cut_points(profile: TracedModel, names: Optional[Collection[str]] = None) -> List[CutPoint]:
     """All cut points of a model, in order of running.
 
     Args:
@@ -118,7 +118,7 @@ class Cell:
 
 
 def cells_of(
-    profile: ModelProfile,
+    profile: TracedModel,
     points: List[CutPoint],
     checkpoints: Collection[int],
     settings: Settings,
@@ -218,7 +218,7 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning
 def segments_ending_at(
     end: int,
     cells: List[Cell],
-    profile: ModelProfile,
+    profile: TracedModel,
     settings: Settings,
     machine: Machine,
     limit: float = math.inf,
@@ -313,7 +313,7 @@ class Ties:
     returns: Tuple[Return, ...] = ()
 
 
-def ways_to_tie(profile: ModelProfile, points: Sequence[CutPoint]) -> List[Ties]:
+def ways_to_tie(profile: TracedModel, points: Sequence[CutPoint]) -> List[Ties]:
     """Parts that share weights come back to IPU 0, or all between them stays together."""
     uses = [sorted(parameter.ops) for parameter in profile.parameters if len(parameter.ops) > 1]
     together = Ties(tuple(_outside(points, [(ops[0], ops[-1]) for ops in uses])))

@@ -7,13 +7,13 @@ from typing import Iterable, List, Tuple
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import estimate_memory
 from ipurun.estimate.timing import estimate_time
-from ipurun.estimate.types import Assumption, Estimate, IpuMemory, Layout, Settings, Verdict
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import Assumption, Estimate, IpuMemory, Settings, StageLayout, Verdict
+from ipurun.inspect.traced_model import TracedModel
 
 __all__ = ["assumptions_of", "estimate", "verdict_of", "worst"]
 
 
-def estimate(profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine) -> Estimate:
+def estimate(profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> Estimate:
     """Memory, time and verdict of a model under a layout. Every figure is an estimate.
 
     Args:
@@ -56,7 +56,7 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def assumptions_of(
-    profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine
+    profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine
 ) -> Tuple[Assumption, ...]:
     """The assumptions that matter for this model, this layout and these settings."""
     told = [
@@ -128,7 +128,7 @@ def _about_compute(machine: Machine, settings: Settings) -> List[Assumption]:
     ]
 
 
-def _about_training(layout: Layout, machine: Machine, settings: Settings) -> List[Assumption]:
+def _about_training(layout: StageLayout, machine: Machine, settings: Settings) -> List[Assumption]:
     told = []
     if settings.recompute == "none":
         told.append(Assumption("activations", "Nothing is recomputed: all that the backward pass reads is kept."))

@@ -8,8 +8,8 @@ from typing import Dict, List, Mapping, Sequence, Set, Tuple
 from ipurun.estimate.costs import OpCost, costs_by_ipu, serial_parts
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.stages import boundary_values, ops_of_stage, received_values
-from ipurun.estimate.types import IpuMemory, Layout, Settings
-from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
+from ipurun.estimate.types import IpuMemory, Settings, StageLayout
+from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 __all__ = [
     "ParameterShare",
@@ -53,16 +53,16 @@ class ParameterShare:
     update: int
 
 
-def parameter_shares(profile: ModelProfile, layout: Layout, settings: Settings) -> List[ParameterShare]:
+def parameter_shares(profile: TracedModel, layout: StageLayout, settings: Settings) -> List[ParameterShare]:
     """What the parameters take on every IPU."""
-    owned: List[List[ParameterProfile]] = [[] for _ in range(layout.num_ipus)]
+    owned: List[List[TracedParameter]] = [[] for _ in range(layout.num_ipus)]
     for parameter in profile.parameters:
         for ipu in {layout.ipu_of_op(op) for op in parameter.ops}:
             owned[ipu].append(parameter)
     return [share_of(parameters, settings) for parameters in owned]
 
 
-def share_of(parameters: Sequence[ParameterProfile], settings: Settings) -> ParameterShare:
+def share_of(parameters: Sequence[TracedParameter], settings: Settings) -> ParameterShare:
     """What parameters take on the IPU that has them."""
     names = ("weights", "gradients", "state", "streaming", "streamed", "transfers", "fetched", "fetches")
     totals: Dict[str, float] = dict.fromkeys(names, 0.0)
@@ -111,7 +111,7 @@ def in_flight(stage: int, num_stages: int, settings: Settings) -> int:
 
 
 def estimate_memory(
-    profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine
+    profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine
 ) -> Tuple[IpuMemory, ...]:
     """The memory of every IPU of one replica."""
     shares = parameter_shares(profile, layout, settings)
@@ -152,7 +152,7 @@ def estimate_memory(
 
 
 def _of_largest_phase(
-    profile: ModelProfile, layout: Layout, settings: Settings, stages: Sequence[int]
+    profile: TracedModel, layout: StageLayout, settings: Settings, stages: Sequence[int]
 ) -> Tuple[int, int]:
     """Weights and accumulators from streaming memory that are on chip while their phase runs: the most of any."""
     by_phase: Dict[int, Set[int]] = {}
@@ -174,7 +174,7 @@ def _of_largest_phase(
     return weights, gradients
 
 
-def op_bytes(profile: ModelProfile, op: OpProfile, settings: Settings, costs: Sequence[OpCost]) -> float:
+def op_bytes(profile: TracedModel, op: TracedOp, settings: Settings, costs: Sequence[OpCost]) -> float:
     """What an operation needs while it runs: operands and results or their gradients, and temporaries."""
     if op.kind == "view":
         return 0.0
@@ -187,7 +187,7 @@ def op_bytes(profile: ModelProfile, op: OpProfile, settings: Settings, costs: Se
     return live + gradient / serial_parts(op, settings) + costs[op.index].temporary
 
 
-def _transfers(profile: ModelProfile, layout: Layout, settings: Settings, stages: List[int]) -> int:
+def _transfers(profile: TracedModel, layout: StageLayout, settings: Settings, stages: List[int]) -> int:
     """Buffers of data from and to the host: the first stage reads, the last one returns."""
     size = profile.input_bytes if 0 in stages else 0
     if layout.num_stages - 1 in stages:
@@ -195,7 +195,7 @@ def _transfers(profile: ModelProfile, layout: Layout, settings: Settings, stages
     return size
 
 
-def programs_of(op: OpProfile, settings: Settings) -> int:
+def programs_of(op: TracedOp, settings: Settings) -> int:
     """Programs that an operation is compiled to: its forward pass and the gradients of its operands."""
     if op.kind == "view":
         return 0
@@ -208,7 +208,7 @@ def code_bytes(programs: int, calls: int, machine: Machine) -> float:
     return per_tile * machine.tiles
 
 
-def _code(ops: List[OpProfile], settings: Settings, machine: Machine) -> int:
+def _code(ops: List[TracedOp], settings: Settings, machine: Machine) -> int:
     """Code is shared by operations that are equal."""
     distinct = {(op.signature, op.gradients): programs_of(op, settings) for op in ops if op.kind != "view"}
     calls = sum(programs_of(op, settings) for op in ops)
@@ -231,7 +231,7 @@ class StageMemory:
     recomputed: Set[int]
 
 
-def stage_memories(profile: ModelProfile, layout: Layout, settings: Settings) -> List[StageMemory]:
+def stage_memories(profile: TracedModel, layout: StageLayout, settings: Settings) -> List[StageMemory]:
     """Activations of every stage."""
     received = received_values(profile, layout)
     uses = {producer: op.index for op in profile.ops for producer in op.inputs}  # the last of each
@@ -251,7 +251,7 @@ def stage_memories(profile: ModelProfile, layout: Layout, settings: Settings) ->
     return memories
 
 
-def _waiting(profile: ModelProfile, ops: Sequence[OpProfile], received: Set[int], uses: Mapping[int, int]) -> int:
+def _waiting(profile: TracedModel, ops: Sequence[TracedOp], received: Set[int], uses: Mapping[int, int]) -> int:
     """Most bytes that wait for later operations while another one runs, its own operands and results apart."""
     live = {producer: profile.ops[producer].output_bytes for producer in received}
     most = 0
@@ -265,13 +265,13 @@ def _waiting(profile: ModelProfile, ops: Sequence[OpProfile], received: Set[int]
     return most
 
 
-def _everything_kept(ops: Sequence[OpProfile], inputs: int) -> StageMemory:
+def _everything_kept(ops: Sequence[TracedOp], inputs: int) -> StageMemory:
     # What does not depend on the data, such as a weight in another precision, is the same for all micro-batches.
     shared = sum(op.saved_bytes for op in ops if not op.is_batched)
     return StageMemory(sum(op.saved_bytes for op in ops) - shared + inputs, shared, set())
 
 
-def _norms_recomputed(ops: Sequence[OpProfile], inputs: int) -> StageMemory:
+def _norms_recomputed(ops: Sequence[TracedOp], inputs: int) -> StageMemory:
     """Normalisations and activation functions after them are computed again from what came before."""
     cheap = [op for op in ops if op.kind in ("norm", "elementwise") and op.saved_bytes]
     saved = sum(op.saved_bytes for op in ops)
@@ -281,10 +281,10 @@ def _norms_recomputed(ops: Sequence[OpProfile], inputs: int) -> StageMemory:
     )
 
 
-def _between_checkpoints(ops: Sequence[OpProfile], checkpoints: Set[int], inputs: int, is_last: bool) -> StageMemory:
+def _between_checkpoints(ops: Sequence[TracedOp], checkpoints: Set[int], inputs: int, is_last: bool) -> StageMemory:
     kept = inputs
-    segments: List[List[OpProfile]] = []
-    current: List[OpProfile] = []
+    segments: List[List[TracedOp]] = []
+    current: List[TracedOp] = []
     for op in ops:
         if op.index in checkpoints:
             kept += op.output_bytes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import List, Tuple
 
-from ipurun.estimate.types import Layout, Settings, TimeEstimate
+from ipurun.estimate.types import Settings, StageLayout, TimeEstimate
 
-__all__ = ["Bar", "Schedule", "gantt", "schedule_of"]
+__all__ = ["Bar", "PipelineTimeline", "gantt", "timeline_of"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineTimeline:
     """One weight update (in inference: one host call) of a pipeline, in cycles.
 
     A cycle is as long as the IPU with most work takes for one micro-batch; all IPUs move on together.
@@ -61,7 +61,7 @@ class Bar:
     micro_batch: int
 
 
-def schedule_of(layout: Layout, settings: Settings, time: TimeEstimate) -> Schedule:
+def timeline_of(layout: StageLayout, settings: Settings, time: TimeEstimate) -> PipelineTimeline:
     """The schedule of an estimate: IPUs of a pipeline side by side, of any other strategy one after another."""
     stages = layout.num_stages if settings.strategy == "pipelined" else 1
     micro_batches = settings.gradient_accumulation if settings.training else settings.device_iterations
@@ -76,10 +76,10 @@ def schedule_of(layout: Layout, settings: Settings, time: TimeEstimate) -> Sched
     else:
         available = cycles * longest * layout.num_ipus
         idle = 1 - micro_batches * work / available if available else 0.0
-    return Schedule(stages, micro_batches, fill, steady, cycles - steady - fill, extra / cycles, idle)
+    return PipelineTimeline(stages, micro_batches, fill, steady, cycles - steady - fill, extra / cycles, idle)
 
 
-def gantt(layout: Layout, settings: Settings, time: TimeEstimate, most_cycles: int = 24) -> List[Bar]:
+def gantt(layout: StageLayout, settings: Settings, time: TimeEstimate, most_cycles: int = 24) -> List[Bar]:
     """Bars of the first cycles of an update, those of all strategies.
 
     Args:
@@ -108,7 +108,7 @@ def gantt(layout: Layout, settings: Settings, time: TimeEstimate, most_cycles: i
     return bars
 
 
-def _in_turn(layout: Layout, settings: Settings, time: TimeEstimate, micro_batches: int) -> List[Bar]:
+def _in_turn(layout: StageLayout, settings: Settings, time: TimeEstimate, micro_batches: int) -> List[Bar]:
     bars: List[Bar] = []
     now = 0.0
     stages = list(range(layout.num_stages))

@@ -10,14 +10,12 @@ from typing import Dict, FrozenSet, List, Mapping, Optional, Tuple
 
 from torch import nn
 
-from ipurun.build.cached_executables import look_into_cache
 from ipurun.config.schema import RunConfig
-from ipurun.engine import Engine
 from ipurun.errors import ConfigError
 from ipurun.estimate.advice import Remedy, Situation, remedies_for
 from ipurun.estimate.calibration import FREE, Measurement, calibrate_to_run, measured_throughput
 from ipurun.estimate.estimate import estimate, worst
-from ipurun.estimate.pipeline import Schedule, schedule_of
+from ipurun.estimate.pipeline import PipelineTimeline, timeline_of
 from ipurun.estimate.search import (
     Goal,
     Needs,
@@ -31,56 +29,37 @@ from ipurun.estimate.search import (
 )
 from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, settings_of, words_of
 from ipurun.estimate.split import Split
-from ipurun.estimate.types import Estimate, Layout, Settings, Verdict
+from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
 from ipurun.inspect.data import is_stream
 from ipurun.inspect.facts import Facts
-from ipurun.inspect.model_and_data import Subject
+from ipurun.inspect.model_and_data import ModelAndData
 from ipurun.inspect.sampling import seeded
 from ipurun.inspect.structure import first_item
-from ipurun.inspect.trace import profile_model, strategy_of
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.inspect.trace import strategy_of, trace_model
+from ipurun.inspect.traced_model import TracedModel
 from ipurun.planning import make_plan
 from ipurun.planning.devices import MAX_IPUS
 from ipurun.planning.layers import stacks
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
 
-__all__ = ["Cache", "Outlook", "auto_split", "calibrated_words", "look_ahead", "solve"]
+__all__ = ["PlanEstimate", "auto_split", "calibrated_words", "estimate_plan", "solve"]
 
 
 @dataclass(frozen=True)
-class Cache:
-    """What a run would find in its executable cache.
-
-    Args:
-        training: Of the executable of training: ``hit``, ``miss``, ``unknown``, or ``off`` without a cache.
-        executables: Executables in the folder.
-        inference: The same of the executable of inference; "" where that of training is unknown, or no file is there.
-        why: Why it is unknown.
-    """
-
-    training: str
-    executables: int = 0
-    inference: str = ""
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Outlook:
+class PlanEstimate:
     """What the planner tells of a plan. Every figure is an estimate.
 
     Args:
         situation: Model, layout, settings, machine and estimate.
         schedule: The pipeline in cycles.
-        cache: What the run would find in its executable cache.
         remedies: Changes that help, best first.
         needs: What it would take, where no change makes it fit.
         inference: The same of evaluation and prediction; None where the model cannot be traced in eval mode.
     """
 
     situation: Situation
-    schedule: Schedule
-    cache: Cache
+    schedule: PipelineTimeline
     remedies: Tuple[Remedy, ...] = ()
     needs: Optional[Needs] = None
     inference: Optional[Situation] = None
@@ -96,14 +75,13 @@ class Outlook:
         return self.situation.estimate
 
 
-def look_ahead(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) -> Outlook:
+def estimate_plan(config: RunConfig, plan: Plan, subject: ModelAndData) -> PlanEstimate:
     """Estimates a plan.
 
     Args:
         config: The config.
         plan: Its plan.
         subject: Its model and data.
-        engine: What would run it, whose cache is looked into.
 
     Raises:
         ConfigError: The model cannot be traced.
@@ -123,24 +101,23 @@ def look_ahead(config: RunConfig, plan: Plan, subject: Subject, engine: Engine) 
         block_checkpoints=block_checkpoints(profile, stacks(subject.facts)),
         words=words_of(config),
         is_batch_free=_is_batch_free(config),
-        is_placed_in_code=bool(plan.own_blocks),
+        is_placed_in_code=bool(plan.user_blocks),
     )
     needs = None
     remedies = tuple(remedies_for(situation))
     if found.verdict is Verdict.DOES_NOT_FIT and all(r.verdict is Verdict.DOES_NOT_FIT for r in remedies):
         variant = variants_of(settings, situation.block_checkpoints, layout.checkpoints)[-1]
         needs = needs_of(profile, variant, plan.devices.total, machine, situation.names)
-    return Outlook(
+    return PlanEstimate(
         situation=situation,
-        schedule=schedule_of(layout, settings, found.time),
-        cache=look_into_cache(config, plan, subject, engine),
+        schedule=timeline_of(layout, settings, found.time),
         remedies=remedies,
         needs=needs,
         inference=_inference(config, plan, subject),
     )
 
 
-def _inference(config: RunConfig, plan: Plan, subject: Subject) -> Optional[Situation]:
+def _inference(config: RunConfig, plan: Plan, subject: ModelAndData) -> Optional[Situation]:
     """Evaluation and prediction as `eval` and `predict` run them: no backward pass, no optimizer, and all outputs."""
     try:
         profile = _profile(config, subject, plan, training=False)
@@ -151,7 +128,7 @@ def _inference(config: RunConfig, plan: Plan, subject: Subject) -> Optional[Situ
     return Situation(profile, layout, settings, machine, estimate(profile, layout, settings, machine))
 
 
-def calibrated_words(outlook: Outlook, folder: Path) -> List[str]:
+def calibrated_words(outlook: PlanEstimate, folder: Path) -> List[str]:
     """Overrides of machine constants with which the estimate agrees with a run of the same config on IPUs.
 
     Args:
@@ -180,14 +157,14 @@ def calibrated_words(outlook: Outlook, folder: Path) -> List[str]:
     return [f"machine.{name}={getattr(fitted, name):.4g}" for name in FREE]
 
 
-def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
+def solve(config: RunConfig, plan: Plan, outlook: PlanEstimate) -> List[Solution]:
     """Configs for the plan's number of IPUs and its global batch, the quickest that fits first.
 
     Raises:
         ConfigError: The model's own code places it, so that no config can do it otherwise.
     """
-    if plan.own_blocks:
-        names = [block.block_id or block.module or "a block without a name" for block in plan.own_blocks]
+    if plan.user_blocks:
+        names = [block.block_id or block.module or "a block without a name" for block in plan.user_blocks]
         raise ConfigError(
             "`--solve` finds a split, and the model's code has one already",
             seen=f"blocks begun in the code: {', '.join(dict.fromkeys(names))}",
@@ -209,7 +186,7 @@ def solve(config: RunConfig, plan: Plan, outlook: Outlook) -> List[Solution]:
 
 
 def auto_split(
-    config: RunConfig, subject: Subject, keys: Optional[Mapping[str, str]] = None, on_paper: bool = False
+    config: RunConfig, subject: ModelAndData, keys: Optional[Mapping[str, str]] = None, on_paper: bool = False
 ) -> Tuple[RunConfig, Facts]:
     """A config whose `pipeline.split=auto` is solved, and the facts with the solution; both as they were if it is not.
 
@@ -253,10 +230,10 @@ def auto_split(
 
 def _best_auto(
     config: RunConfig,
-    profile: ModelProfile,
+    profile: TracedModel,
     settings: Settings,
     plan: Plan,
-    subject: Subject,
+    subject: ModelAndData,
     obstacles: Dict[str, None],
 ) -> Optional[Tuple[Optional[Split], float]]:
     """The quickest split that fits, with its throughput, over the numbers of IPUs that the config allows.
@@ -280,7 +257,7 @@ def _best_auto(
         kept = layout_of_plan(profile, plan).checkpoints
         if ipus == 1:
             split: Optional[Split] = None
-            layout: Layout = layout_of_plan(profile, plan)
+            layout: StageLayout = layout_of_plan(profile, plan)
         else:
             split = split_for(profile, ipus, own, machine, names, kept)
             if split is None:
@@ -323,11 +300,11 @@ def _is_batch_free(config: RunConfig) -> bool:
     return config.global_batch_size is None and config.gradient_accumulation is None
 
 
-def _profile(config: RunConfig, subject: Subject, plan: Plan, *, training: bool = True) -> ModelProfile:
+def _profile(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
     data = subject.splits.get("train")
     sample = None if data is None or is_stream(data) else first_item(data)
     with seeded(config.seed):
-        return profile_model(
+        return trace_model(
             config,
             sample=sample,
             training=training,

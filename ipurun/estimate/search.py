@@ -14,8 +14,8 @@ from ipurun.estimate.memory import parameter_shares
 from ipurun.estimate.settings import Words, resized
 from ipurun.estimate.split import Split, solve_split
 from ipurun.estimate.stages import single_ipu
-from ipurun.estimate.types import Estimate, Layout, Settings, Verdict
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
+from ipurun.inspect.traced_model import TracedModel
 
 __all__ = [
     "Goal",
@@ -87,7 +87,7 @@ class Solution:
     """
 
     settings: Settings
-    layout: Layout
+    layout: StageLayout
     split: Optional[Split]
     overrides: Tuple[str, ...]
     estimate: Estimate
@@ -136,7 +136,7 @@ def variants_of(settings: Settings, block_checkpoints: Sequence[int], kept: Sequ
 
 
 def split_for(
-    profile: ModelProfile,
+    profile: TracedModel,
     num_ipus: int,
     settings: Settings,
     machine: Machine,
@@ -165,7 +165,7 @@ def split_for(
 
 
 def search(
-    profile: ModelProfile,
+    profile: TracedModel,
     goal: Goal,
     variants: Sequence[Variant],
     machine: Machine,
@@ -201,7 +201,7 @@ def _rank(solution: Solution) -> Tuple[int, float]:
 
 
 def _of_size(
-    profile: ModelProfile,
+    profile: TracedModel,
     goal: Goal,
     ipus: int,
     variant: Variant,
@@ -241,7 +241,7 @@ def _spread(batches: Sequence[Tuple[int, int]], most: int) -> List[Tuple[int, in
 
 
 def _as_long_as_they_fit(
-    profile: ModelProfile,
+    profile: TracedModel,
     goal: Goal,
     ipus: int,
     variant: Variant,
@@ -353,7 +353,7 @@ class Needs:
 
 
 def needs_of(
-    profile: ModelProfile,
+    profile: TracedModel,
     variant: Variant,
     devices: int,
     machine: Machine,

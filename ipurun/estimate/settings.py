@@ -10,8 +10,8 @@ from ipurun.api.calls import Call
 from ipurun.config.schema import RunConfig
 from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import checkpoint_ops, layout_of_blocks
-from ipurun.estimate.types import Layout, Settings
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import Settings, StageLayout
+from ipurun.inspect.traced_model import TracedModel
 from ipurun.planning.plan import Plan
 
 __all__ = [
@@ -193,7 +193,7 @@ def machine_of(config: RunConfig) -> Machine:
     return machine_from(dataclasses.asdict(config.machine))
 
 
-def layout_of_plan(profile: ModelProfile, plan: Plan, *, training: bool = True) -> Layout:
+def layout_of_plan(profile: TracedModel, plan: Plan, *, training: bool = True) -> StageLayout:
     """Which operation runs where, as the plan's blocks for training or for inference say."""
     placements = plan.placements if training else plan.inference_placements
     numbers = phases_of(plan.training_options if training else plan.inference_options)
@@ -201,7 +201,7 @@ def layout_of_plan(profile: ModelProfile, plan: Plan, *, training: bool = True) 
     return layout_of_blocks(profile, [(placed.module, placed.ipu) for placed in placements], plan.recompute, phases)
 
 
-def block_checkpoints(profile: ModelProfile, stacks: Mapping[str, Sequence[str]]) -> Tuple[int, ...]:
+def block_checkpoints(profile: TracedModel, stacks: Mapping[str, Sequence[str]]) -> Tuple[int, ...]:
     """Operations that end the layers of repeated stacks: what `recompute.every=block` keeps."""
     layers: List[str] = [layer for stack in stacks.values() for layer in stack]
     return checkpoint_ops(profile, layers)

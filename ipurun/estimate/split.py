@@ -21,8 +21,8 @@ from ipurun.estimate.cuts import (
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import in_flight, share_of
 from ipurun.estimate.stages import layout_of_cuts
-from ipurun.estimate.types import Layout, Settings
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import Settings, StageLayout
+from ipurun.inspect.traced_model import TracedModel
 
 __all__ = ["Split", "solve_split"]
 
@@ -48,7 +48,7 @@ class Split:
     """
 
     blocks: Tuple[Tuple[str, int], ...]
-    layout: Layout
+    layout: StageLayout
     slowest: float
     fullest: float
     evenness: float
@@ -71,7 +71,7 @@ class Split:
 
 
 def solve_split(
-    profile: ModelProfile,
+    profile: TracedModel,
     num_ipus: int,
     settings: Settings,
     machine: Machine,
@@ -117,7 +117,7 @@ def solve_split(
 
 
 def _solve(
-    profile: ModelProfile,
+    profile: TracedModel,
     ties: Ties,
     num_ipus: int,
     settings: Settings,
@@ -182,7 +182,7 @@ class _Fixed:
 
 
 def _fixed_cells(
-    profile: ModelProfile, cells: List[Cell], ties: Ties, num_ipus: int, settings: Settings, machine: Machine
+    profile: TracedModel, cells: List[Cell], ties: Ties, num_ipus: int, settings: Settings, machine: Machine
 ) -> _Fixed:
     """Each part that comes back is one cell, as nothing may be cut inside."""
     pinned = [ties.points.index(part.first) + 1 for part in ties.returns]
@@ -224,7 +224,7 @@ def _fixed_cells(
 
 
 def _split(
-    profile: ModelProfile,
+    profile: TracedModel,
     ties: Ties,
     fixed: _Fixed,
     num_ipus: int,
@@ -252,7 +252,7 @@ def _split(
 
 
 def _could_fit(
-    kinds: List[List[Cell]], num_ipus: int, profile: ModelProfile, settings: Settings, machine: Machine, room: float
+    kinds: List[List[Cell]], num_ipus: int, profile: TracedModel, settings: Settings, machine: Machine, room: float
 ) -> bool:
     """Whether parameters fit all IPUs together, and every cell some IPU by itself."""
     fixed = sum(cell.share.weights + cell.share.gradients + cell.share.state for cell in kinds[0])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ipurun.estimate.types import Layout
-from ipurun.inspect.traced_model import ModelProfile, OpProfile
+from ipurun.estimate.types import StageLayout
+from ipurun.inspect.traced_model import TracedModel, TracedOp
 
 __all__ = [
     "boundary_values",
@@ -21,11 +21,11 @@ __all__ = [
 
 
 def layout_of_blocks(
-    profile: ModelProfile,
+    profile: TracedModel,
     blocks: Sequence[Tuple[str, int]],
     checkpoints: Iterable[str] = (),
     phases: Optional[Mapping[str, int]] = None,
-) -> Layout:
+) -> StageLayout:
     """The layout that blocks give: each begins where its module is entered and lasts until the next one begins.
 
     Args:
@@ -51,8 +51,8 @@ def layout_of_blocks(
 
 
 def layout_of_cuts(
-    profile: ModelProfile, cuts: Sequence[int], ipus: Optional[Sequence[int]] = None, checkpoints: Sequence[int] = ()
-) -> Layout:
+    profile: TracedModel, cuts: Sequence[int], ipus: Optional[Sequence[int]] = None, checkpoints: Sequence[int] = ()
+) -> StageLayout:
     """The layout whose stages begin at the given operations.
 
     Args:
@@ -67,15 +67,15 @@ def layout_of_cuts(
         stage += op.index in starts
         stages.append(stage)
     given = tuple(ipus) if ipus is not None else tuple(range(len(starts) + 1))
-    return Layout(tuple(stages), given, tuple(sorted(checkpoints)))
+    return StageLayout(tuple(stages), given, tuple(sorted(checkpoints)))
 
 
-def single_ipu(profile: ModelProfile, checkpoints: Iterable[str] = ()) -> Layout:
+def single_ipu(profile: TracedModel, checkpoints: Iterable[str] = ()) -> StageLayout:
     """Everything on one IPU."""
-    return Layout((0,) * len(profile.ops), (0,), checkpoint_ops(profile, checkpoints))
+    return StageLayout((0,) * len(profile.ops), (0,), checkpoint_ops(profile, checkpoints))
 
 
-def checkpoint_ops(profile: ModelProfile, modules: Iterable[str]) -> Tuple[int, ...]:
+def checkpoint_ops(profile: TracedModel, modules: Iterable[str]) -> Tuple[int, ...]:
     """The operations that compute the results of modules."""
     wanted = set(modules)
     if not wanted:
@@ -89,7 +89,7 @@ def checkpoint_ops(profile: ModelProfile, modules: Iterable[str]) -> Tuple[int, 
     return tuple(sorted(set(last.values())))
 
 
-def module_ranges(profile: ModelProfile) -> Dict[str, Tuple[int, int]]:
+def module_ranges(profile: TracedModel) -> Dict[str, Tuple[int, int]]:
     """First and last operation of every module that computes anything."""
     ranges: Dict[str, Tuple[int, int]] = {}
     for op in profile.ops:
@@ -99,12 +99,12 @@ def module_ranges(profile: ModelProfile) -> Dict[str, Tuple[int, int]]:
     return ranges
 
 
-def ops_of_stage(profile: ModelProfile, layout: Layout, stage: int) -> List[OpProfile]:
+def ops_of_stage(profile: TracedModel, layout: StageLayout, stage: int) -> List[TracedOp]:
     """The operations of a stage, in order."""
     return [op for op, at in zip(profile.ops, layout.stage_of_op) if at == stage]
 
 
-def received_values(profile: ModelProfile, layout: Layout) -> List[Set[int]]:
+def received_values(profile: TracedModel, layout: StageLayout) -> List[Set[int]]:
     """For each stage, the operations of other stages whose results it reads."""
     received: List[Set[int]] = [set() for _ in layout.ipu_of_stage]
     for op, stage in zip(profile.ops, layout.stage_of_op):
@@ -114,7 +114,7 @@ def received_values(profile: ModelProfile, layout: Layout) -> List[Set[int]]:
     return received
 
 
-def boundary_values(profile: ModelProfile, layout: Layout) -> List[int]:
+def boundary_values(profile: TracedModel, layout: StageLayout) -> List[int]:
     """Bytes that each stage receives from other IPUs for one micro-batch."""
     return [
         sum(
@@ -126,7 +126,7 @@ def boundary_values(profile: ModelProfile, layout: Layout) -> List[int]:
     ]
 
 
-def _layout(places: Sequence[Tuple[int, int]], checkpoints: Tuple[int, ...]) -> Layout:
+def _layout(places: Sequence[Tuple[int, int]], checkpoints: Tuple[int, ...]) -> StageLayout:
     """A stage for each run of operations with the same IPU and phase."""
     stages: List[int] = []
     place_of_stage: List[Tuple[int, int]] = []
@@ -135,7 +135,7 @@ def _layout(places: Sequence[Tuple[int, int]], checkpoints: Tuple[int, ...]) -> 
             place_of_stage.append(place)
         stages.append(len(place_of_stage) - 1)
     ipus, phases = tuple(ipu for ipu, _ in place_of_stage), tuple(phase for _, phase in place_of_stage)
-    return Layout(tuple(stages), ipus, checkpoints, phases)
+    return StageLayout(tuple(stages), ipus, checkpoints, phases)
 
 
 def _outer_first(module: str) -> List[str]:

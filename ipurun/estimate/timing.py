@@ -9,13 +9,13 @@ from ipurun.estimate.costs import costs_by_ipu
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import ParameterShare, StageMemory, parameter_shares, stage_memories
 from ipurun.estimate.stages import boundary_values
-from ipurun.estimate.types import IpuTime, Layout, Settings, TimeEstimate
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import IpuTime, Settings, StageLayout, TimeEstimate
+from ipurun.inspect.traced_model import TracedModel
 
 __all__ = ["estimate_time"]
 
 
-def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine) -> TimeEstimate:
+def estimate_time(profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> TimeEstimate:
     """Seconds of one weight update (of one batch in inference), and the throughput that follows."""
     stages = _stage_seconds(profile, layout, settings, machine)
     received = boundary_values(profile, layout)
@@ -64,7 +64,7 @@ def estimate_time(profile: ModelProfile, layout: Layout, settings: Settings, mac
 
 
 def _stage_seconds(
-    profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine
+    profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine
 ) -> List[Tuple[float, float, float]]:
     """(forward, recomputation, backward) of each stage."""
     memories: List[StageMemory] = stage_memories(profile, layout, settings)
@@ -83,7 +83,7 @@ def _ipu_times(
     stages: List[Tuple[float, float, float]],
     received: List[int],
     streaming: List[float],
-    layout: Layout,
+    layout: StageLayout,
     settings: Settings,
     machine: Machine,
 ) -> Tuple[IpuTime, ...]:
@@ -106,7 +106,7 @@ def _ipu_times(
 
 
 def _streaming(
-    profile: ModelProfile, shares: List[ParameterShare], layout: Layout, settings: Settings, machine: Machine
+    profile: TracedModel, shares: List[ParameterShare], layout: StageLayout, settings: Settings, machine: Machine
 ) -> List[float]:
     """Seconds that each IPU exchanges with streaming memory for one micro-batch: nothing of it overlaps.
 
@@ -125,7 +125,7 @@ def _streaming(
     ]
 
 
-def _reading(profile: ModelProfile, layout: Layout, settings: Settings, machine: Machine) -> float:
+def _reading(profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> float:
     """Seconds that the tiles stand still while a micro-batch comes in, where no tiles are set aside for that.
 
     It waits in the machine's memory, whose rate the replicas on that machine share.
@@ -136,7 +136,7 @@ def _reading(profile: ModelProfile, layout: Layout, settings: Settings, machine:
     return profile.input_bytes * readers / machine.streaming_bytes_per_second
 
 
-def _cycles(ipus: Tuple[IpuTime, ...], layout: Layout, settings: Settings) -> Tuple[float, int, float]:
+def _cycles(ipus: Tuple[IpuTime, ...], layout: StageLayout, settings: Settings) -> Tuple[float, int, float]:
     """Length of a cycle, cycles of one update, and the share of them that fills and drains the pipeline."""
     micro_batches = settings.gradient_accumulation if settings.training else settings.device_iterations
     if settings.strategy != "pipelined" or layout.num_stages == 1:

@@ -6,17 +6,17 @@ import enum
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
+from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 __all__ = [
     "Assumption",
     "Estimate",
     "IpuMemory",
     "IpuTime",
-    "Layout",
-    "ModelProfile",
-    "OpProfile",
-    "ParameterProfile",
+    "StageLayout",
+    "TracedModel",
+    "TracedOp",
+    "TracedParameter",
     "Settings",
     "TimeEstimate",
     "Verdict",
@@ -24,7 +24,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Which operation runs in which stage, and which stage on which IPU.
 
     Args:

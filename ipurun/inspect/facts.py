@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-__all__ = ["EndedBlock", "Facts", "ModuleCall", "OwnBlock"]
+__all__ = ["EndedBlock", "Facts", "ModuleCall", "UserBlock"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ModuleCall:
 
 
 @dataclass(frozen=True)
-class OwnBlock:
+class UserBlock:
     """A block that the model's own code begins.
 
     Args:
@@ -69,7 +69,7 @@ class Facts:
         shared_parameters: Names of parameters that are one tensor, a group for each such tensor.
         calls: Calls of modules in one forward pass, in order; empty: the model was not traced.
         operations: Operations of the forward pass, the loss included.
-        own_blocks: Blocks that the model's own code begins.
+        user_blocks: Blocks that the model's own code begins.
         ended_blocks: Those of them that end where a module does.
         solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
         unsolved: Why it is not.
@@ -93,7 +93,7 @@ class Facts:
     shared_parameters: Tuple[Tuple[str, ...], ...] = ()
     calls: Tuple[ModuleCall, ...] = ()
     operations: int = 0
-    own_blocks: Tuple[OwnBlock, ...] = ()
+    user_blocks: Tuple[UserBlock, ...] = ()
     ended_blocks: Tuple[EndedBlock, ...] = ()
     solved_split: Optional[Tuple[str, ...]] = None
     unsolved: str = ""

@@ -16,12 +16,12 @@ from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.inspect.batch_items import pick, split_target, with_loss
 from ipurun.inspect.targets import check_arguments, locate
 
-__all__ = ["CaptureAnswer", "Loss", "Step", "check_loss", "make_loss"]
+__all__ = ["TracingAnswer", "Loss", "ModelWithLoss", "check_loss", "make_loss"]
 
 _Result = TypeVar("_Result")
 
 
-class CaptureAnswer:
+class TracingAnswer:
     """The answer of `torch.jit.is_tracing` while forward runs once, to be recorded.
 
     PopTorch leaves it at False, though its capture is bound by the same rule as torch.jit's: no value may be read
@@ -104,7 +104,7 @@ class Loss:
         return self.identity_loss(value, reduction=self.reduction)
 
 
-class Step(nn.Module):
+class ModelWithLoss(nn.Module):
     """A model and its loss as one module, as PopTorch wants it.
 
     Parameter names of the user's model are those of ``step.model``; nothing else here has parameters,
@@ -127,11 +127,11 @@ class Step(nn.Module):
         config: LossConfig,
         returns_output: bool,
         identity_loss: Optional[Callable[..., torch.Tensor]] = None,
-        answer: Optional[CaptureAnswer] = None,
+        answer: Optional[TracingAnswer] = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.answer = answer or CaptureAnswer()
+        self.answer = answer or TracingAnswer()
         self.loss = loss.function if loss is not None and isinstance(loss.function, nn.Module) else None
         self._apply_loss = loss
         self._target = config.target

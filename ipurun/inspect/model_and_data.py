@@ -25,18 +25,18 @@ from ipurun.inspect.structure import (
     first_item,
     stop_caching,
     structure,
-    walked,
+    trace_walk,
 )
 from ipurun.inspect.targets import check_node, locate, make
 from ipurun.inspect.trace import meta_model
 
-__all__ = ["Subject", "inspect", "load_custom_ops"]
+__all__ = ["ModelAndData", "inspect", "load_custom_ops"]
 
 _LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
 
 
 @dataclass
-class Subject:
+class ModelAndData:
     """The user's model and data, as they were made, and what was read off them."""
 
     model: nn.Module
@@ -44,7 +44,7 @@ class Subject:
     facts: Facts
 
 
-def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper: bool = False) -> Subject:
+def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper: bool = False) -> ModelAndData:
     """Make the model and the data, and read off them what a plan needs.
 
     Args:
@@ -73,7 +73,7 @@ def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper:
         raise ConfigError(problems)
     cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
     facts = _facts(config, engine, model, splits or {})
-    return Subject(model, splits or {}, dataclasses.replace(facts, notes=(*facts.notes, *cache_notes)))
+    return ModelAndData(model, splits or {}, dataclasses.replace(facts, notes=(*facts.notes, *cache_notes)))
 
 
 def _problems_without_building(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
@@ -162,9 +162,9 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
     if _is_placed(config, engine, model):
         with seeded(config.seed):  # a sample may be drawn at random
             sample = None if first_sample is None else first_item(first_sample)
-        walk, failure = walked(config, sample)
+        walk, failure = trace_walk(config, sample)
     if walk is not None:
-        parts["own_blocks"] += tuple(walk.blocks)
+        parts["user_blocks"] += tuple(walk.blocks)
         parts["ended_blocks"] = tuple(walk.ended)
     return Facts(
         engine=engine.kind,

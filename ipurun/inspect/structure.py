@@ -19,8 +19,8 @@ from ipurun.emulator.graph import IStageManager, Placement, Recorder, active_rec
 from ipurun.emulator.options import PipelinedExecution, Stage
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import as_call, split_target
-from ipurun.inspect.facts import EndedBlock, ModuleCall, OwnBlock
-from ipurun.inspect.loss import Step
+from ipurun.inspect.facts import EndedBlock, ModuleCall, UserBlock
+from ipurun.inspect.loss import ModelWithLoss
 from ipurun.inspect.sampling import seeded
 
 __all__ = [
@@ -30,12 +30,12 @@ __all__ = [
     "changing_buffers",
     "ended_block",
     "first_item",
-    "go_on_in_ended_blocks",
-    "own_blocks",
+    "reopen_ended_blocks",
+    "user_blocks",
     "record_walk",
     "stop_caching",
     "structure",
-    "walked",
+    "trace_walk",
 ]
 
 
@@ -49,7 +49,7 @@ def ended_block(recorder: Recorder) -> Optional[Placement]:
     return None
 
 
-def go_on_in_ended_blocks(model: nn.Module) -> List[Any]:
+def reopen_ended_blocks(model: nn.Module) -> List[Any]:
     """Hooks behind all modules, since nobody knows before a trace which of them end blocks; what `Annotations` does in
     a run.
     """
@@ -80,7 +80,7 @@ class Walk:
 
     calls: List[ModuleCall] = field(default_factory=list)
     operations: int = 0
-    blocks: List[OwnBlock] = field(default_factory=list)
+    blocks: List[UserBlock] = field(default_factory=list)
     ended: List[EndedBlock] = field(default_factory=list)
 
 
@@ -115,11 +115,11 @@ def structure(model: nn.Module) -> Dict[str, Any]:
         "module_kinds": {name: type(module).__name__ for name, module in model.named_modules()},
         "parameter_shapes": shapes,
         "shared_parameters": tuple(tuple(several) for several in names.values() if len(several) > 1),
-        "own_blocks": tuple(own_blocks(model)),
+        "user_blocks": tuple(user_blocks(model)),
     }
 
 
-def own_blocks(model: nn.Module) -> List[OwnBlock]:
+def user_blocks(model: nn.Module) -> List[UserBlock]:
     """Blocks that the model's code begins at modules, by ``poptorch.BeginBlock``."""
     blocks = []
     for name, module in model.named_modules():
@@ -127,7 +127,7 @@ def own_blocks(model: nn.Module) -> List[OwnBlock]:
         marks += [module] if type(module).__name__ in _LEGACY else []  # type: ignore[list-item]  # it has the same fields
         for mark in marks:
             ipu, block_id = getattr(mark, "_ipu_id", None), getattr(mark, "_user_id", None)
-            blocks.append(OwnBlock(name, ipu, block_id))
+            blocks.append(UserBlock(name, ipu, block_id))
     return blocks
 
 
@@ -147,7 +147,7 @@ def begins_blocks(model: nn.Module, engine_module: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator[Walk]:
-    """Record the forward pass of a `Step` that is captured inside (by `profile_model`); the last one counts.
+    """Record the forward pass of a `ModelWithLoss` that is captured inside (by `trace_model`); the last one counts.
 
     It runs as in training, whose modules may be more (auxiliary heads), without the cost of a backward pass.
 
@@ -161,7 +161,7 @@ def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator
         recorder = active_recorder()
         if recorder is None:
             return
-        if isinstance(module, Step):
+        if isinstance(module, ModelWithLoss):
             module.train()
             walk.calls.clear()
             walk.ended.clear()
@@ -174,17 +174,17 @@ def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator
         recorder = active_recorder()
         if recorder is None:
             return
-        if not isinstance(module, Step):
+        if not isinstance(module, ModelWithLoss):
             place = ended_block(recorder) if id(module) in names else None
             if place is not None:
                 ipu = place.ipu_id if asked is None else asked[place.block_id]
                 walk.ended.append(EndedBlock(names[id(module)], place.block_id, ipu))
             return
         walk.operations = len(recorder.graph.nodes)
-        at_modules = {block.block_id for block in own_blocks(module.model)}
+        at_modules = {block.block_id for block in user_blocks(module.model)}
         begun = [(e.info["placement"], e.position) for e in recorder.graph.events if e.kind == "begin_block"]
         walk.blocks = [
-            OwnBlock(None, place.ipu_id if asked is None else asked[place.block_id], place.block_id, position)
+            UserBlock(None, place.ipu_id if asked is None else asked[place.block_id], place.block_id, position)
             for (place, position), (before, _) in zip(begun, [(None, 0), *begun])
             if place != before and place.block_id not in at_modules  # what goes on in a block begins it once more
         ]
@@ -197,21 +197,21 @@ def record_walk(asked: Optional[Mapping[str, Optional[int]]] = None) -> Iterator
             handle.remove()
 
 
-def walked(config: RunConfig, sample: Any = None) -> Tuple[Optional[Walk], str]:
+def trace_walk(config: RunConfig, sample: Any = None) -> Tuple[Optional[Walk], str]:
     """Trace the model of a config with its loss; the walk, or None and why there is none.
 
     Args:
         config: The run. Its `sample` tells the shapes where no item of the data is given.
         sample: One item of the data set.
     """
-    from ipurun.inspect.trace import profile_model  # deferred: few runs need it
+    from ipurun.inspect.trace import trace_model  # deferred: few runs need it
 
     if sample is None and not config.sample:
         return None, "without an item of the data the model cannot be traced"
     try:
         strategy = _AnyBlocks()
         with seeded(config.seed), record_walk(strategy.asked) as walk:
-            profile_model(config, sample=sample, training=False, strategy=strategy)
+            trace_model(config, sample=sample, training=False, strategy=strategy)
     except ConfigError as error:
         problem = error.problems[0]
         return None, f"{problem.what} ({problem.where}: {problem.seen})"

@@ -19,14 +19,14 @@ from ipurun.datasets.synthetic import parse_sample
 from ipurun.emulator.graph import Captured, Node, capture, is_supported
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors, split_target
-from ipurun.inspect.loss import Step, make_loss
+from ipurun.inspect.loss import ModelWithLoss, make_loss
 from ipurun.inspect.precision import cast_hooks, cast_weights
-from ipurun.inspect.structure import go_on_in_ended_blocks, stop_caching
+from ipurun.inspect.structure import reopen_ended_blocks, stop_caching
 from ipurun.inspect.targets import make
-from ipurun.inspect.traced_model import ModelProfile
-from ipurun.inspect.traced_ops import profile_graph
+from ipurun.inspect.traced_model import TracedModel
+from ipurun.inspect.traced_ops import read_graph
 
-__all__ = ["meta_model", "profile_model", "strategy_of"]
+__all__ = ["meta_model", "trace_model", "strategy_of"]
 
 # Above this, a model is not made for real only because it cannot be made without memory.
 _LARGEST_REAL_MODEL = 500_000_000
@@ -78,7 +78,7 @@ def strategy_of(calls: Sequence[Call]) -> Any:
     return None if given is None else construct(given.args[0], emulator)
 
 
-def profile_model(
+def trace_model(
     config: RunConfig,
     *,
     sample: Any = None,
@@ -86,7 +86,7 @@ def profile_model(
     training: bool = True,
     module_precision: Optional[Mapping[str, str]] = None,
     strategy: Any = None,
-) -> ModelProfile:
+) -> TracedModel:
     """Trace the model of a config with its loss on one micro-batch.
 
     Args:
@@ -188,14 +188,14 @@ def _trace(
     rules: Mapping[str, str],
     strategy: Any,
     training_mode: bool,
-) -> ModelProfile:
+) -> TracedModel:
     precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
     stop_caching(model)
     cast_weights(model, precision, rules)
-    handles = [*go_on_in_ended_blocks(model), *cast_hooks(model, precision, rules)]
+    handles = [*reopen_ended_blocks(model), *cast_hooks(model, precision, rules)]
     if precision.startswith("16"):
         batch = _half_inputs(config, batch)
-    step = Step(model, make_loss(config.loss, emulator), config.loss, returns_output=not training)
+    step = ModelWithLoss(model, make_loss(config.loss, emulator), config.loss, returns_output=not training)
     step.train(training_mode)
     trace = _Trace()
     try:
@@ -205,7 +205,7 @@ def _trace(
     finally:
         for handle in handles:
             handle.remove()
-    return profile_graph(
+    return read_graph(
         captured.graph,
         micro_batch_size=size,
         prefix="model.",
@@ -214,7 +214,7 @@ def _trace(
     )
 
 
-def _capture(step: Step, batch: Any, training: bool, trace: _Trace, strategy: Any) -> Captured:
+def _capture(step: ModelWithLoss, batch: Any, training: bool, trace: _Trace, strategy: Any) -> Captured:
     options = emulator.Options()
     if strategy is not None:
         options.setExecutionStrategy(strategy)

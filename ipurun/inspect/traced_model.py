@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Mapping, Optional, Tuple
 
-__all__ = ["ModelProfile", "OpProfile", "ParameterProfile"]
+__all__ = ["TracedModel", "TracedOp", "TracedParameter"]
 
 
 @dataclass(frozen=True)
-class OpProfile:
+class TracedOp:
     """One operation of the forward pass, for one micro-batch on one replica.
 
     Args:
@@ -56,7 +56,7 @@ class OpProfile:
 
 
 @dataclass(frozen=True)
-class ParameterProfile:
+class TracedParameter:
     """One parameter of the model, under the user's name; tied parameters appear once.
 
     Args:
@@ -80,7 +80,7 @@ class ParameterProfile:
 
 
 @dataclass(frozen=True)
-class ModelProfile:
+class TracedModel:
     """A model with its loss, as one micro-batch goes through it.
 
     Args:
@@ -95,8 +95,8 @@ class ModelProfile:
         refused: Why the model cannot be captured in training mode, where it was traced in evaluation mode instead.
     """
 
-    ops: Tuple[OpProfile, ...]
-    parameters: Tuple[ParameterProfile, ...]
+    ops: Tuple[TracedOp, ...]
+    parameters: Tuple[TracedParameter, ...]
     buffers_bytes: int
     input_bytes: int
     output_bytes: int
@@ -120,7 +120,7 @@ class ModelProfile:
         """Size of every parameter that gets a gradient."""
         return {parameter.name: parameter.num_bytes for parameter in self.parameters if parameter.trainable}
 
-    def with_micro_batch(self, micro_batch_size: int) -> ModelProfile:
+    def with_micro_batch(self, micro_batch_size: int) -> TracedModel:
         """The profile of another micro-batch, by proportion: exact for what is computed sample by sample."""
         if micro_batch_size == self.micro_batch_size:
             return self
@@ -134,7 +134,7 @@ class ModelProfile:
         )
 
 
-def _scaled(op: OpProfile, factor: float) -> OpProfile:
+def _scaled(op: TracedOp, factor: float) -> TracedOp:
     dims = op.dims
     if dims:
         # Products that are batched (attention) get more groups, all others more rows.

@@ -8,9 +8,9 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Tuple
 import torch
 
 from ipurun.emulator.graph import Graph, Node, TensorSpec, Value, values_in
-from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
+from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
-__all__ = ["profile_graph"]
+__all__ = ["read_graph"]
 
 _KINDS: Mapping[str, FrozenSet[str]] = {
     kind: frozenset(names.split())
@@ -38,9 +38,9 @@ _MASK_OPS = frozenset(["bernoulli", "bernoulli_", "rand_like", "native_dropout"]
 _DEVICE_BYTES = {torch.int64: 4, torch.float64: 4}
 
 
-def profile_graph(
+def read_graph(
     graph: Graph, *, micro_batch_size: int, prefix: str, training: bool, unsupported: Tuple[str, ...] = ()
-) -> ModelProfile:
+) -> TracedModel:
     """The profile of a captured forward pass, and of what its backward pass needs.
 
     Args:
@@ -67,7 +67,7 @@ class _Profiler:
         self._trained: Set[Value] = set()
         self._has_blocks = any(event.kind == "begin_block" for event in graph.events)
 
-    def profile(self, micro_batch_size: int, unsupported: Tuple[str, ...]) -> ModelProfile:
+    def profile(self, micro_batch_size: int, unsupported: Tuple[str, ...]) -> TracedModel:
         forward = [node for node in self._graph.nodes if not node.is_backward]
         backward = [node for node in self._graph.nodes if node.is_backward]
         kept = self._alias_kept_copies(forward)
@@ -76,7 +76,7 @@ class _Profiler:
         saved = self._saved(backward)
         ops = [_with_saved(op, saved.get(op.index, 0)) for op in ops]
         buffers = sum(device_bytes(self._specs[item.value]) for item in self._graph.inputs_of("buffer"))
-        return ModelProfile(
+        return TracedModel(
             ops=tuple(ops),
             parameters=self._parameter_profiles(ops),
             buffers_bytes=buffers,
@@ -103,7 +103,7 @@ class _Profiler:
                     self._specs[value] = self._specs[source]
         return kept
 
-    def _op(self, index: int, node: Node) -> OpProfile:
+    def _op(self, index: int, node: Node) -> TracedOp:
         reads = list(dict.fromkeys(node.reads()))
         produced = list(values_in(node.outputs))
         read_storages = [self._specs[value].storage for value in reads]
@@ -126,7 +126,7 @@ class _Profiler:
         spec = self._specs[(produced or list(node.mutated) or reads)[0]]
         names = dict.fromkeys(self._parameters[s] for s in read_storages if s in self._parameters)
         owners = {self._owner[s] for s in read_storages if s in self._owner}
-        return OpProfile(
+        return TracedOp(
             index=index,
             name=node.name,
             module=self._module(node.module_path),
@@ -194,7 +194,7 @@ class _Profiler:
                 saved[owner] = saved.get(owner, 0) + self._size.get(storage, 0)
         return saved
 
-    def _parameter_profiles(self, ops: List[OpProfile]) -> Tuple[ParameterProfile, ...]:
+    def _parameter_profiles(self, ops: List[TracedOp]) -> Tuple[TracedParameter, ...]:
         readers: Dict[str, List[int]] = {}
         for op in ops:
             for name in op.parameters:
@@ -203,7 +203,7 @@ class _Profiler:
         for item in self._graph.inputs_of("parameter"):
             spec, name = self._specs[item.value], self._user_name(item.name)
             profiles.append(
-                ParameterProfile(
+                TracedParameter(
                     name=name,
                     elements=_count(spec.shape),
                     element_bytes=device_bytes(TensorSpec((), spec.dtype, 0)),
@@ -226,8 +226,8 @@ def device_bytes(spec: TensorSpec) -> int:
     return _count(spec.shape) * size
 
 
-def _with_saved(op: OpProfile, saved: int) -> OpProfile:
-    return OpProfile(**{**vars(op), "saved_bytes": saved}) if saved else op
+def _with_saved(op: TracedOp, saved: int) -> TracedOp:
+    return TracedOp(**{**vars(op), "saved_bytes": saved}) if saved else op
 
 
 def _count(shape: Tuple[int, ...]) -> int:

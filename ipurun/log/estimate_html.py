@@ -7,9 +7,9 @@ from html import escape
 from typing import Dict, List, Sequence, Tuple
 
 from ipurun.estimate.pipeline import gantt
-from ipurun.estimate.plan_estimate import Outlook
-from ipurun.estimate.types import IpuMemory, Layout
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.plan_estimate import PlanEstimate
+from ipurun.estimate.types import IpuMemory, StageLayout
+from ipurun.inspect.traced_model import TracedModel
 from ipurun.log.estimate_text import change_text, count_short
 from ipurun.planning.plan import Plan
 
@@ -64,7 +64,7 @@ _ROW = 26
 _CYCLES = 24
 
 
-def page_of(plan: Plan, outlook: Outlook) -> str:
+def page_of(plan: Plan, outlook: PlanEstimate) -> str:
     """The whole page."""
     title = f"{escape(plan.name)}: {outlook.estimate.verdict.value} (estimate)"
     time = outlook.estimate.time
@@ -136,7 +136,7 @@ def _schedule_legend() -> str:
     )
 
 
-def _pipeline(outlook: Outlook) -> str:
+def _pipeline(outlook: PlanEstimate) -> str:
     """A Gantt chart of the first cycles."""
     situation, schedule = outlook.situation, outlook.schedule
     bars = gantt(situation.layout, situation.settings, situation.estimate.time, _CYCLES)
@@ -160,7 +160,7 @@ def _pipeline(outlook: Outlook) -> str:
     return f"{drawn}<p class=note>{note}</p>"
 
 
-def _tree(profile: ModelProfile, layout: Layout) -> str:
+def _tree(profile: TracedModel, layout: StageLayout) -> str:
     """Modules as nested lists, each with the IPUs that run it."""
     ipus: Dict[str, List[int]] = {}
     flops: Dict[str, float] = {}
@@ -206,7 +206,7 @@ def _branch(
     return f"<ul class=tree>{''.join(items)}</ul>" if items else ""
 
 
-def _inference(outlook: Outlook) -> str:
+def _inference(outlook: PlanEstimate) -> str:
     """Evaluation and prediction in one line and one chart."""
     if outlook.inference is None:
         return ""
@@ -217,7 +217,7 @@ def _inference(outlook: Outlook) -> str:
     return f"<p class=note>{found.verdict.value}; {speed}.</p>{_memory(found.ipus)}"
 
 
-def _remedies(outlook: Outlook) -> str:
+def _remedies(outlook: PlanEstimate) -> str:
     rows = "".join(
         f"<tr><td>{escape(remedy.title)}<br><code>{escape(shlex.join(remedy.overrides))}</code></td>"
         f"<td>{change_text(remedy.saved_bytes)}</td><td>{remedy.speed:.2f}x</td>"
@@ -228,7 +228,7 @@ def _remedies(outlook: Outlook) -> str:
     return f"<table>{head}{rows}</table>" if rows else ""
 
 
-def _assumptions(outlook: Outlook) -> str:
+def _assumptions(outlook: PlanEstimate) -> str:
     items = "".join(
         f"<li><b>{escape(item.topic)}</b>: {escape(item.text)}</li>" for item in outlook.estimate.assumptions
     )

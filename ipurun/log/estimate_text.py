@@ -7,11 +7,12 @@ from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from ipurun.estimate.advice import Remedy, Situation
-from ipurun.estimate.pipeline import Schedule, schedule_of
-from ipurun.estimate.plan_estimate import Cache, Outlook
+from ipurun.estimate.pipeline import PipelineTimeline, timeline_of
+from ipurun.estimate.plan_estimate import PlanEstimate
 from ipurun.estimate.search import Needs, Solution
 from ipurun.estimate.types import Estimate, IpuMemory, Verdict
 from ipurun.log.format import WIDE, columns, count, fitted, plural
+from ipurun.planning.artifacts import CacheState
 
 __all__ = [
     "bar",
@@ -19,8 +20,8 @@ __all__ = [
     "count_short",
     "explain_lines",
     "inference_lines",
-    "outlook_dict",
-    "outlook_lines",
+    "estimate_dict",
+    "estimate_lines",
     "quiet_text",
     "solution_dict",
     "solution_lines",
@@ -39,7 +40,7 @@ def bar(share: float, width: int = _BAR) -> str:
     return "[" + "#" * (filled if share <= 1 else width - 1) + ("." * (width - filled) if share <= 1 else ">") + "]"
 
 
-def outlook_lines(outlook: Outlook) -> List[str]:
+def estimate_lines(outlook: PlanEstimate, cache: CacheState) -> List[str]:
     """Memory by IPU, balance, schedule, speed, and what would help."""
     situation, found = outlook.situation, outlook.estimate
     lines = [f"estimate for {situation.machine.name}: {_verdict_text(found)}", *_refused_lines(situation)]
@@ -47,7 +48,7 @@ def outlook_lines(outlook: Outlook) -> List[str]:
     rows = _rows(situation, outlook.schedule)
     if outlook.inference is not None:
         rows.append(("inference", _inference_text(outlook.inference)))
-    rows.append(("cache", _cache_text(outlook.cache)))
+    rows.append(("cache", _cache_text(cache)))
     lines += ["", *_row_lines(rows)]
     if outlook.needs is not None:
         lines += ["", "what it would take (estimate)", *_needs_lines(outlook.needs, outlook)]
@@ -63,12 +64,12 @@ def _refused_lines(situation: Situation) -> List[str]:
     ]
 
 
-def inference_lines(outlook: Outlook) -> List[str]:
+def inference_lines(outlook: PlanEstimate) -> List[str]:
     """The same tables for evaluation and prediction."""
     situation = outlook.inference
     if situation is None:
         return ["", "no estimate of inference: the model cannot be traced in eval mode"]
-    schedule = schedule_of(situation.layout, situation.settings, situation.estimate.time)
+    schedule = timeline_of(situation.layout, situation.settings, situation.estimate.time)
     rows = _rows(situation, schedule)
     found = situation.estimate
     lines = ["", f"inference on {situation.machine.name}: {_verdict_text(found)} (estimate)", "", *_tables(found), ""]
@@ -86,7 +87,7 @@ def _tables(found: Estimate) -> List[str]:
     return [*lines, "", "work of each IPU on one micro-batch (estimate)", *_balance(found)]
 
 
-def _rows(situation: Situation, schedule: Schedule) -> List[Tuple[str, str]]:
+def _rows(situation: Situation, schedule: PipelineTimeline) -> List[Tuple[str, str]]:
     settings, time = situation.settings, situation.estimate.time
     parts = [f"compute {_ms(time.compute)}"]
     if settings.training:
@@ -112,20 +113,20 @@ def _inference_text(situation: Situation) -> str:
     return f"{_verdict_text(found)}, fullest IPU {fullest:,.0%}, {speed} samples/s{bound} (estimate; more: --inference)"
 
 
-def explain_lines(outlook: Outlook) -> List[str]:
+def explain_lines(outlook: PlanEstimate) -> List[str]:
     """What the estimate takes for granted."""
     lines = ["", "assumptions"]
     return lines + [f"  - {item.topic}: {item.text}" for item in outlook.estimate.assumptions]
 
 
-def outlook_dict(outlook: Outlook) -> Dict[str, Any]:
+def estimate_dict(outlook: PlanEstimate, cache: CacheState) -> Dict[str, Any]:
     """All of it as JSON-ready data; everything below is an estimate."""
     return {
         "is_estimate": True,
         "machine": outlook.situation.machine.name,
         **_situation_dict(outlook.situation),
         "inference": None if outlook.inference is None else _situation_dict(outlook.inference),
-        "cache": asdict(outlook.cache),
+        "cache": asdict(cache),
         "remedies": [{**asdict(item), "verdict": item.verdict.value} for item in outlook.remedies],
         "needs": None if outlook.needs is None else asdict(outlook.needs),
         "assumptions": [asdict(item) for item in outlook.estimate.assumptions],
@@ -134,7 +135,7 @@ def outlook_dict(outlook: Outlook) -> Dict[str, Any]:
 
 def _situation_dict(situation: Situation) -> Dict[str, Any]:
     found = situation.estimate
-    schedule = schedule_of(situation.layout, situation.settings, found.time)
+    schedule = timeline_of(situation.layout, situation.settings, found.time)
     return {
         "verdict": found.verdict.value,
         "refused": situation.profile.refused or None,
@@ -149,7 +150,7 @@ def _situation_dict(situation: Situation) -> Dict[str, Any]:
     }
 
 
-def quiet_text(outlook: Outlook) -> str:
+def quiet_text(outlook: PlanEstimate) -> str:
     """The estimate in a few words."""
     told = f"estimate: {_short_text(outlook.estimate)}"
     if outlook.inference is not None and outlook.verdict is not outlook.estimate.verdict:
@@ -217,7 +218,7 @@ def _balance(found: Estimate) -> List[str]:
     return fitted((f"  IPU {name:>{width}}  {text}" for name, (text, _) in zip(names, groups)), indent=8 + width)
 
 
-def _schedule_text(situation: Situation, schedule: Schedule) -> str:
+def _schedule_text(situation: Situation, schedule: PipelineTimeline) -> str:
     settings = situation.settings
     if schedule.stages == 1:
         strategy = f" ({settings.strategy}, in turn)" if situation.layout.num_ipus > 1 else ""
@@ -241,7 +242,7 @@ def _host_text(situation: Situation) -> str:
     return f"{moved}; {'host-bound' if time.host_bound else 'not host-bound'} (estimate)"
 
 
-def _cache_text(cache: Cache) -> str:
+def _cache_text(cache: CacheState) -> str:
     if cache.training == "off":
         return "off: compiles at every start"
     if not cache.executables:
@@ -252,7 +253,7 @@ def _cache_text(cache: Cache) -> str:
     return f"training {cache.training}, inference {cache.inference}, of {there} (CPU engine)"
 
 
-def _needs_lines(needs: Needs, outlook: Outlook) -> List[str]:
+def _needs_lines(needs: Needs, outlook: PlanEstimate) -> List[str]:
     memory = outlook.situation.machine.memory_bytes
     devices = outlook.situation.layout.num_ipus * outlook.situation.settings.replicas
     lines = [

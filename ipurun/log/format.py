@@ -8,7 +8,7 @@ import sys
 import textwrap
 from typing import Any, Iterable, List, Optional
 
-from ipurun.planning.plan import Batch, Devices
+from ipurun.planning.plan import BatchSizes, Devices
 
 __all__ = [
     "WIDE",
@@ -74,7 +74,7 @@ def learning_rate(value: Optional[float]) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def batch_equation(batch: Batch) -> str:
+def batch_equation(batch: BatchSizes) -> str:
     """The factors of a host call: ``micro-batch 16 x ... = 1,024 samples per host call``."""
     replicas = f"replicas {batch.distinct_replicas}"
     if batch.input_group_size > 1:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Tuple
 
 from ipurun.api.calls import Call, Symbol, call_text, value_text
-from ipurun.inspect.facts import OwnBlock
+from ipurun.inspect.facts import UserBlock
 from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural
 from ipurun.planning.optimizer import changeable
 from ipurun.planning.plan import EvalPass, ParameterGroup, Placement, Plan, Serialized
@@ -45,7 +45,7 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
         listed = [f"{kind} {', '.join(names)}" for kind, names in values.items() if names]
         rows.append(("optimizer", f"{plan.optimizer.path.rpartition('.')[2]}: {'; '.join(listed)}"))
     rows.append(("returns", f"output mode {plan.output_mode}"))
-    for own in plan.own_blocks:
+    for own in plan.user_blocks:
         where = "the model's forward" if own.module is None else own.module or "the model"
         ipu = "an IPU that the strategy chooses" if own.ipu is None else f"IPU {own.ipu}"
         rows.append(("block", f"{where} on {ipu} ({own.block_id or 'no name'}), in the model's own code"))
@@ -154,7 +154,7 @@ def _model_lines(plan: Plan) -> List[str]:
     lines += [
         f"# {module} computes in float{bits}, with casts at its edges" for module, bits in plan.module_precision.items()
     ]
-    lines += [_own_block(block) for block in plan.own_blocks]
+    lines += [_own_block(block) for block in plan.user_blocks]
     lines += [
         f"# block {block.block_id!r} goes on in the loss: poptorch.Block.start({block.block_id!r}, ipu_id={block.ipu})"
         for block in plan.ended_blocks
@@ -187,7 +187,7 @@ def _block(placement: Placement) -> str:
     return f"poptorch.BeginBlock({module}, {placement.block_id!r}, ipu_id={placement.ipu}){origin}"
 
 
-def _own_block(block: OwnBlock) -> str:
+def _own_block(block: UserBlock) -> str:
     where = "in forward" if block.module is None else f"at {block.module or 'the model'}"
     name = "a block" if block.block_id is None else f"block {block.block_id!r}"
     ipu = "" if block.ipu is None else f" on IPU {block.ipu}"

@@ -14,10 +14,27 @@ from ipurun.config.schema import CacheConfig, ProfileConfig
 from ipurun.errors import Findings
 from ipurun.planning.options import profiling_entries
 
-__all__ = ["Profile", "cache_root", "executable_dir", "plan_profile", "profile_dir"]
+__all__ = ["CacheState", "Profile", "cache_root", "executable_dir", "plan_profile", "profile_dir"]
 
 _ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PVTI_VARIABLE = "PVTI_OPTIONS"
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What a run would find in its executable cache.
+
+    Args:
+        training: Of the executable of training: ``hit``, ``miss``, ``unknown``, or ``off`` without a cache.
+        executables: Executables in the folder.
+        inference: The same of the executable of inference; "" where that of training is unknown, or no file is there.
+        why: Why it is unknown.
+    """
+
+    training: str
+    executables: int = 0
+    inference: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)

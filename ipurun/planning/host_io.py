@@ -8,13 +8,13 @@ from typing import List, Mapping, Sequence, Tuple
 from ipurun.api.calls import Call, Symbol, last_call
 from ipurun.config.schema import LoaderConfig, RunConfig
 from ipurun.errors import Findings
-from ipurun.planning.plan import Batch
-from ipurun.planning.user_settings import TWINS, Given
+from ipurun.planning.plan import BatchSizes
+from ipurun.planning.user_settings import TWINS, UserSettings
 
 __all__ = ["check_loading", "check_overlap", "output_call", "output_mode", "strategy_for_overlap", "training_metrics"]
 
 
-def check_loading(loader: LoaderConfig, batch: Batch, found: Findings) -> None:
+def check_loading(loader: LoaderConfig, batch: BatchSizes, found: Findings) -> None:
     """Refuse what PopTorch's loader would refuse after the model has been made."""
     size = loader.rebatched_worker_size
     if loader.mode != "async_rebatched":
@@ -55,7 +55,7 @@ def training_metrics(config: RunConfig) -> List[str]:
     return named
 
 
-def output_mode(config: RunConfig, given: Given, device_iterations: int, found: Findings) -> Tuple[str, int]:
+def output_mode(config: RunConfig, given: UserSettings, device_iterations: int, found: Findings) -> Tuple[str, int]:
     """The mode (final, all, sum, every_n) and the period of every_n.
 
     Args:
@@ -98,7 +98,9 @@ def output_call(mode: str, every: int, origin: str) -> Call:
     return Call("outputMode", (symbol, every) if mode == "every_n" else (symbol,), origin=origin)
 
 
-def strategy_for_overlap(config: RunConfig, placed: bool, given: Given, found: Findings) -> Tuple[RunConfig, Given]:
+def strategy_for_overlap(
+    config: RunConfig, placed: bool, given: UserSettings, found: Findings
+) -> Tuple[RunConfig, UserSettings]:
     """The config with sharded execution, where overlap asks for it and the model is on one IPU.
 
     PopTorch refuses to overlap under pipelined execution, its default, on a single IPU, too; there sharded execution

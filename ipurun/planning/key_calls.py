@@ -12,11 +12,11 @@ from ipurun.inspect.facts import Facts
 from ipurun.planning.memory import memory_calls
 from ipurun.planning.placement.layout import Layout
 from ipurun.planning.placement.stages import StageList
-from ipurun.planning.plan import Batch
-from ipurun.planning.sizes import Numbers
-from ipurun.planning.user_settings import TWINS, Given
+from ipurun.planning.plan import BatchSizes
+from ipurun.planning.sizes import Sizes
+from ipurun.planning.user_settings import TWINS, UserSettings
 
-__all__ = ["OwnCalls", "input_group_type", "resolved_calls", "shared_calls", "strategy_call", "training_calls"]
+__all__ = ["KeyCalls", "input_group_type", "resolved_calls", "shared_calls", "strategy_call", "training_calls"]
 
 _REDUCTIONS = {"mean": "Mean", "sum": "Sum"}
 _MEAN_STRATEGIES = {"post": "Post", "running": "Running"}
@@ -26,7 +26,7 @@ _RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "reco
 
 
 @dataclass
-class OwnCalls:
+class KeyCalls:
     """Calls of keys that somebody set, apart from those of defaults, which win over nothing."""
 
     defaults: List[Call] = field(default_factory=list)
@@ -38,7 +38,7 @@ class OwnCalls:
 
 
 def resolved_calls(
-    batch: Batch, group_type: Symbol, training: bool, origins: Mapping[str, str], grouped: bool
+    batch: BatchSizes, group_type: Symbol, training: bool, origins: Mapping[str, str], grouped: bool
 ) -> List[Call]:
     """The numbers of the batch arithmetic, which has looked at every source already.
 
@@ -62,7 +62,7 @@ def resolved_calls(
     return calls
 
 
-def input_group_type(config: RunConfig, given: Given) -> Symbol:
+def input_group_type(config: RunConfig, given: UserSettings) -> Symbol:
     """How replicas form input groups: as the config says, else as `options` or poptorch.conf say."""
     asked = given.argument("inputReplicaGrouping", 1)
     if asked is not None and not given.has("replication.input_group_type"):
@@ -71,10 +71,10 @@ def input_group_type(config: RunConfig, given: Given) -> Symbol:
 
 
 def shared_calls(
-    config: RunConfig, facts: Facts, numbers: Numbers, given: Given, training: bool, found: Findings
-) -> OwnCalls:
+    config: RunConfig, facts: Facts, numbers: Sizes, given: UserSettings, training: bool, found: Findings
+) -> KeyCalls:
     """What training and inference have in common, with the numbers of one of them."""
-    own = OwnCalls()
+    own = KeyCalls()
     batch = numbers.training if training else numbers.inference
     layout = numbers.layout if training else numbers.inference_layout
     if facts.engine == "ipu_model":
@@ -98,9 +98,9 @@ def shared_calls(
     return own
 
 
-def training_calls(config: RunConfig, facts: Facts, numbers: Numbers, given: Given, found: Findings) -> OwnCalls:
+def training_calls(config: RunConfig, facts: Facts, numbers: Sizes, given: UserSettings, found: Findings) -> KeyCalls:
     """What only training has."""
-    own = OwnCalls()
+    own = KeyCalls()
     replication = config.replication
     if given.has("replication.reduction"):
         kind = Symbol(f"poptorch.ReductionType.{_REDUCTIONS[replication.reduction]}")
@@ -130,7 +130,9 @@ def _recompute_calls(recompute: RecomputeConfig) -> List[Call]:
     return []
 
 
-def _add_broadcast(own: OwnCalls, config: RunConfig, facts: Facts, batch: Batch, given: Given, found: Findings) -> None:
+def _add_broadcast(
+    own: KeyCalls, config: RunConfig, facts: Facts, batch: BatchSizes, given: UserSettings, found: Findings
+) -> None:
     """Replicas cannot share buffers that training changes: PopTorch refuses to compile that."""
     asked: Optional[bool] = config.replication.broadcast_buffers
     origin = "replication.broadcast_buffers"

@@ -15,7 +15,7 @@ from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts
 from ipurun.planning.artifacts import Profile, executable_dir, plan_profile, profile_dir
 from ipurun.planning.host_io import check_loading, check_overlap, output_call, output_mode, strategy_for_overlap
-from ipurun.planning.key_calls import OwnCalls, input_group_type, resolved_calls, shared_calls, training_calls
+from ipurun.planning.key_calls import KeyCalls, input_group_type, resolved_calls, shared_calls, training_calls
 from ipurun.planning.modules import (
     module_precisions,
     module_proportions,
@@ -27,9 +27,9 @@ from ipurun.planning.modules import (
 from ipurun.planning.optimizer import plan_optimizer
 from ipurun.planning.options import Layer, compose_layers
 from ipurun.planning.plan import Plan
-from ipurun.planning.sizes import Numbers, settle
+from ipurun.planning.sizes import Sizes, plan_sizes
 from ipurun.planning.steps import count_evaluation, count_steps
-from ipurun.planning.user_settings import INFERENCE_TWINS, TWINS, Given, unlike_defaults
+from ipurun.planning.user_settings import INFERENCE_TWINS, TWINS, UserSettings, unlike_defaults
 
 __all__ = ["make_plan", "sane_config"]
 
@@ -50,7 +50,7 @@ def make_plan(
     name = config.name or "run"
     given = _given(config, unlike_defaults(config) if keys is None else keys, found)
     _note_processes(given, environ, found)
-    numbers = settle(config, facts, given, found)
+    numbers = plan_sizes(config, facts, given, found)
     config, given = strategy_for_overlap(config, numbers.layout.ipus > 1, given, found)
     steps = count_steps(config, numbers.training, facts.train_samples, found)
     check_loading(config.loader, numbers.training, found)
@@ -100,7 +100,7 @@ def make_plan(
         module_precision=rules,
         stages=numbers.layout.stages,
         inference_stages=numbers.inference_layout.stages,
-        own_blocks=facts.own_blocks,
+        user_blocks=facts.user_blocks,
         ended_blocks=facts.ended_blocks,
         serialized=serialized,
         module_proportions=proportions,
@@ -109,7 +109,7 @@ def make_plan(
     )
 
 
-def _given(config: RunConfig, keys: Mapping[str, str], found: Findings) -> Given:
+def _given(config: RunConfig, keys: Mapping[str, str], found: Findings) -> UserSettings:
     options, problems = read_setters(config.options, "options")
     found.problems += problems
     inference, problems = read_setters(config.inference.options, "inference.options")
@@ -118,7 +118,7 @@ def _given(config: RunConfig, keys: Mapping[str, str], found: Findings) -> Given
     if config.poptorch_conf:
         file, problems = read_conf(config.poptorch_conf)
         found.problems += problems
-    return Given(file, options, inference, keys)
+    return UserSettings(file, options, inference, keys)
 
 
 def _note_never_attached(calls: Sequence[Call], found: Findings) -> None:
@@ -129,7 +129,7 @@ def _note_never_attached(calls: Sequence[Call], found: Findings) -> None:
         found.note(f"{origin}: the model can be compiled and not run, because no device is attached")
 
 
-def _note_processes(given: Given, environ: Mapping[str, str], found: Findings) -> None:
+def _note_processes(given: UserSettings, environ: Mapping[str, str], found: Findings) -> None:
     configured = given.argument("Distributed.configureProcessId", 1)
     launched = environ.get("OMPI_COMM_WORLD_SIZE", "")
     processes = configured or (int(launched) if launched.isdigit() else 1)
@@ -138,10 +138,10 @@ def _note_processes(given: Given, environ: Mapping[str, str], found: Findings) -
 
 
 def _storage_calls(
-    config: RunConfig, name: str, profile: Profile, given: Given, environ: Mapping[str, str]
-) -> OwnCalls:
+    config: RunConfig, name: str, profile: Profile, given: UserSettings, environ: Mapping[str, str]
+) -> KeyCalls:
     """The executable cache and the profiler: folders that both modes share."""
-    own = OwnCalls()
+    own = KeyCalls()
     folder = executable_dir(config.cache, name, environ)
     if folder is not None:
         own.add("enableExecutableCaching", folder, origin="cache", chosen=given.has("cache.dir"))
@@ -156,9 +156,9 @@ def _storage_calls(
 def _training_options(
     config: RunConfig,
     facts: Facts,
-    numbers: Numbers,
-    given: Given,
-    storage: OwnCalls,
+    numbers: Sizes,
+    given: UserSettings,
+    storage: KeyCalls,
     output: Call,
     found: Findings,
 ) -> Tuple[Call, ...]:
@@ -179,7 +179,7 @@ def _training_options(
     )
 
 
-def _origins(given: Given) -> Dict[str, str]:
+def _origins(given: UserSettings) -> Dict[str, str]:
     """What decided each number of training."""
     accumulation = given.origin(
         "Training.gradientAccumulation", "global_batch_size", "gradient_accumulation", default="gradient_accumulation"
@@ -194,7 +194,7 @@ def _origins(given: Given) -> Dict[str, str]:
     }
 
 
-def _inference_origins(numbers: Numbers, given: Given) -> Dict[str, str]:
+def _inference_origins(numbers: Sizes, given: UserSettings) -> Dict[str, str]:
     """What decided each number of inference: what is set for it alone, else what training has."""
     origins = _origins(given)
     if numbers.inference.device_iterations != numbers.training.device_iterations:
@@ -210,7 +210,7 @@ def _inference_origins(numbers: Numbers, given: Given) -> Dict[str, str]:
 
 
 def _inference_options(
-    config: RunConfig, facts: Facts, numbers: Numbers, given: Given, storage: OwnCalls, found: Findings
+    config: RunConfig, facts: Facts, numbers: Sizes, given: UserSettings, storage: KeyCalls, found: Findings
 ) -> Tuple[Call, ...]:
     shared = shared_calls(config, facts, numbers, given, False, found)
     output = output_call("all", 1, "rule: evaluation reads every output")
@@ -240,7 +240,7 @@ def _inference_options(
     )
 
 
-def _for_inference(calls: Sequence[Call], given: Given) -> List[Call]:
+def _for_inference(calls: Sequence[Call], given: UserSettings) -> List[Call]:
     # Groups of training's replicas need not fit inference, whose own are among its resolved numbers.
     left_out = [*_TRAINING_ONLY, "inputReplicaGrouping"]
     # Keys that speak of training alone take away what their setters would do in inference.
@@ -255,7 +255,7 @@ def _environment(config: RunConfig, profile: Profile) -> Dict[str, str]:
     return environment
 
 
-def _note_host_schedule(config: RunConfig, numbers: Numbers, found: Findings) -> None:
+def _note_host_schedule(config: RunConfig, numbers: Sizes, found: Findings) -> None:
     updates = numbers.training.device_iterations
     if config.schedule and updates > 1:
         found.note(f"the learning rate moves once per host call, that is every {updates} weight updates")

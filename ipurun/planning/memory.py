@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Optional
 from ipurun.api.calls import Call
 from ipurun.config.schema import RunConfig, TensorLocationConfig
 from ipurun.errors import Findings
-from ipurun.planning.user_settings import Given
+from ipurun.planning.user_settings import UserSettings
 
 __all__ = ["memory_calls"]
 
@@ -29,7 +29,7 @@ _FIELDS = {
 
 
 def memory_calls(
-    config: RunConfig, given: Given, ipus: int, replicas: int, training: bool, found: Findings
+    config: RunConfig, given: UserSettings, ipus: int, replicas: int, training: bool, found: Findings
 ) -> List[Call]:
     """The calls that `memory` means.
 
@@ -69,7 +69,7 @@ def memory_calls(
     return calls
 
 
-def _location_calls(config: RunConfig, given: Given, training: bool) -> Iterator[Optional[Call]]:
+def _location_calls(config: RunConfig, given: UserSettings, training: bool) -> Iterator[Optional[Call]]:
     kinds = _SETTERS if training else ("weights", "activations")
     for kind in kinds:
         location: TensorLocationConfig = getattr(config.memory, kind)

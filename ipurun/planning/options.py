@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 from ipurun.api.calls import Call, Symbol
 from ipurun.api.setters import option_setters
 from ipurun.errors import Findings
-from ipurun.planning.user_settings import Given, Twins
+from ipurun.planning.user_settings import Twins, UserSettings
 
 __all__ = ["Layer", "compose_layers", "profiling_entries"]
 
@@ -52,7 +52,9 @@ class _Merged:
         self.values: Dict[str, Any] = {}
         self._givers: Dict[str, _Entry] = {}
 
-    def update(self, target: str, values: Mapping[str, Any], giver: _Entry, given: Given, found: Findings) -> None:
+    def update(
+        self, target: str, values: Mapping[str, Any], giver: _Entry, given: UserSettings, found: Findings
+    ) -> None:
         for key, value in values.items():
             before = self._givers.get(key)
             if before is not None and self.values[key] != value:
@@ -65,7 +67,7 @@ class _Merged:
         return ", ".join(dict.fromkeys(giver.call.origin for giver in self._givers.values()))
 
 
-def compose_layers(layers: Sequence[Layer], given: Given, found: Findings) -> Tuple[Call, ...]:
+def compose_layers(layers: Sequence[Layer], given: UserSettings, found: Findings) -> Tuple[Call, ...]:
     """The calls to perform, in order.
 
     Args:
@@ -91,7 +93,7 @@ def compose_layers(layers: Sequence[Layer], given: Given, found: Findings) -> Tu
     return tuple(sorted(calls, key=lambda call: _FIRST.index(call.path) if call.path in _FIRST else len(_FIRST)))
 
 
-def _kept(entries: Sequence[_Entry], given: Given, found: Findings) -> List[Call]:
+def _kept(entries: Sequence[_Entry], given: UserSettings, found: Findings) -> List[Call]:
     calls = []
     for index, entry in enumerate(entries):
         later: Dict[str, _Entry] = {slot: other for other in entries[index + 1 :] for slot in other.slots}
@@ -105,7 +107,7 @@ def _kept(entries: Sequence[_Entry], given: Given, found: Findings) -> List[Call
     return calls
 
 
-def _report_overruled(winner: _Entry, loser: _Entry, difference: str, given: Given, found: Findings) -> None:
+def _report_overruled(winner: _Entry, loser: _Entry, difference: str, given: UserSettings, found: Findings) -> None:
     if winner.layer is loser.layer:
         return
     problem = given.disagreement(winner.call, loser.call, loser.layer.twins)

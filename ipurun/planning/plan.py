@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Tuple
 
 from ipurun.api.calls import Call
-from ipurun.inspect.facts import EndedBlock, OwnBlock
+from ipurun.inspect.facts import EndedBlock, UserBlock
 
-__all__ = ["Batch", "Devices", "EvalPass", "ParameterGroup", "Placement", "Plan", "Serialized", "Steps"]
+__all__ = ["BatchSizes", "Devices", "EvalPass", "ParameterGroup", "Placement", "Plan", "Serialized", "Steps"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """The batch arithmetic of one mode (training or inference)."""
 
     micro_batch_size: int
@@ -120,8 +120,8 @@ class Plan:
     engine: str
     engine_version: str
     devices: Devices
-    training: Batch
-    inference: Batch
+    training: BatchSizes
+    inference: BatchSizes
     steps: Steps
     precision: str  # normalised: 32.32, 16.32 or 16.16
     output_mode: str  # final, all, sum or every_n
@@ -141,7 +141,7 @@ class Plan:
     module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved
     stages: int = 1  # forward stages of training: 1 + switches between IPUs
     inference_stages: int = 1
-    own_blocks: Tuple[OwnBlock, ...] = ()  # begun by the model's code, and kept
+    user_blocks: Tuple[UserBlock, ...] = ()  # begun by the model's code, and kept
     ended_blocks: Tuple[EndedBlock, ...] = ()  # ended by it, and begun again for what ipurun puts behind modules
     serialized: Tuple[Serialized, ...] = ()
     module_proportions: Mapping[str, float] = field(default_factory=dict)  # linear layer, convolution -> tile memory

@@ -11,24 +11,24 @@ from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
 from ipurun.planning.devices import MAX_IPUS, Request, is_power_of_two, next_power_of_two, share_devices
 from ipurun.planning.placement.layout import Layout, lay_out, names_first_block
-from ipurun.planning.plan import Batch, Devices
-from ipurun.planning.user_settings import Given
+from ipurun.planning.plan import BatchSizes, Devices
+from ipurun.planning.user_settings import UserSettings
 
-__all__ = ["Numbers", "check_stages", "settle", "solve_accumulation"]
+__all__ = ["Sizes", "check_stages", "plan_sizes", "solve_accumulation"]
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Sizes:
     """What the rest of the plan is computed from."""
 
     devices: Devices
-    training: Batch
-    inference: Batch
+    training: BatchSizes
+    inference: BatchSizes
     layout: Layout
     inference_layout: Layout
 
 
-def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Numbers:
+def plan_sizes(config: RunConfig, facts: Facts, given: UserSettings, found: Findings) -> Sizes:
     """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
     strategy = given.strategy(config.pipeline)
     named = names_first_block(strategy)
@@ -56,7 +56,7 @@ def settle(config: RunConfig, facts: Facts, given: Given, found: Findings) -> Nu
         is_laid_out = len(found.problems) == before
     stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, given) else 1
     inference = _inference_batch(config, given, devices, training, inference_layout, stages, auto_round, found)
-    return Numbers(devices, training, inference, layout, inference_layout)
+    return Sizes(devices, training, inference, layout, inference_layout)
 
 
 def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
@@ -76,7 +76,7 @@ def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
     return replace(bare, split=[], layers_per_ipu=layers or [], embedding_ipu=embedding, head_ipu=head)
 
 
-def _is_pipelined(config: RunConfig, given: Given) -> bool:
+def _is_pipelined(config: RunConfig, given: UserSettings) -> bool:
     """Whether the IPUs of a replica work as a pipeline."""
     strategy = given.strategy(config.pipeline)
     if strategy is not None:
@@ -84,14 +84,14 @@ def _is_pipelined(config: RunConfig, given: Given) -> bool:
     return config.pipeline.strategy == "pipelined"
 
 
-def _infers_in_pipeline(config: RunConfig, given: Given) -> bool:
+def _infers_in_pipeline(config: RunConfig, given: UserSettings) -> bool:
     strategy = last_call("setExecutionStrategy", given.inference)
     if strategy is not None:
         return bool(strategy.args[0].path.endswith("PipelinedExecution"))
     return _is_pipelined(config, given)
 
 
-def _group_size(config: RunConfig, given: Given, replicas: int, found: Findings) -> int:
+def _group_size(config: RunConfig, given: UserSettings, replicas: int, found: Findings) -> int:
     size = config.replication.input_group_size
     if not given.has("replication.input_group_size"):
         size = given.argument("inputReplicaGrouping") or size
@@ -110,13 +110,13 @@ def _group_size(config: RunConfig, given: Given, replicas: int, found: Findings)
 
 def _training_batch(
     config: RunConfig,
-    given: Given,
+    given: UserSettings,
     devices: Devices,
     group_size: int,
     layout: Layout,
     pipelined: bool,
     found: Findings,
-) -> Batch:
+) -> BatchSizes:
     iterations = config.device_iterations
     if not given.has("device_iterations"):
         iterations = given.argument("deviceIterations") or iterations
@@ -132,7 +132,7 @@ def _training_batch(
         2 * stages - 1,
         found,
     )
-    batch = Batch(config.micro_batch_size, iterations, solved, devices.replicas, group_size)
+    batch = BatchSizes(config.micro_batch_size, iterations, solved, devices.replicas, group_size)
     check_stages(batch, stages, config.global_batch_size is not None and accumulation is None, found)
     if stages > 1:
         share = solved / (solved + 2 * stages - 2)
@@ -145,14 +145,14 @@ def _training_batch(
 
 def _inference_batch(
     config: RunConfig,
-    given: Given,
+    given: UserSettings,
     devices: Devices,
-    training: Batch,
+    training: BatchSizes,
     layout: Layout,
     stages: int,
     auto_round: bool,
     found: Findings,
-) -> Batch:
+) -> BatchSizes:
     chosen = config.inference.device_iterations or given.inference_argument("deviceIterations")
     iterations = chosen or training.device_iterations
     if iterations < stages and chosen:
@@ -188,7 +188,7 @@ def _inference_batch(
             key="inference.options.Training.gradientAccumulation",
         )
     micro_batch_size = config.inference.micro_batch_size or training.micro_batch_size
-    return Batch(micro_batch_size, iterations, 1, replicas, group_size)
+    return BatchSizes(micro_batch_size, iterations, 1, replicas, group_size)
 
 
 def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_round: bool, found: Findings) -> None:
@@ -261,7 +261,7 @@ def solve_accumulation(
     return candidates[0]
 
 
-def check_stages(training: Batch, stages: int, from_global_batch: bool, found: Findings) -> None:
+def check_stages(training: BatchSizes, stages: int, from_global_batch: bool, found: Findings) -> None:
     """A pipeline of S stages has to be filled and drained: it needs 2 S - 1 micro-batches per weight update."""
     least = 2 * stages - 1
     if training.gradient_accumulation < least and not from_global_batch:

@@ -7,12 +7,12 @@ from typing import Optional
 from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
-from ipurun.planning.plan import Batch, EvalPass, Steps
+from ipurun.planning.plan import BatchSizes, EvalPass, Steps
 
 __all__ = ["count_evaluation", "count_steps"]
 
 
-def count_steps(config: RunConfig, batch: Batch, samples: Optional[int], found: Findings) -> Steps:
+def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], found: Findings) -> Steps:
     """Weight updates, host calls and dropped samples.
 
     Args:
@@ -43,7 +43,7 @@ def count_steps(config: RunConfig, batch: Batch, samples: Optional[int], found: 
     )
 
 
-def count_evaluation(config: RunConfig, batch: Batch, facts: Facts) -> Optional[EvalPass]:
+def count_evaluation(config: RunConfig, batch: BatchSizes, facts: Facts) -> Optional[EvalPass]:
     """Host calls, padding and dropped samples of one evaluation, None without a split to evaluate on.
 
     Args:
@@ -62,7 +62,7 @@ def count_evaluation(config: RunConfig, batch: Batch, facts: Facts) -> Optional[
     return EvalPass(facts.eval_split, samples, calls, padded, length - samples)
 
 
-def _calls_per_epoch(config: RunConfig, batch: Batch, samples: int, found: Findings) -> int:
+def _calls_per_epoch(config: RunConfig, batch: BatchSizes, samples: int, found: Findings) -> int:
     calls, rest = divmod(samples, batch.samples_per_call)
     equation = (
         f"micro_batch_size {batch.micro_batch_size} x device_iterations {batch.device_iterations} x "
@@ -87,7 +87,7 @@ def _calls_per_epoch(config: RunConfig, batch: Batch, samples: int, found: Findi
     return calls
 
 
-def _smaller(batch: Batch, samples: int) -> str:
+def _smaller(batch: BatchSizes, samples: int) -> str:
     """The largest change of one key that leaves at least one host call; else the keys to look at."""
     others = batch.samples_per_call // batch.device_iterations
     if samples >= others:
@@ -101,7 +101,7 @@ def _smaller(batch: Batch, samples: int) -> str:
     return "device_iterations=1 with a smaller micro_batch_size, gradient_accumulation or devices"
 
 
-def _total_calls(config: RunConfig, batch: Batch, per_epoch: Optional[int], found: Findings) -> Optional[int]:
+def _total_calls(config: RunConfig, batch: BatchSizes, per_epoch: Optional[int], found: Findings) -> Optional[int]:
     by_epochs = None
     if per_epoch is not None and (config.epochs is not None or config.max_steps is None):
         by_epochs = per_epoch * (1 if config.epochs is None else config.epochs)
@@ -111,16 +111,16 @@ def _total_calls(config: RunConfig, batch: Batch, per_epoch: Optional[int], foun
     return calls if by_epochs is None else min(calls, by_epochs)
 
 
-def _interval(steps: Optional[int], key: str, batch: Batch, found: Findings) -> Optional[int]:
+def _interval(steps: Optional[int], key: str, batch: BatchSizes, found: Findings) -> Optional[int]:
     return None if steps is None else _whole_calls(steps, key, batch, found)
 
 
-def _log_interval(steps: int, batch: Batch, found: Findings) -> int:
+def _log_interval(steps: int, batch: BatchSizes, found: Findings) -> int:
     # The default of 1 means "every host call" and is no wish that rounding could disappoint.
     return 1 if steps == 1 else _whole_calls(steps, "log_every_steps", batch, found)
 
 
-def _whole_calls(steps: int, key: str, batch: Batch, found: Findings) -> int:
+def _whole_calls(steps: int, key: str, batch: BatchSizes, found: Findings) -> int:
     calls = max(-(-steps // batch.device_iterations), 1)
     if calls * batch.device_iterations != steps:
         found.note(

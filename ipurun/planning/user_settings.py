@@ -14,7 +14,7 @@ from ipurun.api.calls import Call, call_text, last_call
 from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Problem
 
-__all__ = ["INFERENCE_TWINS", "TWINS", "Given", "Twins", "unlike_defaults"]
+__all__ = ["INFERENCE_TWINS", "TWINS", "UserSettings", "Twins", "unlike_defaults"]
 
 Twins = Mapping[str, Tuple[str, ...]]
 _OWN_STRATEGY = ("pipeline.auto_stage", "pipeline.stages", "pipeline.phases")
@@ -60,7 +60,7 @@ INFERENCE_TWINS: Twins = {
 
 
 @dataclass(frozen=True)
-class Given:
+class UserSettings:
     """Everything a user set.
 
     Args:

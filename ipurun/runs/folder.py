@@ -5,19 +5,20 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import platform
 import re
 import shutil
-import platform
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Union
+
+from ipurun import __version__
 from ipurun.errors import ConfigError, Problem
 from ipurun.log.plan_text import plan_lines
-from importlib import metadata
-from ipurun import __version__
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Point
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ipurun.planning.plan import Plan
 
 __all__ = ["RunFolder", "check_writable", "find_latest", "git_diff", "git_state", "new_folder", "timestamp", "versions"]
+
 
 class RunFolder:
     """The files of one run. `create` makes a new folder, `open` takes one that exists.

@@ -13,26 +13,27 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Callable, List, Optional, Sequence
+
 from ipurun.build import Run, build_run
-from ipurun.inspect.targets import check_node, make
 from ipurun.checkpoint import Checkpoint, latest
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
+from ipurun.inspect.targets import check_node, make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
-from ipurun.runs.prepare import Prepared, prepare
 from ipurun.runs.folder import RunFolder, check_writable, find_latest
+from ipurun.runs.prepare import PreparedRun, prepare
 from ipurun.training.events import Observer, Summary
 from ipurun.training.loop import train
 
-__all__ = ["Finished", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
+__all__ = ["FinishedRun", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A run that ended by itself, or that was interrupted and has saved."""
 
     folder: RunFolder
@@ -40,7 +41,7 @@ class Finished:
     higher_is_better: bool  # of the monitored metric
 
 
-def prepare_job(point: Point, in_sweep: bool = False, checks_only: bool = False) -> Prepared:
+def prepare_job(point: Point, in_sweep: bool = False, checks_only: bool = False) -> PreparedRun:
     """Prepares a point, and checks what only a run needs: its loggers, its folder, what it goes on from.
 
     Args:
@@ -66,7 +67,7 @@ def prepare_job(point: Point, in_sweep: bool = False, checks_only: bool = False)
     return prepared
 
 
-def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolder] = None) -> Finished:
+def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFolder] = None) -> FinishedRun:
     """Trains what was prepared.
 
     Args:
@@ -95,11 +96,11 @@ def run_job(prepared: Prepared, screen: Screen, resume_folder: Optional[RunFolde
     _bring_profile_home(prepared, folder)
     if summary.samples or not folder.finished:
         folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
-    return Finished(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
+    return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
 
 
 def _train_in(
-    folder: RunFolder, prepared: Prepared, run: Run, screen: Screen, checkpoint: Optional[Checkpoint]
+    folder: RunFolder, prepared: PreparedRun, run: Run, screen: Screen, checkpoint: Optional[Checkpoint]
 ) -> Summary:
     point, plan = prepared.point, prepared.plan
     with closing(folder.log_file.open("a", encoding="utf-8")) as log:
@@ -200,7 +201,7 @@ def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
     return loggers
 
 
-def _bring_profile_home(prepared: Prepared, folder: RunFolder) -> None:
+def _bring_profile_home(prepared: PreparedRun, folder: RunFolder) -> None:
     """Moves the report of a profile out of its stable folder, unless the user chose that folder."""
     source = prepared.plan.profile_dir
     if source is None or prepared.point.config.profile.dir is not None or not Path(source).is_dir():

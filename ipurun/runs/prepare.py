@@ -8,28 +8,30 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from typing import List
+
 from ipurun import engine as engines
-from ipurun.inspect.model_and_data import Subject, inspect
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
-from ipurun.planning import make_plan
 from ipurun.inspect.facts import Facts
+from ipurun.inspect.model_and_data import ModelAndData, inspect
+from ipurun.planning import make_plan
+from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
-from ipurun.estimate.plan_estimate import auto_split
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["PreparedRun", "prepare"]
+
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A point that is ready to be built."""
 
     point: Point
     engine: engines.Engine
-    subject: Subject
+    subject: ModelAndData
     plan: Plan
 
 
-def prepare(point: Point, on_paper: bool = False, checks_only: bool = False) -> Prepared:
+def prepare(point: Point, on_paper: bool = False, checks_only: bool = False) -> PreparedRun:
     """Load the engine, make model and data, and plan the run.
 
     Args:
@@ -46,7 +48,11 @@ def prepare(point: Point, on_paper: bool = False, checks_only: bool = False) -> 
     try:
         engine = engines.load(point.config.engine)
         subject = inspect(config, engine, on_paper=on_paper or checks_only)
-        config, facts = auto_split(config, subject, point.given, on_paper)
+        facts = subject.facts
+        if is_auto(config.pipeline.split):
+            from ipurun.estimate.plan_estimate import auto_split  # deferred: other runs need no estimate
+
+            config, facts = auto_split(config, subject, point.given, on_paper)
     except ConfigError as error:
         problems += _new_problems(error, problems, point)
         # Without the model and the data much can still be checked.
@@ -57,7 +63,7 @@ def prepare(point: Point, on_paper: bool = False, checks_only: bool = False) -> 
         problems += _new_problems(error, problems, point)
     if problems or engine is None or subject is None or plan is None:
         raise ConfigError(problems)
-    return Prepared(point, engine, subject, plan)
+    return PreparedRun(point, engine, subject, plan)
 
 
 def _new_problems(error: ConfigError, problems: List[Problem], point: Point) -> List[Problem]:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, cast, Optional
+from typing import Any, Dict, List, Optional, Sequence, cast
+
 from omegaconf import OmegaConf
+
+from ipurun.build import Run, build_run
+from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
 from ipurun.config import compose
+from ipurun.config.argv import parse_argv
 from ipurun.config.compose import Point
 from ipurun.config.documents import display
 from ipurun.config.folders import builtin_folder
-from ipurun.config.argv import split_words
-from ipurun.errors import ConfigError
-from ipurun.planning.user_settings import unlike_defaults
 from ipurun.config.patterns import widened
-from ipurun.runs.folder import RunFolder
-from ipurun.build import Run, build_run
+from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
-from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
+from ipurun.planning.user_settings import unlike_defaults
+from ipurun.runs.folder import RunFolder
 from ipurun.runs.prepare import prepare
 from ipurun.training.state import load_weights
 
-__all__ = ["Loaded", "load_run", "split_to_use", "stored_point"]
+__all__ = ["LoadedRun", "load_run", "split_to_use", "stored_point"]
 
 _CONFIG_NAME = "stored_run"
 
@@ -41,7 +43,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
         ConfigError: The stored config or an override is wrong.
     """
     config = compose.from_yaml(folder.config_file)  # a config of another version gets its own message
-    words = split_words(argv)
+    words = parse_argv(argv)
     if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
         raise ConfigError(
             "a stored run takes overrides of keys, no recipe and no sweep",
@@ -99,7 +101,7 @@ def _groups() -> List[str]:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRun:
     """A run and where its weights came from."""
 
     run: Run
@@ -113,7 +115,7 @@ def load_run(
     checkpoint_file: Optional[str] = None,
     use_best: bool = False,
     command: str = "eval",
-) -> Loaded:
+) -> LoadedRun:
     """Builds the run of a folder and loads its weights.
 
     Args:
@@ -132,7 +134,7 @@ def load_run(
     prepared = prepare(point)
     run = build_run(point.config, prepared.plan, prepared.subject, prepared.engine)
     load_weights(run, checkpoint)
-    return Loaded(run, folder, checkpoint)
+    return LoadedRun(run, folder, checkpoint)
 
 
 def split_to_use(run: Run, asked: Optional[str]) -> str:

@@ -13,7 +13,7 @@ from ipurun.inspect.model_and_data import inspect
 from ipurun.planning import make_plan
 from ipurun.planning.plan import Plan
 from ipurun.runs.job import prepare_job
-from ipurun.runs.prepare import Prepared, prepare
+from ipurun.runs.prepare import PreparedRun, prepare
 from ipurun.sweep.ledger import point_id
 
 __all__ = ["Checked", "check_points", "planned"]
@@ -58,13 +58,13 @@ def check_points(points: Sequence[Point]) -> List[Checked]:
     return checked
 
 
-def planned(points: Sequence[Point]) -> List[Prepared]:
+def planned(points: Sequence[Point]) -> List[PreparedRun]:
     """Every point, inspected and planned, for showing.
 
     Raises:
         ConfigError: With the problems of all points.
     """
-    prepared: List[Prepared] = []
+    prepared: List[PreparedRun] = []
     problems = _Problems()
     for point in points:
         try:

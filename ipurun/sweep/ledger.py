@@ -13,7 +13,7 @@ from ipurun.config.compose import Point, to_yaml
 from ipurun.config.schema import SweepConfig
 from ipurun.errors import ConfigError
 
-__all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Manifest", "Record", "find_earlier", "point_id"]
+__all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Ledger", "Record", "find_earlier", "point_id"]
 
 PENDING = "pending"
 RUNNING = "running"
@@ -50,7 +50,7 @@ class Record:
     results: Dict[str, Any] = field(default_factory=dict)
 
 
-class Manifest:
+class Ledger:
     """The records of a sweep and the file they live in."""
 
     def __init__(self, folder: Union[str, Path], argv: Sequence[str], records: Iterable[Record]) -> None:
@@ -70,7 +70,7 @@ class Manifest:
         os.replace(partial, self.path)
 
     @classmethod
-    def load(cls, folder: Union[str, Path]) -> Manifest:
+    def load(cls, folder: Union[str, Path]) -> Ledger:
         """Reads a sweep folder.
 
         Raises:
@@ -89,7 +89,7 @@ class Manifest:
                 fix="give the folder that the sweep printed, or resume=auto",
             ) from err
 
-    def adopt(self, earlier: Manifest) -> None:
+    def adopt(self, earlier: Ledger) -> None:
         """Takes over what an earlier manifest of the same points has finished or begun."""
         known = {record.id: record for record in earlier.records}
         for place, record in enumerate(self.records):
@@ -104,11 +104,11 @@ class Manifest:
         return [record for record in self.records if record.status != FINISHED]
 
 
-def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Manifest]:
+def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Ledger]:
     """The newest sweep below a folder that has points in common with these."""
     for path in sorted(sweeps.glob(f"*/{_FILE_NAME}"), key=_age, reverse=True):
         try:
-            manifest = Manifest.load(path.parent)
+            manifest = Ledger.load(path.parent)
         except ConfigError:
             continue
         if set(ids) & {record.id for record in manifest.records}:

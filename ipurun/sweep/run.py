@@ -16,7 +16,7 @@ from ipurun.log.screen import Screen
 from ipurun.runs.folder import RunFolder, check_writable, new_folder, slug, timestamp
 from ipurun.sweep.check import Checked, check_points
 from ipurun.sweep.child import Outcome, run_child
-from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PENDING, RUNNING, Manifest, Record, find_earlier
+from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PENDING, RUNNING, Ledger, Record, find_earlier
 from ipurun.sweep.remote import Replay
 from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, value_of
 from ipurun.sweep.worker import write_job
@@ -78,23 +78,23 @@ def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Scree
     return SweepResult(manifest.folder, list(argv), ranking, config.sweep.rank_by, interrupted)
 
 
-def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Screen) -> Manifest:
+def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Screen) -> Ledger:
     """The manifest to work through: a new one, or an earlier sweep's with what it has done."""
     config = points.points[0].config
     names = sorted({record.name for record in records})
     sweeps = Path(config.runs_dir) / slug(names[0] if len(names) == 1 else "sweep") / "sweeps"
-    earlier: Optional[Manifest] = None
+    earlier: Optional[Ledger] = None
     if config.resume == _AUTO:
         earlier = find_earlier(sweeps, [record.id for record in records])
         if earlier is None:
             screen.line(f"note: resume=auto finds no sweep of these points in {sweeps}: all are run")
     elif config.resume is not None:
-        earlier = Manifest.load(config.resume)
+        earlier = Ledger.load(config.resume)
     if earlier is None:
         folder = new_folder(Path(points.sweep_dir) if points.sweep_dir else sweeps / timestamp())
-        manifest = Manifest(folder, argv, records)
+        manifest = Ledger(folder, argv, records)
     else:
-        manifest = Manifest(earlier.folder, argv, records)
+        manifest = Ledger(earlier.folder, argv, records)
         manifest.adopt(earlier)
         done = len(records) - len(manifest.unfinished)
         screen.line(f"going on with {earlier.folder}: {done} of {len(records)} points are finished")
@@ -102,7 +102,7 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
     return manifest
 
 
-def _run_all(manifest: Manifest, checked: Sequence[Checked], screen: Screen, errors: Screen) -> bool:
+def _run_all(manifest: Ledger, checked: Sequence[Checked], screen: Screen, errors: Screen) -> bool:
     """Runs what is unfinished; True when the user stopped it."""
     num_points = len(manifest.records)
     replay = Replay(screen)
@@ -132,7 +132,7 @@ def _run_all(manifest: Manifest, checked: Sequence[Checked], screen: Screen, err
     return False
 
 
-def _run_one(manifest: Manifest, record: Record, item: Checked, label: str, screen: Screen, replay: Replay) -> Outcome:
+def _run_one(manifest: Ledger, record: Record, item: Checked, label: str, screen: Screen, replay: Replay) -> Outcome:
     if item.obstacle is not None or item.plan is None:
         reason = item.obstacle.problems[0].what if item.obstacle else "it has no plan"
         return Outcome(FAILED, reason, str(item.obstacle))
@@ -191,7 +191,7 @@ def _swept_text(record: Record) -> str:
     return " ".join(f"{key}={value}" for key, value in record.swept.items())
 
 
-def _write_table(manifest: Manifest, rank_by: Optional[str]) -> Ranking:
+def _write_table(manifest: Ledger, rank_by: Optional[str]) -> Ranking:
     ranking = rank(manifest.records, rank_by)
     _replace(manifest.folder / "sweep.csv", csv_text(rows_as_data(ranking)))
     document = _document(ranking, manifest.argv, manifest.folder)

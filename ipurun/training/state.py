@@ -12,7 +12,7 @@ import torch
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
 from ipurun.errors import ConfigError
-from ipurun.planning.plan import Batch
+from ipurun.planning.plan import BatchSizes
 
 __all__ = [
     "Progress",
@@ -59,7 +59,7 @@ class Progress:
     owes_evaluation: bool = False
     samples_per_call: int = 0
 
-    def recount(self, batch: Batch) -> bool:
+    def recount(self, batch: BatchSizes) -> bool:
         """Go over to host calls of another size, rounding down; tells whether they differed."""
         if self.samples_per_call in (0, batch.samples_per_call):
             self.samples_per_call = batch.samples_per_call

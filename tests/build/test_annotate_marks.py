@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from ipurun import emulator
-from ipurun import engine as engines
 from ipurun.build.annotate import Annotations
 from ipurun.errors import ConfigError
-from ipurun.estimate.plan_estimate import look_ahead, solve
+from ipurun.estimate.plan_estimate import estimate_plan, solve
 from ipurun.inspect.batch_items import as_call
 from ipurun.log.plan_text import calls_text
 from ipurun.planning import make_plan
@@ -37,7 +36,7 @@ def test_operations_run_where_the_plan_says() -> None:
 
 
 def own(model: str, **changes: Any) -> Dict[str, Any]:
-    return {**PLACED, "model": {"_target_": f"own_blocks.{model}"}, **changes}
+    return {**PLACED, "model": {"_target_": f"user_blocks.{model}"}, **changes}
 
 
 @pytest.mark.parametrize("model", ["InForward", "AtModules"])
@@ -72,7 +71,7 @@ def test_the_planner_sees_own_blocks_where_they_run(model: str, changes: Dict[st
     settings = config(**own(model, **{**changes, "gradient_accumulation": 7}))
     settings.pipeline.auto_round = True
     subject = inspected(settings)
-    situation = look_ahead(settings, make_plan(settings, subject.facts), subject, engines.load("cpu")).situation
+    situation = estimate_plan(settings, make_plan(settings, subject.facts), subject).situation
     products = [op.index for op in situation.profile.ops if op.name == "addmm"]
     assert [situation.layout.ipu_of_op(index) for index in products] == ipus
     assert ipus_of(built(settings), "addmm") == ipus
@@ -93,7 +92,7 @@ def test_what_follows_a_block_that_ends_goes_on_in_it(model: str, changes: Dict[
     settings.pipeline.auto_round = True
     subject = inspected(settings)
     plan = make_plan(settings, subject.facts)
-    situation = look_ahead(settings, plan, subject, engines.load("cpu")).situation
+    situation = estimate_plan(settings, plan, subject).situation
     assert [situation.layout.ipu_of_op(op.index) for op in situation.profile.ops if op.name == "addmm"] == ipus
     assert situation.layout.ipu_of_op(len(situation.profile.ops) - 1) == ipus[-1]  # the loss
 
@@ -126,7 +125,7 @@ def test_what_follows_a_block_that_ends_goes_on_in_it(model: str, changes: Dict[
 def test_the_planner_sees_phases(keys: Dict[str, Any], phases: Tuple[int, ...], ipus: Tuple[int, ...]) -> None:
     settings = config(**PLACED, pipeline__strategy="serial_phased", **keys)
     subject = inspected(settings)
-    situation = look_ahead(settings, make_plan(settings, subject.facts), subject, engines.load("cpu")).situation
+    situation = estimate_plan(settings, make_plan(settings, subject.facts), subject).situation
     assert (situation.layout.phase_of_stage, situation.layout.ipu_of_stage) == (phases, ipus)
 
 
@@ -134,7 +133,7 @@ def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
     settings = config(**own("Returning", gradient_accumulation=7))
     subject = inspected(settings)
     plan = make_plan(settings, subject.facts)
-    outlook = look_ahead(settings, plan, subject, engines.load("cpu"))
+    outlook = estimate_plan(settings, plan, subject)
     assert not any("pipeline.split" in word for remedy in outlook.remedies for word in remedy.overrides)
     with pytest.raises(ConfigError, match="the model's code has one already"):
         solve(settings, plan, outlook)

@@ -16,7 +16,7 @@ from ipurun.build.loader import TrainLoader
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.sampling import EpochOrder, PaddedOrder, Resumable, seed_of, seeded
-from ipurun.planning.plan import Batch
+from ipurun.planning.plan import BatchSizes
 
 SAMPLERS = "torch.utils.data."
 
@@ -148,7 +148,7 @@ def test_a_collate_function_of_ones_own() -> None:
 
 
 def test_what_the_engine_refuses_is_a_config_error() -> None:
-    batch = Batch(micro_batch_size=1, device_iterations=1, gradient_accumulation=1, replicas=1)
+    batch = BatchSizes(micro_batch_size=1, device_iterations=1, gradient_accumulation=1, replicas=1)
     settings = LoaderConfig(mode="async_rebatched")
     loader = TrainLoader(emulator, emulator.Options(), Points(32), settings, batch, 0, default_collate)
     with pytest.raises(ConfigError, match="cannot be opened"):

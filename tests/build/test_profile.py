@@ -16,9 +16,9 @@ from ipurun.config.compose import one
 from ipurun.config.schema import RunConfig
 from ipurun.emulator.graph import capture
 from ipurun.errors import ConfigError
-from ipurun.inspect.loss import Step, make_loss
-from ipurun.inspect.trace import profile_model
-from ipurun.inspect.traced_model import ModelProfile, OpProfile
+from ipurun.inspect.loss import ModelWithLoss, make_loss
+from ipurun.inspect.trace import trace_model
+from ipurun.inspect.traced_model import TracedModel, TracedOp
 
 
 class Mlp(nn.Module):
@@ -130,16 +130,16 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
 
 
-def products(profile: ModelProfile) -> list:
+def products(profile: TracedModel) -> list:
     return [op for op in profile.ops if op.dims]
 
 
-def op_of(profile: ModelProfile, name: str) -> OpProfile:
+def op_of(profile: TracedModel, name: str) -> TracedOp:
     return next(op for op in profile.ops if op.name == name)
 
 
 def test_products_of_linear_layers() -> None:
-    profile = profile_model(config_of(Mlp))
+    profile = trace_model(config_of(Mlp))
     first, second = products(profile)
     assert (first.dims, second.dims) == ((1, 4, 30, 20, 1), (1, 4, 10, 30, 1))
     assert (first.module, second.module) == ("first", "second")
@@ -150,21 +150,21 @@ def test_products_of_linear_layers() -> None:
 
 
 def test_parameters_are_the_users() -> None:
-    profile = profile_model(config_of(Mlp))
+    profile = trace_model(config_of(Mlp))
     model = Mlp()
     assert {p.name: p.elements for p in profile.parameters} == {n: p.numel() for n, p in model.named_parameters()}
     assert all(parameter.trainable and parameter.element_bytes == 4 for parameter in profile.parameters)
 
 
 def test_kept_bytes_are_what_the_backward_pass_reads() -> None:
-    profile = profile_model(config_of(Mlp))
+    profile = trace_model(config_of(Mlp))
     # Relu's backward pass and the second layer's weight gradient read the same tensor, relu's result.
     assert op_of(profile, "relu").saved_bytes == 4 * 30 * 4
     assert products(profile)[0].saved_bytes == 0
 
 
 def test_frozen_layers_get_no_gradient() -> None:
-    profile = profile_model(config_of(Frozen))
+    profile = trace_model(config_of(Frozen))
     first, second = products(profile)
     assert (first.gradients, second.gradients) == (0, 1)
     assert first.flops_backward == 0
@@ -172,7 +172,7 @@ def test_frozen_layers_get_no_gradient() -> None:
 
 
 def test_convolutions_and_their_groups() -> None:
-    profile = profile_model(config_of(ConvNet, (3, 10, 10)))
+    profile = trace_model(config_of(ConvNet, (3, 10, 10)))
     full, depthwise = products(profile)
     assert full.dims == (1, 4 * 100, 8, 3, 9)
     assert depthwise.dims == (8, 4 * 64, 1, 1, 9)
@@ -184,63 +184,63 @@ def test_tied_weights_are_one_parameter_with_two_readers() -> None:
     config = config_of(Tied, (6,), (6,))
     config.sample[0]["dtype"] = "int64"
     config.loss.name = "ipurun.recipes.gpt.loss.next_token_loss"
-    profile = profile_model(config)
+    profile = trace_model(config)
     (weight,) = profile.parameters
     assert weight.elements == 50 * 16
     assert {profile.ops[index].module for index in weight.ops} == {"embedding", "head"}
 
 
 def test_half_precision_halves_weights_inputs_and_activations() -> None:
-    single, half = (profile_model(config_of(Mlp, precision=word)) for word in ("32.32", "16.16"))
+    single, half = (trace_model(config_of(Mlp, precision=word)) for word in ("32.32", "16.16"))
     assert {p.element_bytes for p in half.parameters} == {2}
     assert op_of(half, "relu").output_bytes * 2 == op_of(single, "relu").output_bytes
     assert single.input_bytes - half.input_bytes == 4 * 20 * 2  # the target stays as it is
 
 
 def test_half_operations_on_single_weights() -> None:
-    profile = profile_model(config_of(Mlp, precision="16.32"))
+    profile = trace_model(config_of(Mlp, precision="16.32"))
     assert {p.element_bytes for p in profile.parameters} == {4}
     assert products(profile)[0].element_bytes == 2
 
 
 def test_dropout_masks_are_not_kept() -> None:
-    with_mask = profile_model(config_of(WithDropout, dropout=0.5))
-    without = profile_model(config_of(WithDropout, dropout=0.0))
+    with_mask = trace_model(config_of(WithDropout, dropout=0.5))
+    without = trace_model(config_of(WithDropout, dropout=0.0))
     assert sum(op.saved_bytes for op in with_mask.ops) == sum(op.saved_bytes for op in without.ops)
 
 
 def test_data_flow_looks_through_views() -> None:
-    profile = profile_model(config_of(Mlp))
+    profile = trace_model(config_of(Mlp))
     first, second = products(profile)
     assert second.inputs == (op_of(profile, "relu").index,)
     assert op_of(profile, "relu").inputs == (first.index,)
 
 
 def test_an_operation_in_place_owns_its_result() -> None:
-    profile = profile_model(config_of(InPlace))
+    profile = trace_model(config_of(InPlace))
     relu, (_, second) = op_of(profile, "relu_"), products(profile)
     assert second.inputs == (relu.index,)
     assert relu.output_bytes == relu.saved_bytes == 4 * 30 * 4
 
 
 def test_equal_layers_have_equal_signatures() -> None:
-    profile = profile_model(one(["+recipe=gpt", "precision=16.16"]).config)
+    profile = trace_model(one(["+recipe=gpt", "precision=16.16"]).config)
     layers = [op.signature for op in profile.ops if op.module.endswith("mlp.c_fc") and op.dims]
     assert len(layers) > 1
     assert len(set(layers)) == 1
 
 
 def test_blocks_of_the_models_own_code_are_kept() -> None:
-    profile = profile_model(config_of(WithBlocks))
+    profile = trace_model(config_of(WithBlocks))
     first, second = products(profile)
     assert (first.ipu, second.ipu) == (0, 1)
-    assert all(op.ipu is None for op in profile_model(config_of(Mlp)).ops)
+    assert all(op.ipu is None for op in trace_model(config_of(Mlp)).ops)
 
 
 def test_the_backward_products_are_those_that_torch_does() -> None:
     """The share that each operation is said to have of the backward pass, against products that were recorded."""
     config = config_of(ConvNet, (3, 10, 10))
-    step = Step(ConvNet(), make_loss(config.loss, emulator), config.loss, returns_output=False)
+    step = ModelWithLoss(ConvNet(), make_loss(config.loss, emulator), config.loss, returns_output=False)
     batch = [torch.randn(4, 3, 10, 10), torch.zeros(4, dtype=torch.int64)]
     graph = capture(
         lambda: step(*batch),
@@ -252,30 +252,30 @@ def test_the_backward_products_are_those_that_torch_does() -> None:
     ).graph
     wanted = [node.args[-1] for node in graph.nodes if node.name == "convolution_backward"]
     gradients = sorted(sum(bool(flag) for flag in mask[:2]) for mask in wanted)
-    assert sorted(op.gradients for op in products(profile_model(config))) == gradients
+    assert sorted(op.gradients for op in products(trace_model(config))) == gradients
 
 
 def test_a_sample_of_the_data_takes_the_place_of_the_declaration() -> None:
     config = config_of(Mlp)
     config.sample = []
-    profile = profile_model(config, sample=(torch.zeros(20), torch.tensor(3)))
+    profile = trace_model(config, sample=(torch.zeros(20), torch.tensor(3)))
     assert products(profile)[0].dims == (1, 4, 30, 20, 1)
 
 
 def test_inference_keeps_nothing() -> None:
-    profile = profile_model(config_of(Mlp), training=False)
+    profile = trace_model(config_of(Mlp), training=False)
     assert not any(op.saved_bytes or op.gradients for op in profile.ops)
     assert profile.output_bytes == 4 * 10 * 4 + 4  # the output, and the loss
 
 
 def test_a_constructor_that_looks_at_values_is_no_obstacle() -> None:
-    (linear,) = products(profile_model(config_of(LooksAtValues)))
+    (linear,) = products(trace_model(config_of(LooksAtValues)))
     assert linear.dims == (1, 4, 10, 20, 1)
 
 
 def test_a_model_that_branches_on_its_data_is_one_clear_problem() -> None:
     with pytest.raises(ConfigError) as caught:
-        profile_model(config_of(Branches))
+        trace_model(config_of(Branches))
     (problem,) = caught.value.problems
     assert problem.what.startswith("the model cannot be traced")
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -284,15 +284,15 @@ def test_a_model_that_branches_on_its_data_is_one_clear_problem() -> None:
 
 
 def test_a_model_that_only_training_mode_forbids_is_planned_as_in_evaluation() -> None:
-    profile = profile_model(config_of(SkipsLayers))
+    profile = trace_model(config_of(SkipsLayers))
     assert profile.training and [op.dims for op in products(profile)] == [(1, 4, 30, 20, 1), (1, 4, 10, 30, 1)]
     assert "depends on its data" in profile.refused and "test_profile.py" in profile.refused
-    assert profile_model(config_of(Mlp)).refused == ""
+    assert trace_model(config_of(Mlp)).refused == ""
 
 
 def test_a_wrong_shape_names_the_operation() -> None:
     with pytest.raises(ConfigError) as caught:
-        profile_model(config_of(Mlp, (21,)))
+        trace_model(config_of(Mlp, (21,)))
     (problem,) = caught.value.problems
     assert "test_profile.py" in problem.where
     assert "addmm" in problem.where
@@ -301,7 +301,7 @@ def test_a_wrong_shape_names_the_operation() -> None:
 def test_a_model_of_175_billion_parameters_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = one(["+recipe=gpt", "model=gpt3_175b", "precision=16.16"]).config
-    profile = profile_model(config)
+    profile = trace_model(config)
     assert profile.num_parameters == pytest.approx(175e9, rel=0.01)
     # Six operations per parameter and token, and attention.
     tokens = config.model["max_positions"]

@@ -14,7 +14,7 @@ from ipurun import emulator
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors, pick, split_target, target_of, with_loss
-from ipurun.inspect.loss import Step, check_loss, make_loss
+from ipurun.inspect.loss import ModelWithLoss, check_loss, make_loss
 from ipurun.inspect.structure import stop_caching
 
 
@@ -25,8 +25,8 @@ def _loss(name: Any = "CrossEntropyLoss", **keys: Any) -> LossConfig:
     return made
 
 
-def _step(model: nn.Module, config: LossConfig, returns_output: bool = False) -> Step:
-    return Step(model, make_loss(config, emulator), config, returns_output)
+def _step(model: nn.Module, config: LossConfig, returns_output: bool = False) -> ModelWithLoss:
+    return ModelWithLoss(model, make_loss(config, emulator), config, returns_output)
 
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -99,9 +99,9 @@ def test_model_with_its_own_loss_gets_the_whole_batch() -> None:
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
             return {"logits": x, "loss": y.float().mean()}
 
-    step = Step(Own(), None, _loss(None), returns_output=False)
+    step = ModelWithLoss(Own(), None, _loss(None), returns_output=False)
     assert step(X, Y) == Y.float().mean()
-    step = Step(Own(), None, _loss(None), returns_output=True)
+    step = ModelWithLoss(Own(), None, _loss(None), returns_output=True)
     assert set(step(X, Y)) == {"logits", "loss"}
 
 
@@ -186,7 +186,7 @@ class TwoLosses(nn.Module):
 @pytest.mark.parametrize("returns_output", [False, True])
 def test_the_sum_of_a_models_own_losses_is_the_loss(returns_output: bool) -> None:
     model = TwoLosses()
-    step = Step(model, None, _loss(None), returns_output, emulator.identity_loss)
+    step = ModelWithLoss(model, None, _loss(None), returns_output, emulator.identity_loss)
     expected = model(X, Y)
     optimizer = emulator.optim.SGD(step.parameters(), lr=0.5)
     weights = model.out.weight.detach().clone()
@@ -217,7 +217,7 @@ def test_forward_hears_that_it_is_captured() -> None:
             return self.out(x * mask)
 
     model, mask = Asks(), torch.tensor([1.0, 0.0, 1.0, 1.0])
-    step = Step(model, make_loss(_loss(), emulator), _loss(), returns_output=True)
+    step = ModelWithLoss(model, make_loss(_loss(), emulator), _loss(), returns_output=True)
     output, _ = emulator.inferenceModel(step)(X, mask.expand(5, 4), Y)
     assert torch.allclose(output, model.out(X * mask), atol=1e-6)
     assert not torch.jit.is_tracing()
@@ -229,7 +229,7 @@ def test_a_model_that_takes_the_answer_for_more_hears_the_other_one() -> None:
             rows = torch.ceil(x.shape[0] / 2) if torch.jit.is_tracing() else x.shape[0]
             return x * rows
 
-    step = Step(TakesSizesForTensors(), None, _loss(None), returns_output=True)
+    step = ModelWithLoss(TakesSizesForTensors(), None, _loss(None), returns_output=True)
     model = emulator.inferenceModel(step)
     step.answer.attempt(lambda: model.compile(X))
     assert torch.equal(model(X), X * 5)
@@ -240,7 +240,7 @@ def test_a_model_that_fails_either_way_fails_as_it_did_first() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError("when told" if torch.jit.is_tracing() else "when not")
 
-    step = Step(Fails(), None, _loss(None), returns_output=True)
+    step = ModelWithLoss(Fails(), None, _loss(None), returns_output=True)
     with pytest.raises(ValueError, match="when told"):
         step.answer.attempt(lambda: step(X))
 

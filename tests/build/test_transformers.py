@@ -9,7 +9,7 @@ import torch
 from run_harness import built, config
 
 from ipurun.inspect.batch_items import as_call
-from ipurun.inspect.trace import profile_model
+from ipurun.inspect.trace import trace_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,7 +88,7 @@ def test_large_sizes_are_traced_without_memory(model: str) -> None:
     keys["model"]["config"].update(
         sizes if "hidden_size" in keys["model"]["config"] else {"n_embd": 1024, "n_layer": 8}
     )
-    profile = profile_model(config(**keys))
+    profile = trace_model(config(**keys))
     assert profile.refused == "" and profile.unsupported == ()
     # Four projections and two linear layers of four times the width in each of the layers.
     layers = sum(parameter.elements for parameter in profile.parameters if ".0." in parameter.name) * 8
@@ -100,4 +100,4 @@ def test_layers_that_are_dropped_at_random_are_told() -> None:
     keys = keys_of("GPT2LMHeadModel")
     target = {"_target_": "transformers.OPTConfig", "vocab_size": VOCAB, "word_embed_proj_dim": 16, **settings}
     keys["model"] = {"_target_": "transformers.OPTForCausalLM", "config": target}
-    assert "modeling_opt.py" in profile_model(config(**keys)).refused
+    assert "modeling_opt.py" in trace_model(config(**keys)).refused

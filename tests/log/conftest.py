@@ -10,13 +10,13 @@ import pytest
 from ipurun.api.calls import Call
 from ipurun.config.compose import Changed, Point
 from ipurun.config.schema import RunConfig
-from ipurun.planning.plan import Batch, Devices, Plan, Steps
+from ipurun.planning.plan import BatchSizes, Devices, Plan, Steps
 from ipurun.training.events import StepEnd, Summary
 
 
 @pytest.fixture
 def plan() -> Plan:
-    batch = Batch(micro_batch_size=16, device_iterations=8, gradient_accumulation=2, replicas=4)
+    batch = BatchSizes(micro_batch_size=16, device_iterations=8, gradient_accumulation=2, replicas=4)
     steps = Steps(
         total_updates=64,
         total_calls=8,

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ipurun.log.format import batch_equation, count, devices_text, duration, metric, value_text
-from ipurun.planning.plan import Batch, Devices
+from ipurun.planning.plan import BatchSizes, Devices
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_counts_are_grouped() -> None:
 
 
 def test_the_equation_multiplies_out() -> None:
-    text = batch_equation(Batch(16, 8, 2, 4))
+    text = batch_equation(BatchSizes(16, 8, 2, 4))
     assert text == ("micro-batch 16 x device_iterations 8 x accumulation 2 x replicas 4 = 1,024 samples per host call")
 
 
 def test_replicas_that_share_input_count_once() -> None:
-    text = batch_equation(Batch(16, 1, 1, 4, input_group_size=2))
+    text = batch_equation(BatchSizes(16, 1, 1, 4, input_group_size=2))
     assert "replicas 2 (groups of 2 share their input) = 32 samples" in text
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any, List
 
 import pytest
-from test_planner_text import inference_of, toy_outlook
+from test_planner_text import inference_of, toy_estimate
 
 from ipurun.estimate.advice import Remedy
 from ipurun.estimate.types import Verdict
@@ -46,7 +46,7 @@ def _plan() -> Plan:
 
 
 def test_the_page_is_well_formed_and_loads_nothing() -> None:
-    page = page_of(_plan(), toy_outlook())
+    page = page_of(_plan(), toy_estimate())
     tags = _Tags()
     tags.feed(page)
     assert tags.open == []
@@ -56,13 +56,13 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
 
 def test_names_are_escaped() -> None:
     remedy = Remedy("a < b", ("x=<y>",), Verdict.FITS, 0, 1.5, 10.0, 0.4)
-    page = page_of(_plan(), toy_outlook(remedies=(remedy,)))
+    page = page_of(_plan(), toy_estimate(remedies=(remedy,)))
     assert "toy &lt;b&gt;" in page and "toy <b>" not in page
     assert "x=&lt;y&gt;" in page
 
 
 def test_bars_are_as_long_as_the_memory_they_stand_for() -> None:
-    outlook = toy_outlook()
+    outlook = toy_estimate()
     page = page_of(_plan(), outlook)
     ipu = outlook.estimate.ipus[0]
     widths = {
@@ -73,7 +73,7 @@ def test_bars_are_as_long_as_the_memory_they_stand_for() -> None:
 
 
 def test_every_module_is_coloured_by_its_ipu() -> None:
-    page = page_of(_plan(), toy_outlook())
+    page = page_of(_plan(), toy_estimate())
     tree = page[page.index("class=tree") :]
     marks = re.findall(r'<i class=ipu style="background:([^"]+)">(\d)</i>', tree)
     assert [number for _, number in marks] == ["0", "1", "0", "1"]  # `layer` is on both, its layers on one each
@@ -81,13 +81,13 @@ def test_every_module_is_coloured_by_its_ipu() -> None:
 
 
 def test_the_chart_has_a_bar_for_each_pass() -> None:
-    page = page_of(_plan(), toy_outlook())
+    page = page_of(_plan(), toy_estimate())
     assert len(re.findall("<title>forward of micro-batch", page)) == 2 * 8
     assert len(re.findall("<title>backward of micro-batch", page)) == 2 * 8
 
 
 def test_inference_has_a_section_of_its_own() -> None:
-    outlook = toy_outlook()
+    outlook = toy_estimate()
     assert "<h2>Inference</h2>" not in page_of(_plan(), outlook)
     page = page_of(_plan(), dataclasses.replace(outlook, inference=inference_of(outlook)))
     section = page[page.index("<h2>Inference</h2>") :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List
+from typing import Any, List
 
 import pytest
 import yaml
@@ -11,28 +11,31 @@ import yaml
 from ipurun.estimate.advice import Remedy, Situation
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.pipeline import schedule_of
-from ipurun.estimate.plan_estimate import Cache, Outlook
+from ipurun.estimate.pipeline import timeline_of
+from ipurun.estimate.plan_estimate import PlanEstimate
 from ipurun.estimate.search import Solution
 from ipurun.estimate.stages import layout_of_cuts
 from ipurun.estimate.types import IpuMemory, Settings, Verdict
-from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
+from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 from ipurun.log.estimate_text import (
     bar,
     change_text,
+    estimate_dict,
+    estimate_lines,
     inference_lines,
-    outlook_dict,
-    outlook_lines,
     quiet_text,
     solution_lines,
     solution_yaml,
 )
+from ipurun.planning.artifacts import CacheState
+
+MISS = CacheState("miss")
 
 
-def toy_outlook(**changes: Any) -> Outlook:
+def toy_estimate(**changes: Any) -> PlanEstimate:
     """Two layers on two IPUs."""
     ops = tuple(
-        OpProfile(
+        TracedOp(
             index,
             "mm",
             f"layer.{index}",
@@ -48,16 +51,15 @@ def toy_outlook(**changes: Any) -> Outlook:
         )
         for index in range(2)
     )
-    parameters = tuple(ParameterProfile(f"layer.{index}.weight", 1024, 2, True, (index,)) for index in range(2))
-    profile = ModelProfile(ops, parameters, 0, 100, 4, 1)
+    parameters = tuple(TracedParameter(f"layer.{index}.weight", 1024, 2, True, (index,)) for index in range(2))
+    profile = TracedModel(ops, parameters, 0, 100, 4, 1)
     layout, settings, machine = layout_of_cuts(profile, [1]), Settings(gradient_accumulation=8), Machine()
     found = estimate(profile, layout, settings, machine)
     situation = Situation(profile, layout, settings, machine, found)
-    values: Dict[str, Any] = {"cache": Cache("miss"), **changes}
-    return Outlook(situation, schedule_of(layout, settings, found.time), **values)
+    return PlanEstimate(situation, timeline_of(layout, settings, found.time), **changes)
 
 
-def with_memory(outlook: Outlook, *ipus: IpuMemory) -> Outlook:
+def with_memory(outlook: PlanEstimate, *ipus: IpuMemory) -> PlanEstimate:
     """The same outlook with other memory."""
     verdicts = tuple(Verdict.DOES_NOT_FIT if ipu.share > 1 else Verdict.FITS for ipu in ipus)
     overall = Verdict.DOES_NOT_FIT if Verdict.DOES_NOT_FIT in verdicts else Verdict.FITS
@@ -74,15 +76,15 @@ def test_a_bar_is_full_at_the_limit(share: float, shown: str) -> None:
 
 
 def test_what_poptorch_would_refuse_stands_below_the_verdict() -> None:
-    outlook = toy_outlook()
+    outlook = toy_estimate()
     profile = dataclasses.replace(outlook.situation.profile, refused="value read back (net.py:3)")
     refused = dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, profile=profile))
-    assert outlook_lines(refused)[1:3] == [
+    assert estimate_lines(refused, MISS)[1:3] == [
         "  but PopTorch would refuse to train the model; it was traced in evaluation mode, and this is why:",
         "  value read back (net.py:3)",
     ]
-    assert outlook_dict(refused)["refused"] == "value read back (net.py:3)"
-    assert outlook_dict(outlook)["refused"] is None and outlook_lines(outlook)[1] == ""
+    assert estimate_dict(refused, MISS)["refused"] == "value read back (net.py:3)"
+    assert estimate_dict(outlook, MISS)["refused"] is None and estimate_lines(outlook, MISS)[1] == ""
 
 
 def test_the_table_shows_every_part_against_the_limit() -> None:
@@ -92,7 +94,7 @@ def test_the_table_shows_every_part_against_the_limit() -> None:
     parts = {name: size * mib for name, size in zip(names, sizes)}
     fits = IpuMemory(ipu=0, limit=1000 * mib, **parts)
     full = dataclasses.replace(fits, ipu=1, temporary=1070 * mib)
-    lines = outlook_lines(with_memory(toy_outlook(), fits, full))
+    lines = estimate_lines(with_memory(toy_estimate(), fits, full), MISS)
     assert lines[0] == "estimate for GC200: does not fit: IPU 1"
     (first,) = [line.split() for line in lines if line.startswith("    0 ")]
     assert first[1:8] == [str(size) for size in sizes]
@@ -102,7 +104,7 @@ def test_the_table_shows_every_part_against_the_limit() -> None:
 
 
 def test_the_schedule_is_told() -> None:
-    text = "\n".join(outlook_lines(toy_outlook()))
+    text = "\n".join(estimate_lines(toy_estimate(), MISS))
     assert "2 stages: fill 2, steady 6, drain 2 cycles" in text
     assert "bubble 20%" in text  # 2 of 10 cycles
 
@@ -110,17 +112,17 @@ def test_the_schedule_is_told() -> None:
 @pytest.mark.parametrize(
     ("cache", "shown"),
     [
-        (Cache("off"), "off: compiles at every start"),
-        (Cache("miss"), "miss: nothing was compiled under this name"),
-        (Cache("hit", 3, "miss"), "training hit, inference miss, of 3 executables of this name (CPU engine)"),
-        (Cache("unknown", 1, why="only PopART can tell"), "1 executable of this name; only PopART can tell"),
+        (CacheState("off"), "off: compiles at every start"),
+        (CacheState("miss"), "miss: nothing was compiled under this name"),
+        (CacheState("hit", 3, "miss"), "training hit, inference miss, of 3 executables of this name (CPU engine)"),
+        (CacheState("unknown", 1, why="only PopART can tell"), "1 executable of this name; only PopART can tell"),
     ],
 )
-def test_the_cache_is_told(cache: Cache, shown: str) -> None:
-    assert f"  cache      {shown}" in outlook_lines(toy_outlook(cache=cache))
+def test_the_cache_is_told(cache: CacheState, shown: str) -> None:
+    assert f"  cache      {shown}" in estimate_lines(toy_estimate(), cache)
 
 
-def inference_of(outlook: Outlook) -> Situation:
+def inference_of(outlook: PlanEstimate) -> Situation:
     own = outlook.situation
     settings = dataclasses.replace(own.settings, training=False, gradient_accumulation=1, device_iterations=4)
     found = estimate(own.profile, own.layout, settings, own.machine)
@@ -128,52 +130,54 @@ def inference_of(outlook: Outlook) -> Situation:
 
 
 def test_inference_is_one_line_and_a_table_of_its_own() -> None:
-    outlook = toy_outlook()
+    outlook = toy_estimate()
     outlook = dataclasses.replace(outlook, inference=inference_of(outlook))
-    (line,) = [line for line in outlook_lines(outlook) if line.startswith("  inference  ")]
+    (line,) = [line for line in estimate_lines(outlook, MISS) if line.startswith("  inference  ")]
     assert line.startswith("  inference  fits, fullest IPU ") and "samples/s" in line and "(estimate" in line
     text = "\n".join(inference_lines(outlook))
     # 4 batches through 2 stages: one more cycle than batches, without a backward pass.
     assert "2 stages: fill 1, steady 3, drain 1 cycles" in text and "bubble 20%" in text
     assert "one batch" in text and "optimizer" not in text and "to write" in text
-    document = outlook_dict(outlook)["inference"]
+    document = estimate_dict(outlook, MISS)["inference"]
     assert [ipu["activations"] + ipu["gradients"] + ipu["optimizer_state"] for ipu in document["ipus"]] == [0, 0]
     assert document["time"]["all_reduce"] == 0 and document["schedule"]["cycles"] == 5
 
 
 def test_a_host_that_sets_the_pace_is_part_of_the_sum() -> None:
-    outlook = toy_outlook()
+    outlook = toy_estimate()
     time = dataclasses.replace(outlook.estimate.time, host_input=2.0, total=2.004, host=0.004, host_bound=True)
     found = dataclasses.replace(outlook.estimate, time=time)
     text = "\n".join(
-        outlook_lines(dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found)))
+        estimate_lines(
+            dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found)), MISS
+        )
     )
     assert "one update 2 s = host I/O 2 s (beside compute " in text and ") + host 4 ms (estimate)" in text
 
 
 def test_ipus_with_the_same_work_share_a_line() -> None:
-    outlook = toy_outlook()
+    outlook = toy_estimate()
     one = outlook.estimate.time.ipus[0]
     for numbers, shown in (((0, 1, 2), ["IPU 0-2"]), ((0,), ["IPU  0"])):
         time = dataclasses.replace(
             outlook.estimate.time, ipus=tuple(dataclasses.replace(one, ipu=number) for number in numbers)
         )
         found = dataclasses.replace(outlook.estimate, time=time)
-        lines = outlook_lines(
-            dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found))
+        lines = estimate_lines(
+            dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found)), MISS
         )
         assert [line.strip()[:7].strip() for line in lines if "recomputed" in line] == shown
 
 
 def test_remedies_can_be_copied_into_a_shell() -> None:
     remedy = Remedy("another split", ("pipeline.split=[a,b]", "devices=4"), Verdict.FITS, 12 << 20, 1.5, 10.0, 0.4)
-    lines: List[str] = outlook_lines(toy_outlook(remedies=(remedy,)))
+    lines: List[str] = estimate_lines(toy_estimate(remedies=(remedy,)), MISS)
     assert lines[-1].strip() == "'pipeline.split=[a,b]' devices=4"
     assert "-12 MiB on the fullest IPU (40%), 1.50x the speed, fits" in lines[-2]
 
 
 def test_quiet_text_tells_what_the_exit_code_is_about() -> None:
-    outlook = toy_outlook()
+    outlook = toy_estimate()
     large = dataclasses.replace(outlook.estimate, verdict=Verdict.DOES_NOT_FIT)
     assert "inference" not in quiet_text(dataclasses.replace(outlook, inference=outlook.situation))
     told = quiet_text(dataclasses.replace(outlook, inference=dataclasses.replace(outlook.situation, estimate=large)))
@@ -183,14 +187,14 @@ def test_quiet_text_tells_what_the_exit_code_is_about() -> None:
 def test_json_holds_plain_values() -> None:
     import json
 
-    document = json.loads(json.dumps(outlook_dict(toy_outlook())))
+    document = json.loads(json.dumps(estimate_dict(toy_estimate(), MISS)))
     assert document["is_estimate"] is True
     assert [ipu["ipu"] for ipu in document["ipus"]] == [0, 1]
     assert document["schedule"]["cycles"] == 10
 
 
 def _solution(*overrides: str) -> Solution:
-    situation = toy_outlook().situation
+    situation = toy_estimate().situation
     return Solution(situation.settings, situation.layout, None, overrides, situation.estimate)
 
 
@@ -228,11 +232,11 @@ def test_the_config_itself_may_be_the_best() -> None:
 
 def test_nothing_is_broken_inside_a_word_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = Remedy("another split", ("pipeline.split=[a,b]",), Verdict.FITS, 12 << 20, 1.5, 10.0, 0.4)
-    outlook = toy_outlook(remedies=(remedy,))
-    wide = outlook_lines(outlook)
+    outlook = toy_estimate(remedies=(remedy,))
+    wide = estimate_lines(outlook, MISS)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    narrow = outlook_lines(outlook)
+    narrow = estimate_lines(outlook, MISS)
     assert max(map(len, narrow)) <= 80 < max(map(len, wide))
     assert set(" ".join(narrow).split()) == set(" ".join(wide).split())
 

@@ -3,7 +3,7 @@
 import pytest
 from trees import gpt, resnet, traced
 
-from ipurun.inspect.facts import Facts, OwnBlock
+from ipurun.inspect.facts import Facts, UserBlock
 from ipurun.planning.placement.order import block_at_calls
 
 ENOUGH = {"gradient_accumulation": 64, "pipeline.auto_round": True}
@@ -239,9 +239,9 @@ def test_inference_has_layers_of_its_own(plan_of):
 def test_blocks_of_the_models_code_are_kept_and_shown(plan_of):
     from ipurun.log.plan_text import calls_text
 
-    own = (OwnBlock("h.3", 1, "own"), OwnBlock(None, 2, "late", 20))
-    plan = plan_of(ENOUGH, facts={**traced(gpt(tied=False)), "own_blocks": own})
-    assert (plan.placements, plan.own_blocks) == ((), own)
+    own = (UserBlock("h.3", 1, "own"), UserBlock(None, 2, "late", 20))
+    plan = plan_of(ENOUGH, facts={**traced(gpt(tied=False)), "user_blocks": own})
+    assert (plan.placements, plan.user_blocks) == ((), own)
     assert (plan.devices.per_replica, plan.stages) == (3, 3)
     shown = "\n".join(calls_text(plan))
     assert "block 'own' on IPU 1 begins at h.3, in the model's own code" in shown
@@ -249,8 +249,8 @@ def test_blocks_of_the_models_code_are_kept_and_shown(plan_of):
 
 
 def test_own_blocks_without_an_ipu_are_numbered_as_they_come(plan_of):
-    own = (OwnBlock("h.3", None, "own"), OwnBlock(None, None, "late", 20))
-    plan = plan_of(ENOUGH, facts={**traced(gpt(tied=False)), "own_blocks": own})
+    own = (UserBlock("h.3", None, "own"), UserBlock(None, None, "late", 20))
+    plan = plan_of(ENOUGH, facts={**traced(gpt(tied=False)), "user_blocks": own})
     assert strategy(plan).args[0].name == "poptorch.AutoStage.AutoIncrement"
     assert (plan.devices.per_replica, plan.stages) == (3, 3)
 

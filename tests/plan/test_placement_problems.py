@@ -3,7 +3,7 @@
 import pytest
 from trees import gpt, resnet, traced
 
-from ipurun.inspect.facts import OwnBlock
+from ipurun.inspect.facts import UserBlock
 
 ENOUGH = {"gradient_accumulation": 64, "pipeline.auto_round": True}
 UNTIED = gpt(tied=False)
@@ -53,7 +53,7 @@ def test_stages_of_a_broken_placement_are_not_counted(problems_of):
 
 
 def test_own_blocks_need_an_ipu_where_it_is_their_stage(problems_of):
-    facts = {**traced(UNTIED), "own_blocks": (OwnBlock("h.2", None, "own"),)}
+    facts = {**traced(UNTIED), "user_blocks": (UserBlock("h.2", None, "own"),)}
     problem = the_problem(problems_of, {"pipeline.auto_stage": "same_as_ipu"}, facts)
     assert "own has none" in problem.seen and "pipeline.auto_stage=auto" in problem.fix
 
@@ -137,7 +137,7 @@ def test_overlapping_blocks(problems_of, blocks, what):
 def test_blocks_that_overlap_other_keys_or_the_models_code(problems_of):
     keys = {"pipeline.split": ["h.2"], "pipeline.blocks": {"h.2": 3}}
     assert "two blocks begin at `h.2`" in the_problem(problems_of, keys).what
-    written = {**UNTIED, "own_blocks": (OwnBlock("h.2", 1, "own"),)}
+    written = {**UNTIED, "user_blocks": (UserBlock("h.2", 1, "own"),)}
     assert "in the model's code" in the_problem(problems_of, {"pipeline.split": ["h.2"]}, written).what
 
 
@@ -238,7 +238,7 @@ def test_every_block_is_in_a_stage(problems_of):
 
 
 def test_blocks_of_the_models_code_are_in_a_stage_too(problems_of, plan_of):
-    written = {**UNTIED, "own_blocks": (OwnBlock("h.4", 1, "own"),)}
+    written = {**UNTIED, "user_blocks": (UserBlock("h.4", 1, "own"),)}
     assert "own" in the_problem(problems_of, {"pipeline.stages": ["first", "h.2"]}, written).seen
     assert plan_of({**ENOUGH, "pipeline.stages": ["first", ["h.2", "own"]]}, facts=written).stages == 2
 

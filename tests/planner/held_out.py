@@ -14,10 +14,10 @@ from ipurun.config.compose import one
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.settings import layout_of_plan, machine_of, settings_of
-from ipurun.estimate.types import Estimate, Layout, Settings, Verdict
-from ipurun.inspect.trace import profile_model
-from ipurun.inspect.traced_model import ModelProfile
-from ipurun.runs.prepare import Prepared, prepare
+from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
+from ipurun.inspect.trace import trace_model
+from ipurun.inspect.traced_model import TracedModel
+from ipurun.runs.prepare import PreparedRun, prepare
 
 PUBLISHED = Path(__file__).with_name("published.json")
 _RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}
@@ -80,7 +80,7 @@ def machine(chip: str) -> Machine:
 
 
 @functools.lru_cache(maxsize=None)
-def _situation(name: str) -> Tuple[ModelProfile, Layout, Settings]:
+def _situation(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     row = next(row for row in rows() if row["id"] == name)
     prepared = prepare(one(words_of(row["model"], row["run"])), on_paper=True)
     profile = _profile(prepared, row["run"])
@@ -154,14 +154,14 @@ def _optimizer_words(run: Row) -> List[str]:
     return [f"optimizer={name}", momentum, f"optimizer.accum_type={accumulator}"]
 
 
-_profiles: Dict[Tuple[str, int, str], ModelProfile] = {}
+_profiles: Dict[Tuple[str, int, str], TracedModel] = {}
 
 
-def _profile(prepared: Prepared, run: Row) -> ModelProfile:
+def _profile(prepared: PreparedRun, run: Row) -> TracedModel:
     config = prepared.point.config
     key = (str(config.model), config.micro_batch_size, config.precision)
     if key not in _profiles:
-        _profiles[key] = profile_model(config, module_precision=prepared.plan.module_precision)
+        _profiles[key] = trace_model(config, module_precision=prepared.plan.module_precision)
     found = _profiles[key]
     if "input_bits" in run:  # pictures that are sent as bytes and become numbers on the device
         found = dataclasses.replace(found, input_bytes=round(found.input_bytes * run["input_bits"] / _BITS_OF_HALF))

@@ -10,9 +10,9 @@ from typing import Dict, List, Sequence
 from ipurun.config.compose import one
 from ipurun.estimate.calibration import Measurement
 from ipurun.estimate.stages import layout_of_blocks, module_ranges, single_ipu
-from ipurun.estimate.types import Layout, Settings
-from ipurun.inspect.trace import profile_model
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import Settings, StageLayout
+from ipurun.inspect.trace import trace_model
+from ipurun.inspect.traced_model import TracedModel
 
 GC200_HZ, BOW_HZ = 1.325e9, 1.85e9
 HALF = {"compute_bytes": 2, "partials_bytes": 2}
@@ -20,21 +20,21 @@ ADAM = {"optimizer": "AdamW", "state_bytes": 8.0, "state_tensors": 2, "accumulat
 
 
 @functools.lru_cache(maxsize=None)
-def profile(recipe: str, model: str, micro_batch_size: int) -> ModelProfile:
+def profile(recipe: str, model: str, micro_batch_size: int) -> TracedModel:
     config = one(
         [f"+recipe={recipe}", f"model={model}", "precision=16.16", f"micro_batch_size={micro_batch_size}"]
     ).config
-    return profile_model(config)
+    return trace_model(config)
 
 
-def bert_layout(model: ModelProfile, starts: Sequence[int], layers: int) -> Layout:
+def bert_layout(model: TracedModel, starts: Sequence[int], layers: int) -> StageLayout:
     """Embedding and head on IPU 0, the encoder's layers on the others."""
     blocks = [("embeddings", 0), *((f"encoder.layer.{start}", ipu + 1) for ipu, start in enumerate(starts))]
     kept = [f"encoder.layer.{index}" for index in range(layers)]
     return layout_of_blocks(model, [*blocks, ("pooler", 0), ("predictions", 0)], kept)
 
 
-def gpt_layout(model: ModelProfile, starts: Sequence[int], layers: int) -> Layout:
+def gpt_layout(model: TracedModel, starts: Sequence[int], layers: int) -> StageLayout:
     blocks = [("wte", 0), *((f"h.{start}", ipu + 1) for ipu, start in enumerate(starts)), ("lm_head", 0)]
     return layout_of_blocks(model, blocks, [f"h.{index}" for index in range(layers)])
 

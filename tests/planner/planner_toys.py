@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ipurun.inspect.traced_model import ModelProfile, OpProfile, ParameterProfile
+from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 
-def chain(layers: int, *, kept: int = 1000, values: int = 400, micro_batch_size: int = 1) -> ModelProfile:
+def chain(layers: int, *, kept: int = 1000, values: int = 400, micro_batch_size: int = 1) -> TracedModel:
     """A chain of equal matmuls, one to a module ``layer.I``, each with a weight and a result that is kept."""
     ops = [
-        OpProfile(
+        TracedOp(
             index=index,
             name="mm",
             module=f"layer.{index}",
@@ -27,7 +27,7 @@ def chain(layers: int, *, kept: int = 1000, values: int = 400, micro_batch_size:
         for index in range(layers)
     ]
     parameters = [
-        ParameterProfile(f"layer.{index}.weight", values, element_bytes=2, trainable=True, ops=(index,))
+        TracedParameter(f"layer.{index}.weight", values, element_bytes=2, trainable=True, ops=(index,))
         for index in range(layers)
     ]
-    return ModelProfile(tuple(ops), tuple(parameters), 0, 100, 4, micro_batch_size)
+    return TracedModel(tuple(ops), tuple(parameters), 0, 100, 4, micro_batch_size)

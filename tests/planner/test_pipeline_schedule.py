@@ -9,18 +9,18 @@ from planner_toys import chain
 
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.pipeline import gantt, schedule_of
+from ipurun.estimate.pipeline import gantt, timeline_of
 from ipurun.estimate.stages import layout_of_cuts, single_ipu
-from ipurun.estimate.types import Layout, Settings, TimeEstimate
+from ipurun.estimate.types import Settings, StageLayout, TimeEstimate
 
 
-def _timed(layout: Layout, settings: Settings) -> TimeEstimate:
+def _timed(layout: StageLayout, settings: Settings) -> TimeEstimate:
     return estimate(chain(4), layout, settings, Machine()).time
 
 
 def test_a_training_pipeline_fills_and_drains_for_two_cycles_a_stage() -> None:
     layout, settings = layout_of_cuts(chain(4), [1, 2, 3]), Settings(gradient_accumulation=16)
-    schedule = schedule_of(layout, settings, _timed(layout, settings))
+    schedule = timeline_of(layout, settings, _timed(layout, settings))
     assert (schedule.fill, schedule.steady, schedule.drain) == (6, 10, 6)
     assert schedule.cycles == 16 + 2 * 3
     assert schedule.bubble == pytest.approx(6 / 22)
@@ -28,20 +28,20 @@ def test_a_training_pipeline_fills_and_drains_for_two_cycles_a_stage() -> None:
 
 def test_an_inference_pipeline_has_no_way_back() -> None:
     layout, settings = layout_of_cuts(chain(4), [1, 2, 3]), Settings(device_iterations=8, training=False)
-    schedule = schedule_of(layout, settings, _timed(layout, settings))
+    schedule = timeline_of(layout, settings, _timed(layout, settings))
     assert schedule.cycles == 8 + 3
     assert schedule.steady == 5
 
 
 def test_one_stage_has_no_bubble() -> None:
     layout, settings = single_ipu(chain(4)), Settings(gradient_accumulation=4)
-    schedule = schedule_of(layout, settings, _timed(layout, settings))
+    schedule = timeline_of(layout, settings, _timed(layout, settings))
     assert (schedule.bubble, schedule.idle, schedule.cycles) == (0.0, 0.0, 4)
 
 
 def test_ipus_that_work_in_turn_idle_for_the_others() -> None:
     layout, settings = layout_of_cuts(chain(4), [1, 2, 3]), Settings(gradient_accumulation=4, strategy="sharded")
-    schedule = schedule_of(layout, settings, _timed(layout, settings))
+    schedule = timeline_of(layout, settings, _timed(layout, settings))
     assert schedule.bubble == 0.0
     assert schedule.idle == pytest.approx(3 / 4)
 

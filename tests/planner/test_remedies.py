@@ -12,14 +12,14 @@ from ipurun.estimate.advice import Remedy, Situation, remedies_for
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.stages import layout_of_cuts, single_ipu
-from ipurun.estimate.types import Layout, Settings, Verdict
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.estimate.types import Settings, StageLayout, Verdict
+from ipurun.inspect.traced_model import TracedModel
 
 MACHINE = Machine()
 ADAM: Dict[str, Any] = {"state_bytes": 8.0, "state_tensors": 2, "compute_bytes": 2, "accumulator_bytes": 4.0}
 
 
-def _situation(profile: ModelProfile, layout: Layout, settings: Settings) -> Situation:
+def _situation(profile: TracedModel, layout: StageLayout, settings: Settings) -> Situation:
     return Situation(profile, layout, settings, MACHINE, estimate(profile, layout, settings, MACHINE))
 
 

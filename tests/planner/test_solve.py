@@ -16,13 +16,13 @@ from ipurun.estimate.search import Goal, search, split_for, variants_of
 from ipurun.estimate.split import solve_split
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts
 from ipurun.estimate.types import Settings, Verdict
-from ipurun.inspect.traced_model import ModelProfile
+from ipurun.inspect.traced_model import TracedModel
 
 MACHINE = Machine()
 SETTINGS = Settings(gradient_accumulation=64, compute_bytes=2, accumulator_bytes=2.0)
 
 
-def _uneven(rows: Sequence[int], values: Sequence[int]) -> ModelProfile:
+def _uneven(rows: Sequence[int], values: Sequence[int]) -> TracedModel:
     """A chain whose layers take different time and have weights of different size."""
     plain = chain(len(rows))
     ops = tuple(
@@ -35,7 +35,7 @@ def _uneven(rows: Sequence[int], values: Sequence[int]) -> ModelProfile:
     return dataclasses.replace(plain, ops=ops, parameters=parameters)
 
 
-def _best_by_hand(profile: ModelProfile, ipus: int, settings: Settings) -> Optional[Tuple[float, Tuple[int, ...]]]:
+def _best_by_hand(profile: TracedModel, ipus: int, settings: Settings) -> Optional[Tuple[float, Tuple[int, ...]]]:
     found: List[Tuple[float, Tuple[int, ...]]] = []
     for cuts in itertools.combinations(range(1, len(profile.ops)), ipus - 1):
         tried = estimate(profile, layout_of_cuts(profile, cuts), settings, MACHINE)
@@ -75,7 +75,7 @@ def test_what_does_not_fit_has_no_split() -> None:
     assert search(profile, Goal(devices=4, global_batch=64), variants_of(SETTINGS, ()), MACHINE) == []
 
 
-def _with_tied_head(layers: int) -> ModelProfile:
+def _with_tied_head(layers: int) -> TracedModel:
     plain = chain(layers)
     first, last = plain.parameters[0], plain.parameters[-1]
     ops = (*plain.ops[:-1], dataclasses.replace(plain.ops[-1], module="head", parameters=(first.name,)))
@@ -119,7 +119,7 @@ def test_what_may_have_called_a_shared_layer_begins_no_block_behind_it() -> None
     assert [(point.op, point.module) for point in points] == [(1, "encoder"), (4, "decoder.block")]
 
 
-def _with_table(uses: Tuple[int, ...]) -> ModelProfile:
+def _with_table(uses: Tuple[int, ...]) -> TracedModel:
     """A chain of 24 operations, some of which share the weight of the first or of another one."""
     plain = chain(24)
     table = plain.parameters[uses[0]]

@@ -9,23 +9,23 @@ import pytest
 from ipurun.config.compose import Point
 from ipurun.config.schema import RunConfig, SweepConfig
 from ipurun.errors import ConfigError
-from ipurun.sweep.ledger import FAILED, FINISHED, Manifest, Record, find_earlier, point_id
+from ipurun.sweep.ledger import FAILED, FINISHED, Ledger, Record, find_earlier, point_id
 
 
-def _manifest(folder: Path, statuses: Sequence[str]) -> Manifest:
+def _manifest(folder: Path, statuses: Sequence[str]) -> Ledger:
     folder.mkdir(parents=True, exist_ok=True)
     records = [
         Record(f"id{index}", index, "digits", {"lr": str(index)}, [f"lr={index}"], status)
         for index, status in enumerate(statuses)
     ]
-    return Manifest(folder, ["-m", "lr=0,1"], records)
+    return Ledger(folder, ["-m", "lr=0,1"], records)
 
 
 def test_a_manifest_comes_back_from_disk(tmp_path: Path) -> None:
     written = _manifest(tmp_path, [FINISHED, FAILED])
     written.records[1].reason = "out of memory"
     written.save()
-    read = Manifest.load(tmp_path)
+    read = Ledger.load(tmp_path)
     assert read.argv == ["-m", "lr=0,1"] and read.records == written.records
     assert [record.index for record in read.unfinished] == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
@@ -36,7 +36,7 @@ def test_a_folder_without_a_readable_manifest_is_refused(tmp_path: Path, text: s
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ConfigError, match="is not a sweep folder"):
-        Manifest.load(tmp_path)
+        Ledger.load(tmp_path)
 
 
 def test_going_on_takes_over_what_is_done_also_in_another_order(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional
 from ipurun import engine
 from ipurun.build import Run, build_run
 from ipurun.config.schema import RunConfig
-from ipurun.inspect.model_and_data import Subject, inspect
+from ipurun.inspect.model_and_data import ModelAndData, inspect
 from ipurun.planning import make_plan
 from ipurun.training.events import Observer, Summary
 from ipurun.training.loop import train
@@ -40,7 +40,7 @@ def config(**changes: Any) -> RunConfig:
     return made
 
 
-def inspected(settings: RunConfig) -> Subject:
+def inspected(settings: RunConfig) -> ModelAndData:
     return inspect(settings, engine.load("cpu"))
 
 

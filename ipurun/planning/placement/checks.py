@@ -6,7 +6,7 @@ from typing import Dict, List, Optional, Sequence, Set
 
 from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings, listing
-from ipurun.inspect.facts import Facts, OwnBlock
+from ipurun.inspect.facts import Facts, UserBlock
 from ipurun.planning.layers import is_within
 from ipurun.planning.placement.order import Begin, block_at_calls, order_names
 from ipurun.planning.placement.stages import StageList
@@ -44,7 +44,7 @@ def without_doubles(placements: Sequence[Placement], found: Findings) -> List[Pl
 def check_blocks(placements: Sequence[Placement], facts: Facts, found: Findings) -> None:
     """One name on several IPUs, modules that begin a block in the model's code, modules that are never called."""
     ids: Dict[str, Placement] = {}
-    own = {block.module for block in facts.own_blocks if block.module is not None}
+    own = {block.module for block in facts.user_blocks if block.module is not None}
     for placement in placements:
         name = placement.module or "the model"
         same = ids.setdefault(placement.block_id, placement)
@@ -84,7 +84,7 @@ def _check_called(placement: Placement, facts: Facts, found: Findings) -> None:
         )
 
 
-def check_unplaced(blocks: Sequence[OwnBlock], pipeline: PipelineConfig, found: Findings) -> None:
+def check_unplaced(blocks: Sequence[UserBlock], pipeline: PipelineConfig, found: Findings) -> None:
     """Those blocks of the model's code that ask for no IPU, where only a block's IPU would tell its stage."""
     unplaced = [block.block_id or block.module or "a block" for block in blocks if block.ipu is None]
     if unplaced and pipeline.auto_stage == "same_as_ipu":

@@ -59,11 +59,11 @@ def lay_out(
     wanted = wanted_blocks(pipeline, facts, room, found)
     placements, listed = gather(pipeline, wanted, facts, found)
     placements = checks.without_doubles(placements, found)
-    has_unplaced = numbers_blocks and any(block.ipu is None for block in facts.own_blocks)
+    has_unplaced = numbers_blocks and any(block.ipu is None for block in facts.user_blocks)
     if listed is not None:
-        facts = replace(facts, own_blocks=tuple(listed.placed(block) for block in facts.own_blocks))
+        facts = replace(facts, user_blocks=tuple(listed.placed(block) for block in facts.user_blocks))
     elif has_unplaced:
-        checks.check_unplaced(facts.own_blocks, pipeline, found)
+        checks.check_unplaced(facts.user_blocks, pipeline, found)
         facts = number_own_blocks(placements, facts)
     phased = pipeline.strategy.endswith("phased")
     if phased and not placements and room == "pipeline":
@@ -78,12 +78,12 @@ def lay_out(
         placements.insert(0, Placement("", 0, FIRST_BLOCK, pipeline.strategy))
     own = [
         Placement(block.module, block.ipu, block.block_id or block.module, "the model's code")
-        for block in facts.own_blocks
+        for block in facts.user_blocks
         if block.module is not None and block.ipu is not None
     ]
     from_split = all(placement.origin.endswith(".split") or not placement.module for placement in placements)
     begins = begins_of([*placements, *own], facts, listed=from_split and not own)
-    in_code = [block.ipu for block in facts.own_blocks if block.ipu is not None]
+    in_code = [block.ipu for block in facts.user_blocks if block.ipu is not None]
     ipus = 1 + max([*(placement.ipu for placement in placements), *in_code], default=0)
     ipus, stages = _ipus_as_given(pipeline, ipus, begins, bool(placements), room, found)
     if facts.module_names:
@@ -92,7 +92,7 @@ def lay_out(
         if len({begin.placement.ipu for begin in begins} | {0}) > 1:
             checks.check_shared([*placements, *own], facts, found)
     _note_order(begins, facts, from_split, room, found)
-    increment, listed = _numbering(pipeline, begins, listed, bool(facts.own_blocks), has_unplaced, found)
+    increment, listed = _numbering(pipeline, begins, listed, bool(facts.user_blocks), has_unplaced, found)
     if phased:
         listed = listed or _one_block_each(begins)
         names = [", ".join(blocks) for blocks in listed.blocks]

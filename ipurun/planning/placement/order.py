@@ -44,7 +44,7 @@ def begins_of(placements: Sequence[Placement], facts: Facts, listed: bool = Fals
         begins = [Begin(by_module[call.module], call.operations) for call in facts.calls if call.module in by_module]
         begins += [
             Begin(Placement("", block.ipu, block.block_id or "", "the model's code"), block.operations)
-            for block in facts.own_blocks
+            for block in facts.user_blocks
             if block.module is None and block.ipu is not None
         ]
         return sorted(begins, key=lambda begin: begin.operations or 0)
@@ -59,20 +59,20 @@ def number_own_blocks(placements: Sequence[Placement], facts: Facts) -> Facts:
     """The facts with an IPU for every block of the model's code: where it asks for none, `AutoStage.AutoIncrement`
     gives it the number of its stage, counted from 1 over all blocks in the order in which they begin.
     """
-    at_modules = {block.module: block.block_id or block.module for block in facts.own_blocks if block.module}
+    at_modules = {block.module: block.block_id or block.module for block in facts.user_blocks if block.module}
     at_modules.update({placement.module: placement.block_id for placement in placements})
     events = [(call.operations, 0, at_modules.get(call.module)) for call in facts.calls]
-    events += [(block.operations or 0, 1, block.block_id) for block in facts.own_blocks if block.module is None]
-    listed = [*(block.block_id or block.module for block in facts.own_blocks), *at_modules.values()]
+    events += [(block.operations or 0, 1, block.block_id) for block in facts.user_blocks if block.module is None]
+    listed = [*(block.block_id or block.module for block in facts.user_blocks), *at_modules.values()]
     order = [name for *_, name in sorted(events, key=lambda event: event[:2]) if name is not None]
     numbers: Dict[Optional[str], int] = {}
     for name in (*order, *listed):
         numbers.setdefault(name, len(numbers) + 1)
     blocks = tuple(
         block if block.ipu is not None else replace(block, ipu=numbers[block.block_id or block.module])
-        for block in facts.own_blocks
+        for block in facts.user_blocks
     )
-    return replace(facts, own_blocks=blocks)
+    return replace(facts, user_blocks=blocks)
 
 
 def count_stages(begins: Sequence[Begin]) -> int:
@@ -88,7 +88,7 @@ def block_at_calls(placements: Sequence[Placement], facts: Facts) -> Iterator[Tu
     begun: Dict[str, Placement] = {placement.module: placement for placement in placements}
     current: Optional[Placement] = None
     in_code = sorted(
-        (block for block in facts.own_blocks if block.module is None and block.ipu is not None),
+        (block for block in facts.user_blocks if block.module is None and block.ipu is not None),
         key=lambda block: block.operations or 0,
     )
     calls = [(call.module, call.operations) for call in facts.calls] or [(name, 0) for name in order_names(facts)]

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipurun.config.patterns import is_pattern, match_names, unmatched
 from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings
-from ipurun.inspect.facts import Facts, OwnBlock
+from ipurun.inspect.facts import Facts, UserBlock
 from ipurun.planning.placement.forms import Wanted
 from ipurun.planning.plan import Placement
 
@@ -46,7 +46,7 @@ class StageList:
                 return index if self.phases is None else self.phases[index]
         return None
 
-    def placed(self, block: OwnBlock) -> OwnBlock:
+    def placed(self, block: UserBlock) -> UserBlock:
         """A block of the model's code on the IPU of its stage."""
         stage = next((index for index, blocks in enumerate(self.blocks) if block.block_id in blocks), None)
         return block if stage is None else replace(block, ipu=self.ipus[stage])
@@ -147,7 +147,7 @@ def _resolve(
         blocks[0] = (FIRST_BLOCK, *blocks[0])
         places[FIRST_BLOCK] = 0
     left = [block.block_id for block in wanted if block.block_id not in places]
-    left += [block.block_id or "a block without a name" for block in facts.own_blocks if block.block_id not in places]
+    left += [block.block_id or "a block without a name" for block in facts.user_blocks if block.block_id not in places]
     if left:
         found.problem(
             f"`{key}` leaves out blocks: every one has to be in a stage",
@@ -189,7 +189,7 @@ def _stage_ipu(
 def _ids(name: str, wanted: List[Wanted], facts: Facts, key: str, found: Findings) -> List[str]:
     """Blocks that a word names: by their ids, else modules that thereby begin blocks."""
     known = list(dict.fromkeys(block.block_id for block in wanted))
-    own = [block.block_id for block in facts.own_blocks if block.block_id is not None]
+    own = [block.block_id for block in facts.user_blocks if block.block_id is not None]
     if name in (*known, *own, FIRST_BLOCK):
         return [name]
     quiet = Findings()
