@@ -1,6 +1,6 @@
 """How well the planner predicts published runs that it was not fitted to. Run it with ``make bench-planner``.
 
-Every row of tests/planner/published.json is planned like `ipurun plan` does; it takes some minutes.
+Every row of tests/estimate/published.json is planned like `ipurun plan` does; it takes some minutes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Sequence
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "estimate"))
 
 from held_out import Planned, all_planned, pairs_of_pods, plan, rank_correlation
 

@@ -113,7 +113,7 @@ def test_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def _run(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[1])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
