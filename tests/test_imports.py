@@ -46,9 +46,11 @@ def test_only_config_imports_hydra():
     assert offenders("hydra", lambda file: file.startswith("ipurun/config/")) == []
 
 
-def test_config_plan_and_planner_never_import_torch():
-    rooms = ("ipurun/config/", "ipurun/plan/", "ipurun/planner/")
-    assert offenders("torch", lambda file: not file.startswith(rooms)) == []
+def test_config_plan_and_estimate_never_import_torch():
+    """The estimate's one entry traces a model first; everything it computes with is pure."""
+    pure = ("ipurun/api/", "ipurun/config/", "ipurun/planning/", "ipurun/estimate/")
+    found = offenders("torch", lambda file: not file.startswith(pure) or file == "ipurun/estimate/plan_estimate.py")
+    assert found == []
 
 
 def test_the_emulator_stands_alone():
@@ -74,40 +76,65 @@ def test_private_modules_of_the_emulator_are_imported_inside_it_alone():
 
 
 def test_runs_reach_the_emulator_through_the_engine_module_alone():
-    """Besides it, only what has no PopTorch to go through: `exec`, and the planner's look at the captured graph."""
+    """Besides it, only what needs no PopTorch: `exec`, and the inspection of a captured graph."""
     doors = (
         "ipurun/emulator/",
         "ipurun/engine.py",
         "ipurun/cli/exec.py",
-        "ipurun/build/cached_executables",
-        "ipurun/build/profile",
-        "ipurun/build/structure",
+        "ipurun/build/cached_executables.py",
+        "ipurun/inspect/",
     )
     assert offenders("ipurun.emulator", lambda file: file.startswith(doors)) == []
 
 
-@pytest.mark.parametrize(
-    ("room", "later_rooms"),
-    [
-        ("config", ["plan", "planner", "build", "train", "checkpoint", "log", "sweep", "cli"]),
-        ("plan", ["planner", "build", "train", "checkpoint", "log", "sweep", "cli"]),
-        ("planner", ["build", "train", "checkpoint", "log", "sweep", "cli"]),
-        ("build", ["log", "sweep", "cli"]),
-        ("train", ["log", "sweep", "cli"]),
-        ("checkpoint", ["plan", "build", "log", "sweep", "cli"]),
-        ("log", ["build", "sweep", "cli"]),
-        ("datasets", ["config", "plan", "build", "train", "checkpoint", "log", "sweep", "cli"]),
-    ],
+# A run flows down this list: config > inspect > planning > [estimate] > build > training, never back.
+FLOW = (
+    "emulator",
+    "errors",
+    "module_search",
+    "api",
+    "config",
+    "datasets",
+    "engine",
+    "metrics",
+    "schedules",
+    "inspect",
+    "planning",
+    "estimate",
+    "build",
+    "checkpoint",
+    "training",
+    "log",
+    "runs",
+    "sweep",
+    "cli",
 )
-def test_a_room_does_not_reach_into_later_ones(room, later_rooms):
-    inside = f"ipurun/{room}/"
-    found = [
-        offence
-        for later in later_rooms
-        for offence in offenders(f"ipurun.{later}", lambda file: not file.startswith(inside))
-        if "ipurun.planning.plan" not in offence  # the words that all rooms speak
+
+
+def test_no_package_imports_a_later_one():
+    backward = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        if path.relative_to(ROOT).parts[0] == "ipurun" and path.relative_to(ROOT / "ipurun").parts[0][:2] != "__"
+        for name, line in imported(path)
+        if name.startswith("ipurun.") and name.split(".")[1] in FLOW
+        if FLOW.index(name.split(".")[1]) > FLOW.index(path.relative_to(ROOT / "ipurun").with_suffix("").parts[0])
     ]
-    assert found == []
+    assert backward == []
+
+
+def test_every_package_has_its_place_in_the_flow():
+    names = {path.relative_to(ROOT / "ipurun").with_suffix("").parts[0] for path in (ROOT / "ipurun").rglob("*.py")}
+    assert {name for name in names if not name.startswith("__")} - {"conf", "recipes"} == set(FLOW)
+
+
+def test_a_plain_run_loads_no_estimate_and_no_sweep(tmp_path):
+    program = (
+        "from ipurun.cli.main import main\n"
+        "assert main(['train', '+recipe=mnist', 'data=synthetic', 'max_steps=1', '--quiet']) == 0"
+    )
+    loaded = modules_after(program, tmp_path)
+    assert [name for name in loaded if name.startswith(("ipurun.estimate", "ipurun.sweep"))] == []
 
 
 def called_name(node):
@@ -117,8 +144,8 @@ def called_name(node):
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def loaded_after(program, cwd, **environment):
-    """The top-level packages that a fresh interpreter has loaded after a program."""
+def modules_after(program, cwd, **environment):
+    """The modules that a fresh interpreter has loaded after a program."""
     code = f"import sys, json\n{program}\nsys.stderr.write(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -129,7 +156,12 @@ def loaded_after(program, cwd, **environment):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return {name.split(".")[0] for name in json.loads(done.stderr.splitlines()[-1])}
+    return json.loads(done.stderr.splitlines()[-1])
+
+
+def loaded_after(program, cwd, **environment):
+    """The top-level packages that a fresh interpreter has loaded after a program."""
+    return {name.split(".")[0] for name in modules_after(program, cwd, **environment)}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +192,7 @@ def test_completion_never_loads_torch(tmp_path, line):
     assert loaded & {"torch", "numpy", "poptorch"} == set()
 
 
-@pytest.mark.parametrize("room", ["config", "plan"])
+@pytest.mark.parametrize("room", ["api", "config", "planning"])
 def test_rooms_without_torch_load_none_by_way_of_others(tmp_path, room):
     names = [
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").replace(".__init__", "")
@@ -172,7 +204,7 @@ def test_rooms_without_torch_load_none_by_way_of_others(tmp_path, room):
 
 
 def test_nothing_but_the_command_line_prints_or_exits():
-    programs = ("ipurun/cli/", "ipurun/emulator/", "ipurun/config/native.py", "ipurun/sweep/point.py")
+    programs = ("ipurun/cli/", "ipurun/emulator/", "ipurun/config/hydra_main.py", "ipurun/sweep/worker.py")
     found = []
     for path in MODULES:
         if path.relative_to(ROOT).as_posix().startswith(programs):

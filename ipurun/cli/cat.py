@@ -9,9 +9,8 @@ from ipurun.cli.common import split
 from ipurun.config.catalog import find
 from ipurun.errors import ConfigError
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Print a recipe."
 
 _USAGE = """\
 usage: ipurun cat RECIPE

@@ -10,7 +10,6 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ipurun.config.argv import parse_argv
 from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
 
 __all__ = ["Flags", "answer", "explain", "guarded", "only_json", "print_json", "show_problems", "split"]
@@ -187,12 +186,12 @@ def answer(command: str, argv: List[str]) -> Optional[int]:
         if details:
             raise ConfigError(f"`{details[0]}` goes with --cfg", "command line", fix="--cfg job --resolve")
         return None
-    from ipurun.config import compose
-    from ipurun.config import hydra_main as native
+    from ipurun.config import compose, hydra_main
+    from ipurun.config.argv import parse_argv
 
     _, rest = split(argv)
     words = parse_argv(rest)
     problems = [problem for point in compose.points(rest, command).points for problem in point.problems]
     if problems:
         raise ConfigError(problems)
-    return native.inquire(command, words)
+    return hydra_main.inquire(command, words)

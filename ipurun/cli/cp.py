@@ -9,9 +9,8 @@ from ipurun.cli.common import split
 from ipurun.config.catalog import copy_recipe
 from ipurun.errors import ConfigError
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Copy a recipe, YAML and code, into the working folder to edit."
 
 _USAGE = """\
 usage: ipurun cp RECIPE [NEW_NAME]

@@ -7,9 +7,8 @@ from typing import Any, Dict, List, Tuple
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.errors import ConfigError
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Show engine, SDK and library versions, for a bug report."
 
 _USAGE = """\
 usage: ipurun env [--json]

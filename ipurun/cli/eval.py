@@ -8,9 +8,8 @@ from typing import List, Optional
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.errors import ConfigError
 
-__all__ = ["HELP", "run", "run_folder_of"]
+__all__ = ["run", "run_folder_of"]
 
-HELP = "Evaluate the weights of a run."
 
 _USAGE = """\
 usage: ipurun eval RUN_FOLDER [key=value ...] [flags]

@@ -7,9 +7,8 @@ from typing import List
 
 from ipurun.errors import ConfigError
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Run a PopTorch program on the CPU engine."
 
 _USAGE = """\
 usage: ipurun exec SCRIPT [ARGS ...]

@@ -12,9 +12,8 @@ from ipurun.config.catalog import recipes
 from ipurun.config.optimum import Imported, import_config
 from ipurun.errors import ConfigError
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Turn an ipu_config.json (optimum) into a recipe."
 
 _USAGE = """\
 usage: ipurun import FILE [NAME] [--layers MODULE]

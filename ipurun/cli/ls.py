@@ -13,9 +13,8 @@ from ipurun.config.catalog import Entry, groups, recipes
 from ipurun.config.schema import Key, RunConfig, walk_keys
 from ipurun.errors import ConfigError, nearest
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "List recipes; `ls keys` lists every config key."
 
 _USAGE = """\
 usage: ipurun ls [recipes]

@@ -10,14 +10,13 @@ from ipurun.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from ipurun.config.compose import Points
-    from ipurun.estimate.plan_estimate import PlanEstimate
+    from ipurun.estimate.advice import PlanEstimate
     from ipurun.estimate.search import Solution
     from ipurun.planning.artifacts import CacheState
     from ipurun.runs.prepare import PreparedRun
 
-__all__ = ["EXIT_DOES_NOT_FIT", "HELP", "run"]
+__all__ = ["EXIT_DOES_NOT_FIT", "run"]
 
-HELP = "Compose, check and show everything that would happen; touch nothing."
 EXIT_DOES_NOT_FIT = 3
 
 _USAGE = """\

@@ -9,9 +9,8 @@ from typing import List, Optional
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.cli.eval import run_folder_of, text
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Write a run's predictions for a split of its data."
 
 _USAGE = """\
 usage: ipurun predict RUN_FOLDER [key=value ...] [flags]

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from ipurun.config.compose import Point, Points
     from ipurun.planning.plan import Plan
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Train a model from a recipe; any key can be overridden (-m sweeps)."
 
 _USAGE = """\
 usage: ipurun train +recipe=NAME [key=value ...] [flags]
@@ -117,8 +116,7 @@ def _set_environment(plan: Plan, argv: List[str]) -> None:
 def _sweep(points: Points, flags: Flags, argv: List[str]) -> int:
     with only_json(flags.json):
         from ipurun.log.screen import PlainScreen, make_screen
-        from ipurun.sweep.run import run_sweep
-        from ipurun.sweep.table import final_line, show_result
+        from ipurun.sweep.run import final_line, run_sweep, show_result
 
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         errors = PlainScreen(sys.stderr)

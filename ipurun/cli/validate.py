@@ -8,9 +8,8 @@ from ipurun.cli.common import only_json, print_json, split
 from ipurun.config.argv import parse_argv
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["HELP", "run"]
+__all__ = ["run"]
 
-HELP = "Check configs and say whether they are fine."
 
 _USAGE = """\
 usage: ipurun validate +recipe=NAME [key=value ...] [flags]

@@ -7,13 +7,19 @@ import os
 from pathlib import Path
 from typing import Dict, List, Optional
 
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["builtin_folder", "check_user_folders", "files", "groups", "recipes_folder", "register", "user_folders"]
+__all__ = [
+    "add_user_folder",
+    "builtin_folder",
+    "check_user_folders",
+    "files",
+    "groups",
+    "recipes_folder",
+    "user_folders",
+]
+
+_extra_folder: Optional[str] = None
 
 
 def builtin_folder() -> Path:
@@ -33,23 +39,10 @@ def _folder_of(package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-_extra_folder: Optional[str] = None
-
-
-class UserFolders(SearchPathPlugin):
-    """Appends the user's folders, so that built-in names stay what the documentation says they are."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in user_folders():
-            search_path.append("user", f"file://{folder}")
-
-
-def register(config_dir: Optional[str] = None) -> None:
-    """Make Hydra look into the user's folders, whichever of its doors is used."""
+def add_user_folder(folder: Optional[str]) -> None:
+    """Make ``--config-dir`` one of the user's folders; None takes it back."""
     global _extra_folder
-    _extra_folder = config_dir
-    if UserFolders not in Plugins.instance().discover(SearchPathPlugin):
-        Plugins.instance().register(UserFolders)
+    _extra_folder = folder
 
 
 def user_folders() -> List[str]:

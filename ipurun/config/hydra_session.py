@@ -11,15 +11,17 @@ from typing import Iterator, List, Mapping, Optional, Sequence, Tuple
 import yaml
 from hydra import initialize_config_module, version
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ipurun.config import folders as search
-from ipurun.config import overrides
+from ipurun.config import folders, overrides
 from ipurun.config.argv import Argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, check_document, display, read_document, yaml_problem
@@ -50,7 +52,7 @@ class Session:
     def __init__(self, loader: ConfigLoader, config_name: str) -> None:
         self.loader = loader
         self.config_name = config_name
-        self.groups = search.groups()
+        self.groups = folders.groups()
 
     def sweep_parameters(self, parsed: Sequence[overrides.Parsed]) -> List[overrides.Parsed]:
         """Sweeps that a config declares itself (``hydra.sweeper.params``); the command line wins over them."""
@@ -136,12 +138,22 @@ class Session:
             config[group] = fresh[group]
 
 
+class _UserFolders(SearchPathPlugin):
+    """Append the user's folders, so that built-in names keep the meaning that the documentation gives them."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in folders.user_folders():
+            search_path.append("user", f"file://{folder}")
+
+
 def prepare_hydra(words: Argv) -> None:
     """Set Hydra up for ipurun: its schema, and the user's folders."""
     version.setbase("1.3")
     ConfigStore.instance().store(name="schema", node=RunConfig)
-    search.register(words.config_dir)
-    search.check_user_folders()
+    folders.add_user_folder(words.config_dir)
+    if _UserFolders not in Plugins.instance().discover(SearchPathPlugin):
+        Plugins.instance().register(_UserFolders)
+    folders.check_user_folders()
 
 
 @contextmanager
@@ -156,7 +168,7 @@ def opened(words: Argv) -> Iterator[Session]:
 def _file_of(config_path: Optional[str]) -> Optional[Path]:
     if config_path is None or config_path.startswith("hydra/"):
         return None
-    for folder in [str(builtin_folder())] + search.user_folders():
+    for folder in [str(builtin_folder())] + folders.user_folders():
         path = Path(folder) / f"{config_path}.yaml"
         if path.is_file():
             return path
@@ -215,7 +227,7 @@ def _missing(error: MissingConfigException, groups: Mapping[str, Sequence[str]])
     name = error.missing_cfg_file or str(error).splitlines()[0]
     group, _, option = str(name).rpartition("/")
     if not group:
-        seen = f"no {option}.yaml in {', '.join([*search.user_folders(), 'the built-in configs'])}"
+        seen = f"no {option}.yaml in {', '.join([*folders.user_folders(), 'the built-in configs'])}"
         return Problem(f"no config `{option}`", "command line: --config-name", seen, fix="--config-name train")
     where = _chosen_in(group, option) or "a defaults list"
     known = listing(groups.get(group, sorted(groups)), most=40)
@@ -225,8 +237,8 @@ def _missing(error: MissingConfigException, groups: Mapping[str, Sequence[str]])
 def _chosen_in(group: str, option: str) -> str:
     """File and line of the user's that choose an option, since Hydra names the root of all configs."""
     chooses = re.compile(rf"^\s*-\s*(override\s+)?/?{re.escape(group)}\s*:\s*{re.escape(option)}\s*(#.*)?$")
-    for folder in search.user_folders():
-        for path in search.files(folder):
+    for folder in folders.user_folders():
+        for path in folders.files(folder):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             for number, line in enumerate(lines, start=1):
                 if chooses.match(line):
@@ -236,8 +248,8 @@ def _chosen_in(group: str, option: str) -> str:
 
 def _file(config: str) -> Path:
     """The file of a config that Hydra calls ``group/name``."""
-    folders = [str(builtin_folder()), *search.user_folders()]
-    candidates = [Path(folder) / f"{config}.yaml" for folder in folders]
+    places = [str(builtin_folder()), *folders.user_folders()]
+    candidates = [Path(folder) / f"{config}.yaml" for folder in places]
     return next((path for path in candidates if path.is_file()), candidates[-1])
 
 
@@ -247,8 +259,8 @@ def _broken_file(error: yaml.YAMLError) -> Problem:
         return yaml_problem(Path(mark.name), error)
     # Some files are read without their name: parse the candidates until one fails, best in the same way.
     problems = []
-    for folder in [*search.user_folders(), str(builtin_folder())]:
-        for path in search.files(folder):
+    for folder in [*folders.user_folders(), str(builtin_folder())]:
+        for path in folders.files(folder):
             try:
                 read_document(path, "")
             except yaml.YAMLError as own:

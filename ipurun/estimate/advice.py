@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Collection, Iterator, List, Optional, Sequence, Tuple
 
 from ipurun.estimate.costs import op_costs, proportion_of
-from ipurun.estimate.estimate import estimate
+from ipurun.estimate.estimate import estimate, worst
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.search import Goal, Solution, search, split_for, split_overrides, variants_of
+from ipurun.estimate.pipeline import PipelineTimeline
+from ipurun.estimate.search import Goal, Needs, Solution, search, split_for, split_overrides, variants_of
 from ipurun.estimate.settings import Words, resized
 from ipurun.estimate.stages import single_ipu
 from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
 from ipurun.inspect.traced_model import TracedModel, TracedOp
 from ipurun.planning.devices import MAX_IPUS
 
-__all__ = ["Change", "Remedy", "Situation", "remedies_for"]
+__all__ = ["PlanEstimate", "Change", "Remedy", "Situation", "remedies_for"]
 
 _WORTH_SECONDS = 1.02
 _WORTH_SHARE = 0.005  # of an IPU's memory
@@ -349,3 +350,32 @@ def _split_change(situation: Situation, size: int, settings: Settings) -> Option
         replicas = "more" if size < ipus else "fewer" if settings.replicas < situation.settings.replicas else "as many"
         title = f"{size} IPUs a replica, {replicas} replicas"
     return Change(title, (*split_overrides(split, situation.words), *words), settings, split.layout)
+
+
+@dataclass(frozen=True)
+class PlanEstimate:
+    """What the planner tells of a plan. Every figure is an estimate.
+
+    Args:
+        situation: Model, layout, settings, machine and estimate.
+        schedule: The pipeline in cycles.
+        remedies: Changes that help, best first.
+        needs: What it would take, where no change makes it fit.
+        inference: The same of evaluation and prediction; None where the model cannot be traced in eval mode.
+    """
+
+    situation: Situation
+    schedule: PipelineTimeline
+    remedies: Tuple[Remedy, ...] = ()
+    needs: Optional[Needs] = None
+    inference: Optional[Situation] = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worse of the verdicts of training and of inference."""
+        return worst(each.estimate.verdict for each in (self.situation, self.inference) if each is not None)
+
+    @property
+    def estimate(self) -> Estimate:
+        """The estimate of the plan."""
+        return self.situation.estimate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, FrozenSet, List, Mapping, Optional, Tuple
 
@@ -12,13 +11,12 @@ from torch import nn
 
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError
-from ipurun.estimate.advice import Remedy, Situation, remedies_for
+from ipurun.estimate.advice import PlanEstimate, Situation, remedies_for
 from ipurun.estimate.calibration import FREE, Measurement, calibrate_to_run, measured_throughput
-from ipurun.estimate.estimate import estimate, worst
-from ipurun.estimate.pipeline import PipelineTimeline, timeline_of
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.pipeline import timeline_of
 from ipurun.estimate.search import (
     Goal,
-    Needs,
     Solution,
     needs_of,
     powers_up_to,
@@ -29,7 +27,7 @@ from ipurun.estimate.search import (
 )
 from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, settings_of, words_of
 from ipurun.estimate.split import Split
-from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
+from ipurun.estimate.types import Settings, StageLayout, Verdict
 from ipurun.inspect.data import is_stream
 from ipurun.inspect.facts import Facts
 from ipurun.inspect.model_and_data import ModelAndData
@@ -43,36 +41,7 @@ from ipurun.planning.layers import stacks
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
 
-__all__ = ["PlanEstimate", "auto_split", "calibrated_words", "estimate_plan", "solve"]
-
-
-@dataclass(frozen=True)
-class PlanEstimate:
-    """What the planner tells of a plan. Every figure is an estimate.
-
-    Args:
-        situation: Model, layout, settings, machine and estimate.
-        schedule: The pipeline in cycles.
-        remedies: Changes that help, best first.
-        needs: What it would take, where no change makes it fit.
-        inference: The same of evaluation and prediction; None where the model cannot be traced in eval mode.
-    """
-
-    situation: Situation
-    schedule: PipelineTimeline
-    remedies: Tuple[Remedy, ...] = ()
-    needs: Optional[Needs] = None
-    inference: Optional[Situation] = None
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worse of the verdicts of training and of inference."""
-        return worst(each.estimate.verdict for each in (self.situation, self.inference) if each is not None)
-
-    @property
-    def estimate(self) -> Estimate:
-        """The estimate of the plan."""
-        return self.situation.estimate
+__all__ = ["auto_split", "calibrated_words", "estimate_plan", "solve"]
 
 
 def estimate_plan(config: RunConfig, plan: Plan, subject: ModelAndData) -> PlanEstimate:

@@ -6,8 +6,8 @@ import shlex
 from html import escape
 from typing import Dict, List, Sequence, Tuple
 
+from ipurun.estimate.advice import PlanEstimate
 from ipurun.estimate.pipeline import gantt
-from ipurun.estimate.plan_estimate import PlanEstimate
 from ipurun.estimate.types import IpuMemory, StageLayout
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.log.estimate_text import change_text, count_short

@@ -6,9 +6,8 @@ import shlex
 from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
-from ipurun.estimate.advice import Remedy, Situation
+from ipurun.estimate.advice import PlanEstimate, Remedy, Situation
 from ipurun.estimate.pipeline import PipelineTimeline, timeline_of
-from ipurun.estimate.plan_estimate import PlanEstimate
 from ipurun.estimate.search import Needs, Solution
 from ipurun.estimate.types import Estimate, IpuMemory, Verdict
 from ipurun.log.format import WIDE, columns, count, fitted, plural

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
@@ -11,17 +12,17 @@ from typing import Any, Dict, List, Optional, Sequence
 from ipurun.checkpoint import latest
 from ipurun.config.compose import Points
 from ipurun.errors import ConfigError
-from ipurun.log.format import count, duration, metric
+from ipurun.log.format import count, duration, metric, plural
 from ipurun.log.screen import Screen
 from ipurun.runs.folder import RunFolder, check_writable, new_folder, slug, timestamp
 from ipurun.sweep.check import Checked, check_points
 from ipurun.sweep.child import Outcome, run_child
 from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PENDING, RUNNING, Ledger, Record, find_earlier
 from ipurun.sweep.remote import Replay
-from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, value_of
+from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, table_lines, throughput_lines, value_of
 from ipurun.sweep.worker import write_job
 
-__all__ = ["SweepResult", "run_sweep"]
+__all__ = ["SweepResult", "final_line", "run_sweep", "show_result"]
 
 _AUTO = "auto"
 
@@ -212,3 +213,39 @@ def _replace(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+def show_result(result: SweepResult, screen: Screen) -> None:
+    """The table, throughput against the swept key, and what to type next."""
+    screen.line("")
+    asked = result.rank_by
+    if asked is not None and asked != result.ranking.column and result.ranking.best is not None:
+        screen.line(f"note: no result has sweep.rank_by={asked}; ranked by {result.ranking.column}")
+    for line in [*table_lines(result.ranking), *_spaced(throughput_lines(result.ranking.records))]:
+        screen.line(line)
+    screen.line("")
+    screen.line(final_line(result))
+    screen.line(f"table: {result.folder / 'sweep.csv'} and sweep.json")
+    if result.num_failed or result.num_unfinished:
+        words = [word for word in result.argv if not word.lstrip("+").startswith("resume=")]
+        screen.line(f"run what is unfinished: {shlex.join(['ipurun', 'train', *words, f'resume={result.folder}'])}")
+
+
+def final_line(result: SweepResult) -> str:
+    """The sweep in one line."""
+    records = result.ranking.records
+    done = len(records) - result.num_failed - result.num_unfinished
+    parts = [f"{done} of {plural(len(records), 'point')} finished"]
+    if result.num_failed:
+        parts.append(f"{result.num_failed} failed")
+    if result.num_unfinished:
+        parts.append(f"{result.num_unfinished} not run to the end")
+    best = result.ranking.best
+    if best is not None:
+        swept = " ".join(f"{key}={value}" for key, value in best.swept.items())
+        parts.append(f"best {result.ranking.column} {metric(result.best_value)} with {swept or best.name}")
+    return ", ".join(parts)
+
+
+def _spaced(lines: List[str]) -> List[str]:
+    return ["", *lines] if lines else []

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from ipurun.log.format import count, duration, metric, plural
-from ipurun.log.screen import Screen
+from ipurun.log.format import count, duration, metric
 from ipurun.sweep.ledger import FINISHED, Record
-from ipurun.sweep.run import SweepResult
 
 __all__ = [
     "Ranking",
     "csv_text",
-    "final_line",
     "rank",
     "rows_as_data",
-    "show_result",
     "table_lines",
     "throughput_lines",
     "value_of",
@@ -182,39 +177,3 @@ def _aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> List[str]:
     widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
     rows = [header, ["-" * width for width in widths], *body]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def show_result(result: SweepResult, screen: Screen) -> None:
-    """The table, throughput against the swept key, and what to type next."""
-    screen.line("")
-    asked = result.rank_by
-    if asked is not None and asked != result.ranking.column and result.ranking.best is not None:
-        screen.line(f"note: no result has sweep.rank_by={asked}; ranked by {result.ranking.column}")
-    for line in [*table_lines(result.ranking), *_spaced(throughput_lines(result.ranking.records))]:
-        screen.line(line)
-    screen.line("")
-    screen.line(final_line(result))
-    screen.line(f"table: {result.folder / 'sweep.csv'} and sweep.json")
-    if result.num_failed or result.num_unfinished:
-        words = [word for word in result.argv if not word.lstrip("+").startswith("resume=")]
-        screen.line(f"run what is unfinished: {shlex.join(['ipurun', 'train', *words, f'resume={result.folder}'])}")
-
-
-def final_line(result: SweepResult) -> str:
-    """The sweep in one line."""
-    records = result.ranking.records
-    done = len(records) - result.num_failed - result.num_unfinished
-    parts = [f"{done} of {plural(len(records), 'point')} finished"]
-    if result.num_failed:
-        parts.append(f"{result.num_failed} failed")
-    if result.num_unfinished:
-        parts.append(f"{result.num_unfinished} not run to the end")
-    best = result.ranking.best
-    if best is not None:
-        swept = " ".join(f"{key}={value}" for key, value in best.swept.items())
-        parts.append(f"best {result.ranking.column} {metric(result.best_value)} with {swept or best.name}")
-    return ", ".join(parts)
-
-
-def _spaced(lines: List[str]) -> List[str]:
-    return ["", *lines] if lines else []

@@ -165,7 +165,7 @@ def test_code_of_the_user_that_raises_is_shown_with_its_line(words: Any, capsys:
 def test_an_attribute_that_a_package_fails_to_import(capsys: pytest.CaptureFixture) -> None:
     assert main(["train", "+recipe=own", "model._target_=own_code.Lazy"]) == 2
     text = " ".join(capsys.readouterr().err.split())
-    assert "`model._target_`: own_code cannot give its `Lazy`" in text and "sentencepiece" in text
+    assert "`model._target_`: importing `Lazy` from own_code failed" in text and "sentencepiece" in text
     assert "from own_code import Lazy" in text
 
 

@@ -13,6 +13,8 @@ import importlib, pkgutil, sys
 sys.modules["torch"] = None  # an import of it fails
 import ipurun.estimate
 for found in pkgutil.iter_modules(ipurun.estimate.__path__):
+    if found.name == "plan_estimate":
+        continue  # it traces the model first
     importlib.import_module(f"ipurun.estimate.{found.name}")
 import ipurun.log.estimate_text, ipurun.log.estimate_html
 """

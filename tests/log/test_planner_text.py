@@ -8,11 +8,10 @@ from typing import Any, List
 import pytest
 import yaml
 
-from ipurun.estimate.advice import Remedy, Situation
+from ipurun.estimate.advice import PlanEstimate, Remedy, Situation
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.pipeline import timeline_of
-from ipurun.estimate.plan_estimate import PlanEstimate
 from ipurun.estimate.search import Solution
 from ipurun.estimate.stages import layout_of_cuts
 from ipurun.estimate.types import IpuMemory, Settings, Verdict

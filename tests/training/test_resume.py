@@ -240,7 +240,7 @@ if __name__ == "__main__":
 """
     script = tmp_path / "script.py"
     script.write_text(code)
-    path = os.pathsep.join([str(root), str(root / "tests" / "train")])
+    path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "run")],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
