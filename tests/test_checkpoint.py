@@ -158,7 +158,8 @@ def test_kill_during_a_save_leaves_the_earlier_checkpoint(tmp_path: Path, moment
         import os, signal, sys
         from pathlib import Path
         import torch
-        from ipurun.checkpoint import save, store
+        from ipurun import checkpoint as store
+        from ipurun.checkpoint import save
         place, moment = Path(sys.argv[1]), sys.argv[2]
         save(place, 1, {"model": torch.ones(10)})
 
