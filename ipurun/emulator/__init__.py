@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 
 from ipurun.emulator import enums, ops, optim, options, poptorch_core, profiling
 from ipurun.emulator._capture.structures import (
@@ -183,6 +184,22 @@ __all__ = [
 # PopTorch does so at import, for programs that fork after the device libraries were loaded.
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 atexit.register(poptorchAtExit)
+
+# Models, options and optimizers pickled by ipurun 0.1.0 name the modules that held their classes then.
+_PICKLED_IN_0_1_0 = {
+    "_annotations": "_ops.annotations",
+    "_attributes": "_ops.annotations",
+    "_blocks": "_ops.blocks",
+    "_cpu_ops": "_ops.custom_ops",
+    "_multi_conv": "_ops.multi_conv",
+    "_optim_base": "_optimizer.base",
+    "_option_groups": "_options.groups",
+    "_strategies": "_options.strategies",
+    "_tensor_locations": "_options.groups",
+    "_wrapping": "_executor.wrapping",
+}
+for _old, _new in _PICKLED_IN_0_1_0.items():
+    sys.modules[f"{__name__}.{_old}"] = sys.modules[f"{__name__}.{_new}"]
 
 _REMOVED = {
     "Compiler": "removed after PopTorch 2.6",

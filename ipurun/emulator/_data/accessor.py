@@ -29,7 +29,6 @@ _STRATEGIES: Mapping[enums.SharingStrategy, Tuple[str, Optional[str]]] = {
     enums.SharingStrategy.Fork: ("fork", None),
     enums.SharingStrategy.ForkServer: ("forkserver", None),
 }
-_PACKAGE = __name__.rpartition(".")[0]
 _SECONDS_TO_FINISH = 2.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
@@ -131,7 +130,7 @@ class _Worker:
         context = torch.multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             # Every worker of the program then starts at once instead of importing torch again.
-            context.set_forkserver_preload([] if _is_shadowed(os.getcwd()) else ["__main__", _PACKAGE])
+            context.set_forkserver_preload([] if _is_shadowed(os.getcwd()) else ["__main__", "ipurun.emulator"])
         self._pause_seconds = settings.pause_seconds
         self._data_buffers = Ring(context, buffer_size)
         receiver, sender = context.Pipe(duplex=False)

@@ -59,7 +59,7 @@ def read(filename: str) -> Dict[str, Any]:
     try:
         return torch.load(stream, weights_only=False)
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise createPoptorchError(f"{filename} cannot be read: {error}") from error
+        raise createPoptorchError(f"{filename} cannot be read: {error}. Export it again with this version.") from error
 
 
 def _target(filename: str) -> str:

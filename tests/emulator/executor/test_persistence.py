@@ -10,6 +10,9 @@ from torch import nn
 import ipurun.emulator as poptorch
 
 
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -38,6 +41,15 @@ def test_training_resumed_from_a_file_continues_as_without(tmp_path):
     resumed = poptorch.load(str(path))
     assert resumed.isCompiled()
     assert [resumed(x, labels)[1] for _ in range(3)] == expected
+
+
+def test_files_written_by_the_first_edition_still_load():
+    """Its pickles name modules that have moved since; the losses are those it went on to compute."""
+    resumed = poptorch.load(os.path.join(FOLDER, "exported_by_0.1.0.poptorch"))
+    losses = torch.stack([resumed(*images(4))[1] for _ in range(3)])
+    torch.testing.assert_close(losses, torch.tensor([0.5568890, 0.2643275, 0.0883595]), rtol=1e-4, atol=1e-5)
+    model = torch.load(os.path.join(FOLDER, "model_saved_by_0.1.0.pt"), weights_only=False)
+    assert model(images(4)[0]).shape == (4, 3)
 
 
 def test_random_streams_continue(tmp_path):
