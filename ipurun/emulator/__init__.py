@@ -19,10 +19,16 @@ from ipurun.emulator._capture.structures import (
 from ipurun.emulator._data.accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator._executor.device import ipuHardwareIsAvailable, ipuHardwareVersion
-from ipurun.emulator._executor.model_wrappers import inferenceModel, load, trainingModel
 from ipurun.emulator._impl import __version__, createPoptorchError, isRunningOnIpu
 from ipurun.emulator._logging import logger, setLogLevel
-from ipurun.emulator._poplar_executor import PoplarExecutor, registerPostCompileHook, registerPreCompileHook
+from ipurun.emulator._poplar_executor import (
+    PoplarExecutor,
+    inferenceModel,
+    load,
+    registerPostCompileHook,
+    registerPreCompileHook,
+    trainingModel,
+)
 from ipurun.emulator._printing import module_repr, print
 from ipurun.emulator._utils import accessAttributes, getIpuTensorId
 from ipurun.emulator.autocasting import autocast
@@ -191,7 +197,7 @@ _PICKLED_IN_0_1_0 = {
     "_attributes": "_ops.annotations",
     "_blocks": "_ops.blocks",
     "_cpu_ops": "_ops.custom_ops",
-    "_multi_conv": "_ops.multi_conv",
+    "_multi_conv": "_ops.annotations",
     "_optim_base": "_optimizer.base",
     "_option_groups": "_options.groups",
     "_strategies": "_options.strategies",

@@ -1,4 +1,4 @@
-"""PoplarExecutor, which trainingModel and inferenceModel return, and the hooks of its compiles."""
+"""PoplarExecutor, the functions that create one (trainingModel, inferenceModel, load), and compile hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from ipurun.emulator._capture.graph import Placement
 from ipurun.emulator._executor import files, wrapping
 from ipurun.emulator._executor.device import Device, raise_requested_fault
-from ipurun.emulator._executor.files import write_compile_files
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
 from ipurun.emulator._executor.model_guard import named_tensors
 from ipurun.emulator._executor.weights import ParameterProxy, ReplicaGroups
-from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._impl import __version__, createPoptorchError
 from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._logs.lowering import lowered_ops
 from ipurun.emulator._optimizer.executor import ExecutorOptimizer
@@ -29,11 +28,9 @@ from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
 from ipurun.emulator._run.executable import Executable, default_seed
 from ipurun.emulator._run.executable_cache import cache_lock
-from ipurun.emulator.enums import OutputMode
+from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel
-
-__all__ = ["PoplarExecutor", "registerPostCompileHook", "registerPreCompileHook"]
 
 # A nominal clock, to turn measured seconds into a number of cycles.
 _CYCLES_PER_SECOND = 1.85e9
@@ -532,7 +529,7 @@ class PoplarExecutor:
         self._executable = executable
         self._compiled_arguments = given
         default_name = "training" if self._training else "inference"
-        write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
+        files.write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:
@@ -571,3 +568,94 @@ def _partials(op_type: str, backend: Dict[str, Any]) -> Dict[str, str]:
     if op_type in ("Conv", "MultiConv"):
         return {"partialsType[0]": backend.get("convolutionOptions", {}).get("partialsType", "float")}
     return {}
+
+
+def _user_model(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module:
+    return model._user_model if isinstance(model, PoplarExecutor) else model
+
+
+def trainingModel(
+    model: Union[torch.nn.Module, PoplarExecutor],
+    options: Optional[Options] = None,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+) -> PoplarExecutor:
+    """Wrap a model that returns a loss, so that each call runs forward, backward and the weight update.
+
+    Args:
+        model: The model, or an executor of it. Its class is changed in place, so that reading its weights
+            fetches them from the device.
+        options: How to run it; frozen from now on.
+        optimizer: One of ``poptorch.optim`` or ``torch.optim``; SGD with lr 0.01 if None.
+
+    Returns:
+        The executor, to be called in place of the model.
+
+    Raises:
+        RuntimeError: The model is wrapped for training already.
+    """
+    user_model = _user_model(model)
+    return PoplarExecutor(
+        model=copy.copy(user_model),
+        options=options,
+        training=True,
+        poptorch_version=__version__,
+        optimizer=optimizer,
+        user_model=user_model,
+    )
+
+
+def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optional[Options] = None) -> PoplarExecutor:
+    """Wrap a model so that each call runs its forward pass on the device.
+
+    Args:
+        model: The model, or an executor of it, whose weights are then shared.
+        options: How to run it; frozen from now on.
+
+    Returns:
+        The executor, to be called in place of the model.
+    """
+    user_model = _user_model(model)
+    return PoplarExecutor(
+        model=copy.copy(user_model),
+        options=options,
+        training=False,
+        poptorch_version=__version__,
+        user_model=user_model,
+    )
+
+
+def load(filename: str, edit_opts_fn: Optional[Callable[[Options], None]] = None) -> PoplarExecutor:
+    """Build an executor from a file that ``PoplarExecutor.save`` or ``compileAndExport`` wrote.
+
+    Args:
+        filename: The file.
+        edit_opts_fn: Called with the stored options before they are used.
+
+    Returns:
+        The executor, compiled and with the stored weights.
+
+    Raises:
+        AssertionError: The file was written by another version, or without the model.
+    """
+    data = files.read(filename)
+    assert data["version"] == __version__, (
+        f"{filename} was exported by PopTorch version {data['version']}, this is {__version__}"
+    )
+    assert data["model"] is not None, (
+        f"{filename} does not contain the model: re-create it and call loadExecutable({filename!r})"
+    )
+    options = data["options"].clone()
+    options.deleteIfExists("ipu_version")
+    if options.connection_type == ConnectionType.Never.value:
+        options.connectionType(ConnectionType.Always)
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    optimizer = data.get("optimizer")
+    if optimizer is not None and data.get("optimizer_state", {}).get("ipu_state") is not None:
+        optimizer.load_state_dict(data["optimizer_state"])
+    executor = PoplarExecutor(data["model"], options, data["training"], __version__, optimizer)
+    positional, named = data["arguments"]
+    executor.compile(*positional, **named)
+    if data["rng_state"]:
+        executor.rng_state = data["rng_state"]
+    return executor

@@ -21,8 +21,6 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.structures import rebuild, tensors_in
 
-__all__ = ["Captured", "capture", "forget_history"]
-
 
 class _PlainFunction:
     """Replacement for the autograd function of `use_reentrant=True`."""

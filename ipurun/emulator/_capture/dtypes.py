@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch.nn import functional
 
-from ipurun.emulator._capture.op_kinds import names_in
+from ipurun.emulator._capture.op_kinds import names_in, written_arguments
 
-__all__ = [
-    "HalfThroughFloat",
-    "StochasticRounding",
-    "cast_weights",
-    "holds_half",
-    "kept_in_32_bits",
-    "round_to_nearest",
-    "run_op",
-    "with_boxed_numbers",
-    "wrapped",
-]
-
+_NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32}
 _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
     functional.linear: ((1, "weight"), (2, "bias")),
     functional.batch_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
@@ -42,6 +31,11 @@ _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
 }
 for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
     _WEIGHT_ARGUMENTS[getattr(functional, _name)] = ((1, "weight"), (2, "bias"))
+
+
+def narrowed(dtype: torch.dtype) -> torch.dtype:
+    """Return the 32-bit type that a device has in place of a 64-bit one."""
+    return _NARROWED.get(dtype, dtype)
 
 
 def cast_weights(
@@ -122,15 +116,6 @@ class HalfThroughFloat:
         self._schema = op._schema
         self.__name__ = op._schema.name
 
-    def _written(self, args: Tuple[Any, ...]) -> List[Any]:
-        if self._schema.name == "aten::native_batch_norm":
-            return list(args[3:5])  # its schema does not say that it updates the running statistics
-        return [
-            given
-            for argument, given in zip(self._schema.arguments, args)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         widened: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -144,7 +129,10 @@ class HalfThroughFloat:
         wide_kwargs = {name: _map_leaves(widen, item) for name, item in kwargs.items()}
         result = self.widened(*[_map_leaves(widen, item) for item in args], **wide_kwargs)
         originals = {id(wide): original for original, wide in widened.values()}
-        for given in self._written(args):
+        written = written_arguments(self._schema, args, kwargs)
+        if self._schema.name == "aten::native_batch_norm":
+            written += args[3:5]  # its schema does not say that it updates the running statistics
+        for given in written:
             if id(given) in widened:
                 given.copy_(self._to_half(widened[id(given)][1]))
         if kwargs.get("dtype") is torch.float32:

@@ -17,8 +17,6 @@ from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createNativeError, createPoptorchError
 
-__all__ = ["FunctionWatcher", "attention_by_parts", "refuse_backward"]
-
 
 def attention_by_parts() -> Any:
     """Keep scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""

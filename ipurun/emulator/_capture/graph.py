@@ -8,20 +8,6 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 import torch
 
-__all__ = [
-    "Event",
-    "Graph",
-    "GraphInput",
-    "Node",
-    "Placement",
-    "TensorSpec",
-    "Value",
-    "map_values",
-    "needed_nodes",
-    "prune",
-    "values_in",
-]
-
 
 class Value(int):
     """The number of a tensor of the captured program."""

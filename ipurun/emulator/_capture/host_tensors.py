@@ -16,8 +16,6 @@ from ipurun.emulator._capture.graph import TensorSpec
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 
-__all__ = ["HostTensors", "attribute_tensors", "scalar_type_name"]
-
 # Torch moves what these take to the other tensor's device: indices, and values that are assigned.
 _MIX_DEVICES = frozenset(["copy_", "fill_", "index", "index_put", "index_put_", "_index_put_impl_"])
 # PopTorch makes the results of these on the device whatever they are like.

@@ -11,8 +11,6 @@ from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._impl import createNativeError, createPoptorchError
 
-__all__ = ["LOSS_FUNCTIONS", "check_loss_arguments", "find_loss", "give_device_shapes"]
-
 LOSS_FUNCTIONS = frozenset(
     [
         functional.l1_loss,

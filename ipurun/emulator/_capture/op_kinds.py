@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from typing import Callable, FrozenSet, Optional, Sequence
+from typing import Any, Callable, FrozenSet, List, Mapping, Optional, Sequence
 
 import torch
 
@@ -17,16 +17,6 @@ from ipurun.emulator._capture.graph import Node
 from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
-
-__all__ = [
-    "DATA_DEPENDENT_OPS",
-    "RANDOM_OPS",
-    "explain_data_dependence",
-    "is_supported",
-    "names_in",
-    "op_checker",
-    "refuse_mask_index",
-]
 
 
 def names_in(text: str) -> FrozenSet[str]:
@@ -48,6 +38,15 @@ RANDOM_OPS: FrozenSet[str] = names_in("""
     normal normal_ poisson rand rand_like randint randint_like randn randn_like random random_
     randperm rrelu_with_noise rrelu_with_noise_ uniform uniform_
 """)
+
+
+def written_arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Any]:
+    """Return the arguments that an operation changes in place according to its schema."""
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def explain_data_dependence(op: str) -> str:

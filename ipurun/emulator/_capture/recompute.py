@@ -16,8 +16,6 @@ from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, prune
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
 
-__all__ = ["add_recomputation", "recomputation_mode"]
-
 _PRODUCTS = names_in("addbmm addmm addmv baddbmm bmm convolution dot mm mv")
 _NORMS = names_in("native_batch_norm native_group_norm native_layer_norm")
 

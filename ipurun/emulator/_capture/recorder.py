@@ -13,11 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipurun.emulator._capture.dtypes import kept_in_32_bits, run_op
 from ipurun.emulator._capture.graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._capture.host_tensors import HostTensors
-from ipurun.emulator._capture.op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence, refuse_mask_index
+from ipurun.emulator._capture.op_kinds import (
+    DATA_DEPENDENT_OPS,
+    RANDOM_OPS,
+    explain_data_dependence,
+    refuse_mask_index,
+    written_arguments,
+)
 from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._impl import createPoptorchError
-
-__all__ = ["Recorder", "current"]
 
 
 class TensorNumbers:
@@ -414,11 +418,7 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], structure: Any) -> Any
 
 def _mutated(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Value, ...]:
     schema = func._schema
-    found: List[Value] = []
+    written = written_arguments(schema, args, kwargs)
     if schema.name == "aten::native_batch_norm" and args[5]:
-        found.extend(values_in(args[3:5]))  # its schema does not say that it updates the running statistics
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            found.extend(values_in((given,)))
-    return tuple(found)
+        written += args[3:5]  # its schema does not say that it updates the running statistics
+    return tuple(values_in(written))

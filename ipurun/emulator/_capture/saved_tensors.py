@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipurun.emulator._capture.dtypes import with_boxed_numbers
+from ipurun.emulator._capture.op_kinds import written_arguments
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createPoptorchError
-
-__all__ = ["SavedTensors"]
 
 
 class _Saved:
@@ -58,7 +57,7 @@ class SavedTensors(TorchDispatchMode):
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _written(func, args, kwargs):
+        for tensor in tensors_in(written_arguments(func._schema, args, kwargs)):
             self._copy_what_shares(tensor)
         try:
             return func(*args, **kwargs)
@@ -97,11 +96,3 @@ def _restore(saved: _Saved) -> torch.Tensor:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _written(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> List[torch.Tensor]:
-    written: List[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.extend(tensors_in((args[index] if index < len(args) else kwargs.get(argument.name),)))
-    return written

@@ -9,8 +9,6 @@ from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 
-__all__ = ["calling_line"]
-
 _TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # The emulator, and what torch puts between a function and its dispatch.
 _OWN_FILES: Tuple[str, ...] = (

@@ -10,15 +10,6 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = [
-    "ICustomArgParser",
-    "custom_parser_of",
-    "rebuild",
-    "registerCustomArgParser",
-    "registerGeometricCustomArgParsers",
-    "tensors_in",
-]
-
 
 class ICustomArgParser(abc.ABC):
     """Finds and replaces the tensors of a class that PopTorch does not know."""

@@ -20,8 +20,6 @@ from ipurun.emulator._data.worker import WorkerSettings, worker_main
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger
 
-__all__ = ["AsynchronousDataAccessor"]
-
 # How the process is started, and how torch shares memory with it (None: its default).
 _STRATEGIES: Mapping[enums.SharingStrategy, Tuple[str, Optional[str]]] = {
     enums.SharingStrategy.SharedMemory: ("spawn", None),

@@ -10,8 +10,6 @@ from torch.utils.data import Dataset, Sampler
 
 from ipurun.emulator._capture import structures
 
-__all__ = ["GlobalShuffleSampler", "PartitionedDataset", "grouped", "partition_for", "rebatched"]
-
 
 @dataclass(frozen=True)
 class Partition:

@@ -11,8 +11,6 @@ import torch
 
 from ipurun.emulator._capture import structures
 
-__all__ = ["ItemLayout", "Ring", "SlotKind", "wait_until"]
-
 _LONGEST_PAUSE_SECONDS = 0.005
 
 

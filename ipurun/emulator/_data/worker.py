@@ -19,8 +19,6 @@ import torch.multiprocessing  # makes tensors travel through pipes as shared mem
 from ipurun.emulator._data.partition import rebatched
 from ipurun.emulator._data.ring import ItemLayout, Ring, SlotKind, wait_until
 
-__all__ = ["WorkerSettings", "worker_main"]
-
 _SECONDS_TO_STOP_AFTER_PARENT = 5.0
 
 

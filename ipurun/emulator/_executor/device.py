@@ -18,15 +18,6 @@ from ipurun.emulator._impl import Error, createNativeError
 from ipurun.emulator._logging import native_logger, trace
 from ipurun.emulator.enums import ConnectionType
 
-__all__ = [
-    "Device",
-    "ipuHardwareIsAvailable",
-    "ipuHardwareVersion",
-    "raise_requested_fault",
-    "uses_ipu_model",
-    "hardware_version",
-]
-
 _SIMULATED_VERSION = 2
 _MODEL_VERSIONS = ("ipu1", "ipu2", "ipu21")
 _MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")

@@ -12,8 +12,6 @@ import torch
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import TRACE, logger, native_logger, trace
 
-__all__ = ["read", "read_metadata", "save", "write_compile_files"]
-
 _MAGIC = b"ipurun-emulator-executable\n"
 _DEFAULT_NAME = "model.poptorch"
 

@@ -14,8 +14,6 @@ from ipurun.emulator._executor.weights import device_dtype
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger
 
-__all__ = ["Arguments", "ArgumentParser", "matching_tensors"]
-
 _ADVICE = (
     "\nThis error occurred because the inputs passed at runtime don't match the inputs used to compile the "
     "model.\nTo recompile the model for the new inputs create a new inferenceModel / trainingModel wrapper or "

@@ -11,8 +11,6 @@ from ipurun.emulator._capture.capture import forget_history
 from ipurun.emulator._executor import wrapping
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["named_tensors", "on_device"]
-
 _MAY_REASSIGN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
 

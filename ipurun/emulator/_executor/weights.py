@@ -11,8 +11,6 @@ from ipurun.emulator._capture.dtypes import wrapped
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator.enums import CommGroupType, VariableRetrievalMode
 
-__all__ = ["DeviceWeights", "ParameterProxy", "ReplicaGroups", "device_dtype"]
-
 
 def device_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type that values of a host type have on the device.

@@ -10,8 +10,6 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["executor_of", "is_wrapped", "restore_class", "unwrap", "unwrap_tensors", "wrap"]
-
 _EXECUTOR = "_poptorch_executor"
 _SYNCING_READS = frozenset(
     ["_buffers", "_parameters", "buffers", "named_buffers", "named_parameters", "parameters", "state_dict"]

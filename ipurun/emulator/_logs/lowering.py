@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-import torch
-
+from ipurun.emulator._capture.dtypes import narrowed
 from ipurun.emulator._capture.graph import Event, Graph, Node, Placement, TensorSpec, Value, values_in
 
 # Ops of torch that the backend calls by another name, or lowers to several ops.
@@ -50,7 +49,6 @@ _OPS_OF_MARKS = {
     "nop": "Nop",
     "recompute": "Checkpoint",
 }
-_DEVICE_TYPES = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class LoweredOp(NamedTuple):
@@ -182,5 +180,4 @@ def _types_of(name: str) -> Tuple[str, ...]:
 
 
 def _shape_text(spec: TensorSpec) -> str:
-    dtype: Any = _DEVICE_TYPES.get(spec.dtype, spec.dtype)
-    return f"{str(dtype).split('.')[-1]}({', '.join(map(str, spec.shape))})"
+    return f"{str(narrowed(spec.dtype)).split('.')[-1]}({', '.join(map(str, spec.shape))})"

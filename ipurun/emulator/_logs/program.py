@@ -16,8 +16,6 @@ from ipurun.emulator._logs.lowering import LoweredOp, lowered_ops
 from ipurun.emulator._options.strategies import ShardedExecution, _IPhasedExecution
 from ipurun.emulator.enums import Liveness
 
-__all__ = ["log_program", "set_level"]
-
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 # Every other op is one of ONNX.
 _GRAPHCORE_OPS = frozenset(

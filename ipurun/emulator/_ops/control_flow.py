@@ -13,7 +13,9 @@ from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator._capture.graph import Graph, GraphInput, Value, values_in
+from ipurun.emulator._capture.op_kinds import written_arguments
 from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._ops.recording import OpLog, active_recorder, call_recorded, logs_muted, refuse_training
 from ipurun.emulator._run.checked import interpreter_for
@@ -108,10 +110,9 @@ class _UndoneLog(OpLog):
         self._before: List[Tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument, given in zip(func._schema.arguments, args):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                with self._recorder.paused():
-                    self._before.append((given, given.detach().clone()))
+        for given in tensors_in(written_arguments(func._schema, args, kwargs or {})):
+            with self._recorder.paused():
+                self._before.append((given, given.detach().clone()))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def undo_writes(self) -> None:

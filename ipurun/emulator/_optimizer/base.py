@@ -8,8 +8,6 @@ import torch
 
 from ipurun.emulator._logging import logger
 
-__all__ = ["Optimizer", "VariableAttributes"]
-
 DeviceState = Dict[str, Optional[Dict[str, torch.Tensor]]]
 
 _ACCUMULATION_TYPES = (torch.float16, torch.float32)

@@ -13,8 +13,6 @@ from ipurun.emulator._optimizer.update import DeviceOptimizer
 from ipurun.emulator._run.executable import Executable
 from ipurun.emulator.enums import MeanReductionStrategy
 
-__all__ = ["ExecutorOptimizer"]
-
 
 class ExecutorOptimizer:
     """Holds the user's optimizer and keeps the device's in step with it.

@@ -7,8 +7,6 @@ from typing import Any, Iterable, MutableMapping, Tuple
 
 import torch
 
-__all__ = ["bias_corrections", "lamb_step", "trust_ratio"]
-
 
 def bias_corrections(beta1: float, beta2: float, step: float) -> Tuple[float, float]:
     """`1 - beta ** step` for both moments; NaN where a real power does not exist."""

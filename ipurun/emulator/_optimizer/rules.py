@@ -16,8 +16,6 @@ import torch
 from ipurun.emulator._optimizer.lamb import bias_corrections, trust_ratio
 from ipurun.emulator._optimizer.scalars import Scalar, Variant
 
-__all__ = ["RULES", "Slot", "Step", "clipped"]
-
 Rounding = Callable[[torch.Tensor, torch.Tensor], object]
 """Stores a float32 result (second) in a tensor of another type (first)."""
 

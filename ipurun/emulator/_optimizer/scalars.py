@@ -13,8 +13,6 @@ from typing import Callable, Dict, Mapping
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value
 
-__all__ = ["LOSS_SCALING", "Scalar", "Variant", "make_scalars", "variant_for"]
-
 LOSS_SCALING = "lossScaling_FLOAT"
 
 

@@ -10,8 +10,6 @@ from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._optimizer.rules import Slot
 from ipurun.emulator._optimizer.scalars import LOSS_SCALING, Scalar, Variant
 
-__all__ = ["StateTable", "initial_state"]
-
 UPDATE_FACTOR = "lossScaleUpdateFactor"
 
 

@@ -10,17 +10,10 @@ import torch
 from ipurun.emulator import enums
 from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
-from ipurun.emulator._optimizer.convert import (
-    Converted,
-    OptimizerType,
-    Value,
-)
-from ipurun.emulator._optimizer.log import log_optimizer
+from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
 from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, Step, clipped
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
-
-__all__ = ["DeviceOptimizer"]
 
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
 _ACCUMULATORS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")

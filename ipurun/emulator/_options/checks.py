@@ -7,8 +7,6 @@ from typing import Any, Dict, FrozenSet
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import native_logger
 
-__all__ = ["check_backend_options"]
-
 
 def _names(text: str) -> FrozenSet[str]:
     return frozenset(text.split())

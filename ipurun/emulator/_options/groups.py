@@ -12,16 +12,6 @@ from ipurun.emulator import enums
 from ipurun.emulator._logging import logger
 from ipurun.emulator._options_impl import OptionsDict
 
-__all__ = [
-    "TensorLocationSettings",
-    "_DistributedOptions",
-    "_JitOptions",
-    "_PopartOptions",
-    "_PrecisionOptions",
-    "_TensorLocationOptions",
-    "_TrainingOptions",
-]
-
 
 def _checked(value: Any, kind: type) -> Any:
     assert isinstance(value, kind), f"Expected {kind.__name__}, got {value!r}"

@@ -9,16 +9,6 @@ from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 from ipurun.emulator._options_impl import IStageManager, Placement
 
-__all__ = [
-    "BlockId",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PipelinedExecution",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "Stage",
-]
-
 BlockId = str
 
 

@@ -10,8 +10,6 @@ from ipurun.emulator._capture.graph import Graph, Value, values_in
 from ipurun.emulator._logging import native_logger
 from ipurun.emulator.enums import OutputMode
 
-__all__ = ["GRADIENT_PREFIX", "Anchors", "name_of"]
-
 GRADIENT_PREFIX = "Gradient___"
 _UPDATED = "UpdatedVar___"
 _MODEL_PREFIX = "model."

@@ -7,10 +7,9 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 
+from ipurun.emulator._capture.dtypes import narrowed
 from ipurun.emulator._capture.functions import refuse_backward
 from ipurun.emulator.enums import CommGroupType, OutputMode
-
-__all__ = ["BatchLayout", "OutputCollector"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +114,6 @@ class BatchLayout:
         ]
 
 
-def host_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which the host receives values of a type."""
-    return {torch.int64: torch.int32, torch.float64: torch.float32}.get(dtype, dtype)
-
-
 class OutputCollector:
     """Gathers the outputs of one call according to the output mode.
 
@@ -168,6 +162,6 @@ def _joined(parts: List[torch.Tensor]) -> torch.Tensor:
         joined = torch.stack(parts)
     else:
         joined = torch.cat(parts)
-    joined = joined.to(host_dtype(joined.dtype))
+    joined = joined.to(narrowed(joined.dtype))
     joined.backward = refuse_backward  # type: ignore[method-assign]  # PopTorch's error instead of torch's
     return joined

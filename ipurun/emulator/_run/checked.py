@@ -14,8 +14,6 @@ from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, value
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._impl import createNativeError
 
-__all__ = ["interpreter_for"]
-
 _COMPARISONS = names_in("eq ge gt le lt ne")
 _MAKES_NO_ARITHMETIC = names_in("clone copy copy_ empty empty_like fill fill_ full full_like masked_fill where")
 

@@ -18,8 +18,6 @@ from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecu
 from ipurun.emulator._run.batches import BatchLayout
 from ipurun.emulator.enums import ConnectionType, OutputMode
 
-__all__ = ["check_buffers", "check_forward", "check_inputs", "check_options", "refuse_accumulation"]
-
 _MAX_IPUS = 64
 
 

@@ -17,8 +17,6 @@ from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
 from ipurun.emulator._run.replay import Replay, generate
 
-__all__ = ["ChunkRunner", "alike", "largest"]
-
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
     """Return the largest finite magnitude in some tensors, 0 if there is none."""

@@ -22,8 +22,6 @@ from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
 from ipurun.emulator._run.replay import generate
 
-__all__ = ["compile_model"]
-
 
 @torch.inference_mode(False)  # inference mode would hand composite operations over whole
 def compile_model(

@@ -18,8 +18,6 @@ from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.chunks import ChunkRunner
 from ipurun.emulator._run.replay import Replay, generate
 
-__all__ = ["Executable", "RandomStreams", "default_seed", "host_generator_kept"]
-
 
 def default_seed() -> int:
     """Return a seed for executors without one: it follows torch.manual_seed."""

@@ -18,8 +18,6 @@ import torch
 from ipurun.emulator._capture.graph import Graph
 from ipurun.emulator._logging import logger, native_logger
 
-__all__ = ["cache_lock", "file_name", "store"]
-
 # Options that differ between runs of one and the same executable.
 _RUN_TIME_OPTIONS = frozenset(["cachePath", "enableEngineCaching", "ipu_id", "log_dir", "random_seed"])
 

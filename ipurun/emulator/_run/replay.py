@@ -8,8 +8,6 @@ import torch
 
 from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
 
-__all__ = ["Replay", "generate"]
-
 Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
 
 _METADATA_WRITERS = frozenset(

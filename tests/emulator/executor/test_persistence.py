@@ -9,7 +9,6 @@ from torch import nn
 
 import ipurun.emulator as poptorch
 
-
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
