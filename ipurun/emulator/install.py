@@ -21,6 +21,8 @@ from ipurun.emulator.autocasting import autocast_module
 __all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder"]
 
 _WHOLE_OBJECTS = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_ALIAS = "poptorch"
+_TARGET = __package__ or "ipurun.emulator"
 
 
 def restore_removed() -> None:
@@ -44,10 +46,6 @@ def load_whole_objects() -> None:
 
 def _take_data_source(self: Any, data_source: Any = None) -> None:
     """Do nothing, as in torch 2.0: samplers pass their data source on, and keep it themselves."""
-
-
-_ALIAS = "poptorch"
-_TARGET = __package__ or "ipurun.emulator"
 
 
 class _AliasLoader(importlib.abc.Loader):

@@ -62,6 +62,8 @@ __all__ = [
     "apply_file",
     "apply_json",
 ]
+_UNLIMITED_LOGS = 2**64 - 1
+_PROFILING_KEYS = ("debug.allowOutOfMemory", "autoReport.directory", "autoReport.all")
 
 
 class ConfigFileError(Exception):
@@ -119,9 +121,6 @@ def apply_json(options: Options, string: str) -> None:
 
 # Older programs know the storage class by this name.
 _OptionsDict = OptionsDict
-
-_UNLIMITED_LOGS = 2**64 - 1
-_PROFILING_KEYS = ("debug.allowOutOfMemory", "autoReport.directory", "autoReport.all")
 
 
 def _checked(value: Any, kind: Type[Any], setter: str) -> Any:

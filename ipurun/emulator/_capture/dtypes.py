@@ -31,6 +31,24 @@ _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
 }
 for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
     _WEIGHT_ARGUMENTS[getattr(functional, _name)] = ((1, "weight"), (2, "bias"))
+# Torch's half kernels of these take up to two hundred times as long as float32 ones, which accumulate as IPUs do.
+_SLOW_IN_HALF = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("addmm", "addmv", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv")
+)
+# Their further results are statistics, which stay in float32.
+_ONLY_FIRST_RESULT_HALF = frozenset(["native_batch_norm", "native_group_norm", "native_layer_norm"])
+# Integers stay int64, the type that torch's kernels want for indices, but values outside 32 bits wrap around, as on a
+# device. These operations can leave the range; in place their names end in "_".
+_MAY_OVERFLOW = names_in(
+    "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
+    "mv neg pow prod rsub scatter_add square sub sum"
+)
+_EXPONENT_BITS = 0x7F800000
+_HALF_EPSILON = 2.0**-10
+_SUBNORMAL_STEP = 2.0**-24
+_LARGEST_STEP = 2.0**5  # of the numbers from 32768 on; what is larger than 65504 is infinite in any case
+_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
 
 
 def narrowed(dtype: torch.dtype) -> torch.dtype:
@@ -64,13 +82,6 @@ def substitute_for(op: Any, arguments: Any) -> Optional[HalfThroughFloat]:
     return HalfThroughFloat(op) if holds_half(arguments) else None
 
 
-# Torch's half kernels of these take up to two hundred times as long as float32 ones, which accumulate as IPUs do.
-_SLOW_IN_HALF = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("addmm", "addmv", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv")
-)
-
-
 def is_slow_in_half(op: Any, arguments: Tuple[Any, ...]) -> bool:
     """Whether the CPU may have a half kernel for the operation, but one far slower than the way through float32."""
     first = arguments[0] if arguments else None
@@ -91,10 +102,6 @@ def holds_half(item: Any) -> bool:
     if isinstance(item, (list, tuple)):
         return any(holds_half(entry) for entry in item)
     return item is torch.float16
-
-
-# Their further results are statistics, which stay in float32.
-_ONLY_FIRST_RESULT_HALF = frozenset(["native_batch_norm", "native_group_norm", "native_layer_norm"])
 
 
 def to_nearest_half(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,14 +201,6 @@ def with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, 
     return tuple(torch.tensor(given) if number else given for number, given in zip(numbers, args))
 
 
-# Integers stay int64, the type that torch's kernels want for indices, but values outside 32 bits wrap around, as on a
-# device. These operations can leave the range; in place their names end in "_".
-_MAY_OVERFLOW = names_in(
-    "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
-    "mv neg pow prod rsub scatter_add square sub sum"
-)
-
-
 def wrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return an int64 tensor with its values wrapped into the range of int32."""
     return tensor.to(torch.int32).to(torch.int64)
@@ -239,13 +238,6 @@ class _Wrapping:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _wrap(self._op(*args, **kwargs), self._in_place)
-
-
-_EXPONENT_BITS = 0x7F800000
-_HALF_EPSILON = 2.0**-10
-_SUBNORMAL_STEP = 2.0**-24
-_LARGEST_STEP = 2.0**5  # of the numbers from 32768 on; what is larger than 65504 is infinite in any case
-_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
 
 
 def round_to_nearest(destination: torch.Tensor, result: torch.Tensor) -> None:

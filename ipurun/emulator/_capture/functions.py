@@ -17,6 +17,16 @@ from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createNativeError, createPoptorchError
 
+_HOOKS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("register_hook", "register_post_accumulate_grad_hook")
+    if hasattr(torch.Tensor, name)
+)
+_MARKS_LEAF = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])
+_LEAVES_GRAPH = {torch.Tensor.numpy: "numpy()", torch.Tensor.tolist: "tolist()"}
+_MOVES = frozenset([torch.Tensor.to, torch.Tensor.type_as])
+_TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
+
 
 def attention_by_parts() -> Any:
     """Keep scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
@@ -105,15 +115,6 @@ REPLACED_FUNCTIONS: Dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-_HOOKS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("register_hook", "register_post_accumulate_grad_hook")
-    if hasattr(torch.Tensor, name)
-)
-_MARKS_LEAF = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])
-_LEAVES_GRAPH = {torch.Tensor.numpy: "numpy()", torch.Tensor.tolist: "tolist()"}
-
-
 class FunctionWatcher(TorchFunctionMode):
     """Watches the torch functions that the model calls while a recorder is active.
 
@@ -179,10 +180,6 @@ class FunctionWatcher(TorchFunctionMode):
         recorder = self._recorder
         others = (recorder.graph.specs[recorder.value_of(tensor)] for tensor in tensors_in((args, kwargs)))
         return any(not recorder.host.holds(other) for other in others)
-
-
-_MOVES = frozenset([torch.Tensor.to, torch.Tensor.type_as])
-_TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
 
 
 def _without_ipu(argument: Any) -> Any:

@@ -40,6 +40,7 @@ LOSS_FUNCTIONS = frozenset(
         torch.ctc_loss,
     ]
 )
+_KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
 
 
 def check_loss_arguments(function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
@@ -83,9 +84,6 @@ def find_loss(recorder: Recorder, returned: Sequence[torch.Tensor]) -> torch.Ten
     if not loss.is_floating_point():
         raise createPoptorchError(f"The loss must be a floating point tensor, this one is {loss.dtype}.")
     return loss
-
-
-_KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
 
 
 def give_device_shapes(graph: Graph) -> List[int]:

@@ -18,6 +18,13 @@ from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 
+_TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supported_ops.json")
+# PopTorch knows these names only to refuse them.
+_REFUSED = {
+    "upsample_linear1d": "Unsupported upsample mode 'linear': in one dimension only 'nearest' is supported.",
+    "upsample_trilinear3d": "Unsupported upsample mode 'trilinear': in three dimensions only 'nearest' is supported.",
+}
+
 
 def names_in(text: str) -> FrozenSet[str]:
     """Return the words of a text."""
@@ -82,8 +89,6 @@ def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
         )
 
 
-_TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supported_ops.json")
-
 # What torch's CPU dispatcher makes of operations that PopTorch takes whole, or that move no data on a device.
 _PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
     _adaptive_avg_pool2d _adaptive_avg_pool3d _copy_from _ctc_loss _embedding_bag_forward_only
@@ -99,12 +104,6 @@ _PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
     split_copy sym_size threshold_ type_as uniform unsafe_split unsafe_split_with_sizes
     upsample_bilinear2d_aa view_as xlogy zero
 """)
-
-# PopTorch knows these names only to refuse them.
-_REFUSED = {
-    "upsample_linear1d": "Unsupported upsample mode 'linear': in one dimension only 'nearest' is supported.",
-    "upsample_trilinear3d": "Unsupported upsample mode 'trilinear': in three dimensions only 'nearest' is supported.",
-}
 
 
 @functools.lru_cache(maxsize=None)

@@ -10,6 +10,9 @@ from torch.utils.data import Dataset, Sampler
 
 from ipurun.emulator._capture import structures
 
+Leaves = List[torch.Tensor]
+"""The tensors of one item, in a fixed order."""
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -110,10 +113,6 @@ class GlobalShuffleSampler(Sampler):
 
     def __len__(self) -> int:
         return self._partition.length
-
-
-Leaves = List[torch.Tensor]
-"""The tensors of one item, in a fixed order."""
 
 
 def concatenated(batches: Sequence[Any]) -> Any:

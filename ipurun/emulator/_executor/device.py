@@ -21,6 +21,12 @@ from ipurun.emulator.enums import ConnectionType
 _SIMULATED_VERSION = 2
 _MODEL_VERSIONS = ("ipu1", "ipu2", "ipu21")
 _MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
+# Faults to raise, separated by commas, each once in a process: `call=3:IPU_RESET` raises a recoverable error with that
+# recovery action at an executor's third call, `call=5:UNRECOVERABLE` an unrecoverable one, `call=7:ERROR` a plain one.
+VARIABLE = "POPTORCH_EMULATOR_FAULTS"
+_RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
+_raised: Set[str] = set()
+_SECONDS_BETWEEN_TRIES = 15
 
 
 def stands_in_for_hardware() -> bool:
@@ -69,13 +75,6 @@ def ipuHardwareVersion() -> int:
     return found
 
 
-# Faults to raise, separated by commas, each once in a process: `call=3:IPU_RESET` raises a recoverable error with that
-# recovery action at an executor's third call, `call=5:UNRECOVERABLE` an unrecoverable one, `call=7:ERROR` a plain one.
-VARIABLE = "POPTORCH_EMULATOR_FAULTS"
-_RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
-_raised: Set[str] = set()
-
-
 def raise_requested_fault(call: int) -> None:
     """Raise the fault that the environment asks for at this call.
 
@@ -121,9 +120,6 @@ def _fault(kind: str, call: int) -> Error:
     if kind == "UNRECOVERABLE":
         return createNativeError(message, type="poplar_unrecoverable_runtime_error", unrecoverable=True)
     return createNativeError(message, type="poplar_application_runtime_error")
-
-
-_SECONDS_BETWEEN_TRIES = 15
 
 
 class Device:

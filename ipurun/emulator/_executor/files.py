@@ -14,6 +14,9 @@ from ipurun.emulator._logging import TRACE, logger, native_logger, trace
 
 _MAGIC = b"ipurun-emulator-executable\n"
 _DEFAULT_NAME = "model.poptorch"
+_PROTO_VARIABLE = "POPTORCH_EXPORT_PROTO_FILE"
+_PROTO_NAME = "model.proto"
+_PROFILE_NAME = "profile.pop"
 
 
 def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool) -> None:
@@ -70,11 +73,6 @@ def _target(filename: str) -> str:
         assert not os.path.isfile(parent), f"{parent} is a file, not a directory"
         os.makedirs(parent, exist_ok=True)
     return path
-
-
-_PROTO_VARIABLE = "POPTORCH_EXPORT_PROTO_FILE"
-_PROTO_NAME = "model.proto"
-_PROFILE_NAME = "profile.pop"
 
 
 def write_compile_files(

@@ -19,6 +19,7 @@ _ADVICE = (
     "model.\nTo recompile the model for the new inputs create a new inferenceModel / trainingModel wrapper or "
     "call destroy() on the current one and try again."
 )
+_warned_types: Set[torch.dtype] = set()
 
 
 @dataclasses.dataclass
@@ -146,9 +147,6 @@ class ArgumentParser:
         if narrow != tensor.dtype:
             _warn_narrowed(tensor.dtype, narrow)
         return tensor.to(narrow)
-
-
-_warned_types: Set[torch.dtype] = set()
 
 
 def _warn_narrowed(wide: torch.dtype, narrow: torch.dtype) -> None:

@@ -14,6 +14,7 @@ _EXECUTOR = "_poptorch_executor"
 _SYNCING_READS = frozenset(
     ["_buffers", "_parameters", "buffers", "named_buffers", "named_parameters", "parameters", "state_dict"]
 )
+_wrapper_classes: Dict[Type[Any], Type[Any]] = {}
 
 
 def executor_of(item: Any) -> Optional[Any]:
@@ -144,9 +145,6 @@ def unwrap(model: torch.nn.Module) -> None:
     model.__dict__.pop(_EXECUTOR, None)
     model.__class__ = type(model)._poptorch_base  # type: ignore[attr-defined]  # set by _wrapper_class
     unwrap_tensors(model)
-
-
-_wrapper_classes: Dict[Type[Any], Type[Any]] = {}
 
 
 def _wrapper_class(base: Type[Any]) -> Type[Any]:

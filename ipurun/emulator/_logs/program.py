@@ -21,6 +21,8 @@ LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 _GRAPHCORE_OPS = frozenset(
     ["Checkpoint", "Gelu", "GroupNormalization", "IdentityLoss", "L1", "MultiConv", "Nll", "Nop", "Scale"]
 )
+_PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
+_PHASES_BETWEEN_PASSES_OFF_CHIP = 3
 
 
 class _Threshold:
@@ -81,10 +83,6 @@ def _write(channel: str, level: str, message: str) -> None:
 
 _environment_level = os.environ.get("POPART_LOG_LEVEL", "WARN")
 set_level(_environment_level if _environment_level in LEVELS else "WARN")
-
-
-_PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
-_PHASES_BETWEEN_PASSES_OFF_CHIP = 3
 
 
 def log_placement(graph: Graph, options: Any) -> None:

@@ -21,6 +21,8 @@ from ipurun.emulator._ops.recording import OpLog, active_recorder, call_recorded
 from ipurun.emulator._run.checked import interpreter_for
 from ipurun.emulator._run.replay import generate
 
+Body = Callable[..., Any]
+
 
 class CapturedBody:
     """One body, captured.
@@ -160,9 +162,6 @@ def _copies(tensors: Dict[Value, torch.Tensor]) -> Dict[Value, torch.Tensor]:
         view = torch.empty(0, dtype=tensor.dtype)
         copies[value] = view.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
     return copies
-
-
-Body = Callable[..., Any]
 
 
 def _as_list(outputs: Any) -> List[torch.Tensor]:

@@ -17,6 +17,7 @@ from ipurun.emulator._run.anchors import GRADIENT_PREFIX, name_of
 _ELLIPSIS = "..."
 _LARGEST_FIXED = 1e4
 _SMALLEST_FIXED = 1e-4
+_FLOAT_FORMATS = {"auto": 0, "fixed": 1, "scientific": 2, "none": 3}
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,6 @@ class PrintFormat:
                 line = f"{indent}  "
             line += piece
         return lines + [line if items else line + self.close_bracket]
-
-
-_FLOAT_FORMATS = {"auto": 0, "fixed": 1, "scientific": 2, "none": 3}
 
 
 class _Printer:

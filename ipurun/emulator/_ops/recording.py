@@ -13,6 +13,7 @@ from ipurun.emulator._capture.recorder import Recorder, current
 from ipurun.emulator._impl import createPoptorchError
 
 _native_depth = 0
+OpCall = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any], Any]
 
 
 def active_recorder() -> Optional[Recorder]:
@@ -59,7 +60,6 @@ def refuse_training(recorder: Recorder, op: str) -> None:
         raise createPoptorchError(f"poptorch.{op}() is only supported in inference models, not in training.")
 
 
-OpCall = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any], Any]
 _open_logs: List[OpLog] = []
 
 

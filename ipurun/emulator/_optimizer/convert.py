@@ -30,6 +30,20 @@ _CONSTRUCTOR_ATTRIBUTES = frozenset(
         "velocity_accum_type",
     }
 )
+Value = Tuple[Any, bool]
+"""A value and whether it is constant after compilation."""
+_FIXED_DEFAULTS: Mapping[str, Any] = {
+    "accum_type": torch.float32,
+    "first_order_momentum_accum_type": torch.float32,
+    "second_order_momentum_accum_type": torch.float32,
+    "max_grad_norm": float("inf"),
+    "use_tf_variant": False,
+}
+_LOGGED_TYPES: Mapping[str, str] = {
+    "accumType": "accum_type",
+    "firstOrderMomentumAccumType": "first_order_momentum_accum_type",
+    "secondOrderMomentumAccumType": "second_order_momentum_accum_type",
+}
 
 
 class AttributeTracker:
@@ -62,10 +76,6 @@ class AttributeTracker:
                     continue
                 self._reported.add((index, name))
                 self._log("Ignoring unexpected group %d attribute in %s optimizer: %r", index, kind, name)
-
-
-Value = Tuple[Any, bool]
-"""A value and whether it is constant after compilation."""
 
 
 class OptimizerType(enum.IntEnum):
@@ -142,14 +152,6 @@ _FAMILIES: Tuple[_Family, ...] = (
     ),
     _Family(optim.LAMB, optim.LAMB, ("lr", "weight_decay", "betas", "eps", "max_weight_norm"), {}),
 )
-
-_FIXED_DEFAULTS: Mapping[str, Any] = {
-    "accum_type": torch.float32,
-    "first_order_momentum_accum_type": torch.float32,
-    "second_order_momentum_accum_type": torch.float32,
-    "max_grad_norm": float("inf"),
-    "use_tf_variant": False,
-}
 
 
 def convert(
@@ -280,11 +282,6 @@ _LOGGED_NAMES: Mapping[OptimizerType, str] = {
     OptimizerType.RMSPROP_CENTERED: "RMSProp (centered)",
     OptimizerType.LAMB: "LAMB",
     OptimizerType.LAMB_NO_BIAS: "LAMB (no bias)",
-}
-_LOGGED_TYPES: Mapping[str, str] = {
-    "accumType": "accum_type",
-    "firstOrderMomentumAccumType": "first_order_momentum_accum_type",
-    "secondOrderMomentumAccumType": "second_order_momentum_accum_type",
 }
 
 

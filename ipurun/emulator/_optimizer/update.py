@@ -17,6 +17,18 @@ from ipurun.emulator._optimizer.state import StateTable, initial_state
 
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
 _ACCUMULATORS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
+_HALF_MAX = 65504.0
+# A loss in half precision could not hold a larger seed with room to spare.
+_LARGEST_SCALE = 2.0**15
+_OPERATIONS: Mapping[Variant, Tuple[str, ...]] = {
+    Variant.SGD: ("SGD0VarUpdate",),
+    Variant.SGD_COMBINED: ("SGD1Accumulate", "SGD1VarUpdate", "SGD1AcclUpdate"),
+    Variant.SGD_SEPARATE: ("Accumulate", "SGD2VarUpdate"),
+    Variant.ADAM: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
+    Variant.ADAMW: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
+    Variant.LAMB: ("Accumulate", "Accumulate", "AdamUpdater", "LambSquare", "AdamVarUpdate"),
+    Variant.RMSPROP: ("Accumulate", "RMSPropUpdater", "AdaptiveVarUpdate"),
+}
 
 
 def check_attributes(converted: Converted) -> None:
@@ -93,11 +105,6 @@ def _difference(old: Value, new: Value) -> str:
     return ""
 
 
-_HALF_MAX = 65504.0
-# A loss in half precision could not hold a larger seed with room to spare.
-_LARGEST_SCALE = 2.0**15
-
-
 class AutomaticLossScaling:
     """Keeps the factor on top of the user's loss scaling.
 
@@ -133,17 +140,6 @@ class AutomaticLossScaling:
         if shrinks or abs(loss_scaling) * factor <= _LARGEST_SCALE:
             self.factor.fill_(factor)
         self._large = self._seen = 0
-
-
-_OPERATIONS: Mapping[Variant, Tuple[str, ...]] = {
-    Variant.SGD: ("SGD0VarUpdate",),
-    Variant.SGD_COMBINED: ("SGD1Accumulate", "SGD1VarUpdate", "SGD1AcclUpdate"),
-    Variant.SGD_SEPARATE: ("Accumulate", "SGD2VarUpdate"),
-    Variant.ADAM: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
-    Variant.ADAMW: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
-    Variant.LAMB: ("Accumulate", "Accumulate", "AdamUpdater", "LambSquare", "AdamVarUpdate"),
-    Variant.RMSPROP: ("Accumulate", "RMSPropUpdater", "AdaptiveVarUpdate"),
-}
 
 
 class DeviceOptimizer:

@@ -17,6 +17,10 @@ from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
 from ipurun.emulator._run.replay import Replay, generate
 
+# Activations of the micro-batches that are computed at once, beside what one alone would need.
+_MEMORY_BUDGET_BYTES = 24 * 2**20
+_MOST_AT_ONCE = 16
+
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
     """Return the largest finite magnitude in some tensors, 0 if there is none."""
@@ -40,11 +44,6 @@ def alike(expected: torch.Tensor, got: torch.Tensor, *, among: float = 0.0) -> b
     tolerance = 1e-2 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
     smallest = tolerance * max(largest([expected]), 1e-8) + 8 * torch.finfo(expected.dtype).eps * among
     return torch.allclose(got.float(), expected.float(), rtol=tolerance, atol=smallest, equal_nan=True)
-
-
-# Activations of the micro-batches that are computed at once, beside what one alone would need.
-_MEMORY_BUDGET_BYTES = 24 * 2**20
-_MOST_AT_ONCE = 16
 
 
 def can_run_together(graph: Graph) -> bool:

@@ -18,6 +18,8 @@ from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.chunks import ChunkRunner
 from ipurun.emulator._run.replay import Replay, generate
 
+Run = Tuple[int, int, int]
+
 
 def default_seed() -> int:
     """Return a seed for executors without one: it follows torch.manual_seed."""
@@ -122,9 +124,6 @@ class Timestamps:
             for index, last in enumerate(ends)
         ]
         return (min(spans), max(spans), sum(spans) / len(spans))
-
-
-Run = Tuple[int, int, int]
 
 
 class Executable:
