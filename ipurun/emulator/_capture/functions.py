@@ -1,4 +1,4 @@
-"""Torch functions that capture watches or replaces before torch takes them apart."""
+"""Watch or replace torch functions before torch decomposes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, t
 
 
 def attention_by_parts() -> Any:
-    """Keep scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
+    """Decompose scaled-dot-product attention into matmuls and softmax, which can be batched and placed."""
     attention = getattr(torch.nn, "attention", None)
     if attention is None or not hasattr(attention, "sdpa_kernel"):
         return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
@@ -37,13 +37,13 @@ def attention_by_parts() -> Any:
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention by parts, also where the model itself asks for one of torch's fused kernels."""
+    """Compute attention in parts, even if the model requests one of torch's fused kernels."""
     with attention_by_parts():
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """One-hot rows; torch itself reads the values back to check them and to count the classes."""
+    """Return one-hot rows without reading the values back, as torch does to check them and count classes."""
     if num_classes < 0:
         raise createNativeError("OneHot num classes must be specified and must be constant.")
     classes = torch.arange(num_classes, dtype=tensor.dtype, device=tensor.device)
@@ -57,7 +57,7 @@ def _rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Draw the slopes in a separate operation: torch's writes them into a tensor that backward has saved."""
+    """Draw the slopes in a separate operation: torch writes them to a tensor that backward has saved."""
     if training:
         slopes: Union[torch.Tensor, float] = torch.empty_like(input, requires_grad=False).uniform_(lower, upper)
     else:
@@ -76,7 +76,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Leave the running statistics alone in an inference model: the backend updates them with the weights."""
+    """Do not update running statistics in an inference model: the backend updates them with the weights."""
     recorder = current()
     if training and recorder is not None and not recorder.training:
         running_mean = running_var = None
@@ -90,7 +90,7 @@ def _group_norm(
     bias: Optional[torch.Tensor] = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Group norm; with the backend's strided grouping channel c belongs to group c % num_groups."""
+    """Compute group norm; with the backend's strided grouping, channel c belongs to group c % num_groups."""
     recorder = current()
     assert recorder is not None
     if recorder.options is None or not recorder.options._Popart.options.get("groupNormStridedChannelGrouping", False):
@@ -120,7 +120,7 @@ class FunctionWatcher(TorchFunctionMode):
 
     Args:
         recorder: The recorder of the compile.
-        saved: What autograd saves meanwhile.
+        saved: The tensors that autograd saves meanwhile.
     """
 
     def __init__(self, recorder: Recorder, saved: SavedTensors) -> None:
@@ -136,7 +136,7 @@ class FunctionWatcher(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         if isinstance(func, torch._ops.OpOverload):
-            # A dispatch mode hands it on: the function that the model calls is still the one above it, or none.
+            # A dispatch mode calls it: the function that the model called is still the outer one, or none.
             return self._call(func, args, kwargs or {})
         host = self._recorder.host
         outer, host.function = host.function, func
@@ -149,7 +149,7 @@ class FunctionWatcher(TorchFunctionMode):
         kwargs = _on_cpu(given)
         if func in _LEAVES_GRAPH and any(self._recorder.varies(t) for t in tensors_in(args)):
             raise createPoptorchError(
-                f"{_LEAVES_GRAPH[func]} is called on a tensor of the model at {calling_line()}: the values are "
+                f"{_LEAVES_GRAPH[func]} was called on a tensor of the model at {calling_line()}: the values are "
                 "on the device while the model runs. Return the tensor and use it on the host instead."
             )
         if func is torch.Tensor.backward and not self._recorder.in_backward:
@@ -174,7 +174,7 @@ class FunctionWatcher(TorchFunctionMode):
         return result
 
     def _names_device(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
-        """Whether the arguments of `Tensor.to` name a device, by itself or as that of another tensor."""
+        """Whether the arguments of `Tensor.to` name a device, directly or through another tensor."""
         if "device" in kwargs or any(isinstance(argument, (str, torch.device)) for argument in args):
             return True
         recorder = self._recorder
@@ -197,7 +197,7 @@ def _on_cpu(kwargs: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def refuse_backward(*args: Any, **kwargs: Any) -> None:
-    """Replace the backward method of returned tensors.
+    """Raise in place of the backward method of returned tensors.
 
     Raises:
         Error: Always.

@@ -1,6 +1,6 @@
-"""Kinds of aten operations: random, data-dependent, and those that PopTorch cannot lower.
+"""Classify aten operations: random, data-dependent, in-place, and not supported by PopTorch.
 
-Operations that PopTorch cannot lower are refused, so that what runs here compiles on an IPU too.
+Operations that PopTorch cannot lower are refused, so that a model that runs here also compiles on an IPU.
 `POPTORCH_EMULATOR_STRICT=0` turns the refusal into a warning.
 """
 
@@ -19,7 +19,7 @@ from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 
 _TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supported_ops.json")
-# PopTorch knows these names only to refuse them.
+# Names that PopTorch knows but rejects.
 _REFUSED = {
     "upsample_linear1d": "Unsupported upsample mode 'linear': in one dimension only 'nearest' is supported.",
     "upsample_trilinear3d": "Unsupported upsample mode 'trilinear': in three dimensions only 'nearest' is supported.",
@@ -27,7 +27,7 @@ _REFUSED = {
 
 
 def names_in(text: str) -> FrozenSet[str]:
-    """Return the words of a text."""
+    """Return the set of words in a text."""
     return frozenset(text.split())
 
 
@@ -57,16 +57,16 @@ def written_arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def explain_data_dependence(op: str) -> str:
-    """Return the message for an operation whose result the graph cannot hold."""
+    """Return the error message for an operation whose result depends on data."""
     line = calling_line()
     if "site-packages" in line:
         advice = (
-            "The line is a library's: look for a setting or an argument that spares it the question. Models of "
+            "The line belongs to a library: look for a setting or an argument that avoids the check. Models of "
             "transformers take an attention mask of four dimensions (batch, 1, queries, keys) as it is."
         )
     else:
         advice = (
-            "Use torch.where or a mask multiplied in instead of a branch or a selection, poptorch.cond or "
+            "Use torch.where or multiply by a mask instead of branching or selecting, poptorch.cond or "
             "poptorch.for_loop for control flow in inference, or return the tensor and decide on the host."
         )
     return (
@@ -76,10 +76,10 @@ def explain_data_dependence(op: str) -> str:
 
 
 def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
-    """Raise if a selection depends on a mask, because the shape of its result would.
+    """Raise if an index is a mask, because the shape of the result would depend on its values.
 
     Raises:
-        Error: If one of the indices is of booleans or bytes.
+        Error: If an index is a boolean or byte tensor.
     """
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         raise createNativeError(
@@ -89,7 +89,7 @@ def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
         )
 
 
-# What torch's CPU dispatcher makes of operations that PopTorch takes whole, or that move no data on a device.
+# Operations that torch's CPU dispatcher derives from supported ones, or that move no data on a device.
 _PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
     _adaptive_avg_pool2d _adaptive_avg_pool3d _copy_from _ctc_loss _embedding_bag_forward_only
     _fused_dropout _index_put_impl _local_scalar_dense _native_batch_norm_legit
@@ -136,7 +136,7 @@ def op_checker() -> Callable[[Node], None]:
             f"{_REFUSED.get(node.name, 'PopTorch 3.4 cannot lower this unsupported operation to the IPU.')}"
         )
         if strict:
-            raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU all the same.")
+            raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU anyway.")
         if node.name not in warned:
             warned.add(node.name)
             logger.warning(text)
