@@ -88,8 +88,8 @@ class SavedTensors(TorchDispatchMode):
 def _restore(saved: _Saved) -> torch.Tensor:
     if saved.tensor is None:
         raise createPoptorchError(
-            "forward of an inference model computes a gradient of a tensor without calling requires_grad_() on it first. "
-            "Call it inside forward, or use a training model."
+            "forward of an inference model computes the gradient of a tensor without calling requires_grad_() on "
+            "it first. Call it inside forward, or use a training model."
         )
     return saved.tensor
 

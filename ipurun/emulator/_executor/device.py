@@ -1,7 +1,7 @@
-"""The IPUs that an executor attaches to: whether there are any, who holds them, and their simulated faults.
+"""The IPUs that an executor attaches to: availability, locking, and simulated faults.
 
-A CPU has nothing to hold, unless POPTORCH_EMULATOR_HARDWARE=1 simulates hardware and the options choose an IPU: then
-one executor at a time holds it, across all processes of the user, as on a device.
+There is nothing to lock on a CPU, unless POPTORCH_EMULATOR_HARDWARE=1 simulates hardware and the options choose an IPU:
+then one executor at a time holds it, across all processes of the user, as on a device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _raised: Set[str] = set()
 _SECONDS_BETWEEN_TRIES = 15
 
 
-def stands_in_for_hardware() -> bool:
-    """Whether ``POPTORCH_EMULATOR_HARDWARE=1`` asks the emulator to behave as if IPUs were attached."""
+def simulates_hardware() -> bool:
+    """Whether ``POPTORCH_EMULATOR_HARDWARE=1`` makes the emulator behave as if IPUs were attached."""
     return os.environ.get("POPTORCH_EMULATOR_HARDWARE", "0") not in ("", "0")
 
 
@@ -38,7 +38,7 @@ def uses_ipu_model() -> bool:
     """Whether an environment variable selects PopTorch's simulator.
 
     Raises:
-        Error: It is selected with a version that does not exist.
+        Error: The selected version does not exist.
     """
     selected = any(int(os.environ.get(name, "0") or "0") != 0 for name in _MODEL_VARIABLES)
     wanted = os.environ.get("POPTORCH_IPU_MODEL_VERSION", "ipu2")
@@ -51,14 +51,14 @@ def uses_ipu_model() -> bool:
 
 
 def hardware_version(num_ipus: int = 1) -> int:
-    """Return the architecture version of the IPUs there are, 0 without any."""
-    if num_ipus < 1 or uses_ipu_model() or not stands_in_for_hardware():
+    """Return the architecture version of the IPUs, 0 if there are none."""
+    if num_ipus < 1 or uses_ipu_model() or not simulates_hardware():
         return 0
     return _SIMULATED_VERSION
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether that many IPUs can be attached to."""
+    """Whether that many IPUs are available."""
     return hardware_version(num_ipus) != 0
 
 
@@ -66,7 +66,7 @@ def ipuHardwareVersion() -> int:
     """Return the architecture version of the IPUs; 0 while the simulator is selected.
 
     Raises:
-        AssertionError: There are none.
+        AssertionError: No IPU is available.
     """
     if uses_ipu_model():
         return 0
@@ -76,16 +76,16 @@ def ipuHardwareVersion() -> int:
 
 
 def raise_requested_fault(call: int) -> None:
-    """Raise the fault that the environment asks for at this call.
+    """Raise the fault that the environment requests for this call.
 
     Args:
-        call: Number of the executor's call, the first is 1.
+        call: Number of the executor's call, from 1.
 
     Raises:
-        RecoverableError: If a recovery action is asked for.
-        UnrecoverableError: If `UNRECOVERABLE` is asked for.
-        Error: If `ERROR` is asked for.
-        ValueError: If the variable cannot be read.
+        RecoverableError: If a recovery action is requested.
+        UnrecoverableError: If `UNRECOVERABLE` is requested.
+        Error: If `ERROR` is requested.
+        ValueError: If the variable cannot be parsed.
     """
     text = os.environ.get(VARIABLE, "")
     if not text:
@@ -123,7 +123,7 @@ def _fault(kind: str, call: int) -> Error:
 
 
 class Device:
-    """The device that an executor with these options attaches to.
+    """The device that an executor attaches to.
 
     Args:
         options: The executor's options.
@@ -136,20 +136,20 @@ class Device:
 
     @property
     def connects(self) -> bool:
-        """Whether the options allow to attach at all."""
+        """Whether the options allow attaching."""
         return bool(self._options.connection_type != ConnectionType.Never.value)
 
     def require_connection(self) -> None:
-        """Raise an AssertionError if the options say that no device is ever connected."""
+        """Raise an AssertionError if the options forbid connecting to a device."""
         assert self.connects, (
             "Trying to run a model on an offline device (ConnectionType.Never): the model can only be compiled"
         )
 
     def acquire(self) -> None:
-        """Take the IPU that the options choose, if it is not held already.
+        """Acquire the IPU that the options choose, unless it is already held.
 
         Raises:
-            Error: Another executor has it, and ``POPTORCH_WAIT_FOR_IPU`` does not say to wait for it.
+            Error: Another executor holds it and ``POPTORCH_WAIT_FOR_IPU`` is not set.
         """
         if self._lock is not None or not self.connects or not self._is_exclusive():
             return
@@ -176,14 +176,14 @@ class Device:
         if self._lock is None:
             return
         if self._owner == os.getpid():
-            # Closing is not enough: a forked process may hold the same open file. Unlocking is up to the owner alone.
+            # Closing is not enough: a forked process may hold the same open file. Only the owner may unlock it.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
         self._lock = None
 
     @contextlib.contextmanager
     def acquired(self) -> Iterator[None]:
-        """Take the IPU, and keep it unless the body fails."""
+        """Acquire the IPU, and release it if the body fails."""
         self.acquire()
         try:
             yield
@@ -192,7 +192,7 @@ class Device:
             raise
 
     def __getstate__(self) -> Dict[str, Any]:
-        """Leave the lock out: a copy is not attached."""
+        """Leave out the lock: a copy is not attached."""
         return {**self.__dict__, "_lock": None}
 
     def __del__(self) -> None:
@@ -205,7 +205,7 @@ class Device:
 
 
 def _try_to_lock(ipu: int) -> Optional[int]:
-    """Return an open file that locks the IPU until it is unlocked or the process dies, None if it is taken."""
+    """Return an open file that locks the IPU until it is unlocked or the process dies, None if it is in use."""
     path = os.path.join(tempfile.gettempdir(), f"poptorch-emulator-{os.getuid()}-ipu{ipu}.lock")
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Files that an executor writes: saved models, and the reports of a compile."""
+"""Files that an executor writes: saved models and compile reports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool)
 
 
 def read_metadata(filename: str) -> bytes:
-    """Return everything that `save` wrote after the file's mark."""
+    """Return everything that `save` wrote after the magic bytes."""
     with open(filename, "rb") as file:
         assert file.read(len(_MAGIC)) == _MAGIC, f"{filename} is not a valid PopTorch file"
         return file.read()
@@ -78,15 +78,15 @@ def _target(filename: str) -> str:
 def write_compile_files(
     program: Callable[[], str], options: Any, default_name: str, environment: Mapping[str, str]
 ) -> None:
-    """Write the program where options, environment or the log level ask for it.
+    """Write the program where options, environment or the log level request it.
 
     On a device these files hold the compiled code and its memory profile. Here each of them holds the
-    captured program as JSON: which operations there are, and where they run.
+    captured program as JSON: its operations and their placement.
 
     Args:
         program: Returns the compiled program as text.
         options: The executor's options.
-        default_name: Name of the model where the options give none.
+        default_name: Name of the model if the options give none.
         environment: Environment variables.
     """
     if native_logger.isEnabledFor(TRACE):
