@@ -17,9 +17,9 @@ _START_TYPES = (torch.int16, torch.int32, torch.int64)
 
 
 def _positions(start: torch.Tensor, size: int, step: int, length: int) -> torch.Tensor:
-    """Return the positions of a slice; one that would leave the dimension is moved inside it.
+    """Return the positions of a slice, shifted to lie inside the dimension.
 
-    A compile may run on values that are not those of the run, so it must not fail because of them.
+    A compile may see values that never occur at run time, so it must not fail on them.
     """
     first = start.reshape(1).to(torch.int64).clamp(0, max(length - size, 0))
     return first + torch.arange(0, size, step, device=start.device)
@@ -41,18 +41,18 @@ def _check_start(op: str, start: torch.Tensor) -> None:
 
 
 def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
-    """Return `tensor[start : start + size : step]` along `dim`, `start` being a run-time value.
+    """Return `tensor[start : start + size : step]` along `dim`, where `start` is a run-time value.
 
     Args:
-        tensor: What is sliced.
+        tensor: The tensor to slice.
         dim: Dimension to slice along.
-        start: Integer tensor of one element.
+        start: Integer tensor with one element.
         size: Length of the range.
-        step: Distance between the elements taken.
+        step: Distance between selected elements.
 
     Raises:
-        poptorch.Error: A wrong type; in an executor also a size or step below 1, or a size that does not
-            divide the dimension.
+        poptorch.Error: An argument has the wrong type; in an executor also if size or step is below 1, or the
+            size does not divide the dimension.
     """
     require_tensor(tensor, "dynamic_slice: the input")
     require_int(dim, "dynamic_slice: Dimension")
@@ -77,14 +77,14 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
     """Return a copy of `input` with `src` written at `[start, start + size)` along `dim`.
 
     Args:
-        input: What is copied; not changed.
-        src: What is written, of the same type and rank.
+        input: The tensor to copy; not changed.
+        src: The tensor to write, of the same type and rank.
         dim: Dimension to write along.
-        start: Integer tensor of one element, a run-time value.
+        start: Integer tensor with one element, a run-time value.
         size: Length of `src` along `dim`.
 
     Raises:
-        poptorch.Error: A wrong type or rank; in an executor also a size below 1.
+        poptorch.Error: An argument has the wrong type or rank; in an executor also if the size is below 1.
     """
     require_tensor(input, "dynamic_update: the input")
     require_tensor(src, "dynamic_update: the source")
@@ -111,19 +111,19 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
 
 
 def fps(src: torch.Tensor, ptr: List[int], ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
-    """Samples points that lie far from each other, in each cloud of a batch.
+    """Sample points that are far from each other, in each cloud of a batch.
 
     Args:
         src: Points, [number of points, ...].
-        ptr: Where clouds begin and end: cloud i is `src[ptr[i] : ptr[i + 1]]`.
-        ratio: Share of a cloud's points that is sampled (rounded up).
-        random_start: Begin with a random point rather than the first.
+        ptr: Boundaries of the clouds: cloud i is `src[ptr[i] : ptr[i + 1]]`.
+        ratio: Proportion of points to sample in each cloud (rounded up).
+        random_start: Start from a random point instead of the first.
 
     Returns:
         Indices of the sampled points in `src`, cloud by cloud.
 
     Raises:
-        poptorch.Error: An argument of a wrong type.
+        poptorch.Error: An argument has the wrong type.
     """
     require_tensor(src, "fps: src")
     if not isinstance(ptr, (list, tuple)) or not all(isinstance(border, int) for border in ptr):
@@ -156,7 +156,7 @@ def _farthest(points: torch.Tensor, ratio: float, random_start: bool) -> torch.T
 
 
 def nearest(x: torch.Tensor, y: torch.Tensor, batch_x: Batch = None, batch_y: Batch = None) -> torch.Tensor:
-    """Find for each point of `x` the nearest point of `y` in the same cloud.
+    """Find the nearest point of `y` in the same cloud for each point of `x`.
 
     Args:
         x: Points, [n, features] or [n].
@@ -165,10 +165,10 @@ def nearest(x: torch.Tensor, y: torch.Tensor, batch_x: Batch = None, batch_y: Ba
         batch_y: Cloud of each point of `y`.
 
     Returns:
-        For each point of `x` an index into `y`.
+        An index into `y` for each point of `x`.
 
     Raises:
-        poptorch.Error: An argument of a wrong type, or batches of different types.
+        poptorch.Error: An argument has the wrong type, or the batches have different types.
     """
     require_tensor(x, "nearest: x")
     require_tensor(y, "nearest: y")
@@ -222,10 +222,10 @@ def ctc_beam_search_decoder(
 
     Returns:
         Log-probabilities [batch, top_paths], lengths [batch, top_paths] and labels [batch, top_paths, input
-        length], filled up with `blank`. Outside an executor zeros of these shapes, as in PopTorch.
+        length], padded with `blank`. Outside an executor, zeros of these shapes, as in PopTorch.
 
     Raises:
-        poptorch.Error: `probs` is not a tensor of three dimensions, or `lengths` not a tensor.
+        poptorch.Error: `probs` is not a three-dimensional tensor, or `lengths` is not a tensor.
     """
     require_tensor(probs, "ctc_beam_search_decoder: probs")
     require_tensor(lengths, "ctc_beam_search_decoder: lengths")
@@ -265,10 +265,10 @@ def _decode_batch(
 
 
 def _search(probs: torch.Tensor, blank: int, beam_width: int) -> List[Tuple[float, Prefix]]:
-    """Return the label sequences that survive all steps, best first, with their log-probabilities.
+    """Return the label sequences left after all steps, best first, with their log-probabilities.
 
     A prefix has two scores, for alignments that end in a blank and for those that end in its last label:
-    only after a blank does the same label again make the prefix longer.
+    repeating the last label extends the prefix only after a blank.
     """
     prefixes: List[Prefix] = [()]
     ends_blank = torch.zeros(1)
@@ -277,7 +277,7 @@ def _search(probs: torch.Tensor, blank: int, beam_width: int) -> List[Tuple[floa
 
     for step in probs:
         total = torch.logaddexp(ends_blank, ends_label)
-        # The empty prefix has no last label; the blank stands in, and its label score is -inf anyway.
+        # The empty prefix has no last label: use the blank, as its label score is -inf anyway.
         last = torch.tensor([prefix[-1] if prefix else blank for prefix in prefixes])
         rows = torch.arange(len(prefixes))
 
