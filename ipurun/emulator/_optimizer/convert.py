@@ -1,4 +1,4 @@
-"""Convert an optimizer to the values that are sent to the device, each constant or variable."""
+"""Convert an optimizer to the constant and variable values that are sent to the device, and log them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONSTRUCTOR_ATTRIBUTES = frozenset(
     }
 )
 Value = Tuple[Any, bool]
-"""A value and whether it is constant after compilation."""
+"""A value, and whether it is constant after compilation."""
 _FIXED_DEFAULTS: Mapping[str, Any] = {
     "accum_type": torch.float32,
     "first_order_momentum_accum_type": torch.float32,
@@ -47,10 +47,10 @@ _LOGGED_TYPES: Mapping[str, str] = {
 
 
 class AttributeTracker:
-    """Remembers what an executor's optimizers looked like.
+    """Remembers the attributes of an executor's optimizers.
 
     Args:
-        relaxed: Only mention unexpected attributes in the debug log.
+        relaxed: Report unexpected attributes only in the debug log.
     """
 
     def __init__(self, relaxed: bool = False) -> None:
@@ -60,7 +60,7 @@ class AttributeTracker:
         self._reported: Set[Tuple[int, str]] = set()
 
     def observe(self, optimizer: Any) -> None:
-        """Learn the attributes the first time, report new ones once each later."""
+        """Record the attributes the first time, and report each new one once afterwards."""
         names = {name for name in vars(optimizer) if not name.startswith("_")} - _CONSTRUCTOR_ATTRIBUTES
         if self._optimizer_names is None:
             self._optimizer_names = names
@@ -79,7 +79,7 @@ class AttributeTracker:
 
 
 class OptimizerType(enum.IntEnum):
-    """The optimizers the backend knows; SGD1 keeps one buffer (combined), SGD2 two (separate)."""
+    """The optimizers of the backend; SGD1 keeps one buffer (combined), SGD2 two (separate)."""
 
     SGD1 = 0
     SGD2 = 1
@@ -94,12 +94,12 @@ class OptimizerType(enum.IntEnum):
 
 @dataclass
 class Converted:
-    """An optimizer as the device sees it; two that compare equal need no update.
+    """An optimizer in the device's terms; equal ones need no update.
 
     Attributes:
-        type: Which update runs.
+        type: The kind of update.
         attributes: Values for the whole optimizer: `loss_scaling`, accumulator types, `max_grad_norm`, ...
-        defaults: Values for parameters that are in no group.
+        defaults: Values for parameters without a group.
         groups: Values for the parameters of each group.
         group_sizes: Number of parameters in each group.
     """
@@ -111,7 +111,7 @@ class Converted:
     group_sizes: List[int]
 
     def value(self, name: str) -> Any:
-        """The value of an attribute of the whole optimizer."""
+        """Return the value of an attribute of the whole optimizer."""
         return self.attributes[name][0]
 
 
@@ -120,7 +120,7 @@ class _Family:
     torch_class: type
     poptorch_class: type
     per_group: Tuple[str, ...]
-    # For torch's own classes: constant while the attribute has this value. Not listed: always constant.
+    # For torch's own classes: constant while the attribute has this value; always constant if not listed.
     constant_value: Mapping[str, Any]
 
 
@@ -131,7 +131,7 @@ _FAMILIES: Tuple[_Family, ...] = (
         ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         {"momentum": 0, "dampening": 0, "weight_decay": 0},
     ),
-    # Before Adam: recent torch derives AdamW from it.
+    # Before Adam, because recent torch derives AdamW from it.
     _Family(
         torch.optim.AdamW,
         optim.AdamW,
@@ -160,19 +160,19 @@ def convert(
     *,
     automatic_loss_scaling: bool = False,
 ) -> Converted:
-    """Read an optimizer's values.
+    """Convert an optimizer to values for the device.
 
     Args:
         optimizer: One of torch's SGD, Adam, AdamW, RMSprop, or one of `poptorch.optim`.
-        tracker: Remembers the attributes seen at the first conversion and warns about later ones.
-        automatic_loss_scaling: The device changes the loss scaling by itself, so it cannot be constant.
+        tracker: Records the attributes at the first conversion and warns about new ones later.
+        automatic_loss_scaling: Whether the device adjusts the loss scaling, which then cannot be constant.
 
     Returns:
-        The values, comparable.
+        The converted values.
 
     Raises:
-        AssertionError: For another class of optimizer, or a value that is not a number.
-        ValueError: If amsgrad is asked for.
+        AssertionError: If the class of optimizer is not supported, or a value is not a number.
+        ValueError: If amsgrad is on.
     """
     family = _family_of(optimizer)
     if tracker is not None:
@@ -194,7 +194,7 @@ def convert(
 
 
 def forces_running_mean(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the accumulator's type asks for the Running mean, whatever the options say."""
+    """Whether the accumulator's type requires the Running mean, regardless of the options."""
     return getattr(optimizer, "accum_type", None) == torch.float16 and not getattr(
         optimizer, "use_combined_accum", False
     )
@@ -306,7 +306,7 @@ def _with_velocity_scaling(converted: Converted, values: Dict[str, Value]) -> Di
 
 
 def _fields(values: Mapping[str, Value], prefix: str) -> List[str]:
-    # The learning rate comes first, the velocity scaling before what follows it: each ends in a comma.
+    # PopTorch logs the learning rate first and the velocity scaling second.
     first = ("lr", "velocity_scaling")
     ordered = [name for name in first if name in values] + [name for name in values if name not in first]
     return [
