@@ -1,7 +1,7 @@
 """PopTorch 3.4's Python API on plain CPU torch.
 
-``install()`` makes ``import poptorch`` mean this package. What is executed, what is only recorded and where
-it differs from a device is described in docs/explanation/emulator.md and docs/reference/emulator-coverage.md.
+``install()`` makes ``import poptorch`` import this package. docs/explanation/emulator.md and
+docs/reference/emulator-coverage.md describe what is executed, what is only recorded, and how it differs from a device.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ __all__ = [
     "trainingModel",
 ]
 
-# PopTorch does so at import, for programs that fork after the device libraries were loaded.
+# As PopTorch does at import, for programs that fork after loading the device libraries.
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 atexit.register(poptorchAtExit)
 

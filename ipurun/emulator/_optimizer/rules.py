@@ -121,8 +121,8 @@ class _SeparateSgd(Rule):
         weight = working(slot.weight)
         direction = prepared
         if slot.nesterov:
-            # The backend divides this gradient by the loss scaling only, not by the number of
-            # micro-batches: the quirk shows when several feed one update.
+            # Like the backend, divide this gradient only by the loss scaling, not by the number of
+            # micro-batches; it matters if an update accumulates several.
             direction = working(gradient) + slot["scaledMomentum2"] * prepared
             direction.add_(weight, alpha=slot["weightDecayScaleFactor2"])
         weight.add_(direction, alpha=-slot["scaledLearningRate2"])
