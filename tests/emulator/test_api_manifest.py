@@ -20,14 +20,14 @@ MODULES = {
 EXTRA_NAMES = {
     "autocast": "PopTorch up to 3.0, for older programs",
     "autocasting": "PopTorch up to 3.0, for older programs",
-    "coverage": "tells what is emulated",
+    "coverage": "lists what is emulated",
     "exec": "runs an unmodified PopTorch program",
     "graph": "captured graphs, for tools that inspect models",
-    "install": "makes `import poptorch` mean the emulator",
-    "logger": "PopTorch imports it for itself, and its own examples write to it",
+    "install": "makes `import poptorch` import the emulator",
+    "logger": "imported by PopTorch for internal use, and used by its examples",
     "register_cpu_implementation": "Python code of a custom op",
-    "shim": "stands for poptorch in child processes",
-    "testing": "PopTorch has it too, once it was imported",
+    "shim": "provides poptorch in child processes",
+    "testing": "also an attribute of PopTorch once imported",
 }
 EXTRA_METHODS = {
     ("poptorch.options", "_PrecisionOptions"): {"autocastEnabled", "autocastPolicy"},

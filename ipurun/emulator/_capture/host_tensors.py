@@ -113,10 +113,10 @@ def _explain(op: str, spec: TensorSpec, source: str) -> str:
     return (
         f"Expected an IPU tensor but got tensor(device=cpu, shape={list(spec.shape)}, "
         f"dtype={scalar_type_name(spec.dtype)}).\nConstant tensors should be moved explicitly to the IPU, via "
-        f'cpu_tensor.to("ipu"). In {op} at {source or "an unknown line"}: only inputs, parameters, buffers and what '
-        "torch.tensor(), torch.zeros() and the like make inside forward are on the IPU. Keep a constant of the model "
-        "with register_buffer() instead of a closure or a global, and write torch.tensor() instead of "
-        "torch.LongTensor(), torch.Tensor() or torch.from_numpy()."
+        f'cpu_tensor.to("ipu"). In {op} at {source or "an unknown line"}: only inputs, parameters, buffers and '
+        "tensors created inside forward by functions such as torch.tensor() and torch.zeros() are on the IPU. Keep "
+        "constants of the model with register_buffer() instead of a closure or a global, and write torch.tensor() "
+        "instead of torch.LongTensor(), torch.Tensor() or torch.from_numpy()."
     )
 
 

@@ -23,7 +23,7 @@ _MODEL_VERSIONS = ("ipu1", "ipu2", "ipu21")
 _MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
 # Faults to raise, separated by commas, each once in a process: `call=3:IPU_RESET` raises a recoverable error with that
 # recovery action at an executor's third call, `call=5:UNRECOVERABLE` an unrecoverable one, `call=7:ERROR` a plain one.
-VARIABLE = "POPTORCH_EMULATOR_FAULTS"
+_FAULTS_VARIABLE = "POPTORCH_EMULATOR_FAULTS"
 _RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
 _raised: Set[str] = set()
 _SECONDS_BETWEEN_TRIES = 15
@@ -87,7 +87,7 @@ def raise_requested_fault(call: int) -> None:
         Error: If `ERROR` is requested.
         ValueError: If the variable cannot be parsed.
     """
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(_FAULTS_VARIABLE, "")
     if not text:
         _raised.clear()
         return
@@ -107,14 +107,14 @@ def _parse(text: str) -> Dict[int, str]:
         known = (*_RECOVERY_ACTIONS, "UNRECOVERABLE", "ERROR")
         if word.strip() != "call" or not number.strip().isdigit() or kind not in known:
             raise ValueError(
-                f"{VARIABLE}: expected entries such as call=3:IPU_RESET with one of {known}, got {entry!r}"
+                f"{_FAULTS_VARIABLE}: expected entries such as call=3:IPU_RESET with one of {known}, got {entry!r}"
             )
         faults[int(number)] = kind
     return faults
 
 
 def _fault(kind: str, call: int) -> Error:
-    message = f"Fault requested by {VARIABLE} at call {call}"
+    message = f"Fault requested by {_FAULTS_VARIABLE} at call {call}"
     if kind in _RECOVERY_ACTIONS:
         return createNativeError(message, type="poplar_recoverable_runtime_error", recovery_action=kind)
     if kind == "UNRECOVERABLE":
