@@ -280,7 +280,7 @@ def test_pva_can_be_imported_and_refuses_to_open_reports(run):
             print(error)
         """
     ran = run(["-c", program])
-    assert "writes no PopVision reports" in ran.stdout, ran.stderr
+    assert "does not write PopVision reports" in ran.stdout, ran.stderr
 
 
 POPDIST = """if True:
