@@ -73,9 +73,10 @@ def _prepared(found: Points) -> List[PreparedRun]:
         from ipurun.sweep.check import planned
 
         return planned(found.points)
+    from ipurun.inspect.facts import Purpose
     from ipurun.runs.prepare import prepare
 
-    return [prepare(found.points[0], on_paper=True)]
+    return [prepare(found.points[0], Purpose.PLAN)]
 
 
 class _Shown:

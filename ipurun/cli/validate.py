@@ -66,6 +66,7 @@ def _lines(argv: List[str]) -> List[List[str]]:
 
 def _check(argv: List[str]) -> List[Tuple[str, List[Problem]]]:
     from ipurun.config.compose import points
+    from ipurun.inspect.facts import Purpose
     from ipurun.runs.job import prepare_job
 
     label = " ".join(argv) or "the default config"
@@ -77,7 +78,7 @@ def _check(argv: List[str]) -> List[Tuple[str, List[Problem]]]:
     for point in found.points:
         text = " ".join(point.overrides) or label
         try:
-            prepare_job(point, checks_only=True)
+            prepare_job(point, Purpose.CHECK)
         except ConfigError as error:
             results.append((text, list(error.problems)))
         else:

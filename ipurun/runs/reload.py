@@ -133,7 +133,7 @@ def load_run(
     checkpoint = _checkpoint(folder, checkpoint_file, use_best)
     prepared = prepare(point)
     run = build_run(point.config, prepared.plan, prepared.subject, prepared.engine)
-    load_weights(run, checkpoint)
+    load_weights(run.user_model, checkpoint)
     return LoadedRun(run, folder, checkpoint)
 
 
