@@ -92,6 +92,7 @@ FLOW = (
     "emulator",
     "errors",
     "module_search",
+    "moved",
     "api",
     "config",
     "datasets",
@@ -107,6 +108,7 @@ FLOW = (
     "log",
     "runs",
     "sweep",
+    "interface",
     "cli",
 )
 

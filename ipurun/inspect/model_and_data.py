@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
@@ -28,6 +28,7 @@ from ipurun.inspect.structure import (
 )
 from ipurun.inspect.targets import check_node, locate, make
 from ipurun.inspect.trace import meta_model
+from ipurun.moved import moved_paths, new_path
 
 __all__ = ["ModelAndData", "facts_without_data", "inspect", "load_custom_ops", "make_model"]
 
@@ -195,7 +196,7 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         changing_buffers=changing_buffers(model, first_sample, config.loss, config.seed),
         returns_loss=config.loss.name is None,
-        notes=(*own_notes, *_worker_notes(config, splits), *_trace_notes(failure), *cache_notes),
+        notes=(*own_notes, *_worker_notes(config, splits), *_trace_notes(failure), *cache_notes, *_moved_notes(config)),
         calls=() if walk is None else tuple(walk.calls),
         operations=0 if walk is None else walk.operations,
         purpose=purpose,
@@ -214,6 +215,11 @@ def _trace_notes(failure: str) -> Tuple[str, ...]:
     if not failure:
         return ()
     return (f"blocks are checked in the order in which modules are defined: {failure}",)
+
+
+def _moved_notes(config: RunConfig) -> Tuple[str, ...]:
+    paths = dict.fromkeys(moved_paths(asdict(config)))
+    return tuple(f"{path} is now {new_path(path)}; the old path works until the next release" for path in paths)
 
 
 def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
