@@ -90,6 +90,7 @@ FLOW = (
     "emulator",
     "errors",
     "module_search",
+    "moved",
     "api",
     "config",
     "datasets",
@@ -105,6 +106,7 @@ FLOW = (
     "log",
     "runs",
     "sweep",
+    "interface",
     "cli",
 )
 
