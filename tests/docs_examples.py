@@ -1,8 +1,8 @@
 """The examples in README.md and docs/: the commands of a page and the output that it shows.
 
-A `console` block is a terminal session: commands after `$`, and their output. A line of `...` is a gap; a line that ends
-with ` ...` is cut short; `^C` is an interrupt, sent when the line above it is printed. Blocks whose language is followed
-by a file name (```yaml conf/recipe/mine.yaml) are files that the commands of the page need.
+A `console` block is a terminal session: commands after `$`, and their output. A line of `...` is a gap; a line that
+ends with ` ...` is cut short; `^C` is an interrupt, sent when the line above it is printed. Blocks whose language is
+followed by a file name (```yaml conf/recipe/mine.yaml) are files that the commands of the page need.
 
 `python tests/docs_examples.py PAGE...` runs the commands of pages and writes their output into the blocks; without a
 page, it does so for all pages (`make docs`).

@@ -77,6 +77,13 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch,
             assert untrue_lines(example, printed) == [], f"{example.command}: run `make docs`"
 
 
+@pages
+def test_python_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"^```python\n(import ipurun\n.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        exec(block, {})
+
+
 def anchors(page):
     """Return the anchors of a page's headings, as web pages of Markdown have them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
