@@ -90,14 +90,30 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def links(page):
+    """Yield the page and the anchor of every relative link."""
+    for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        yield (page.parent / path).resolve() if path else page, anchor
+
+
 @linked_pages
 def test_links_lead_to_pages_and_headings(page):
-    dead = []
-    for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
-        target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            dead.append(f"{path}#{anchor}")
+    dead = [
+        f"{target}#{anchor}"
+        for target, anchor in links(page)
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
     assert dead == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page.suffix == ".md" and page not in reached:
+            reached.add(page)
+            waiting += [target for target, _ in links(page)]
+    assert set(PAGES) - reached == set()
 
 
 @pages
