@@ -44,6 +44,13 @@ def test_the_places_of_rare_imports_are_those_of_the_tests():
     assert {row[0]: quoted(row[1]) for row in table("What")} == expected
 
 
+def test_the_classes_that_the_page_names_exist():
+    defined = {name for path in MODULES for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.M)}
+    named = set(re.findall(r"`([A-Z][a-z]\w+)[`(]", PAGE))
+    assert len(named) > 5
+    assert named - defined == set()
+
+
 def test_folders_are_small():
     sizes = Counter(path.parent.relative_to(ROOT).as_posix() for path in MODULES)
     del sizes["ipurun/emulator"]
