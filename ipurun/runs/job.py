@@ -120,7 +120,7 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
         return None
     if resume == "auto":
         folder = find_latest(point.config.runs_dir, point.config.name or "run")
-        return folder if folder is not None and latest(folder) is not None else None
+        return RunFolder.open(folder.path) if folder is not None and latest(folder) is not None else None
     folder = RunFolder.open(resume)
     if latest(folder) is None:
         raise ConfigError(

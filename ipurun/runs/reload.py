@@ -1,4 +1,4 @@
-"""A stored run again: its config with new overrides on top, and its weights for evaluation and prediction."""
+"""Reload a stored run: its config with new overrides on top, and its weights for evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
 from ipurun.inspect.model_and_data import make_model
+from ipurun.moved import new_path
 from ipurun.planning.user_settings import unlike_defaults
 from ipurun.runs.folder import RunFolder
 from ipurun.runs.prepare import prepare
@@ -36,7 +37,7 @@ _CONFIG_NAME = "stored_run"
 def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train") -> Point:
     """Compose the config of a run folder with the words of a command line.
 
-    The stored file stands in for ipurun's primary config, so overrides are read and checked as anywhere else.
+    The stored file takes the place of ipurun's primary config, so overrides are read and checked as in any command.
 
     Args:
         folder: The run.
@@ -50,12 +51,14 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     words = parse_argv(argv)
     if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
         raise ConfigError(
-            "a stored run takes overrides of keys, no recipe and no sweep",
+            "a stored run takes overrides of keys, but no recipe and no sweep",
             where=f"command line: {' '.join(argv)}",
             fix="leave the recipe and -m out: the run folder has its config",
         )
     stored = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config_file)))
-    _keep_matching(stored.get("optimizer") or {})
+    if folder.schema == 1:
+        stored = _with_new_paths(stored)
+        _keep_matching(stored.get("optimizer") or {})
     groups = _groups()
     for group in groups:
         if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides):
@@ -70,7 +73,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     changed = tuple(change for change in point.changed if change.origin == "command line")
     origins = folder.origins()
     set_then = unlike_defaults(config) if origins is None else origins
-    # The stored file has every key; those that nobody had set are defaults again.
+    # The stored file has every key; those that were not set are defaults again.
     stored_in = display(file)
     set_now = {key: origin for key, origin in (point.given or {}).items() if not origin.startswith(stored_in)}
     given = {**{key: set_then[key] for key in point.given or {} if key in set_then}, **set_now}
@@ -83,11 +86,17 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     )
 
 
-def _keep_matching(optimizer: Dict[str, Any]) -> None:
-    """Let the groups of a run that an earlier version stored match what they matched then.
+def _with_new_paths(value: Any) -> Any:
+    """Return a stored config with the present paths of everything that has moved."""
+    if isinstance(value, dict):
+        return {key: _with_new_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_new_paths(inner) for inner in value]
+    return new_path(value) if isinstance(value, str) else value
 
-    In runs of this version nothing changes: a pattern that would match more with wide wildcards was refused.
-    """
+
+def _keep_matching(optimizer: Dict[str, Any]) -> None:
+    """Let the patterns of parameter groups match what they matched in the first edition."""
     for group in optimizer.get("groups") or ():
         match = group.get("match") if isinstance(group, dict) else None
         if isinstance(match, str):
