@@ -185,10 +185,6 @@ def test_quick_commands_load_neither_torch_nor_hydra(tmp_path, words):
     assert loaded & {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml", "poptorch"} == set()
 
 
-def test_importing_the_package_loads_neither_torch_nor_hydra(tmp_path):
-    assert loaded_after("import ipurun", tmp_path) & {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml"} == set()
-
-
 @pytest.mark.parametrize("line", ["ipurun tr", "ipurun train +recipe=", "ipurun plan +recipe=mnist optim"])
 def test_completion_never_loads_torch(tmp_path, line):
     program = "from ipurun.cli.main import main\nassert main(['-sc', 'query=bash']) == 0"
