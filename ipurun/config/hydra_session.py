@@ -158,11 +158,15 @@ def prepare_hydra(words: Argv) -> None:
 
 @contextmanager
 def opened(words: Argv) -> Iterator[Session]:
-    """Hydra for the time of a `with`, closed again afterwards."""
+    """Hydra for the time of a `with`; a caller that has initialized it for itself gets its own back afterwards."""
     prepare_hydra(words)
+    before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    with initialize_config_module(_CONFIG_MODULE, job_name="ipurun", version_base="1.3"):
-        yield Session(GlobalHydra.instance().config_loader(), words.config_name)
+    try:
+        with initialize_config_module(_CONFIG_MODULE, job_name="ipurun", version_base="1.3"):
+            yield Session(GlobalHydra.instance().config_loader(), words.config_name)
+    finally:
+        GlobalHydra.instance().hydra = before
 
 
 def _file_of(config_path: Optional[str]) -> Optional[Path]:

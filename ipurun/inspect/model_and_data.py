@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
@@ -13,7 +12,7 @@ from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import check_data, check_sample, is_stream, length_of, make_splits, notes_of, split_for_eval
-from ipurun.inspect.facts import Facts
+from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
@@ -29,8 +28,9 @@ from ipurun.inspect.structure import (
 )
 from ipurun.inspect.targets import check_node, locate, make
 from ipurun.inspect.trace import meta_model
+from ipurun.moved import moved_paths, new_path
 
-__all__ = ["ModelAndData", "inspect", "load_custom_ops"]
+__all__ = ["ModelAndData", "facts_without_data", "inspect", "load_custom_ops", "make_model"]
 
 _LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
 
@@ -44,52 +44,70 @@ class ModelAndData:
     facts: Facts
 
 
-def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper: bool = False) -> ModelAndData:
+def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -> ModelAndData:
     """Make the model and the data, and read off them what a plan needs.
-
-    Args:
-        config: The run.
-        engine: The engine it is for.
-        need_data: Whether to make the data; without it the facts have no sample counts.
-        on_paper: Whether it is only for planning: a large model is then made without memory for its weights.
 
     Raises:
         ConfigError: With the problems of all targets.
     """
-    problems = load_custom_ops(config.custom_ops, engine)
-    problems += _problems_without_building(config, engine, need_data)
-    wrong = {problem.key.split(".")[0] for problem in problems}
-    model = splits = None
-    if "model" not in wrong:
-        model = _collect(lambda: _make_model(config, engine, on_paper), problems)
-    if need_data and "data" not in wrong:
-        splits = _collect(lambda: _make_data(config, engine), problems)
+    problems: List[Problem] = []
+    model = _checked_model(config, engine, purpose, problems)
+    wrong_data = check_data(config.data, engine.module)
+    problems += wrong_data
+    splits = None if wrong_data else _collect(lambda: _make_data(config, engine), problems)
+    if splits is not None:
+        problems += _check_splits(config, splits)
+    if problems or model is None or splits is None:
+        raise ConfigError(problems)
+    return ModelAndData(model, splits, _facts(config, engine, model, splits, purpose))
+
+
+def facts_without_data(config: RunConfig, engine: Engine) -> Facts:
+    """Read off the model what a plan needs, for data that is not there: the facts have no sample counts.
+
+    Raises:
+        ConfigError: With the problems of all targets but the data.
+    """
+    problems: List[Problem] = []
+    model = _checked_model(config, engine, Purpose.CHECK, problems)
+    if problems or model is None:
+        raise ConfigError(problems)
+    return _facts(config, engine, model, {}, Purpose.CHECK)
+
+
+def make_model(config: RunConfig, engine: Engine) -> nn.Module:
+    """Make the model of a config, and nothing else.
+
+    Raises:
+        ConfigError: The model or a custom op is wrong.
+    """
+    problems = load_custom_ops(config.custom_ops, engine) + _model_problems(config, engine)
+    if problems:
+        raise ConfigError(problems)
+    return _make_model(config, engine, Purpose.RUN)
+
+
+def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems: List[Problem]) -> Optional[nn.Module]:
+    """Check every target but the data and make the model, if it can be made; what is wrong joins the problems."""
+    problems += load_custom_ops(config.custom_ops, engine)
+    found = _model_problems(config, engine)
+    problems += found + _problems_without_building(config, engine)
+    model = None if found else _collect(lambda: _make_model(config, engine, purpose), problems)
     if model is not None:
         parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         problems += check_groups(config.optimizer, parameters)
-    if splits is not None:
-        problems += _check_splits(config, splits)
-    if problems or model is None:
-        raise ConfigError(problems)
-    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
-    facts = _facts(config, engine, model, splits or {})
-    return ModelAndData(model, splits or {}, dataclasses.replace(facts, notes=(*facts.notes, *cache_notes)))
+    return model
 
 
-def _problems_without_building(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
+def _model_problems(config: RunConfig, engine: Engine) -> List[Problem]:
+    if "_target_" in config.model:
+        return check_node(config.model, "model", engine.module)
+    fix = "model._target_=module.Net, or +recipe=mnist"
+    return [Problem("no model: `model._target_` is not set", fix=fix, key="model._target_")]
+
+
+def _problems_without_building(config: RunConfig, engine: Engine) -> List[Problem]:
     problems: List[Problem] = []
-    if "_target_" not in config.model:
-        problems.append(
-            Problem(
-                "no model: `model._target_` is not set",
-                fix="model._target_=module.Net, or +recipe=mnist",
-                key="model._target_",
-            )
-        )
-    else:
-        problems += check_node(config.model, "model", engine.module)
-    if need_data:
-        problems += check_data(config.data, engine.module)
     problems += check_loss(config.loss, engine.module)
     problems += check_optimizer(config.optimizer, engine.module)
     problems += check_schedule(config.schedule, engine.module)
@@ -108,8 +126,8 @@ def _collect(action: Callable[[], Any], problems: List[Problem]) -> Optional[Any
         return None
 
 
-def _make_model(config: RunConfig, engine: Engine, on_paper: bool) -> nn.Module:
-    if on_paper:
+def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Module:
+    if purpose is not Purpose.RUN:
         outline = meta_model(config)
         if sum(parameter.numel() for parameter in outline.parameters()) > _LARGEST_MADE_TO_PLAN:
             return outline
@@ -150,7 +168,9 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
     return problems
 
 
-def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any]) -> Facts:
+def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose) -> Facts:
+    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
+    own_notes = notes_of(*splits.values(), model)
     train_samples = None
     first_sample = None
     if "train" in splits:
@@ -176,9 +196,10 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         changing_buffers=changing_buffers(model, first_sample, config.loss, config.seed),
         returns_loss=config.loss.name is None,
-        notes=(*notes_of(*splits.values(), model), *_worker_notes(config, splits), *_trace_notes(failure)),
+        notes=(*own_notes, *_worker_notes(config, splits), *_trace_notes(failure), *cache_notes, *_moved_notes(config)),
         calls=() if walk is None else tuple(walk.calls),
         operations=0 if walk is None else walk.operations,
+        purpose=purpose,
         **parts,
     )
 
@@ -194,6 +215,11 @@ def _trace_notes(failure: str) -> Tuple[str, ...]:
     if not failure:
         return ()
     return (f"blocks are checked in the order in which modules are defined: {failure}",)
+
+
+def _moved_notes(config: RunConfig) -> Tuple[str, ...]:
+    paths = dict.fromkeys(moved_paths(asdict(config)))
+    return tuple(f"{path} is now {new_path(path)}; the old path works until the next release" for path in paths)
 
 
 def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:

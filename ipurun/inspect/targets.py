@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipurun.config.keys import argument_meant
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.module_search import append_working_folder
+from ipurun.moved import new_path
 
 __all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "innermost_line", "locate", "make"]
 
@@ -34,7 +35,7 @@ def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> A
         raise ConfigError(
             f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name", key=key
         )
-    parts = path.split(".")
+    parts = new_path(path).split(".")
     if parts[0] == "poptorch" and engine_module is not None:
         return _walk(engine_module, parts, 1, path, key)
     if len(parts) == 1:

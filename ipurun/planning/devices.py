@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from ipurun.errors import Findings
+from ipurun.inspect.facts import Purpose
 from ipurun.planning.plan import Devices
 
 __all__ = ["MAX_IPUS", "Request", "is_power_of_two", "next_power_of_two", "share_devices"]
@@ -23,7 +24,7 @@ class Request:
         factor: Replicas; None: as many as fit.
         auto_round: Whether PopTorch may round the number of IPUs up to a power of two.
         available: IPUs that can be attached; None where any number is emulated.
-        on_paper: Whether nothing will run: then more IPUs than one process attaches are only noted.
+        purpose: What the plan is made for; `PLAN` only notes more IPUs than one process attaches.
     """
 
     devices: Union[int, str]
@@ -31,7 +32,7 @@ class Request:
     factor: Optional[int] = None
     auto_round: bool = False
     available: Optional[int] = None
-    on_paper: bool = False
+    purpose: Purpose = Purpose.RUN
 
 
 def is_power_of_two(number: int) -> bool:
@@ -102,7 +103,7 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
                 "`devices` takes a number of IPUs or auto", seen=f"devices={devices}", fix="devices=1", key="devices"
             )
         return _automatic_total(request, per_replica, found)
-    if devices > MAX_IPUS and request.on_paper:
+    if devices > MAX_IPUS and request.purpose is Purpose.PLAN:
         _note_several_processes(devices, found)
     elif devices < 1 or devices > MAX_IPUS:
         found.problem(
@@ -138,7 +139,7 @@ def _automatic_total(request: Request, per_replica: int, found: Findings) -> int
     needed = per_replica * (request.factor or 1)
     if request.auto_round:
         needed = next_power_of_two(needed)
-    if needed > MAX_IPUS and request.on_paper:
+    if needed > MAX_IPUS and request.purpose is Purpose.PLAN:
         _note_several_processes(needed, found)
     elif needed > MAX_IPUS:
         found.problem(

@@ -39,7 +39,7 @@ def plan_sizes(config: RunConfig, facts: Facts, given: UserSettings, found: Find
     if not given.has("pipeline.auto_round"):
         auto_round = auto_round or given.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or given.argument("replicationFactor")
-    request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.on_paper)
+    request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.purpose)
     devices = share_devices(request, found)
     group_size = _group_size(config, given, devices.replicas, found)
     pipelined = is_laid_out and _is_pipelined(config, given)

@@ -8,6 +8,7 @@ from typing import Any, Dict, Mapping, Optional
 
 import numpy
 import torch
+from torch import nn
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
@@ -96,7 +97,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]
         RunError: It is damaged.
     """
     state = load(checkpoint)
-    _load_model(run, state, checkpoint)
+    _load_model(run.user_model, state, checkpoint)
     if run.step.loss is not None and state["loss"]:
         run.step.loss.load_state_dict(state["loss"])
     _load_optimizer(run, state["optimizer"], checkpoint)
@@ -126,21 +127,21 @@ def restore_device(run: Run, state: Mapping[str, Any]) -> None:
         run.training_model.setOptimizer(run.optimizer)
 
 
-def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:
-    """Put only a checkpoint's weights into a run, for evaluation and prediction.
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> Progress:
+    """Put a checkpoint's weights into a model, for evaluation and prediction.
 
     Raises:
         ConfigError: The checkpoint is of another model.
         RunError: It is damaged.
     """
     state = load(checkpoint)
-    _load_model(run, state, checkpoint)
+    _load_model(model, state, checkpoint)
     return Progress(**state["progress"])
 
 
-def _load_model(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+def _load_model(model: nn.Module, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     try:
-        run.user_model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
     except (RuntimeError, KeyError) as error:
         raise ConfigError(
             "the checkpoint does not fit the model",

@@ -11,7 +11,7 @@ from run_toys import Net
 
 from ipurun import engine
 from ipurun.errors import ConfigError
-from ipurun.inspect.model_and_data import inspect
+from ipurun.inspect.model_and_data import facts_without_data
 from ipurun.inspect.sampling import seeded
 
 
@@ -63,9 +63,9 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert all(torch.equal(first[name], expected[name]) for name in expected)
 
 
-def test_without_data() -> None:
-    subject = inspect(config(data={}), engine.load("cpu"), need_data=False)
-    assert subject.splits == {} and subject.facts.train_samples is None
+def test_a_model_is_inspected_without_its_data() -> None:
+    facts = facts_without_data(config(data={}), engine.load("cpu"))
+    assert facts.train_samples is None and facts.parameters == sum(p.numel() for p in Net().parameters())
 
 
 def test_all_problems_are_reported_together() -> None:

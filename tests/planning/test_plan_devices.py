@@ -1,5 +1,7 @@
 import pytest
 
+from ipurun.inspect.facts import Purpose
+
 
 def test_devices_are_the_total_and_replicas_are_derived(plan_of):
     plan = plan_of({"devices": 8, "pipeline.split": ["fc"], "gradient_accumulation": 4})
@@ -120,7 +122,7 @@ def test_inference_is_not_told_of_what_training_was_told(problems_of):
     assert [problem.fix for problem in told] == ["devices=2"]
 
 
-def test_more_than_one_process_attaches_can_be_planned_on_paper(plan_of):
-    plan = plan_of({"devices": 256, "micro_batch_size": 1}, {"on_paper": True})
+def test_more_than_one_process_attaches_can_be_planned(plan_of):
+    plan = plan_of({"devices": 256, "micro_batch_size": 1}, {"purpose": Purpose.PLAN})
     assert plan.devices.replicas == 256
     assert any("PopRun" in note for note in plan.notes)
