@@ -150,7 +150,7 @@ def test_monitor_is_the_first_metric_or_the_loss() -> None:
     [
         ({"sharpness": {}}, "`metrics.sharpness` has no `_target_`"),
         ({"accuracy": {"ignore_indx": 3}}, "ignore_indx"),
-        ({"accuracy": {"on": ["test"]}}, "knows no `test`"),
+        ({"accuracy": {"on": ["test"]}}, "`test` is not a phase"),
         ({"m": {"_target_": "ipurun.metrics.Acuracy"}}, "Acuracy"),
         ({"m": {"_target_": "run_toys.spread", "wide": 1}}, "wide"),
         ({"m": {"_target_": "ipurun.metrics.TopKAccuracy", "kk": 1}}, "kk"),

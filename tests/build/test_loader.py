@@ -15,7 +15,7 @@ from ipurun import emulator
 from ipurun.build.loader import TrainLoader
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
-from ipurun.inspect.sampling import EpochOrder, PaddedOrder, Resumable, seed_of, seeded
+from ipurun.inspect.sampling import EpochOrder, PaddedOrder, ResumableSampler, seed_of, seeded
 from ipurun.planning.plan import BatchSizes
 
 SAMPLERS = "torch.utils.data."
@@ -127,12 +127,12 @@ def test_epochs_of_a_batch_sampler_are_shuffled() -> None:
         ({"loader__sampler": {"_target_": SAMPLERS + "WeightedRandomSampler", "weights": [1.0]}}, "num_samples"),
         (
             {"loader__sampler": {"_target_": "run_toys.EveryOther"}, "loader__batch_sampler": {"_target_": "a.b"}},
-            "exclude each other",
+            "cannot both be set",
         ),
         ({"loader__collate": "run_toys.nothing"}, "nothing"),
         (
             {"loader__sampler": {"_target_": "run_toys.EveryOther"}, "data": {"_target_": "run_toys.Stream"}},
-            "an iterable data set has no sampler",
+            "an iterable data set cannot have a sampler",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_orders() -> None:
     assert list(PaddedOrder(4, 2, 8)) == [0, 1, 2, 3, 2, 3, 2, 3]
     assert list(PaddedOrder(8, 4, 4)) == list(range(8))
     assert list(PaddedOrder(1, 4, 3)) == [0, 0, 0]
-    order = Resumable(EpochOrder(4, 0, shuffle=False), seed=0, skip=3)
+    order = ResumableSampler(EpochOrder(4, 0, shuffle=False), seed=0, skip=3)
     assert len(order) == 1 and list(order) == [3] and len(order) == 4 and list(order) == [0, 1, 2, 3]
 
 

@@ -64,9 +64,9 @@ def test_wrong_arguments_of_the_eval_split() -> None:
 @pytest.mark.parametrize(
     ("target", "part"),
     [
-        ("run_toys.no_data", "no data set for the split `train`"),
-        (f"{HERE}.only_eval", "no split `train`"),
-        (f"{HERE}.half_broken", "no data set for the split `eval`"),
+        ("run_toys.no_data", "did not return a data set for the split `train`"),
+        (f"{HERE}.only_eval", "did not return the split `train`"),
+        (f"{HERE}.half_broken", "did not return a data set for the split `eval`"),
     ],
 )
 def test_what_is_no_data(target: str, part: str) -> None:

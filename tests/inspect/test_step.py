@@ -15,7 +15,7 @@ from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors, pick, split_target, target_of, with_loss
 from ipurun.inspect.loss import ModelWithLoss, check_loss, make_loss
-from ipurun.inspect.structure import stop_caching
+from ipurun.inspect.model import stop_caching
 
 
 def _loss(name: Any = "CrossEntropyLoss", **keys: Any) -> LossConfig:

@@ -163,7 +163,7 @@ def test_an_unknown_argument_suggests_the_nearest() -> None:
 
 def test_a_class_without_arguments() -> None:
     (problem,) = check_arguments(Plain, {"width": 1}, "model")
-    assert problem.known == "it takes none"
+    assert problem.known == "it takes no arguments"
 
 
 def test_generic_classes_have_their_own_signature() -> None:
