@@ -142,7 +142,7 @@ def test_wrong_loaders(changes: Any, part: str) -> None:
 
 
 def test_a_collate_function_of_ones_own() -> None:
-    run = built(loader__collate="collate_for_tests.twice", loader__shuffle=False)
+    run = built(loader__collate="run_toys.doubled", loader__shuffle=False)
     run.train_loader.start()
     assert _labels(run)[0] == [2 * value for value in _coordinates([0, 1, 2, 3])]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 
 class Net(nn.Module):
@@ -187,3 +187,17 @@ class EveryOther(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(0, len(self.data) // 2 * 2, 2))
+
+
+class HalfFrozen(Net):
+    """A model whose first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+def doubled(samples: List[Any]) -> Any:
+    """A user's collate function."""
+    x, y = default_collate(samples)
+    return 2 * x, y
