@@ -111,7 +111,7 @@ def restored(sample):
 
 
 def test_a_sample_is_two_stretches_of_text_with_padding():
-    # Each sentence counts on from the one before, so that what follows can be told.
+    # Sentences are numbered consecutively, so that the following one can be recognised.
     sentences = [[5 + 3 * index, 6 + 3 * index, 7 + 3 * index] for index in range(40)]
     data = SentencePairs(sentences, vocab_size=125, sequence_length=18, mask_tokens=4, length=200, seed=0)
     labels = []
