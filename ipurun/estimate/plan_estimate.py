@@ -28,11 +28,10 @@ from ipurun.estimate.search import (
 from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, settings_of, words_of
 from ipurun.estimate.split import Split
 from ipurun.estimate.types import Settings, StageLayout, Verdict
-from ipurun.inspect.data import is_stream
+from ipurun.inspect.data import first_sample, is_stream
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model_and_data import ModelAndData
 from ipurun.inspect.sampling import seeded
-from ipurun.inspect.structure import first_item
 from ipurun.inspect.trace import strategy_of, trace_model
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.planning import make_plan
@@ -270,7 +269,7 @@ def _is_batch_free(config: RunConfig) -> bool:
 
 def _profile(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
     data = subject.splits.get("train")
-    sample = None if data is None or is_stream(data) else first_item(data)
+    sample = None if data is None or is_stream(data) else first_sample(data)
     with seeded(config.seed):
         return trace_model(
             config,

@@ -22,7 +22,7 @@ from ipurun.config.patterns import widened
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
-from ipurun.inspect.model_and_data import make_model
+from ipurun.inspect.model_and_data import make_model_alone
 from ipurun.moved import new_path
 from ipurun.planning.user_settings import unlike_defaults
 from ipurun.runs.folder import RunFolder
@@ -180,7 +180,7 @@ def load_model(
     """
     point = stored_point(folder, argv, f"eval {folder}")
     checkpoint = _checkpoint(folder, checkpoint_file, use_best)
-    model = make_model(point.config, engines.load("cpu"))
+    model = make_model_alone(point.config, engines.load("cpu"))
     progress = load_weights(model, checkpoint)
     return LoadedModel(model.eval(), point.config, progress.step, progress.metrics, folder.path, checkpoint.path)
 
