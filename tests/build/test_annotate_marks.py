@@ -225,7 +225,7 @@ class TestOverlappedIo:
         ("changes", "said"),
         [
             ({"pipeline__split": ["second"]}, "does not work with pipelined"),
-            ({"memory__io_tiles": None}, "needs tiles"),
+            ({"memory__io_tiles": None}, "needs I/O tiles"),
             ({"output__mode": "final"}, "needs `output.mode` all or sum"),
         ],
     )

@@ -129,7 +129,7 @@ def test_a_solved_split_has_all_uses_of_a_table_on_one_ipu(one_module: bool, ipu
 
 def test_a_table_that_runs_twice_stays_on_one_ipu() -> None:
     settings = config(**t5_keys([1, 1, 1, 1], one_module=True))
-    with pytest.raises(ConfigError, match="`shared` runs several times"):
+    with pytest.raises(ConfigError, match="`shared` runs on IPUs"):
         make_plan(settings, inspected(settings).facts)
 
 
