@@ -99,9 +99,9 @@ def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict
         shares: Dict[Any, Any] = {f"IPU{index}": share for index, share in enumerate(listed)}
         if training and len(value) != ipus:
             found.problem(
-                f"`memory.available_proportion` has {len(value)} entries, but a replica has {ipus} IPUs",
+                f"`memory.available_proportion` needs one entry for each of the {ipus} IPUs of a replica",
                 seen=str(list(value)),
-                fix=f"write {ipus} entries, or one number for all",
+                fix=f"write one number for all IPUs, or {ipus} entries",
                 key="memory.available_proportion",
             )
     elif isinstance(value, dict):

@@ -105,6 +105,11 @@ def test_keys_that_make_no_sense_are_refused(problems_of, keys, what, fix):
     assert fix in problems[0].fix
 
 
+def test_a_wrong_number_of_layers_keeps_the_number_of_ipus(problems_of):
+    keys = {"pipeline.layers_per_ipu": [0, 3, 4], "memory.available_proportion": [0.1, 0.2, 0.2]}
+    assert "7 layers" in the_problem(problems_of, keys).what
+
+
 def test_one_of_several_stacks_must_be_chosen(problems_of):
     problem = the_problem(problems_of, {"pipeline.layers_per_ipu": [8, 8]}, resnet())
     assert "layer3 (6)" in problem.known

@@ -116,15 +116,15 @@ def _by_layers(
     pipeline: PipelineConfig, facts: Facts, group: str, found: Findings
 ) -> Tuple[Sequence[str], List[RequestedBlock]]:
     key = f"{group}.layers_per_ipu"
-    if not facts.module_names:  # no model: only the number of IPUs is known
+    layers: Sequence[str] = ()
+    if facts.module_names:
+        layers = find_layers(names_in(pipeline.layers, "pipeline.layers", found), facts, key, found)
+    counts = share_layers(pipeline.layers_per_ipu, len(layers), pipeline.ipus, key, found) if layers else ()
+    if not counts:  # keeps the number of IPUs as intended
         parts = range(1, pipeline.ipus or len(pipeline.layers_per_ipu))
-        return (), [
+        return layers, [
             RequestedBlock(f"{key}[{part}]", _ipu_of_part(part, pipeline.strategy), str(part), key) for part in parts
         ]
-    layers = find_layers(names_in(pipeline.layers, "pipeline.layers", found), facts, key, found)
-    if not layers:
-        return (), []
-    counts = share_layers(pipeline.layers_per_ipu, len(layers), pipeline.ipus, key, found)
     requested: List[RequestedBlock] = []
     before = pipeline.embedding_ipu or 0
     layer_ipus: Dict[str, int] = {}
