@@ -14,7 +14,7 @@ from ipurun.planning.placement.layout import Layout
 from ipurun.planning.placement.stages import StageList
 from ipurun.planning.plan import BatchSizes
 from ipurun.planning.sizes import Sizes
-from ipurun.planning.user_settings import TWINS, UserSettings
+from ipurun.planning.user_settings import STRATEGIES, TWINS, UserSettings
 
 __all__ = ["KeyCalls", "batch_calls", "input_group_type", "shared_calls", "training_calls"]
 
@@ -154,22 +154,20 @@ def _add_broadcast(
 
 
 def _strategy_call(pipeline: PipelineConfig, layout: Layout, found: Findings) -> Call:
-    if pipeline.strategy in ("pipelined", "sharded"):
-        if pipeline.liveness is not None or pipeline.separate_backward_phase is not None:
-            found.problem(
-                "`pipeline.liveness` and `pipeline.separate_backward_phase` are for phased execution only",
-                seen=f"pipeline.strategy={pipeline.strategy}",
-                fix="pipeline.strategy=serial_phased, or remove both",
-                key="pipeline.separate_backward_phase" if pipeline.liveness is None else "pipeline.liveness",
-            )
-        name = "poptorch.PipelinedExecution" if pipeline.strategy == "pipelined" else "poptorch.ShardedExecution"
-        if layout.listed is not None:
-            return Call(name, tuple(_stages(layout.listed)))
-        numbering = "AutoIncrement" if layout.auto_increment else "SameAsIpu"
-        return Call(name, (Symbol(f"poptorch.AutoStage.{numbering}"),))
-    phases = _phases(layout.listed) if layout.listed is not None else ()
-    name = "SerialPhasedExecution" if pipeline.strategy == "serial_phased" else "ParallelPhasedExecution"
-    return Call(f"poptorch.{name}", phases, chain=_phase_setters(pipeline, found))
+    name, listed = STRATEGIES[pipeline.strategy], layout.listed
+    if pipeline.strategy.endswith("phased"):
+        return Call(name, () if listed is None else _phases(listed), chain=_phase_setters(pipeline, found))
+    if pipeline.liveness is not None or pipeline.separate_backward_phase is not None:
+        found.problem(
+            "`pipeline.liveness` and `pipeline.separate_backward_phase` are for phased execution only",
+            seen=f"pipeline.strategy={pipeline.strategy}",
+            fix="pipeline.strategy=serial_phased, or remove both",
+            key="pipeline.separate_backward_phase" if pipeline.liveness is None else "pipeline.liveness",
+        )
+    if listed is not None:
+        return Call(name, tuple(_stages(listed)))
+    numbering = "AutoIncrement" if layout.auto_increment else "SameAsIpu"
+    return Call(name, (Symbol(f"poptorch.AutoStage.{numbering}"),))
 
 
 def _stages(listed: StageList) -> List[Call]:
@@ -180,10 +178,10 @@ def _stages(listed: StageList) -> List[Call]:
 
 def _phases(listed: StageList) -> Tuple[Call, ...]:
     stages = _stages(listed)
-    sizes = listed.phases or tuple(range(len(stages)))
+    numbers = listed.phases or tuple(range(len(stages)))
     return tuple(
-        Call("poptorch.Phase", tuple(stage for stage, number in zip(stages, sizes) if number == phase))
-        for phase in dict.fromkeys(sizes)
+        Call("poptorch.Phase", tuple(stage for stage, number in zip(stages, numbers) if number == phase))
+        for phase in dict.fromkeys(numbers)
     )
 
 

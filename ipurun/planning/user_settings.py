@@ -14,7 +14,16 @@ from ipurun.api.calls import Call, call_text, last_call
 from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Problem
 
-__all__ = ["INFERENCE_TWINS", "LOCATION_FIELDS", "LOCATIONS", "TWINS", "Twins", "UserSettings", "unlike_defaults"]
+__all__ = [
+    "INFERENCE_TWINS",
+    "LOCATIONS",
+    "LOCATION_FIELDS",
+    "STRATEGIES",
+    "TWINS",
+    "Twins",
+    "UserSettings",
+    "unlike_defaults",
+]
 
 Twins = Mapping[str, Tuple[str, ...]]
 # Keys of `memory`, and the setters that they mean on Options and on poptorch.TensorLocationSettings.
@@ -32,13 +41,13 @@ LOCATION_FIELDS = {
     "min_elements_off_chip": "minElementsForOffChip",
     "min_elements_sharded": "minElementsForReplicatedTensorSharding",
 }
-_STRATEGY_KEYS = ("pipeline.auto_stage", "pipeline.stages", "pipeline.phases")
-_STRATEGIES = {
+STRATEGIES = {
     "pipelined": "poptorch.PipelinedExecution",
     "sharded": "poptorch.ShardedExecution",
     "serial_phased": "poptorch.SerialPhasedExecution",
     "parallel_phased": "poptorch.ParallelPhasedExecution",
 }
+_STRATEGY_KEYS = ("pipeline.auto_stage", "pipeline.stages", "pipeline.phases")
 # Setter -> the keys that write the same option.
 TWINS: Twins = {
     "deviceIterations": ("device_iterations",),
@@ -114,7 +123,7 @@ class UserSettings:
         written: Optional[Call] = self.argument("setExecutionStrategy")
         if written is None or self.has(*_STRATEGY_KEYS):
             return None
-        if self.has("pipeline.strategy") and written.path != _STRATEGIES.get(pipeline.strategy):
+        if self.has("pipeline.strategy") and written.path != STRATEGIES.get(pipeline.strategy):
             return None
         return written
 

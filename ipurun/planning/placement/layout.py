@@ -75,7 +75,8 @@ def lay_out(
         )
     if (named_start or (phased and placements)) and all(placement.module for placement in placements):
         # Phases list their blocks, so nothing may run outside of one.
-        placements.insert(0, Placement("", 0, FIRST_BLOCK, pipeline.strategy))
+        origin = f"pipeline.strategy={pipeline.strategy}" if phased else "rule: the strategy names the first block"
+        placements.insert(0, Placement("", 0, FIRST_BLOCK, origin))
     in_code = [
         Placement(block.module, block.ipu, block.block_id or block.module, "the model's code")
         for block in facts.user_blocks
