@@ -9,7 +9,7 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 from ipurun.api.calls import Call, last_call
 from ipurun.api.conf_file import read_conf
 from ipurun.api.options import read_setters
-from ipurun.config.checks import check_values, without_misfits
+from ipurun.config.checks import check_values, with_valid_values
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts
@@ -267,4 +267,4 @@ def sane_config(config: RunConfig, found: Findings) -> RunConfig:
     if not problems:
         return config
     found.problems += problems
-    return without_misfits(config)
+    return with_valid_values(config)

@@ -30,7 +30,7 @@ def normal_precision(precision: str, found: Findings) -> str:
     text = _SHORT.get(str(precision), str(precision))
     if text not in ("32.32", "16.32", "16.16"):
         found.problem(
-            f"`precision` does not know `{precision}`",
+            f"`precision` cannot be `{precision}`",
             known="32.32, 16.32, 16.16; 16 and 32 for short",
             fix="precision=16.16",
             key="precision",

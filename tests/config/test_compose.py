@@ -117,7 +117,7 @@ class TestSweeps:
 
     def test_a_bad_value_in_any_point_is_found(self) -> None:
         assert [p.what for p in problems_of("-m", "+recipe=mnist", "engine=cpu,gpu")] == [
-            "`engine` does not know `gpu`"
+            "`engine` cannot be `gpu`"
         ]
 
 
@@ -224,7 +224,7 @@ class TestBadInput:
             "`epochs` takes int | null",
             "`loose` is not an override",
             "`micro_batch_size` must be 1 or more",
-            "`engine` does not know `gpu`",
+            "`engine` cannot be `gpu`",
         ]
 
     def test_unknown_recipe_lists_those_that_exist(self) -> None:
