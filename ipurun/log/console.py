@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.compose import Changed, Point
+from ipurun.config.compose import ChangedKey, Point
 from ipurun.log.format import (
     batch_equation,
     count,
@@ -192,8 +192,8 @@ def final_line(summary: Summary, name: str, folder: str) -> str:
     return ", ".join(parts)
 
 
-def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
-    """Changed keys by where they come from: the command line, then recipes; a group's file as the choice it is."""
+def _changed_rows(changed: Sequence[ChangedKey]) -> List[Tuple[str, str]]:
+    """ChangedKey keys by where they come from: the command line, then recipes; a group's file as the choice it is."""
     by_origin: Dict[str, List[str]] = {}
     choices: Dict[str, str] = {}
     for change in changed:

@@ -116,9 +116,7 @@ class TestSweeps:
         assert problem.fix.startswith("-m seed=1,2")
 
     def test_a_bad_value_in_any_point_is_found(self) -> None:
-        assert [p.what for p in problems_of("-m", "+recipe=mnist", "engine=cpu,gpu")] == [
-            "`engine` cannot be `gpu`"
-        ]
+        assert [p.what for p in problems_of("-m", "+recipe=mnist", "engine=cpu,gpu")] == ["`engine` cannot be `gpu`"]
 
 
 class TestBadInput:
@@ -307,7 +305,7 @@ class TestOddValues:
     @pytest.mark.parametrize(
         ("typed", "fix"),
         [
-            ("devices=[1,2]", "devices=1, or a run for each of them: -m devices=1,2"),
+            ("devices=[1,2]", "devices=1, or one run for each: -m devices=1,2"),
             ("device_iterations=null", "device_iterations=1"),
             ("loader.shuffle=maybe", "loader.shuffle=true"),
             ("epochs=0.5", "epochs=1"),
@@ -326,7 +324,7 @@ class TestOddValues:
 
     @pytest.mark.parametrize(
         ("typed", "fix"),
-        [("model=null", "~model leaves it out"), ("profile=null", "profile=none"), ("+recipe=", "ipurun ls")],
+        [("model=null", "remove it with ~model"), ("profile=null", "profile=none"), ("+recipe=", "ipurun ls")],
     )
     def test_a_group_without_a_name(self, typed: str, fix: str) -> None:
         (problem,) = problems_of(typed)
@@ -361,7 +359,7 @@ class TestFilesThatAreNoConfigs:
     def test_a_list(self) -> None:
         write_recipe("mine", "# @package _global_\n- 1\n")
         (problem,) = problems_of("+recipe=mine")
-        assert "has to hold keys" in problem.what
+        assert "must contain keys" in problem.what
         assert problem.where == "conf/recipe/mine.yaml:1"
 
     @pytest.mark.parametrize("defaults", ["5", "[{a: b, c: d}]"])

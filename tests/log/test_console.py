@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, List
 
-from ipurun.config.compose import Changed, Point
+from ipurun.config.compose import ChangedKey, Point
 from ipurun.log.console import Console, final_line
 from ipurun.log.screen import PlainScreen
 from ipurun.planning.plan import Plan
@@ -45,17 +45,17 @@ def test_the_panel_says_what_will_run(point: Point, plan: Plan) -> None:
 
 
 def test_a_long_recipe_does_not_flood_the_panel(point: Point, plan: Plan) -> None:
-    many = tuple(Changed(f"data.a{number}", number, f"conf/recipe/big.yaml:{number}") for number in range(20))
+    many = tuple(ChangedKey(f"data.a{number}", number, f"conf/recipe/big.yaml:{number}") for number in range(20))
     lines = _said(lambda console: console.show_panel(replace(point, changed=many), plan, "x"))
     assert "data.a5=5, and 14 more (conf/recipe/big.yaml)" in " ".join(lines)
 
 
 def test_a_file_of_a_group_is_shown_as_the_choice_it_is(point: Point, plan: Plan) -> None:
     changed = (
-        Changed("name", "digits", "derived"),
-        Changed("model._target_", "ipurun.recipes.mnist.model.DigitNet", "ipurun/conf/model/digit_net.yaml:3"),
-        Changed("optimizer.lr", 0.1, "ipurun/conf/optimizer/adamw.yaml:2"),
-        Changed("optimizer.weight_decay", 0.5, "conf/recipe/mine.yaml:7"),
+        ChangedKey("name", "digits", "derived"),
+        ChangedKey("model._target_", "ipurun.recipes.mnist.model.DigitNet", "ipurun/conf/model/digit_net.yaml:3"),
+        ChangedKey("optimizer.lr", 0.1, "ipurun/conf/optimizer/adamw.yaml:2"),
+        ChangedKey("optimizer.weight_decay", 0.5, "conf/recipe/mine.yaml:7"),
     )
     lines = _said(lambda console: console.show_panel(replace(point, changed=changed), plan, "x"))
     assert lines[2:4] == [
