@@ -79,7 +79,7 @@ def test_compiling_tells_its_time_and_whether_the_cache_had_it(tmp_path: Path) -
     assert first == [
         "compiling for training ...",
         "  0 executables in the cache",
-        "compiled for training in 1:23, executable not in the cache before",
+        "compiled for training in 1:23, executable was not in the cache",
     ]
     second = _compiled(io.StringIO(), tmp_path)
     assert second[1:] == [
@@ -139,7 +139,7 @@ def test_notes_and_resuming_are_told() -> None:
         console.on_note(Note("the loss scale is large", "warning"))
 
     assert _said(tell) == [
-        "going on after step 32, from runs/x/step-32.pt",
+        "resuming after step 32, from runs/x/step-32.pt",
         "warning: the loss scale is large",
     ]
 
@@ -153,7 +153,7 @@ def test_the_summary_has_results_times_and_commands(summary: Summary) -> None:
         "steps 64 weight updates, 2 epochs",
         "final train loss 0.03100 eval loss 0.2100 accuracy 0.9634",
         "best accuracy 0.9712 at step 32",
-        "speed 51,000 samples/s, compilation not counted",
+        "speed 51,000 samples/s, excluding compilation",
         "time 1:15: compile 1.5 s, train 1:02, eval 8.0 s, checkpoint 0.2 s, data wait 3.0 s",
         "checkpoint runs/digits/x/checkpoints/step-00000064.pt",
         "run folder runs/digits/x",
