@@ -121,12 +121,7 @@ def fitted(lines: Iterable[str], indent: int) -> List[str]:
         lines: The lines.
         indent: Indentation of continuation lines.
     """
-    width = columns()
-    if width >= WIDE:
+    if columns() >= WIDE:
         return list(lines)
-    hanging = " " * indent
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, max(width, _NARROWEST), subsequent_indent=hanging) or [""]
-    ]
+    width, hanging = max(columns(), _NARROWEST), " " * indent
+    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent=hanging) or [""]]
