@@ -1,4 +1,4 @@
-"""A run on eight IPUs, worked out by hand."""
+"""A run on eight IPUs, computed by hand."""
 
 from __future__ import annotations
 

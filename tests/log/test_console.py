@@ -27,7 +27,7 @@ def _said(tell: Callable[[Console], None]) -> List[str]:
     return [" ".join(line.split()) for line in stream.getvalue().splitlines()]
 
 
-def test_the_panel_says_what_will_run(point: Point, plan: Plan) -> None:
+def test_the_panel_shows_what_will_run(point: Point, plan: Plan) -> None:
     lines = _said(lambda console: console.show_panel(point, plan, "runs/digits/x"))
     assert lines == [
         "ipurun train: digits",
@@ -50,7 +50,7 @@ def test_a_long_recipe_does_not_flood_the_panel(point: Point, plan: Plan) -> Non
     assert "data.a5=5, and 14 more (conf/recipe/big.yaml)" in " ".join(lines)
 
 
-def test_a_file_of_a_group_is_shown_as_the_choice_it_is(point: Point, plan: Plan) -> None:
+def test_a_file_of_a_group_is_shown_as_a_choice(point: Point, plan: Plan) -> None:
     changed = (
         ChangedKey("name", "digits", "derived"),
         ChangedKey("model._target_", "ipurun.recipes.mnist.model.DigitNet", "ipurun/conf/model/digit_net.yaml:3"),
@@ -74,7 +74,7 @@ def _compiled(stream: io.StringIO, cache: Path, makes: str = "") -> List[str]:
     return stream.getvalue().splitlines()
 
 
-def test_compiling_tells_its_time_and_whether_the_cache_had_it(tmp_path: Path) -> None:
+def test_compilation_shows_its_time_and_whether_the_cache_was_used(tmp_path: Path) -> None:
     first = _compiled(io.StringIO(), tmp_path, makes="a.popef")
     assert first == [
         "compiling for training ...",
@@ -88,7 +88,7 @@ def test_compiling_tells_its_time_and_whether_the_cache_had_it(tmp_path: Path) -
     ]
 
 
-def test_the_word_of_the_engine_about_its_cache_counts() -> None:
+def test_the_engine_can_report_the_use_of_its_cache() -> None:
     def tell(console: Console) -> None:
         console.on_compile_end(CompileEnd("inference", 0.5, from_cache=True))
         console.on_compile_end(CompileEnd("inference", 0.5))
@@ -99,7 +99,7 @@ def test_the_word_of_the_engine_about_its_cache_counts() -> None:
     ]
 
 
-def test_there_is_no_second_bar_beside_that_of_poptorch(tmp_path: Path) -> None:
+def test_only_one_compile_bar_is_drawn(tmp_path: Path) -> None:
     class Bars(PlainScreen):
         draws_over = True
 
@@ -133,7 +133,7 @@ def test_an_evaluation_stays_on_the_screen() -> None:
     assert line == "step 32 epoch 1.00 test: loss 0.3100 accuracy 0.9300 (best so far) [1,000 samples, 0.4 s]"
 
 
-def test_notes_and_resuming_are_told() -> None:
+def test_notes_and_resuming_are_shown() -> None:
     def tell(console: Console) -> None:
         console.on_start(RunStart("digits", "runs/x", 32, 64, "runs/x/step-32.pt"))
         console.on_note(Note("the loss scale is large", "warning"))
