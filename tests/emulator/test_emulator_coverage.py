@@ -51,7 +51,7 @@ def test_missing_names_and_tests_are_reported(tmp_path):
     ]
     page = coverage.make_table(manifest, str(tmp_path))
     assert "| `fly` | missing | - |" in page
-    assert "2 are executed,\n0 recorded and 2 missing; a test shows 1 of them (25 %)." in page
+    assert "2 are executed,\n0 recorded and 2 missing; 1 of them (25 %) have a test." in page
 
 
 @pytest.mark.skipif(not os.path.isdir(os.path.dirname(PAGE)), reason="docs are not part of an installed package")
