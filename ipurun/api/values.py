@@ -53,7 +53,7 @@ def convert_popart(key: str, value: Any) -> Any:
     """
     kind = popart_keys().get(key)
     if kind is None:
-        close = nearest(key, popart_keys())
+        close = nearest(str(key), popart_keys())
         raise BadValueError("keys that PopART has", listing(close or popart_keys()), close[0] if close else "")
     if kind == "container":
         return _mapping_of(_word)(value) if isinstance(value, Mapping) else _texts(value)
@@ -155,7 +155,7 @@ def _chain(class_name: str, setters: Mapping[str, Any]) -> Tuple[Call, ...]:
     calls = []
     for name, value in setters.items():
         if name not in known:
-            close = nearest(name, known, most=1)
+            close = nearest(str(name), known, most=1)
             raise BadValueError(f"setters of {class_name}, not `{name}`", _names(class_name), close[0] if close else "")
         annotation = known[name].parameters[0].annotation
         # None unsets the choice, where PopTorch allows it (useOnChipStorage).

@@ -57,7 +57,7 @@ def output_mode(config: RunConfig, settings: UserSettings, device_iterations: in
     mode, every = config.output.mode, config.output.every
     written = last_call("outputMode", settings.options, settings.file)
     if written is not None and not settings.has("output.mode"):
-        mode = {name: mode for mode, name in _MODES.items()}[str(written.args[0]).rpartition(".")[2]]
+        mode = {name: key for key, name in _MODES.items()}[str(written.args[0]).rpartition(".")[2]]
         if not settings.has("output.every"):
             every = int(written.args[1]) if len(written.args) > 1 and written.args[1] else 1
     if mode == "auto":

@@ -166,6 +166,8 @@ def test_anchors(written):
             "useOnChipStorage",
         ),
         ({"TensorLocations": {"setWeightLocation": True}}, "a mapping of TensorLocationSettings", "useOnChipStorage"),
+        ({"TensorLocations": {"setWeightLocation": {1: 2}}}, "setters of TensorLocationSettings, not `1`", ""),
+        ({"_Popart": {"set": [0.1, 2]}}, "keys that PopART has", ""),
         ({"setExecutionStrategy": "Pipelined"}, "an execution strategy", "PipelinedExecution"),
         ({"_Popart": {"set": {"enableOutlinin": True}}}, "keys that PopART has", "enableOutlining"),
         ({"_Popart": {"set": {"enableOutlining": "yes"}}}, "true or false", ""),

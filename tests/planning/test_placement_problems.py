@@ -95,6 +95,7 @@ def test_a_broken_expression(problems_of):
         ),
         ({"pipeline.head": "lm_head"}, "`pipeline.head_ipu` is not", "pipeline.head_ipu"),
         ({"pipeline.stages": [3.5, "h.1"]}, "takes a block", ""),
+        ({"pipeline.stages": [{"blocks": None}, "h.1"]}, "takes a block", ""),
         ({"pipeline.phases": ["h.1"]}, "does not work with", "pipeline.stages"),
         ({"pipeline.stages": [["h.1"], ["h.1"]]}, "twice", ""),
     ],

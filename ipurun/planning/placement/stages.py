@@ -99,10 +99,10 @@ def _parse(entry: Any, key: str, found: Findings, nested: bool) -> List[_StageEn
     if isinstance(entry, (str, int)) and not isinstance(entry, bool):
         return [_StageEntry((str(entry),), None)]
     if isinstance(entry, Mapping) and set(entry) <= {"blocks", "ipu"} and "blocks" in entry:
-        blocks = entry["blocks"]
-        names = [blocks] if isinstance(blocks, (str, int)) else list(blocks)
-        ipu = entry.get("ipu")
-        if ipu is None or (isinstance(ipu, int) and not isinstance(ipu, bool) and ipu >= 0):
+        blocks, ipu = entry["blocks"], entry.get("ipu")
+        names = list(blocks) if isinstance(blocks, (list, tuple)) else [blocks]
+        has_ipu = ipu is None or (isinstance(ipu, int) and not isinstance(ipu, bool) and ipu >= 0)
+        if has_ipu and all(isinstance(name, (str, int)) for name in names):
             return [_StageEntry(tuple(map(str, names)), ipu)]
     elif isinstance(entry, (list, tuple)) and entry:
         if all(isinstance(item, (str, int)) for item in entry):
@@ -111,7 +111,7 @@ def _parse(entry: Any, key: str, found: Findings, nested: bool) -> List[_StageEn
             return [stage for item in entry for stage in _parse(item, key, found, nested=False)]
     forms = "a block, a list of blocks, or {blocks: [A, B], ipu: 0}"
     found.problem(
-        f"`{key}` takes {forms}" + (", or a list of such" if nested else "") + " for each entry",
+        f"`{key}` takes {forms}" + (", or a list of these" if nested else "") + " for each entry",
         seen=str(entry),
         key=key,
     )
