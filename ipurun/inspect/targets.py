@@ -12,7 +12,7 @@ import typing
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.keys import argument_meant
+from ipurun.config.keys import suggest_arguments
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.module_search import append_working_folder
 from ipurun.moved import new_path
@@ -359,7 +359,7 @@ def _refused_argument(
 
 
 def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:
-    close = argument_meant(key, name, known)
+    close = suggest_arguments(key, name, known)
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes no arguments",

@@ -8,7 +8,7 @@ from typing import List, Mapping, Optional, Sequence
 from ipurun.api.calls import Call, last_call
 from ipurun.api.conf_file import read_conf
 from ipurun.api.options import read_setters
-from ipurun.config.checks import check_values, without_misfits
+from ipurun.config.checks import check_values, with_valid_values
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts
@@ -54,7 +54,7 @@ def make_plan(
     found = Findings(facts.notes)
     found.problems += check_values(config, lambda key: "")
     if found.problems:
-        config = without_misfits(config)  # so that the other problems are found, too
+        config = with_valid_values(config)  # so that the other problems are found, too
     name = config.name or "run"
     settings = _user_settings(config, unlike_defaults(config) if keys is None else keys, found)
     _note_processes(settings, environ, found)

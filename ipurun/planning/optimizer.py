@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipurun.api import manifest
 from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
-from ipurun.config.keys import argument_meant
+from ipurun.config.keys import suggest_arguments
 from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings, listing, nearest
 from ipurun.planning.plan import ParameterGroup
@@ -122,7 +122,7 @@ def _arguments(
         if name == "max_grad_norm" and name not in known:
             _refuse_clipping(target, key, values, found)
         elif name not in known:
-            close = argument_meant(key, name, list(known))
+            close = suggest_arguments(key, name, list(known))
             found.problem(
                 f"`{key}.{name}`: {target} has no argument `{name}`",
                 seen=f"{key}.{name}={value}",
