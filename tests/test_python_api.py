@@ -247,8 +247,10 @@ def test_old_paths_in_a_config_work_with_a_note() -> None:
 
 
 def test_old_paths_in_python_code_work_with_a_warning() -> None:
+    Path("train").mkdir()  # as an earlier edition leaves it, with nothing but __pycache__
     program = (
-        "import warnings, ipurun\n"
+        "import os, warnings, ipurun\n"
+        "ipurun.__path__.append(os.getcwd())\n"
         "with warnings.catch_warnings(record=True) as seen:\n"
         "    warnings.simplefilter('always')\n"
         "    from ipurun.train.events import Observer\n"
