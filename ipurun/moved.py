@@ -45,9 +45,9 @@ def moved_paths(value: Any) -> Iterator[str]:
 
 
 def install() -> None:
-    """Let Python find the old paths, after everything else was asked."""
+    """Let Python find the old paths; first of all, since a folder `train` may be left of an earlier edition."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(_MovedModules())
+        sys.meta_path.insert(0, _MovedModules())
 
 
 class _MovedModules:

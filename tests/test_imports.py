@@ -176,6 +176,8 @@ def loaded_after(program, cwd, **environment):
         ["cp", "mnist", "copied"],
         ["train", "--help"],
         ["plan", "--help"],
+        ["validate", "--help"],
+        ["eval", "--help"],
     ],
     ids=" ".join,
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import doctest
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -245,8 +247,10 @@ def test_old_paths_in_a_config_work_with_a_note() -> None:
 
 
 def test_old_paths_in_python_code_work_with_a_warning() -> None:
+    Path("train").mkdir()  # as an earlier edition leaves it, with nothing but __pycache__
     program = (
-        "import warnings, ipurun\n"
+        "import os, warnings, ipurun\n"
+        "ipurun.__path__.append(os.getcwd())\n"
         "with warnings.catch_warnings(record=True) as seen:\n"
         "    warnings.simplefilter('always')\n"
         "    from ipurun.train.events import Observer\n"
@@ -270,3 +274,14 @@ def test_present_paths_warn_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ipurun.validate("mnist") == []
+
+
+def test_the_examples_of_the_page_are_true() -> None:
+    page = Path(__file__).parents[1] / "docs" / "how-to" / "python-api.md"
+    text = page.read_text(encoding="utf-8")
+    session = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    example = doctest.DocTestParser().get_doctest(session, {}, page.name, str(page), 0)
+    assert len(example.examples) > 10
+    printed: List[str] = []
+    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=printed.append)
+    assert results.failed == 0, "".join(printed)

@@ -1,4 +1,4 @@
-"""What commands share: flags, output of one JSON document, and how a command ends when something is wrong."""
+"""What commands share: flags, the JSON document, and how a command ends when something is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Flags:
         quiet: Only errors and the last line.
         json: One JSON document on standard output and nothing else.
         debug: Tracebacks.
-        help: Help was asked for.
+        help: Show help.
         values: Value of each further flag of the command; True for a flag without a value.
     """
 
@@ -37,15 +37,15 @@ class Flags:
 
 
 def split(argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequence[str] = ()) -> Tuple[Flags, List[str]]:
-    """Take ipurun's own flags off a command line.
+    """Separate ipurun's flags from the other words of a command line.
 
     Args:
         argv: The words after the command.
-        switches: Further flags of this command that stand alone, such as ``--explain``.
+        switches: Further flags of this command without a value, such as ``--explain``.
         with_value: Further flags that take a value, such as ``--html``.
 
     Raises:
-        ConfigError: If a flag misses its value.
+        ConfigError: A flag lacks its value.
     """
     common = dict.fromkeys(_COMMON.values(), False)
     values: Dict[str, object] = {}
@@ -71,7 +71,7 @@ def split(argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequenc
 
 @contextlib.contextmanager
 def only_json(active: bool) -> Iterator[None]:
-    """Keeps standard output clean while models, data sets and native libraries run.
+    """Keep standard output clean while models, data sets and native libraries run.
 
     Args:
         active: Whether ``--json`` was given; otherwise nothing changes.
@@ -94,12 +94,12 @@ def only_json(active: bool) -> Iterator[None]:
 
 
 def print_json(document: Any) -> None:
-    """Prints the one document of ``--json``."""
+    """Print the one document of ``--json``."""
     print(json.dumps(document, indent=2, default=str))
 
 
 def _descriptor() -> Any:
-    # Libraries write to descriptor 1 itself. A stream that is not it (a test's) needs no help there.
+    # Libraries write to descriptor 1. Other streams, such as a test's, are redirected by Python alone.
     try:
         return 1 if sys.stdout.fileno() == 1 else None
     except (OSError, ValueError, AttributeError):
@@ -107,7 +107,7 @@ def _descriptor() -> Any:
 
 
 _USERS = ""
-_DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "PyYAML"}  # whose name is not that of the module
+_DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "PyYAML"}  # whose name differs from that of the module
 
 
 def guarded(command: Callable[[], int], argv: Sequence[str]) -> int:
@@ -125,7 +125,7 @@ def guarded(command: Callable[[], int], argv: Sequence[str]) -> int:
 
 
 def explain(error: Exception) -> Problem:
-    """Say whose fault an unexpected error is, by the code that it came through, and what to do about it."""
+    """Return whose fault an unexpected error is, by the code that raised it, and what to do about it."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     packages = [_package_of(frame.filename) for frame in frames]
@@ -147,7 +147,7 @@ def explain(error: Exception) -> Problem:
 
 
 def _package_of(file: str) -> str:
-    """The package that a file belongs to: ours, Python's or an installed one by name, "" for any other code."""
+    """Return the package of a file: ours, Python's or an installed one by name, "" for any other code."""
     path = os.path.abspath(file)
     for module in ("ipurun", "ipurun.recipes"):
         folder = os.path.dirname(str(getattr(sys.modules.get(module), "__file__", "")))
@@ -172,13 +172,13 @@ def show_problems(error: IpurunError, as_json: bool = False, debug: bool = False
 
 
 def answer(command: str, argv: List[str]) -> Optional[int]:
-    """Let Hydra answer, if the command line asks it something.
+    """Let Hydra answer, if the command line has one of its flags that ask for information.
 
     Returns:
-        The exit code, or None when it is an ordinary command line.
+        The exit code, or None for an ordinary command line.
 
     Raises:
-        ConfigError: The config has problems, or a flag misses the one it belongs to.
+        ConfigError: The config has problems, or a flag lacks the one it belongs to.
     """
     flagged = {word.partition("=")[0] for word in argv}
     if not flagged & {"--cfg", "-c", "--info", "-i", "--hydra-help"}:

@@ -1,4 +1,4 @@
-"""`ipurun eval`: the metrics of a run's weights on a split."""
+"""`ipurun eval`: compute the metrics of a run on a split."""
 
 from __future__ import annotations
 

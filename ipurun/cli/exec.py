@@ -25,14 +25,14 @@ examples
 
 def run(argv: List[str]) -> int:
     """Run a script or a module; its exit code is ours."""
-    # The program's own flags come after its name: only what stands before it can be meant for us.
+    # The flags of the program follow its name: only those before it are for us.
     if argv and argv[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0
     is_module = bool(argv) and argv[0] == "-m"
     program = argv[1:] if is_module else argv
     if not program or (not is_module and program[0].startswith("-")):
-        what = "`exec` needs a module behind -m" if is_module else "`exec` needs a script or -m MODULE"
+        what = "`exec` needs a module after -m" if is_module else "`exec` needs a script or -m MODULE"
         seen = "" if not program else f"the flag {program[0]}"
         raise ConfigError(what, "command line", seen=seen, fix="ipurun exec train.py --epochs 1")
     from ipurun.emulator.exec import run_module, run_script

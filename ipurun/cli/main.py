@@ -1,4 +1,4 @@
-"""The command line: maps a word to a module and imports that module when the word is used.
+"""The command line: maps a command to its module, and imports that module when the command is used.
 
 Only the standard library is imported at first, so that help and errors come at once.
 """
@@ -19,7 +19,7 @@ COMMANDS = {
     "eval": "Evaluate the weights of a run.",
     "predict": "Write a run's predictions for a split of its data.",
     "plan": "Compose, check and show everything that would happen; touch nothing.",
-    "validate": "Check configs and say whether they are fine.",
+    "validate": "Check configs without running them.",
     "ls": "List recipes; `ls keys` lists every config key.",
     "cat": "Print a recipe.",
     "cp": "Copy a recipe, YAML and code, into the working folder to edit.",
@@ -100,7 +100,7 @@ def _dispatch(words: List[str]) -> int:
 def _command(name: str, rest: List[str]) -> int:
     _check_text(rest)
     _check_working_folder()
-    if name != "exec":  # whose program has a search path of its own
+    if name != "exec":  # a program there has another search path
         append_working_folder()
     if name in _WITH_ENGINE:
         import_module("ipurun.engine").check_environment()
@@ -114,7 +114,7 @@ def _command(name: str, rest: List[str]) -> int:
 
 
 def _check_text(words: List[str]) -> None:
-    """Bytes that are no text reach Python as lone surrogates, which no file can be written with."""
+    """Refuse bytes that are not UTF-8: Python reads them as lone surrogates, which cannot be written to a file."""
     for word in words:
         try:
             word.encode("utf-8")

@@ -1,4 +1,4 @@
-"""`ipurun plan`: everything that would happen, and nothing that happens."""
+"""`ipurun plan`: show everything that would happen, without doing it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, List, Optional, Tuple
 
 from ipurun.cli.common import Flags, only_json, print_json, split
-from ipurun.config.argv import parse_argv
 from ipurun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,9 +18,9 @@ EXIT_DOES_NOT_FIT = 3
 _USAGE = """\
 usage: ipurun plan +recipe=NAME [key=value ...] [flags]
 
-Shows the devices, the batch equation, the steps, what is rounded or dropped, and the PopTorch calls that a config
-stands for; then an estimate of memory and speed on IPUs, from a trace of the model: nothing is compiled. Writes
-nothing. With -m it shows every point of a sweep. The exit code is 3 where a config is estimated not to fit.
+Shows the devices, the batch equation, the steps, what is rounded or dropped, and the PopTorch calls of a config; then
+an estimate of memory and speed on IPUs, from a trace of the model. Nothing is compiled or written. With -m it shows
+every point of a sweep. The exit code is 3 if a config is estimated not to fit.
 
 flags
   --inference     show the memory and the speed of evaluation and prediction in full, too
@@ -49,6 +48,7 @@ def run(argv: List[str]) -> int:
         print(_USAGE, end="")
         return 0
     with only_json(flags.json):
+        from ipurun.config.argv import parse_argv
         from ipurun.interface import plan_words
 
         calibrate = flags.values.get("calibrate")

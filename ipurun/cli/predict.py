@@ -1,4 +1,4 @@
-"""`ipurun predict`: what a run's weights say about every sample of a split."""
+"""`ipurun predict`: write the outputs of a run for every sample of a split."""
 
 from __future__ import annotations
 

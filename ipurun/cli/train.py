@@ -26,7 +26,7 @@ Trains a model that a recipe describes. Each run has a folder below runs/<name>/
 checkpoints. Ctrl-C saves and stops; a second Ctrl-C stops at once.
 
 flags
-  -m          sweep: run every combination of the comma-separated values, each in a process of its own
+  -m          sweep: run every combination of the comma-separated values, each in a new process
   --quiet     only errors and the last line
   --json      one JSON document on standard output
   --debug     show tracebacks

@@ -1,11 +1,10 @@
-"""`ipurun validate`: checks configs, as far as that is possible without running them."""
+"""`ipurun validate`: check configs, as far as that is possible without running them."""
 
 from __future__ import annotations
 
 from typing import List
 
 from ipurun.cli.common import only_json, print_json, split
-from ipurun.config.argv import parse_argv
 from ipurun.errors import ConfigError
 
 __all__ = ["run"]
@@ -16,7 +15,7 @@ usage: ipurun validate +recipe=NAME [key=value ...] [flags]
        ipurun validate NAME [NAME ...] [key=value ...] [flags]
 
 Checks keys, types and values, imports the model and the data, and does the arithmetic of a run. Several recipes, or
--m with several values, are checked one by one. The exit code is 0 when all are fine and 2 when one is not.
+-m with several values, are checked one by one. The exit code is 0 if all are valid and 2 otherwise.
 
 flags
   --quiet     only errors and the last line
@@ -36,7 +35,9 @@ def run(argv: List[str]) -> int:
     if flags.help:
         print(_USAGE, end="")
         return 0
-    parse_argv(rest)  # a flag that is not known would leave its value behind, which reads like a recipe
+    from ipurun.config.argv import parse_argv
+
+    parse_argv(rest)  # refuses unknown flags, whose value would be taken for a recipe
     with only_json(flags.json):
         from ipurun.interface import check_words
 

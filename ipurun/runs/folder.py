@@ -1,4 +1,4 @@
-"""The folder of one run: where its files are, how it is made, and how the newest one is found."""
+"""The folder of one run: its files, making a new one, and finding the newest one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunFolder:
 
     @property
     def overrides_file(self) -> Path:
-        """What was typed, one override a line of a YAML list."""
+        """What was typed: a YAML list of overrides."""
         return self.path / "overrides.yaml"
 
     @property
@@ -77,7 +77,7 @@ class RunFolder:
 
     @property
     def log_file(self) -> Path:
-        """Everything that was said, and the tracebacks that the terminal did not show."""
+        """Everything that was shown, and the tracebacks that the terminal did not show."""
         return self.path / "log.txt"
 
     @property
@@ -92,7 +92,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> RunFolder:
-        """Makes a new folder and writes down what is going to run.
+        """Make a new folder and write down what is going to run.
 
         Args:
             config: The resolved config.
@@ -110,10 +110,10 @@ class RunFolder:
         return folder
 
     def describe(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> None:
-        """Writes down what is going to run; a resumed run may have other keys than when it began."""
+        """Write down what is going to run; a resumed run may have other keys than when it began."""
         from ipurun.config.compose import to_yaml
 
-        # `resume` is how this process began, not what the run is: a stored run never points at another.
+        # `resume` says how this process began and is not part of the run: a stored run never points at another.
         self.config_file.write_text(to_yaml(replace(config, resume=None)), encoding="utf-8")
         words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
         self.overrides_file.write_text(_yaml(words), encoding="utf-8")
@@ -127,10 +127,9 @@ class RunFolder:
 
     @contextmanager
     def described_as(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> Iterator[None]:
-        """Describes the run anew for what happens inside; if that fails before it saved, the old description is back.
+        """Describe the run for what happens inside; if that fails before it saves, put the old description back.
 
-        Without its own config a run could not be evaluated or resumed any more: resuming it with another model must
-        not take that away.
+        A run whose config belongs to another model could no longer be evaluated or resumed.
         """
         files = (self.config_file, self.overrides_file, self.origins_file, self.plan_file, self.env_file)
         before = {path: path.read_bytes() for path in files if path.is_file()}
@@ -179,7 +178,7 @@ class RunFolder:
             return 1
 
     def overrides(self) -> List[str]:
-        """What was typed to start this run."""
+        """Return what was typed to start this run."""
         from omegaconf import OmegaConf
 
         if not self.overrides_file.is_file():
@@ -187,7 +186,7 @@ class RunFolder:
         return [str(item) for item in OmegaConf.load(self.overrides_file)]
 
     def origins(self) -> Optional[Dict[str, str]]:
-        """The keys that were set when this run started, with where; None in a run folder of the first edition.
+        """Return the keys that were set when this run started, with where; None in a folder of the first edition.
 
         Raises:
             ConfigError: The file is damaged.
@@ -206,25 +205,25 @@ class RunFolder:
         return {str(key): str(origin) for key, origin in stored.items()}
 
     def summary(self) -> Dict[str, Any]:
-        """How the run ended; empty while it runs or when it was killed."""
+        """Return how the run ended; empty while it runs or when it was killed."""
         try:
             return dict(json.loads(self.summary_file.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return {}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Stores how the run ended, whole or not at all."""
+        """Store how the run ended, completely or not at all."""
         partial = self.summary_file.with_suffix(".json.partial")
         partial.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(partial, self.summary_file)
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its planned end."""
+        """Whether the run reached its planned end."""
         return self.summary().get("status") == "done"
 
     def discard(self) -> None:
-        """Removes the folder, and the folders above it that it alone was in."""
+        """Remove the folder, and folders above it that are empty then."""
         shutil.rmtree(self.path)
         for parent in list(self.path.parents)[:2]:
             if parent == Path() or any(parent.iterdir()):
@@ -232,18 +231,18 @@ class RunFolder:
             parent.rmdir()
 
     def log(self, text: str) -> None:
-        """Appends lines to the log."""
+        """Append lines to the log."""
         with self.log_file.open("a", encoding="utf-8") as stream:
             stream.write(text.rstrip("\n") + "\n")
 
 
 def find_latest(runs_dir: Union[str, Path], name: str, unfinished_only: bool = True) -> Optional[RunFolder]:
-    """The newest run of a name, for ``resume=auto``.
+    """Return the newest run of a name, for ``resume=auto``.
 
     Args:
         runs_dir: The folder of all runs.
         name: The name of the run.
-        unfinished_only: Pass over runs that came to their planned end.
+        unfinished_only: Skip runs that reached their planned end.
     """
     candidates = [RunFolder(file.parent) for file in (Path(runs_dir) / slug(name)).glob("*/config.yaml")]
     candidates.sort(key=lambda folder: (folder.config_file.stat().st_mtime_ns, folder.path.name))
@@ -254,17 +253,17 @@ def find_latest(runs_dir: Union[str, Path], name: str, unfinished_only: bool = T
 
 
 def timestamp() -> str:
-    """The local time as a folder name that sorts."""
+    """Return the local time as a folder name that sorts."""
     return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def slug(name: str) -> str:
-    """A run's name as one folder name."""
+    """Return the name of a run as a folder name."""
     return re.sub(r"[^\w.+=,@-]+", "_", name).strip(".") or "run"
 
 
 def new_folder(wanted: Path) -> Path:
-    """Makes a folder that did not exist: the wanted name, or the name with -2, -3, ... behind it.
+    """Make a folder that did not exist: the wanted name, or the name followed by -2, -3, ...
 
     Raises:
         ConfigError: It cannot be made.
@@ -284,7 +283,7 @@ def new_folder(wanted: Path) -> Path:
 
 
 def check_writable(runs_dir: Union[str, Path]) -> List[Problem]:
-    """What would keep a run folder from being made, found without making anything."""
+    """Return what would keep a run folder from being made, without making anything."""
     if not str(runs_dir):
         return [
             Problem("`runs_dir` is empty", fix="runs_dir=runs, or runs_dir=. for the working folder", key="runs_dir")
@@ -328,7 +327,7 @@ _LARGEST_DIFF = 1_000_000
 
 
 def versions() -> Dict[str, str]:
-    """Versions of what computes, without importing any of it."""
+    """Return the versions of what computes, without importing any of it."""
     found = {"ipurun": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -342,7 +341,7 @@ def versions() -> Dict[str, str]:
 
 
 def git_state(folder: str = ".") -> Dict[str, Any]:
-    """Commit, branch and changed files of the repository around a folder; empty outside of one."""
+    """Return commit, branch and changed files of the repository of a folder; empty outside of one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return {}
@@ -357,7 +356,7 @@ def git_state(folder: str = ".") -> Dict[str, Any]:
 
 
 def git_diff(folder: str = ".") -> str:
-    """What the working folder has changed since its commit; empty where that is nothing, or too long to keep."""
+    """Return the changes in the working folder since its commit; empty for none, or for too many to keep."""
     difference = _git(folder, "diff", "HEAD", "--", ".") or ""
     return difference + "\n" if 0 < len(difference) < _LARGEST_DIFF else ""
 

@@ -1,6 +1,6 @@
-"""One training run from a prepared point to its summary: folder, observers, loop, and what is left behind.
+"""One training run from a prepared point to its summary: folder, observers, loop, and the files that stay.
 
-`ipurun train` runs it in its own process, a sweep in one process a point; both see the same.
+`ipurun train` runs it in its own process, a sweep in a process for each point.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that ended by itself, or that was interrupted and has saved."""
+    """A run that came to its end, or that was interrupted and has saved."""
 
     folder: RunFolder
     summary: Summary
@@ -63,15 +63,15 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
 
 
 def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFolder] = None) -> FinishedRun:
-    """Trains what was prepared.
+    """Train what was prepared.
 
     Args:
         prepared: The point with its engine, model, data and plan.
         screen: Where the panel, the bars and the summary are shown.
-        resume_folder: An earlier run to go on with, in its own folder.
+        resume_folder: An earlier run to continue, in its folder.
 
     Raises:
-        ConfigError: Something about the config that only building shows; no folder is left behind.
+        ConfigError: Something about the config that only building shows; no folder is left.
         RunError: The run failed; the traceback is in the log of its folder.
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
@@ -86,9 +86,9 @@ def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFo
         if resume_folder is None:
             folder.discard()
         raise
-    except OSError as error:  # the log itself: all else that fails inside is told by `_guarded`
+    except OSError as error:  # the log itself: `_guarded` reports everything else that fails inside
         raise _unwritable(folder, error) from error
-    _bring_profile_home(prepared, folder)
+    _move_profile(prepared, folder)
     if summary.samples or not folder.finished:
         folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
@@ -110,10 +110,10 @@ def _train_in(
 
 
 def resumed_folder(point: Point) -> Optional[RunFolder]:
-    """The run that `resume` names, None where there is nothing to go on with.
+    """Return the run that `resume` names, None where there is nothing to continue.
 
     Raises:
-        ConfigError: The folder is no run, or has no checkpoint.
+        ConfigError: Not a run folder, or one without a checkpoint.
     """
     resume = point.config.resume
     if not resume:
@@ -124,23 +124,23 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
     folder = RunFolder.open(resume)
     if latest(folder) is None:
         raise ConfigError(
-            f"the run `{resume}` has no checkpoint to go on from",
+            f"the run `{resume}` has no checkpoint to resume from",
             where="resume",
-            seen=f"{folder.checkpoints} has none that is whole",
-            fix="leave resume out to start anew",
+            seen=f"no complete one in {folder.checkpoints}",
+            fix="leave resume out to start from the beginning",
             key="resume",
         )
     return folder
 
 
 def reproduce_command(point: Point) -> str:
-    """What to type to run the same thing again from its beginning."""
+    """Return the command that runs the same config from the beginning."""
     words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
     return shlex.join(["ipurun", "train", *words])
 
 
 def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, log: IO[str]) -> Summary:
-    """Runs the loop; whatever it raises is in the log, with its traceback, before anyone shows it."""
+    """Run the loop; whatever it raises is first written to the log, with its traceback."""
     try:
         return action()
     except BaseException as error:
@@ -162,11 +162,11 @@ def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, l
 
 def _unwritable(folder: RunFolder, error: OSError) -> RunError:
     saved = latest(folder)
-    go_on = f"ipurun train resume={folder}" if saved is not None else "start again"
+    then = f"ipurun train resume={folder}" if saved is not None else "start again"
     return RunError(
-        f"the run folder `{folder}` cannot be written any more",
+        f"the run folder `{folder}` can no longer be written",
         seen=str(error.strerror or error),
-        fix=f"make room, then {go_on}; runs_dir=FOLDER puts runs elsewhere, checkpoint.keep=1 takes less",
+        fix=f"free some space, then {then}; runs_dir=FOLDER puts runs elsewhere, checkpoint.keep=1 needs less",
     )
 
 
@@ -196,8 +196,8 @@ def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
     return loggers
 
 
-def _bring_profile_home(prepared: PreparedRun, folder: RunFolder) -> None:
-    """Moves the report of a profile out of its stable folder, unless the user chose that folder."""
+def _move_profile(prepared: PreparedRun, folder: RunFolder) -> None:
+    """Move the report of a profile into the run folder, unless the user chose another one."""
     source = prepared.plan.profile_dir
     if source is None or prepared.point.config.profile.dir is not None or not Path(source).is_dir():
         return

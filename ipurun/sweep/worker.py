@@ -19,7 +19,7 @@ __all__ = ["console", "main", "read_job", "write_job"]
 
 
 def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[str]) -> None:
-    """Writes down a point for its process; `read_job` reads it back."""
+    """Write a point to a file for its process; `read_job` reads it."""
     document = {
         "config": to_yaml(point.config),
         "overrides": list(point.overrides),
@@ -34,7 +34,7 @@ def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[st
 
 
 def read_job(path: Path) -> Tuple[Point, Optional[str]]:
-    """The point of a job file, and the folder to go on in or None."""
+    """Return the point of a job file, and the folder to resume or None."""
     document: Dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config_file = path.with_suffix(".yaml")
     config_file.write_text(document["config"], encoding="utf-8")
@@ -57,7 +57,7 @@ def console() -> None:
 
 
 def main(argv: List[str]) -> int:
-    """Runs the point of a job file and writes its result."""
+    """Run the point of a job file and write its result."""
     job_file, result_file, descriptor = Path(argv[0]), Path(argv[1]), int(argv[2])
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _interrupt)
@@ -73,7 +73,7 @@ def main(argv: List[str]) -> int:
             "detail": str(error),
             "code": EXIT_FAILED,
         }
-    except Exception as error:  # whatever it is, it is this point's and has to be in the table
+    except Exception as error:  # whatever it is, it belongs to this point and into the table
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
         result = {"status": "failed", "reason": reason, "detail": f"error: {reason}", "code": EXIT_FAILED}

@@ -250,7 +250,7 @@ def test_a_full_disk_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: Any
     monkeypatch.setattr(RunFolder, "write_summary", fill)
     assert _train() == 1
     told = capsys.readouterr().err
-    assert f"the run folder `{_only_run()}` cannot be written any more" in told
+    assert f"the run folder `{_only_run()}` can no longer be written" in told
     assert "No space left on device" in told and "inside ipurun" not in told
 
 
