@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from torch import nn
 
@@ -69,7 +68,7 @@ def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper:
         ConfigError: With the problems of all targets.
     """
     problems = load_custom_ops(config.custom_ops, engine)
-    problems += _problems_without_building(config, engine, need_data)
+    problems += _check_targets(config, engine, need_data)
     wrong = {problem.key.split(".")[0] for problem in problems}
     model = splits = None
     if "model" not in wrong:
@@ -83,12 +82,27 @@ def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper:
         problems += _check_splits(config, splits)
     if problems or model is None:
         raise ConfigError(problems)
-    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
-    facts = _facts(config, engine, model, splits or {})
-    return ModelAndData(model, splits or {}, dataclasses.replace(facts, notes=(*facts.notes, *cache_notes)))
+    return ModelAndData(model, splits or {}, _facts(config, engine, model, splits or {}))
 
 
-def _problems_without_building(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
+def load_custom_ops(config: CustomOpsConfig, engine: Engine) -> List[Problem]:
+    """Register custom ops with an engine, before the model that uses them is made.
+
+    Returns:
+        The problems of the config, one for each library or op.
+    """
+    problems: List[Problem] = []
+    if engine.kind == "cpu":
+        for name, given in config.cpu.items():
+            _collect(problems, _register_cpu_op, name, given, engine)
+    else:
+        for path in config.libraries:
+            _collect(problems, _load_library, path)
+    return problems
+
+
+def _check_targets(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
+    """Return the problems that can be found without making anything."""
     problems: List[Problem] = []
     if "_target_" not in config.model:
         problems.append(
@@ -153,18 +167,28 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
 
 
 def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any]) -> Facts:
-    train_samples = None
-    indexed = None
+    notes = list(notes_of(*splits.values(), model))
+    if config.loader.workers > 1 and any(is_stream(data) for data in splits.values()):
+        notes.append(
+            f"each of the {config.loader.workers} workers reads the whole iterable data set; unless the data set "
+            "divides itself with torch.utils.data.get_worker_info, samples are repeated"
+        )
+    was_caching = stop_caching(model)
+    train_samples = indexed = None
     if "train" in splits:
         train_samples = samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
         if not is_stream(splits["train"]):
             indexed = splits["train"]
     structure = model_structure(model)
-    order, failure = None, ""
+    order = None
     if _order_matters(config, engine, model):
         with seeded(config.seed):  # a sample may be drawn at random
             sample = None if indexed is None else first_sample(indexed)
         order, failure = trace_forward_order(config, sample)
+        if failure:
+            notes.append(f"blocks are checked in the order in which the modules are defined, because {failure}")
+    if was_caching:
+        notes.append(CACHE_NOTE)
     if order is not None:
         structure["user_blocks"] += tuple(order.blocks)
         structure["ended_blocks"] = tuple(order.ended)
@@ -178,7 +202,7 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         changing_buffers=changing_buffers(model, indexed, config.loss, config.seed),
         returns_loss=config.loss.name is None,
-        notes=(*notes_of(*splits.values(), model), *_worker_notes(config, splits), *_trace_notes(failure)),
+        notes=tuple(notes),
         calls=() if order is None else tuple(order.calls),
         operations=0 if order is None else order.operations,
         **structure,
@@ -189,37 +213,6 @@ def _order_matters(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
     """Return whether the plan depends on the order in which modules run."""
     places = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in _PLACING_KEYS)
     return places or bool(config.inference.split) or uses_poptorch(model, engine.module)
-
-
-def _trace_notes(failure: str) -> Tuple[str, ...]:
-    if not failure:
-        return ()
-    return (f"blocks are checked in the order in which the modules are defined, because {failure}",)
-
-
-def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
-    if config.loader.workers < 2 or not any(is_stream(data) for data in splits.values()):
-        return ()
-    return (
-        f"each of the {config.loader.workers} workers reads the whole iterable data set; unless the data set divides "
-        "itself with torch.utils.data.get_worker_info, samples are repeated",
-    )
-
-
-def load_custom_ops(config: CustomOpsConfig, engine: Engine) -> List[Problem]:
-    """Register custom ops with an engine, before the model that uses them is made.
-
-    Returns:
-        The problems of the config, one for each library or op.
-    """
-    problems: List[Problem] = []
-    if engine.kind == "cpu":
-        for name, given in config.cpu.items():
-            _collect(problems, _register_cpu_op, name, given, engine)
-    else:
-        for path in config.libraries:
-            _collect(problems, _load_library, path)
-    return problems
 
 
 def _load_library(path: str) -> None:
