@@ -239,7 +239,7 @@ def _problem(error: Exception, last: Optional[Node]) -> Problem:
     line = innermost_line(error, torch, emulator) or (last.source if last is not None else "")
     seen = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return Problem(
-        "the model cannot be traced, so nothing can be planned",
+        "the model cannot be traced",
         where=line if last is None else f"{line} (last operation: {last.name})",
         seen=f"{type(error).__name__}: {seen}",
         fix="change the line above: a model is captured once, with fixed shapes and without reading values",
