@@ -20,7 +20,7 @@ from typing import IO, Any, Dict, Iterator, List, Mapping, Optional, Protocol, U
 
 import torch
 
-from ipurun.errors import Problem, RunError, os_error_behind
+from ipurun.errors import Problem, RunError, underlying_os_error
 
 __all__ = ["Checkpoint", "Folder", "best", "damaged_files", "latest", "listed", "load", "save"]
 
@@ -230,7 +230,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _save_problem(place: Path, step: int, error: BaseException) -> Problem:
-    error = os_error_behind(error)  # torch closes its file after a failed write, which fails as well
+    error = underlying_os_error(error)  # torch closes its file after a failed write, which fails as well
     seen = f"{type(error).__name__}: {error}"
     fix = "check that the folder is writable"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

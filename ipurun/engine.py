@@ -1,4 +1,4 @@
-"""Which module answers to PopTorch's API: the real one, or the emulator. Nothing else imports poptorch."""
+"""The engine of a run: PopTorch or the emulator. Nothing else imports poptorch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OLD_LOG_LEVELS = ("TRACE_ALL", "DEBUG_IR")
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that was found and imported.
+    """An imported engine.
 
     Args:
-        module: Answers to PopTorch's names.
+        module: Implements PopTorch's API.
         kind: ``ipu``, ``ipu_model`` or ``cpu``.
         version: For display: ``PopTorch 3.4.0`` or ``emulator of PopTorch 3.4.0``.
-        available_ipus: IPUs that can be attached; None where any number is emulated.
+        available_ipus: Number of IPUs that can be attached; None: any number.
     """
 
     module: ModuleType
@@ -45,10 +45,10 @@ def load(choice: str) -> Engine:
     """Find and import the engine of a run.
 
     Args:
-        choice: ``ipu``, ``ipu_model``, ``cpu``, or ``auto``: hardware where there is some, else the CPU.
+        choice: ``ipu``, ``ipu_model``, ``cpu``, or ``auto``: hardware if available, else the CPU.
 
     Raises:
-        ConfigError: The engine that was asked for is not there.
+        ConfigError: If the engine is not available.
     """
     if choice == "cpu":
         return _emulator()
@@ -63,7 +63,7 @@ def load(choice: str) -> Engine:
     if choice == "auto":
         return _emulator()
     raise ConfigError(
-        "`engine=ipu` finds no IPU",
+        "`engine=ipu`: no IPU is available",
         seen=f"PopTorch {_version(poptorch)} is installed, but no IPU can be attached",
         fix="check the partition with `gc-info -l`, or run with engine=ipu_model or engine=cpu",
         key="engine",
@@ -71,15 +71,15 @@ def load(choice: str) -> Engine:
 
 
 def check_environment() -> None:
-    """Refuse variables that an engine would stumble over while it is imported.
+    """Check the environment variables that an engine reads during its import.
 
     Raises:
-        ConfigError: PopTorch has no such level.
+        ConfigError: If PopTorch does not have the log level.
     """
     level = os.environ.get("POPTORCH_LOG_LEVEL")
     if level is not None and level not in (*_LOG_LEVELS, *_OLD_LOG_LEVELS):
         raise ConfigError(
-            f"`POPTORCH_LOG_LEVEL` does not know `{level}`",
+            f"`POPTORCH_LOG_LEVEL` cannot be `{level}`",
             where="environment",
             known=", ".join(_LOG_LEVELS),
             fix="unset POPTORCH_LOG_LEVEL, or set it to WARN",
@@ -87,7 +87,7 @@ def check_environment() -> None:
 
 
 def probe() -> Dict[str, Any]:
-    """What a bug report needs to know about this machine; never fails."""
+    """Collect what a bug report needs to know about this machine; never fails."""
     found: Dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -114,20 +114,20 @@ def _probe_poptorch() -> Dict[str, Any]:
             "poptorch_problem": None,
             "ipus": _count_ipus(poptorch),
         }
-    except Exception as error:  # a broken SDK fails in many ways, and `env` is there to tell which
+    except Exception as error:  # a broken SDK fails in many ways, and `env` shows which
         return {**absent, "poptorch_problem": f"{type(error).__name__}: {error}"}
 
 
 def _emulator() -> Engine:
     module = importlib.import_module(_EMULATOR)
     if not _poptorch_is_installed():
-        # Models written for IPUs import poptorch for their annotations; on the CPU the emulator answers.
+        # Models written for IPUs import poptorch for their annotations; on the CPU they get the emulator.
         module.install()
-    _hush_index_casts()
+    _silence_index_casts()
     return Engine(module, "cpu", f"emulator of PopTorch {_version(module)}")
 
 
-def _hush_index_casts() -> None:
+def _silence_index_casts() -> None:
     # PopTorch warns once that int64 inputs become int32. Class labels always are int64, so every run would say so.
     logger = logging.getLogger("poptorch::python")
     if not any(isinstance(known, _IndexCasts) for known in logger.filters):

@@ -1,4 +1,4 @@
-"""What ipurun says when something is wrong: one readable block per problem, and its exit code."""
+"""Problems as users read them, the exceptions that carry them, and exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "RunError",
     "listing",
     "nearest",
-    "os_error_behind",
+    "underlying_os_error",
 ]
 
 EXIT_FAILED = 1
@@ -35,10 +35,10 @@ class Problem:
     Args:
         what: What is wrong, without a full stop, keys in backticks.
         where: The source: ``command line: device=8`` or ``conf/recipe/mine.yaml:12``.
-        seen: The value or state that was met.
-        known: What exists instead (names, allowed values).
+        seen: The value or state that was found.
+        known: The alternatives: existing names, allowed values.
         fix: What to do, preferably something to type.
-        key: The config key it is about, by which later problems of the same key are left out and `where` is found.
+        key: The config key, to fill in `where` and to leave out later problems of the same key.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Problem:
         return "\n".join(lines)
 
     def to_dict(self) -> dict:
-        """The problem as JSON-ready data, empty parts left out."""
+        """Return the problem as JSON-ready data without empty fields."""
         return {name: text for name, text in vars(self).items() if text}
 
 
@@ -73,8 +73,8 @@ class IpurunError(Exception):
     """One or more problems that the user has to solve.
 
     Args:
-        problems: A problem, several of them, or what is wrong in words; the other arguments then complete the problem.
-        where: As in `Problem`, as are the following.
+        problems: A problem, several of them, or the `what` of one problem with the other arguments as its fields.
+        where: As in `Problem`, like the remaining arguments.
     """
 
     exit_code = EXIT_FAILED
@@ -102,15 +102,15 @@ class ConfigError(IpurunError, ValueError):
 
 
 class RunError(IpurunError, RuntimeError):
-    """The config was fine, and the run failed all the same."""
+    """The config was fine, but the run failed."""
 
 
-def os_error_behind(error: BaseException) -> BaseException:
-    """What the system said, such as that the disk is full, where a library hid it behind an error of its own."""
-    met: Optional[BaseException] = error
-    while met is not None and not isinstance(met, OSError):
-        met = met.__cause__ or met.__context__
-    return met or error
+def underlying_os_error(error: BaseException) -> BaseException:
+    """Return the OSError that caused an error, such as a full disk, or the error itself."""
+    cause: Optional[BaseException] = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 class Findings:
@@ -127,7 +127,7 @@ class Findings:
         self.problems.append(Problem(what, where, seen, known, fix, key))
 
     def note(self, text: str) -> None:
-        """Record a decision that the user should know of."""
+        """Record a decision that the user should know about."""
         self._notes.append(text)
 
     @property
@@ -137,12 +137,12 @@ class Findings:
 
 
 def nearest(word: str, known: Iterable[str], most: int = 3) -> List[str]:
-    """The known names closest to a word: by spelling, by last part, or as a part of a longer name.
+    """Return the known names closest to a word: by spelling, by last part, or as part of a longer name.
 
     Args:
         word: What was typed.
         known: What exists.
-        most: How many to give at the most.
+        most: The maximum number of names to return.
     """
     names = list(known)
     by_lower = {name.lower(): name for name in reversed(names)}
@@ -156,7 +156,7 @@ def nearest(word: str, known: Iterable[str], most: int = 3) -> List[str]:
 
 
 def listing(names: Iterable[str], most: int = 12) -> str:
-    """Names in one line, cut where there are too many to read."""
+    """Join names in one line, cut off where there are too many to read."""
     ordered = list(names)
     more = f", ... ({len(ordered)} in all)" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more

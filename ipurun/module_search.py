@@ -1,6 +1,6 @@
-"""Keep installed packages ahead of what the working folder holds, here and in the processes that ipurun starts.
+"""Keep installed packages ahead of the working folder, in this process and in those that ipurun starts.
 
-A command imports this before anything that the working folder could stand in for: only modules that Python itself has
+Commands import this before anything that a file in the working folder could shadow: only modules that Python itself has
 loaded by then may be imported here.
 """
 
@@ -19,20 +19,20 @@ def drop_working_folder() -> None:
     """Take the working folder off sys.path, where `python -m` or an empty part of PYTHONPATH has put it."""
     try:
         folder = os.getcwd()
-    except FileNotFoundError:  # a command says so by itself
+    except FileNotFoundError:  # the command reports it
         return
     own = ("", folder, os.path.realpath(folder))
     sys.path[:] = [entry for entry in sys.path if entry not in own]
 
 
 def append_working_folder() -> None:
-    """Let code beside a user's recipe be found, where nothing installed has its name."""
+    """Make the user's modules in the working folder importable, after everything installed."""
     folder = os.getcwd()
     if folder in sys.path or "" in sys.path:
         return
     _search_paths_last()
-    # The finders of editable installs come last again in processes that are started, and a folder called ipurun, such
-    # as a clone of it, would be taken for the package.
+    # Child processes ask the finders of editable installs last again, where a folder called ipurun, such as a clone,
+    # would shadow the package.
     found = PathFinder.find_spec("ipurun", [folder])
     if found is not None and folder != _OWN_ROOT and _OWN_ROOT not in sys.path:
         sys.path.append(_OWN_ROOT)
@@ -42,7 +42,7 @@ def append_working_folder() -> None:
 def python_command(entry: str) -> list[str]:
     """Return the command that calls a function in a new Python, with the search path of this one.
 
-    Neither -m nor -c will do by itself: both put the working folder first, and only Python 3.11 can be kept from it.
+    Both -m and -c put the working folder first, which only Python 3.11 and later can prevent.
 
     Args:
         entry: Dotted path of a function without arguments, such as ``ipurun.cli.main.console``.
@@ -54,7 +54,7 @@ def python_command(entry: str) -> list[str]:
 
 
 def _search_paths_last() -> None:
-    """Ask the finders of editable installs before sys.path: a folder without __init__.py would win over them."""
+    """Ask the finders of editable installs before sys.path, where a folder without __init__.py would win."""
     if PathFinder in sys.meta_path and sys.meta_path[-1] is not PathFinder:
         sys.meta_path.remove(PathFinder)
         sys.meta_path.append(PathFinder)

@@ -1,1 +1,1 @@
-"""Python code that the built-in recipes name: models and data sets. Their YAML is in `conf/`."""
+"""Models and data sets of the built-in recipes. Their YAML is in `conf/`."""

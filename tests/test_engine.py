@@ -1,4 +1,4 @@
-"""Which engine a run gets, with and without a PopTorch on the machine (a stand-in here)."""
+"""The engine of a run, with and without a (fake) PopTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def poptorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a package called poptorch where the SDK's would be."""
+    """Install a fake package called poptorch."""
     monkeypatch.delitem(sys.modules, "poptorch", raising=False)
 
     def install(ipus: int = 0, body: str = "Options = DataLoader = trainingModel = object", core: bool = True) -> None:
@@ -45,7 +45,7 @@ def test_auto_is_the_cpu_without_poptorch() -> None:
 
 
 @pytest.mark.parametrize("choice", ["ipu", "ipu_model"])
-def test_hardware_without_poptorch_is_one_clear_block(choice: str) -> None:
+def test_hardware_without_poptorch_is_one_clear_error(choice: str) -> None:
     with pytest.raises(ConfigError) as caught:
         engine.load(choice)
     assert len(caught.value.problems) == 1
@@ -84,7 +84,7 @@ def test_poptorch_without_an_ipu(poptorch) -> None:
     poptorch(ipus=0)
     assert engine.load("auto").kind == "cpu"
     assert engine.load("ipu_model").kind == "ipu_model"
-    with pytest.raises(ConfigError, match="finds no IPU"):
+    with pytest.raises(ConfigError, match="no IPU is available"):
         engine.load("ipu")
 
 
@@ -97,7 +97,7 @@ def test_a_broken_sdk_shows_its_cause(poptorch) -> None:
     assert found["engine"] == "cpu"
 
 
-def test_auto_with_a_broken_sdk_says_so_rather_than_train_slowly(poptorch) -> None:
+def test_auto_with_a_broken_sdk_is_an_error_rather_than_a_slow_run(poptorch) -> None:
     poptorch(body="raise ImportError('libpoplar.so')")
     with pytest.raises(ConfigError, match="cannot be imported"):
         engine.load("auto")
@@ -126,7 +126,7 @@ def test_another_package_called_poptorch_is_named(poptorch) -> None:
     assert "it has no Options" in str(caught.value)
 
 
-def test_probe_tells_versions(poptorch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_reports_versions(poptorch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POPTORCH_IPU_MODEL", "1")
     poptorch(ipus=4)
     found = engine.probe()

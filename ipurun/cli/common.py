@@ -194,4 +194,4 @@ def answer(command: str, argv: List[str]) -> Optional[int]:
     problems = [problem for point in compose.points(rest, command).points for problem in point.problems]
     if problems:
         raise ConfigError(problems)
-    return hydra_main.inquire(command, words)
+    return hydra_main.show_info(command, words)

@@ -9,7 +9,7 @@ import textwrap
 from typing import Callable, Dict, List, Sequence, Tuple
 
 from ipurun.cli.common import Flags, split
-from ipurun.config.catalog import Entry, groups, recipes
+from ipurun.config.catalog import ConfigFile, groups, recipes
 from ipurun.config.schema import Key, RunConfig, walk_keys
 from ipurun.errors import ConfigError, nearest
 
@@ -106,7 +106,7 @@ def _matches(key: Key, pattern: str) -> bool:
     return pattern in key.path
 
 
-def _entry_facts(entry: Entry) -> Dict[str, object]:
+def _entry_facts(entry: ConfigFile) -> Dict[str, object]:
     return {
         "name": entry.name,
         "summary": entry.summary,
@@ -119,7 +119,7 @@ def _key_facts(key: Key) -> Dict[str, object]:
     return {"key": key.path, "type": key.type_name, "default": key.default, "help": key.help}
 
 
-def _mark(entry: Entry) -> str:
+def _mark(entry: ConfigFile) -> str:
     return "" if entry.built_in else " (yours)"
 
 

@@ -1,4 +1,4 @@
-"""The words of a command line that Hydra would read: its flags, and overrides such as ``devices=8``."""
+"""Sort a command line into Hydra's flags and overrides such as ``devices=8``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
-from ipurun.config.keys import is_known, meant
+from ipurun.config.keys import is_known, suggest
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["Argv", "parse_argv"]
+__all__ = ["CommandLine", "parse_argv"]
 
 _MULTIRUN = ("-m", "--multirun")
 _FLAGS_WITH_VALUE = {
@@ -30,26 +30,26 @@ _PASSED_ON = ("--resolve", "--hydra-help")
 
 
 @dataclass(frozen=True)
-class Argv:
-    """A command line, sorted.
+class CommandLine:
+    """A parsed command line.
 
     Args:
-        overrides: ``key=value`` words in the order typed, ``recipe=x`` turned into ``+recipe=x``.
-        multirun: Whether ``-m`` was there.
-        inquiry: Flags that only ask Hydra something (``--cfg job --resolve``), as Hydra takes them.
-        config_dir: A further folder of configs.
-        config_name: Another primary config than ``train``.
+        overrides: ``key=value`` in the order typed, with ``recipe=x`` turned into ``+recipe=x``.
+        multirun: Whether ``-m`` was given.
+        info_flags: Flags that only show something about the config (``--cfg job --resolve``), as Hydra takes them.
+        config_dir: An additional folder of configs.
+        config_name: The primary config.
     """
 
     overrides: Tuple[str, ...] = ()
     multirun: bool = False
-    inquiry: Tuple[str, ...] = ()
+    info_flags: Tuple[str, ...] = ()
     config_dir: Optional[str] = None
     config_name: str = "train"
 
     def for_hydra(self) -> List[str]:
-        """The line as Hydra 1.3 wants it: flags first, since it refuses overrides on both sides of one."""
-        flags = list(self.inquiry)
+        """Return the line for Hydra 1.3: flags first, since it refuses overrides on both sides of one."""
+        flags = list(self.info_flags)
         if self.config_dir is not None:
             flags += ["--config-dir", self.config_dir]
         if self.config_name != "train":
@@ -59,14 +59,14 @@ class Argv:
         return flags + list(self.overrides)
 
 
-def parse_argv(argv: Sequence[str]) -> Argv:
-    """Sort a command line into Hydra's flags and overrides.
+def parse_argv(argv: Sequence[str]) -> CommandLine:
+    """Parse a command line.
 
     Raises:
         ConfigError: For a flag that neither ipurun nor Hydra has.
     """
     overrides: List[str] = []
-    inquiry: List[str] = []
+    info_flags: List[str] = []
     values = {"config_name": "train"}
     problems: List[Problem] = []
     multirun = False
@@ -84,30 +84,26 @@ def parse_argv(argv: Sequence[str]) -> Argv:
             value = value if has_value else waiting.pop(0)
             if name == "cfg" and value not in _CFG_KINDS:
                 where, known = f"command line: {flag} {value}", ", ".join(_CFG_KINDS)
-                problems.append(Problem(f"`{flag}` does not know `{value}`", where, known=known, fix=f"{flag} job"))
+                problems.append(Problem(f"`{flag}` cannot be `{value}`", where, known=known, fix=f"{flag} job"))
             if name in ("cfg", "package"):
-                inquiry += [f"--{name}", value]
+                info_flags += [f"--{name}", value]
             else:
                 values[name] = value
         elif flag in _INFO:
             kind = value if has_value else (waiting.pop(0) if waiting and waiting[0] in _INFO_KINDS else "all")
-            inquiry += ["--info", kind]
+            info_flags += ["--info", kind]
         elif flag in _SHELL_COMPLETION or flag in _PASSED_ON:
-            inquiry.append(flag)
+            info_flags.append(flag)
         elif word.startswith("-") and not re.match(r"-?\d", word):
             known = "--multirun (-m), --cfg, --resolve, --info, --config-dir, --quiet, --json, --debug, --help"
             key = flag.lstrip("-")
-            close = (key,) if is_known(key) else meant(key).keys
+            close = (key,) if is_known(key) else suggest(key).keys
             fix = f"{close[0]}={value or 'VALUE'}, without dashes" if close else ""
             problems.append(Problem(f"unknown flag `{word}`", "command line", known=known, fix=fix))
         else:
-            overrides.append(_as_addition(word))
+            # `recipe` is not in the defaults list (Hydra could not take `+recipe=` otherwise), so a plain
+            # `recipe=mnist`, which is what people type, has to become an addition.
+            overrides.append("+" + word if word.startswith("recipe=") else word)
     if problems:
         raise ConfigError(problems)
-    return Argv(tuple(overrides), multirun, tuple(inquiry), values.get("config_dir"), values["config_name"])
-
-
-def _as_addition(word: str) -> str:
-    # `recipe` stays out of the defaults list (Hydra cannot otherwise take `+recipe=`), so a plain
-    # `recipe=mnist`, which is what people type, has to become an addition.
-    return "+" + word if word.startswith("recipe=") else word
+    return CommandLine(tuple(overrides), multirun, tuple(info_flags), values.get("config_dir"), values["config_name"])

@@ -1,8 +1,7 @@
-"""From a command line to checked points: the one door to Hydra.
+"""Compose a command line into typed, checked configs.
 
-`points` composes and checks every point of a command line before anything runs, so that a typo in the last point of a
-sweep stops it before the first. All problems of one config are collected; what can be composed without the faulty
-parts is, so that later rooms can add theirs to the same report.
+Every point of a sweep is composed and checked before anything runs, so that a typo in the last one stops the sweep
+before the first. A config is composed without its faulty parts, so that later checks can add to the same report.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["Changed", "Point", "Points", "from_yaml", "one", "points", "to_yaml"]
+__all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml"]
 
 
 @dataclass(frozen=True)
-class Changed:
-    """A key that differs from its default, and who set it."""
+class ChangedKey:
+    """A key that differs from its default, with the file and line that set it or ``command line``."""
 
     key: str
     value: Any
@@ -38,31 +37,31 @@ class Changed:
 
 @dataclass(frozen=True)
 class Point:
-    """One config to run.
+    """One config to run: a plain run, or one point of a sweep.
 
     Args:
         config: The typed config, resolved.
-        overrides: What the command line said, for this point.
-        recipes: Names of the recipes it is composed from.
-        changed: Keys that differ from their defaults, with their origin.
+        overrides: The overrides of the command line for this point.
+        recipes: Names of the recipes in it.
+        changed: Keys that differ from their defaults.
         given: Keys that were typed or written in a YAML file and are not null, with the override or the file and line
-            that set them; empty text where that is not known. None where only the config is known.
+            that set them, empty if unknown. None if only the config is known.
         swept: Sweep key -> this point's value.
-        problems: What is wrong with it so far; a point with problems must not run.
-        run_dir: The run folder, where the user gave one (``hydra.run.dir=``).
+        problems: The problems found so far; a point with problems must not run.
+        run_dir: The run folder that the user chose (``hydra.run.dir=``).
     """
 
     config: RunConfig
     overrides: Tuple[str, ...] = ()
     recipes: Tuple[str, ...] = ()
-    changed: Tuple[Changed, ...] = ()
+    changed: Tuple[ChangedKey, ...] = ()
     given: Optional[Mapping[str, str]] = None
     swept: Mapping[str, str] = field(default_factory=dict)
     problems: Tuple[Problem, ...] = ()
     run_dir: Optional[str] = None
 
     def where(self, key: str) -> str:
-        """Where a key was set: the override as typed, or file and line; empty for a default."""
+        """Return where a key was set: the override as typed, or file and line; empty for a default."""
         for word in reversed(self.overrides):
             typed = word.lstrip("+~").partition("=")[0]
             if typed == key or key.startswith(typed + "."):
@@ -85,26 +84,26 @@ def points(argv: Sequence[str], command: str = "train") -> Points:
 
     Args:
         argv: Overrides and Hydra's flags.
-        command: The ipurun command they were typed after, for advice.
+        command: The ipurun command, for suggestions.
 
     Raises:
         ConfigError: If a point cannot be composed at all; other problems are in `Point.problems`.
     """
-    words = parse_argv(argv)
-    with hydra_session.opened(words) as session:
-        typed_after = f"{command} -m" if words.multirun else command
-        parsed, problems = overrides.parse(words.overrides, session.groups, words.multirun, session.loader, typed_after)
-        if words.multirun:
+    line = parse_argv(argv)
+    with hydra_session.open_hydra(line) as session:
+        typed_after = f"{command} -m" if line.multirun else command
+        parsed, problems = overrides.parse(line.overrides, session.groups, line.multirun, session.loader, typed_after)
+        if line.multirun:
             parsed += session.sweep_parameters(parsed)
-        composed = [_compose_point(session, point, problems) for point in overrides.spread(parsed)]
-    return Points(tuple(composed), words.multirun, _typed_value(parsed, "hydra.sweep.dir"))
+        composed = [_compose_point(session, chosen, problems) for chosen in overrides.spread(parsed)]
+    return Points(tuple(composed), line.multirun, _typed_value(parsed, "hydra.sweep.dir"))
 
 
 def one(argv: Sequence[str], command: str = "train") -> Point:
-    """Compose the one point of a command line without a sweep.
+    """Compose the config of a command line without a sweep.
 
     Raises:
-        ConfigError: If it has problems, or if the line is a sweep.
+        ConfigError: If it has problems, or is a sweep.
     """
     found = points(argv, command)
     if found.multirun:
@@ -116,7 +115,7 @@ def one(argv: Sequence[str], command: str = "train") -> Point:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """A resolved config as YAML that `from_yaml` reads back."""
+    """Return a resolved config as YAML for `from_yaml`."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -129,10 +128,10 @@ def from_yaml(path: Path) -> RunConfig:
     try:
         stored = OmegaConf.load(path)
         if not stored:
-            raise ConfigError("the stored config is empty", str(path), fix="give the folder of another run")
+            raise ConfigError("the stored config is empty", str(path), fix="use the folder of another run")
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
     except FileNotFoundError:
-        raise ConfigError("no stored config there", str(path), fix="give the folder of a run") from None
+        raise ConfigError("the stored config does not exist", str(path), fix="use the folder of a run") from None
     except UnicodeDecodeError as error:
         raise ConfigError(yaml_problem(path, NotText(error))) from error
     except yaml.YAMLError as error:
@@ -205,14 +204,14 @@ def _unresolvable(config: DictConfig) -> Iterator[Tuple[str, Any]]:
 
 def _changed(
     config: RunConfig, chosen: Sequence[Tuple[overrides.Parsed, str]], documents: Sequence[Document]
-) -> Iterator[Changed]:
+) -> Iterator[ChangedKey]:
     typed_keys = {override.key for override, _ in chosen if not override.is_group}
     groups = {override.key for override, _ in chosen if override.is_group}
     defaults = {key: entry.default for key, entry in all_keys().items()}
     for key, value in _leaves(dataclasses.asdict(config)):
         if value == defaults.get(key):
             continue
-        yield Changed(key, value, _origin(key, typed_keys, groups, documents))
+        yield ChangedKey(key, value, _origin(key, typed_keys, groups, documents))
 
 
 def _origin(key: str, typed: Any, groups: Any, documents: Sequence[Document]) -> str:
@@ -221,7 +220,7 @@ def _origin(key: str, typed: Any, groups: Any, documents: Sequence[Document]) ->
     chosen_group = key.split(".")[0] in groups
     for document in reversed(documents):
         if chosen_group and document.package != key.split(".")[0]:
-            continue  # a group that the command line chose wins over what the recipe says inside it
+            continue  # a group chosen on the command line wins over a recipe's keys inside it
         line = document.line_of(key)
         if line is not None:
             return document.where(line)
@@ -232,9 +231,9 @@ def _given_keys(
     config: RunConfig,
     chosen: Sequence[Tuple[overrides.Parsed, str]],
     documents: Sequence[Document],
-    changed: Sequence[Changed],
+    changed: Sequence[ChangedKey],
 ) -> Dict[str, str]:
-    """Keys that somebody typed or wrote, with where; files that every config has by default do not count."""
+    """Return the keys that were typed or written, with their place; defaults of every config do not count."""
     groups = {override.key for override, _ in chosen if override.is_group}
     given: Dict[str, str] = {change.key: "" for change in changed}
     for document in documents:
@@ -243,7 +242,7 @@ def _given_keys(
             continue
         for entry in document.entries:
             top = entry.key.split(".")[0]
-            # A group that the command line chose wins over what the recipe says inside it.
+            # A group chosen on the command line wins over a recipe's keys inside it.
             if top not in groups or (group != RECIPE_GROUP and groups & {document.package, group}):
                 given[entry.key] = document.where(entry.line)
     for override, text in chosen:

@@ -1,4 +1,4 @@
-"""The YAML files that a config is composed from: read with the line of every key, and checked."""
+"""The YAML files of a config: read with the line of every key, and checked."""
 
 from __future__ import annotations
 
@@ -29,29 +29,28 @@ class Entry:
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML file and the place in the config that its keys land in."""
+    """One YAML file and the place of its keys in the config."""
 
     path: Path
     package: str
     entries: Tuple[Entry, ...]
     holds_keys: bool = True  # false where the file is a list or a single value
-    choices: Tuple[Entry, ...] = ()  # of its defaults list: group and the node of what is chosen
-    is_default: bool = False  # listed by the built-in primary config, and not replaced by another choice
+    choices: Tuple[Entry, ...] = ()  # of its defaults list: group and chosen node
+    is_default: bool = False  # listed by the built-in primary config and not overridden by another choice
 
     @property
     def has_byte_order_mark(self) -> bool:
-        """Whether the file begins with the invisible mark that some editors write, which hides its first comment."""
+        """Whether the file begins with an invisible byte order mark, which hides its first comment."""
         with open(self.path, "rb") as file:
             return file.read(len(BOM_UTF8)) == BOM_UTF8
 
     def where(self, line: Optional[int] = None) -> str:
-        """The file as a user knows it, with a line."""
+        """Return the file as a user knows it, with a line."""
         return display(self.path) + (f":{line}" if line else "")
 
     def line_of(self, key: str) -> Optional[int]:
-        """The line that sets a key, or the nearest node above it."""
-        lines = {entry.key: entry.line for entry in self.entries}
-        return lines.get(key)
+        """Return the line that sets a key."""
+        return next((entry.line for entry in reversed(self.entries) if entry.key == key), None)
 
 
 class NotText(yaml.YAMLError):
@@ -62,7 +61,7 @@ class NotText(yaml.YAMLError):
 
 
 def read_document(path: Path, package: str) -> Document:
-    """Read a YAML file as a list of keys with their lines.
+    """Read a YAML file with the line of every key.
 
     Raises:
         yaml.YAMLError: If it is not YAML; see `yaml_problem`.
@@ -96,7 +95,7 @@ def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
 
 
 def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
-    """A YAML syntax error as file, line and column."""
+    """Describe a YAML syntax error with its file, line and column."""
     mark = getattr(error, "problem_mark", None)
     where = display(path)
     seen = ""
@@ -106,14 +105,14 @@ def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
         if mark.line < len(lines):
             seen = lines[mark.line].strip()
     reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-    fix = "mind indentation, colons and quotes at that place"
+    fix = "check indentation, colons and quotes there"
     if isinstance(error, NotText):
         fix = "save it as UTF-8 text, or name another file"
     return Problem(f"malformed YAML: {reason}", where, seen=seen, fix=fix)
 
 
 def display(path: Path) -> str:
-    """A file as a user knows it."""
+    """Return a path as a user knows it: relative, or below ``ipurun/conf``."""
     try:
         return "ipurun/conf/" + path.resolve().relative_to(builtin_folder().resolve()).as_posix()
     except ValueError:
@@ -122,7 +121,7 @@ def display(path: Path) -> str:
 
 
 def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
-    """Unknown keys and values of a wrong type in one file."""
+    """Check one file for unknown keys and values of a wrong type."""
     if document.package == "recipe" and document.has_byte_order_mark:
         return [
             Problem(
@@ -135,13 +134,13 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
     if document.package == "recipe":
         return [
             Problem(
-                "a recipe sets keys of the whole config, which its first line has to say",
+                "a recipe must declare the package `_global_` in its first line",
                 document.where(1),
                 fix="make `# @package _global_` the first line of the file",
             )
         ]
     if not document.holds_keys:
-        what = "a config file has to hold keys, as in `epochs: 4`"
+        what = "a config file must contain keys, such as `epochs: 4`"
         return [Problem(what, document.where(1), seen="a list or a single value")]
     problems = [
         several_choices(entry.key, _value(entry), document.where(entry.line))
@@ -155,9 +154,9 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
         if not keys.is_known(entry.key):
             unknown.append(entry.key)
             value = _value(entry)
-            meant = keys.meant(entry.key, value)
-            known = ", ".join(meant.keys) if meant.keys else "run `ipurun ls keys` to see every key"
-            fix = _advice(meant, value, groups)
+            suggestion = keys.suggest(entry.key, value)
+            known = ", ".join(suggestion.keys) if suggestion.keys else "run `ipurun ls keys` to see every key"
+            fix = _advice(suggestion, value, groups)
             if entry.key in groups:
                 known, fix = "", _choose(entry.key, "NAME")
             problems.append(
@@ -172,22 +171,20 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
     return problems
 
 
-def _advice(meant: keys.Meant, value: Any, groups: Mapping[str, Sequence[str]]) -> str:
-    if not meant.keys or (value is not None and meant.value is None):
+def _advice(suggestion: keys.Suggestion, value: Any, groups: Mapping[str, Sequence[str]]) -> str:
+    suggested = suggestion.value
+    if not suggestion.keys or (value is not None and suggested is None):
         return ""
-    key = meant.keys[0]
-    if key in groups and isinstance(meant.value, str):
-        return _choose(key, meant.value)
-    changed = meant.value is not None and repr(meant.value) != repr(value)
-    return f"write {key}: {_shown(meant.value)}" if changed else f"write {key}"
+    key = suggestion.keys[0]
+    if key in groups and isinstance(suggested, str):
+        return _choose(key, suggested)
+    if suggested is None or repr(suggested) == repr(value):
+        return f"write {key}"
+    return f"write {key}: {str(suggested).lower() if isinstance(suggested, bool) else suggested}"
 
 
 def _choose(group: str, name: str) -> str:
     return f"choose it in the defaults list: - override /{group}: {name}"
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value(entry: Entry) -> Any:

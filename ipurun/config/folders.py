@@ -1,4 +1,4 @@
-"""Folders that configs and recipes are found in: the built-in one, ``./conf`` and ``--config-dir``."""
+"""The folders of configs and recipes: built-in, ``./conf`` and ``--config-dir``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _extra_folder: Optional[str] = None
 
 
 def builtin_folder() -> Path:
-    """The folder that Hydra reads as ``pkg://ipurun.conf``."""
+    """Return the folder that Hydra reads as ``pkg://ipurun.conf``."""
     return _folder_of("ipurun.conf")
 
 
 def recipes_folder() -> Path:
-    """The folder of ``ipurun.recipes``."""
+    """Return the folder of ``ipurun.recipes``."""
     return _folder_of("ipurun.recipes")
 
 
@@ -40,28 +40,28 @@ def _folder_of(package: str) -> Path:
 
 
 def add_user_folder(folder: Optional[str]) -> None:
-    """Make ``--config-dir`` one of the user's folders; None takes it back."""
+    """Add the folder of ``--config-dir`` to the user's folders; None removes it again."""
     global _extra_folder
     _extra_folder = folder
 
 
 def user_folders() -> List[str]:
-    """Folders of configs outside the package, those that exist."""
+    """Return the existing folders of configs outside the package."""
     candidates = [Path(os.getcwd()) / "conf"] + ([Path(_extra_folder)] if _extra_folder else [])
     built_in = builtin_folder().resolve()
-    # In a clone of ipurun ./conf is the built-in folder itself.
+    # In a clone of ipurun, ./conf is the built-in folder.
     return [str(folder.resolve()) for folder in candidates if folder.is_dir() and folder.resolve() != built_in]
 
 
 def files(folder: str) -> List[Path]:
-    """The config files below a folder."""
+    """Return the config files below a folder."""
     return sorted(path for path in Path(folder).rglob("*.yaml") if path.is_file())
 
 
 def groups() -> Dict[str, List[str]]:
-    """Group name -> names of its files, over all folders.
+    """Return the file names of each group, over all folders.
 
-    Read off the folders, because Hydra's own listing takes ten times as long as composing.
+    Lists the folders itself, because Hydra's own listing takes ten times as long as composing.
     """
     found: Dict[str, List[str]] = {}
     for folder in [str(builtin_folder()), *user_folders()]:
@@ -74,10 +74,10 @@ def groups() -> Dict[str, List[str]]:
 
 
 def check_user_folders() -> None:
-    """Refuse user configs that a built-in of the same name would hide in silence.
+    """Refuse user configs that a built-in config of the same name would silently hide.
 
     Raises:
-        ConfigError: With one problem for each such file, or for a missing ``--config-dir``.
+        ConfigError: With one problem for each such file and for a missing ``--config-dir``.
     """
     problems: List[Problem] = []
     if _extra_folder and not Path(_extra_folder).is_dir():
@@ -89,9 +89,9 @@ def check_user_folders() -> None:
                 group, name = relative.parent.as_posix(), relative.stem
                 problems.append(
                     Problem(
-                        f"{group if group != '.' else 'config'} `{name}` has the name of a built-in one",
+                        f"{group if group != '.' else 'config'} `{name}` has the name of a built-in config",
                         where=os.path.relpath(path),
-                        seen="Hydra would take the built-in file and ignore this one",
+                        seen="Hydra would use the built-in file and ignore this one",
                         fix=f"rename it, for example to {path.with_name('my_' + path.name).name}",
                     )
                 )

@@ -1,4 +1,4 @@
-"""Words of other tools, with the keys of ipurun that mean the same: for suggestions, and for importing their files."""
+"""Keys of other tools and the keys of ipurun that mean the same: for suggestions, and to import their files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from ipurun.api.setters import option_setters
 
-__all__ = ["in_our_words"]
+__all__ = ["translate"]
 
 
 @dataclass(frozen=True)
 class _Meaning:
     key: str
-    convert: Callable[[Any], Any] = lambda value: value  # None: there is no value of ours that means the same
+    convert: Callable[[Any], Any] = lambda value: value  # None: ipurun does not have such a value
 
 
 def _if_true(key: str, value: Any) -> _Meaning:
@@ -26,7 +26,7 @@ def _words(key: str, words: Mapping[str, str]) -> _Meaning:
 
 
 def _whole(key: str) -> _Meaning:
-    """A number of things, where the other tool also takes 3.0, or a share of all of them."""
+    """A whole number, where the other tool also takes 3.0, or a share of the total."""
 
     def convert(given: Any) -> Any:
         is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
@@ -42,7 +42,7 @@ def _ipus_of_pod(given: Any) -> Optional[int]:
 
 
 def _shares(given: Any) -> Any:
-    # By IPU, so that the value stays valid while the split is still to be written.
+    # By IPU, so that the value is valid before the split is written.
     return {f"IPU{index}": share for index, share in enumerate(given)} if isinstance(given, list) else given
 
 
@@ -80,7 +80,7 @@ _TRANSFORMERS: Dict[str, _Meaning] = {
     "weight_decay": _Meaning("optimizer.weight_decay"),
     "max_grad_norm": _Meaning("optimizer.max_grad_norm"),
     "num_train_epochs": _whole("epochs"),
-    "warmup_ratio": _Meaning("schedule.warmup_steps", lambda given: None),  # a share of a number not known yet
+    "warmup_ratio": _Meaning("schedule.warmup_steps", lambda given: None),  # a share of a total that is not known yet
     "warmup_steps": _Meaning("schedule.warmup_steps"),
     "lr_scheduler_type": _words("schedule", {"linear": "linear", "cosine": "cosine", "constant": "constant"}),
     "gradient_accumulation_steps": _Meaning("gradient_accumulation"),
@@ -138,17 +138,17 @@ _LAUNCHERS: Dict[str, _Meaning] = {  # torchrun and poprun
 _MEANINGS = {**_LIGHTNING, **_TRANSFORMERS, **_OPTIMUM, **_POPTORCH, **_LAUNCHERS}
 
 
-def in_our_words(word: str, value: Any = None) -> Optional[Tuple[str, Any]]:
-    """The key that another tool's word means, and the value; None for a word that no tool in the table has.
+def translate(key: str, value: Any = None) -> Optional[Tuple[str, Any]]:
+    """Translate a key of another tool.
 
     Args:
-        word: As typed: ``max_epochs``, ``trainer.max_epochs``, ``nproc-per-node``, ``Training.gradientAccumulation``.
-        value: What it was set to.
+        key: As typed: ``max_epochs``, ``trainer.max_epochs``, ``nproc-per-node``, ``Training.gradientAccumulation``.
+        value: The value it was set to.
 
     Returns:
-        The key (or the group, such as ``debug``) and the value it takes; the value is None where none means the same.
+        ipurun's key (or group, such as ``debug``) and value, None if no value means the same. None for an unknown key.
     """
-    name = word.replace("-", "_").rpartition(".")[2]
+    name = key.replace("-", "_").rpartition(".")[2]
     if name in _MEANINGS:
         return _MEANINGS[name].key, _MEANINGS[name].convert(value)
     setter = next((path for path in option_setters() if path.rpartition(".")[2] == name), None)

@@ -1,4 +1,4 @@
-"""What Hydra's own main answers: ``--cfg``, ``--info``, ``--hydra-help`` and shell completion."""
+"""Flags that Hydra's own main answers: ``--cfg``, ``--info``, ``--hydra-help`` and shell completion."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from ipurun.config import overrides
-from ipurun.config.argv import Argv
-from ipurun.config.hydra_session import CONFIG_PATH, opened, prepare_hydra
+from ipurun.config.argv import CommandLine
+from ipurun.config.hydra_session import CONFIG_PATH, open_hydra, prepare_hydra
 from ipurun.errors import ConfigError
 
-__all__ = ["complete", "inquire"]
+__all__ = ["complete", "show_info"]
 
 _COMPOSING = ("train", "plan", "validate", "eval", "predict")
 
 
-def inquire(command: str, words: Argv) -> int:
-    """Let Hydra answer a question about the composed config; `words.inquiry` says which."""
-    asked = dict(zip(words.inquiry, words.inquiry[1:]))
-    if asked.get("--cfg") == "job":
-        _show_job(words, asked.get("--package"), "--resolve" in words.inquiry)
+def show_info(command: str, line: CommandLine) -> int:
+    """Show what `line.info_flags` ask about the composed config, and return the exit code."""
+    flags = dict(zip(line.info_flags, line.info_flags[1:]))
+    if flags.get("--cfg") == "job":
+        _show_job(line, flags.get("--package"), "--resolve" in line.info_flags)
         return 0
-    prepare_hydra(words)
-    return _enter_hydra(command, words.for_hydra())
+    prepare_hydra(line)
+    return _call_hydra(command, line.for_hydra())
 
 
 def complete(argv: Sequence[str], commands: Iterable[str]) -> int:
-    """Install a completion script, or answer one (``-sc install=bash``, ``-sc query=bash``).
+    """Install shell completion, or answer its query (``-sc install=bash``, ``-sc query=bash``).
 
     Args:
-        argv: The words after ``-sc``.
-        commands: Argv that may come first.
+        argv: The arguments after ``-sc``.
+        commands: Names of ipurun's commands.
     """
-    prepare_hydra(Argv())
+    prepare_hydra(CommandLine())
     if any(word.startswith("query=") for word in argv):
-        line = os.environ.get("COMP_LINE", "")
-        parts = re.match(r"\s*(\S+)\s+(\S*)(.*)", line, flags=re.DOTALL)
+        parts = re.match(r"\s*(\S+)\s+(\S*)(.*)", os.environ.get("COMP_LINE", ""), flags=re.DOTALL)
         if parts is None or not parts.group(3):
             typed = parts.group(2) if parts else ""
             print(" ".join(name for name in commands if name.startswith(typed)))
             return 0
         if parts.group(2) not in _COMPOSING:
             return 0
-        # Hydra knows no subcommands: it must see `ipurun +recipe=m`, not `ipurun train +recipe=m`.
+        # Hydra does not have subcommands: it must see `ipurun +recipe=m`, not `ipurun train +recipe=m`.
         os.environ["COMP_LINE"] = f"{parts.group(1)}{parts.group(3)}"
-    return _enter_hydra("", ["--shell-completion", *argv])
+    return _call_hydra("", ["--shell-completion", *argv])
 
 
-def _show_job(words: Argv, package: Optional[str], resolve: bool) -> None:
-    # Hydra's own answer would show a recipe's keys inside a group that the command line chose, which a run drops.
-    with opened(words) as session:
-        parsed, _ = overrides.parse(words.overrides, session.groups, words.multirun, session.loader)
+def _show_job(line: CommandLine, package: Optional[str], resolve: bool) -> None:
+    # Hydra would also show a recipe's keys inside a group that the command line chose, which a run drops.
+    with open_hydra(line) as session:
+        parsed, _ = overrides.parse(line.overrides, session.groups, line.multirun, session.loader)
         for number, chosen in enumerate(overrides.spread(parsed)):
             composed = session.compose(chosen)
             if composed.config is None:
@@ -67,10 +66,10 @@ def _show_job(words: Argv, package: Optional[str], resolve: bool) -> None:
             print(("---\n" if number else "") + text, end="")
 
 
-def _enter_hydra(command: str, argv: List[str]) -> int:
+def _call_hydra(command: str, argv: List[str]) -> int:
     @hydra.main(config_path=CONFIG_PATH, config_name="train", version_base="1.3")
     def never_run(config: DictConfig) -> None:
-        raise AssertionError("Hydra's main is entered for questions only")
+        raise AssertionError("Hydra's main only answers flags")
 
     program, before = f"ipurun {command}".strip(), sys.argv
     sys.argv = [program, *argv]

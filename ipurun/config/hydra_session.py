@@ -1,4 +1,4 @@
-"""Hydra, opened for one command line: composes overrides."""
+"""Hydra for one command line: compose a config from overrides, and explain why it cannot be composed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.config import folders, overrides
-from ipurun.config.argv import Argv
+from ipurun.config.argv import CommandLine
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, check_document, display, read_document, yaml_problem
 from ipurun.config.folders import builtin_folder
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem, listing
 
-__all__ = ["CONFIG_PATH", "NOT_COMPOSED", "Composed", "Session", "explain", "opened", "prepare_hydra"]
+__all__ = ["CONFIG_PATH", "Session", "open_hydra", "prepare_hydra"]
 
 _CONFIG_MODULE = "ipurun.conf"
 CONFIG_PATH = f"pkg://{_CONFIG_MODULE}"
 _PRIMARY = "train"
+# ValueError: a malformed defaults list, or a file that is not UTF-8. RecursionError: files that include each other.
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
+_IN_FILE = re.compile(r"[Ii]n '?(?P<config>[\w./-]+)'?[:,]")
+_NOTHING_TO_OVERRIDE = re.compile(r"Could not override '(?P<group>[^'@]+)")
 
 
 @dataclass(frozen=True)
 class Composed:
-    """What Hydra made of one list of overrides; no config where it could not be composed."""
+    """The result of composing one list of overrides; without a config if it has problems."""
 
     config: Optional[DictConfig]
     recipes: Tuple[str, ...] = ()
@@ -46,8 +50,31 @@ class Composed:
     problems: Tuple[Problem, ...] = ()
 
 
+@contextmanager
+def open_hydra(line: CommandLine) -> Iterator[Session]:
+    """Open Hydra for the time of a `with` statement; a caller's own Hydra is restored afterwards."""
+    prepare_hydra(line)
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module(_CONFIG_MODULE, job_name="ipurun", version_base="1.3"):
+            yield Session(GlobalHydra.instance().config_loader(), line.config_name)
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
+def prepare_hydra(line: CommandLine) -> None:
+    """Register ipurun's schema and the user's folders with Hydra."""
+    version.setbase("1.3")
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    folders.add_user_folder(line.config_dir)
+    if _UserFolders not in Plugins.instance().discover(SearchPathPlugin):
+        Plugins.instance().register(_UserFolders)
+    folders.check_user_folders()
+
+
 class Session:
-    """An open Hydra with its groups."""
+    """Hydra's config loader and the groups of configs."""
 
     def __init__(self, loader: ConfigLoader, config_name: str) -> None:
         self.loader = loader
@@ -55,7 +82,7 @@ class Session:
         self.groups = folders.groups()
 
     def sweep_parameters(self, parsed: Sequence[overrides.Parsed]) -> List[overrides.Parsed]:
-        """Sweeps that a config declares itself (``hydra.sweeper.params``); the command line wins over them."""
+        """Return the sweeps that a config declares (``hydra.sweeper.params``), except keys of the command line."""
         plain = [text for override in parsed if not override.is_swept for text in override.texts() if text]
         composed = self._load(plain)
         declared = OmegaConf.select(composed, "hydra.sweeper.params") if composed is not None else None
@@ -67,7 +94,7 @@ class Session:
         return found
 
     def compose(self, chosen: Sequence[Tuple[overrides.Parsed, str]]) -> Composed:
-        """Compose a config. Groups that the command line chose win over what a recipe says inside them.
+        """Compose a config. Groups chosen on the command line win over a recipe's keys inside them.
 
         Args:
             chosen: Overrides, each with its text as Hydra takes it.
@@ -77,12 +104,12 @@ class Session:
         try:
             documents = self._documents(texts)
             problems = [problem for document in documents for problem in check_document(document, self.groups)]
-            recipes = tuple(_recipe_name(document) for document in documents if _is_recipe(document))
+            recipes = tuple(item.path.stem for item in documents if item.path.parent.name == RECIPE_GROUP)
             if problems:
                 return Composed(None, recipes, tuple(documents), tuple(problems))
             config = self.loader.load_configuration(self.config_name, list(texts), RunMode.RUN)
-        except NOT_COMPOSED as error:
-            return Composed(None, documents=tuple(documents), problems=tuple(explain(error, self.groups)))
+        except _COMPOSE_ERRORS as error:
+            return Composed(None, documents=tuple(documents), problems=tuple(_explain(error, self.groups)))
         with open_dict(config):
             config.pop("hydra")
         explicit = [override for override, _ in chosen if override.is_group]
@@ -96,17 +123,18 @@ class Session:
     def _load(self, texts: Sequence[str]) -> Optional[DictConfig]:
         try:
             return self.loader.load_configuration(self.config_name, list(texts), RunMode.MULTIRUN)
-        except NOT_COMPOSED:
-            return None  # `compose` meets the same fault and explains it
+        except _COMPOSE_ERRORS:
+            return None  # `compose` fails in the same way and explains it
 
     def _documents(self, texts: Sequence[str]) -> List[Document]:
         defaults = self.loader.compute_defaults_list(self.config_name, list(texts), RunMode.RUN)
         documents = []
         for default in defaults.defaults:
-            path = _file_of(default.config_path)
-            if path is not None:
+            name = default.config_path
+            path = None if name is None or name.startswith("hydra/") else _file(name)
+            if path is not None and path.is_file():
                 document = read_document(path, default.package or "")
-                group = default.config_path.rpartition("/")[0]
+                group = name.rpartition("/")[0]
                 by_default = default.parent == _PRIMARY and group not in defaults.overrides.override_choices
                 documents.append(replace(document, is_default=by_default))
         return documents
@@ -129,7 +157,7 @@ class Session:
         )
         if group not in config or not set_by_recipe:
             return
-        # What else the command line chose counts: a pipeline preset may say something of the optimizer.
+        # Other groups of the command line count as well: a pipeline preset may set keys of the optimizer.
         groups = {other.key for other in explicit if other.key != RECIPE_GROUP}
         own = [text for text in texts if text.lstrip("+").partition("=")[0] in groups]
         inside = [text for text in texts if text.lstrip("+~").startswith(f"{group}.")]
@@ -139,74 +167,26 @@ class Session:
 
 
 class _UserFolders(SearchPathPlugin):
-    """Append the user's folders, so that built-in names keep the meaning that the documentation gives them."""
+    """Append the user's folders, so that built-in names keep their documented meaning."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in folders.user_folders():
             search_path.append("user", f"file://{folder}")
 
 
-def prepare_hydra(words: Argv) -> None:
-    """Set Hydra up for ipurun: its schema, and the user's folders."""
-    version.setbase("1.3")
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    folders.add_user_folder(words.config_dir)
-    if _UserFolders not in Plugins.instance().discover(SearchPathPlugin):
-        Plugins.instance().register(_UserFolders)
-    folders.check_user_folders()
-
-
-@contextmanager
-def opened(words: Argv) -> Iterator[Session]:
-    """Hydra for the time of a `with`, closed again afterwards."""
-    prepare_hydra(words)
-    GlobalHydra.instance().clear()
-    with initialize_config_module(_CONFIG_MODULE, job_name="ipurun", version_base="1.3"):
-        yield Session(GlobalHydra.instance().config_loader(), words.config_name)
-
-
-def _file_of(config_path: Optional[str]) -> Optional[Path]:
-    if config_path is None or config_path.startswith("hydra/"):
-        return None
-    for folder in [str(builtin_folder())] + folders.user_folders():
-        path = Path(folder) / f"{config_path}.yaml"
-        if path.is_file():
-            return path
-    return None
-
-
-def _is_recipe(document: Document) -> bool:
-    return "recipe" in document.path.parts and document.path.parent.name == "recipe"
-
-
-def _recipe_name(document: Document) -> str:
-    return document.path.stem
-
-
-# ValueError: a defaults list that is none, or a file that is not UTF-8. RecursionError: files that include each other.
-NOT_COMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
-_IN_FILE = re.compile(r"[Ii]n '?(?P<config>[\w./-]+)'?[:,]")
-_NOTHING_TO_OVERRIDE = re.compile(r"Could not override '(?P<group>[^'@]+)")
-
-
-def explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
-    """The problems that an exception of `NOT_COMPOSED` stands for.
-
-    Args:
-        error: What Hydra raised.
-        groups: Group name -> names of its files.
-    """
+def _explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
+    """Turn one of `_COMPOSE_ERRORS` into problems."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    for met in (error, cause):
-        if isinstance(met, UnicodeDecodeError):
-            return [_broken_file(NotText(met))]
-        if isinstance(met, yaml.YAMLError):
-            return [_broken_file(met)]
+    for raised in (error, cause):
+        if isinstance(raised, UnicodeDecodeError):
+            return [_broken_file(NotText(raised))]
+        if isinstance(raised, yaml.YAMLError):
+            return [_broken_file(raised)]
     if isinstance(error, RecursionError):
-        what = "config files include each other without an end"
-        return [Problem(what, "a defaults list", fix="take one of them out")]
+        what = "config files include each other in a loop"
+        return [Problem(what, "a defaults list", fix="remove one of them from the list")]
     if isinstance(error, MissingConfigException):
         return [_missing(error, groups)]
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -217,7 +197,7 @@ def explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> List[P
     if nothing is not None:
         group = nothing["group"]
         what = f"the defaults list overrides `{group}`, which "
-        what += "nothing has chosen before" if group in groups else "is no config group"
+        what += "has not been chosen before" if group in groups else "is not a config group"
         fix = f"write `- /{group}: NAME` without `override`" if group in groups else ""
         return [Problem(what, where, seen=detail, known="" if fix else listing(sorted(groups), most=40), fix=fix)]
     return [Problem(message, where, seen=detail)]
@@ -235,7 +215,7 @@ def _missing(error: MissingConfigException, groups: Mapping[str, Sequence[str]])
 
 
 def _chosen_in(group: str, option: str) -> str:
-    """File and line of the user's that choose an option, since Hydra names the root of all configs."""
+    """Return the line of a user's file that chooses an option; Hydra only names the primary config."""
     chooses = re.compile(rf"^\s*-\s*(override\s+)?/?{re.escape(group)}\s*:\s*{re.escape(option)}\s*(#.*)?$")
     for folder in folders.user_folders():
         for path in folders.files(folder):
@@ -247,7 +227,7 @@ def _chosen_in(group: str, option: str) -> str:
 
 
 def _file(config: str) -> Path:
-    """The file of a config that Hydra calls ``group/name``."""
+    """Return the file of a config that Hydra calls ``group/name``."""
     places = [str(builtin_folder()), *folders.user_folders()]
     candidates = [Path(folder) / f"{config}.yaml" for folder in places]
     return next((path for path in candidates if path.is_file()), candidates[-1])
@@ -257,7 +237,7 @@ def _broken_file(error: yaml.YAMLError) -> Problem:
     mark = getattr(error, "problem_mark", None)
     if mark is not None and Path(mark.name).is_file():
         return yaml_problem(Path(mark.name), error)
-    # Some files are read without their name: parse the candidates until one fails, best in the same way.
+    # Some files are read without their name: parse all, and prefer the one that fails in the same way.
     problems = []
     for folder in [*folders.user_folders(), str(builtin_folder())]:
         for path in folders.files(folder):

@@ -1,4 +1,4 @@
-"""Questions about single keys: does it exist, what was meant, does the value fit."""
+"""Look up single keys: whether one exists, what an unknown one may mean, whether a value fits."""
 
 from __future__ import annotations
 
@@ -9,94 +9,89 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ipurun.config.foreign import in_our_words
+from ipurun.config.foreign import translate
 from ipurun.config.schema import Key, RunConfig, walk_keys
 from ipurun.errors import Problem, nearest
 
 __all__ = [
     "ONE_CHOICE",
-    "Meant",
+    "Suggestion",
     "all_keys",
-    "argument_meant",
     "example",
     "is_known",
-    "is_node",
-    "meant",
-    "open_node_above",
     "several_choices",
+    "suggest",
+    "suggest_arguments",
     "type_problem",
 ]
 
-# Groups whose files each describe one object: of two in a list the second would silently win.
+# Groups whose files each describe one object: the second of two in a list would silently win.
 ONE_CHOICE = ("model", "data", "optimizer", "schedule", "machine")
 
 
 @functools.lru_cache(maxsize=None)
 def all_keys() -> Dict[str, Key]:
-    """Every key of the schema by its full path."""
+    """Return every key of the schema by its full path."""
     return {key.path: key for key in walk_keys(RunConfig)}
 
 
-def is_node(path: str) -> bool:
-    """Whether the path is a group of keys rather than a key."""
-    return any(key.startswith(path + ".") for key in all_keys())
-
-
-def open_node_above(path: str) -> Optional[str]:
-    """The open mapping that a path lies in (``model`` for ``model.width``), if any."""
-    parts = path.split(".")
-    for length in range(1, len(parts)):
-        key = all_keys().get(".".join(parts[:length]))
-        if key is not None and (key.is_open or key.type_name.startswith(("any", "list of any"))):
-            return key.path
-    return None
-
-
 def is_known(path: str) -> bool:
-    """Whether the schema has the path, as a key, a node, or something inside an open mapping."""
-    return path in all_keys() or is_node(path) or open_node_above(path) is not None
+    """Whether the schema has the path as a key, as a group of keys, or inside an open mapping."""
+    return path in all_keys() or _is_node(path) or _is_in_open_mapping(path)
 
 
 @dataclass(frozen=True)
-class Meant:
-    """Keys that an unknown one may have meant, best first.
+class Suggestion:
+    """Keys that an unknown one may mean, best first.
 
     Args:
         keys: The keys.
-        value: What the first takes to mean what was written; None where no value of it does.
+        value: The value of the first key that means the same; None if there is none.
     """
 
     keys: Tuple[str, ...] = ()
     value: Any = None
 
 
-def meant(path: str, value: Any = None) -> Meant:
-    """Keys that an unknown one may have meant: what another tool calls so, or close names that take the value.
+def suggest(path: str, value: Any = None) -> Suggestion:
+    """Suggest keys for an unknown one: its translation from another tool, or similar names that take the value.
 
     Args:
         path: The unknown key.
-        value: What it was set to; None: any key will do.
+        value: The value it was set to; None: any.
     """
-    key, translated = in_our_words(path, value) or ("", None)
+    key, translated = translate(path, value) or ("", None)
     if key and (value is None or (translated is not None and (translated != value or _takes(key, translated)))):
-        return Meant((key,), translated)
+        return Suggestion((key,), translated)
     nodes = {name.rpartition(".")[0] for name in all_keys()} - {""} if isinstance(value, dict) else set()
     close = nearest(path, [*all_keys(), *sorted(nodes)], most=8)
     fitting = [name for name in close if value is None or _takes(name, value)][:3]
     if fitting:
-        return Meant(tuple(fitting), value)
-    return Meant((key,) if key else ())
+        return Suggestion(tuple(fitting), value)
+    return Suggestion((key,) if key else ())
 
 
-def argument_meant(key: str, name: str, known: Sequence[str]) -> List[str]:
-    """Arguments of a node that an unknown one may have meant: ``lr`` for ``learning_rate`` of the optimizer."""
-    ours = (in_our_words(name) or ("",))[0]
+def suggest_arguments(key: str, name: str, known: Sequence[str]) -> List[str]:
+    """Suggest known arguments of a key for an unknown one: ``lr`` for ``learning_rate`` of the optimizer."""
+    ours = (translate(name) or ("",))[0]
     return [argument for argument in known if f"{key}.{argument}" == ours] or nearest(name, known)
+
+
+def _is_node(path: str) -> bool:
+    """Whether the path is a group of keys rather than a key."""
+    return any(key.startswith(path + ".") for key in all_keys())
+
+
+def _is_in_open_mapping(path: str) -> bool:
+    """Whether a path lies in a mapping without a schema, as ``model.width`` does."""
+    parts = path.split(".")
+    above = [all_keys().get(".".join(parts[:length])) for length in range(1, len(parts))]
+    return any(key.is_open or key.type_name.startswith(("any", "list of any")) for key in above if key is not None)
 
 
 def _takes(path: str, value: Any) -> bool:
     key = all_keys().get(path)
-    if "." not in path and isinstance(value, str) and (is_node(path) or (key is not None and key.is_open)):
+    if "." not in path and isinstance(value, str) and (_is_node(path) or (key is not None and key.is_open)):
         return True  # the choice of a file, as in `optimizer=adam`
     if key is not None and key.choices and str(value) not in key.choices:
         return False
@@ -106,9 +101,9 @@ def _takes(path: str, value: Any) -> bool:
 
 
 def several_choices(group: str, chosen: Sequence[str], where: str) -> Problem:
-    """The problem of several files chosen in a group of `ONE_CHOICE`."""
-    sweep = f"a run for each of them: -m {group}={','.join(chosen)}"
-    groups = "; parameters that need other values: optimizer.groups" if group == "optimizer" else ""
+    """Return the problem of several files chosen in a group of `ONE_CHOICE`."""
+    sweep = f"one run for each: -m {group}={','.join(chosen)}"
+    groups = "; for parameters that need other values: optimizer.groups" if group == "optimizer" else ""
     return Problem(
         f"`{group}` takes one choice, not a list",
         where,
@@ -119,19 +114,19 @@ def several_choices(group: str, chosen: Sequence[str], where: str) -> Problem:
 
 
 def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
-    """What a key takes and what it got, if OmegaConf cannot make the value fit.
+    """Compare a value with the type of its key.
 
     Returns:
         ``(takes, seen)``, or None when the value fits.
     """
-    if open_node_above(path) is not None or path not in all_keys():
-        if is_node(path) and not isinstance(value, dict):
+    if _is_in_open_mapping(path) or path not in all_keys():
+        if _is_node(path) and not isinstance(value, dict):
             return "a mapping of keys", _shown(value)
         return None
     if isinstance(value, str) and "${" in value:
         return None  # an interpolation: its value is known only after composing
     if isinstance(value, bool) and not _takes_bool(path):
-        return all_keys()[path].type_name, str(value).lower()  # OmegaConf would take it as 0 or 1, or as a word
+        return all_keys()[path].type_name, str(value).lower()  # OmegaConf would accept it as 0 or 1, or as text
     try:
         OmegaConf.update(_scratch(), path, value, merge=False)
     except OmegaConfBaseException:
@@ -143,7 +138,7 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
 
 
 def example(path: str) -> str:
-    """An override that the key takes, or that a key inside it takes."""
+    """Return an example override of the key, or of a key inside it."""
     key = all_keys().get(path)
     if key is None:
         inside = [name for name in all_keys() if name.startswith(path + ".")]
@@ -162,7 +157,7 @@ def _shown(value: Any) -> str:
 
 @functools.lru_cache(maxsize=None)
 def _scratch() -> DictConfig:
-    # Types do not depend on values, so one config can be written to again and again.
+    # Types do not depend on values, so one config serves all checks.
     return OmegaConf.structured(RunConfig)
 
 

@@ -1,23 +1,33 @@
-"""`ipu_config.json` of optimum, turned into a recipe.
+"""Import an `ipu_config.json` of optimum as a recipe.
 
-Every key of the file ends up in the recipe: as a key of ipurun, or as a note that says what to do by hand.
+Every key of the file becomes a key of ipurun, or a note on what to do by hand.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from ipurun.config.foreign import in_our_words
+from ipurun.config.foreign import translate
 from ipurun.errors import ConfigError
 
-__all__ = ["Imported", "Layers", "import_config", "read_layers"]
+__all__ = ["Imported", "import_config"]
 
-# What optimum assumes when a key is not in the file (field by field, where it is not ipurun's default as well).
-_ASSUMED = {"enable_half_partials": True, "matmul_proportion": 0.2, "inference_device_iterations": 1}
+# optimum's defaults, where they differ from ipurun's.
+_DEFAULTS = {"enable_half_partials": True, "matmul_proportion": 0.2, "inference_device_iterations": 1}
 _VERSIONS = ("optimum_version", "transformers_version")
 _OUTPUT_MODES = ("final", "all", "sum")
+_SAME_NAME = ("device_iterations", "seed")
+_PLACEMENT = (
+    "layers_per_ipu",
+    "training_layers_per_ipu",
+    "inference_layers_per_ipu",
+    "ipus_per_replica",
+    "training_ipus_per_replica",
+    "inference_ipus_per_replica",
+)
+_REST = -1  # a count of layers: an equal share of the rest
 
 
 class Imported:
@@ -25,19 +35,19 @@ class Imported:
 
     Args:
         source: The values of the file.
-        layers: Dotted name of the model's list of layers, for placement; None: found when the model is made.
+        layers: Dotted name of the model's list of layers, for placement; None: found when the model is built.
     """
 
     def __init__(self, source: Mapping[str, Any], layers: Optional[str] = None) -> None:
         self.keys: Dict[str, Any] = {}
         self.notes: List[str] = []
         self.versions: List[str] = []
-        self._source = {**_ASSUMED, **source}
+        self._source = {**_DEFAULTS, **source}
         self._layers = layers
         self._convert()
 
     def set(self, key: str, value: Any) -> None:
-        """Give a dotted key of ipurun a value."""
+        """Set a dotted key of ipurun."""
         node = self.keys
         *groups, last = key.split(".")
         for group in groups:
@@ -45,14 +55,14 @@ class Imported:
         node[last] = value
 
     def text(self, name: str, file_name: str) -> str:
-        """The recipe as YAML."""
+        """Return the recipe as YAML."""
         lines = [
             "# @package _global_",
             f"# {name}: imported from {file_name}{' (' + ', '.join(self.versions) + ')' if self.versions else ''}.",
-            "# To add: model, data, loss and optimizer, which the file does not describe.",
+            "# Add model, data, loss and optimizer, which the file does not describe.",
         ]
         if self.notes:
-            lines += ["#", "# Not taken over:"]
+            lines += ["#", "# Not imported:"]
             lines += [f"# - {note}" for note in self.notes]
         return "\n".join([*lines, "", *_yaml(self.keys)]) + "\n"
 
@@ -62,25 +72,22 @@ class Imported:
                 self.versions.append(f"{key} {value}")
             elif key in _PLACEMENT:
                 continue
-            elif key not in _CONVERTERS and key not in _SAME_NAME and in_our_words(key) is None:
+            elif key not in _CONVERTERS and key not in _SAME_NAME and translate(key) is None:
                 self.notes.append(f"{key}: {json.dumps(value)} has no counterpart in ipurun")
             elif isinstance(value, Mapping):
                 self.notes.append(f"{key}: {json.dumps(value)} depends on the pod; pick one value")
             elif key in _CONVERTERS and value is not None:
                 _CONVERTERS[key](self, value)
             elif value is not None:
-                self._translate(key, value)
+                ours, translated = (key, value) if key in _SAME_NAME else translate(key, value) or (key, value)
+                if translated is not None:
+                    self.set(ours, translated)
         self._place()
 
-    def _translate(self, key: str, value: Any) -> None:
-        ours, meant = (key, value) if key in _SAME_NAME else in_our_words(key, value) or (key, value)
-        if meant is not None:
-            self.set(ours, meant)
-
     def _place(self) -> None:
-        training = read_layers(self._source, "")
+        training = _read_layers(self._source, "")
         self._set_layers(training, "pipeline.layers_per_ipu")
-        inference = read_layers(self._source, "inference_")
+        inference = _read_layers(self._source, "inference_")
         if inference.given and inference != training:
             self._set_layers(inference, "inference.layers_per_ipu")
             if not inference.counts and not inference.note:
@@ -88,10 +95,10 @@ class Imported:
         if self._layers and (training.counts or inference.counts):
             self.set("pipeline.layers", self._layers)
         if (inference if inference.given else training).counts:
-            # optimum shards inference, whatever training does
+            # optimum always shards inference
             self.set("inference.options.setExecutionStrategy", "ShardedExecution")
 
-    def _set_layers(self, layers: Layers, key: str) -> None:
+    def _set_layers(self, layers: _Layers, key: str) -> None:
         if layers.counts:
             self.set(key, list(layers.counts))
         if layers.note:
@@ -103,10 +110,10 @@ def import_config(text: str, layers: Optional[str] = None) -> Imported:
 
     Args:
         text: The file's text.
-        layers: Dotted name of the model's list of layers (``bert.encoder.layer``), where it has several.
+        layers: Dotted name of the model's list of layers (``bert.encoder.layer``), if it has several.
 
     Raises:
-        ConfigError: The text is no JSON object.
+        ConfigError: If the text is not a JSON object.
     """
     try:
         source = json.loads(text)
@@ -147,7 +154,7 @@ def _output(imported: Imported, value: Any) -> None:
     if value in _OUTPUT_MODES:
         imported.set("output.mode", value)
     else:
-        imported.notes.append(f"output_mode: {json.dumps(value)} is none of {', '.join(_OUTPUT_MODES)}")
+        imported.notes.append(f"output_mode: {json.dumps(value)} is not one of {', '.join(_OUTPUT_MODES)}")
 
 
 def _profile(imported: Imported, value: Any) -> None:
@@ -160,7 +167,7 @@ def _by_module(key: str) -> Callable[[Imported, Any], None]:
     def convert(imported: Imported, value: Any) -> None:
         if value not in (1, [], None):
             imported.notes.append(
-                f"{key}: {json.dumps(value)} needs a module's name: memory.serialize={{MODULE: {value}}}"
+                f"{key}: {json.dumps(value)} needs the name of a module: memory.serialize={{MODULE: {value}}}"
             )
 
     return convert
@@ -174,21 +181,7 @@ def _off_only(key: str) -> Callable[[Imported, Any], None]:
     return convert
 
 
-_PLACEMENT = (
-    "layers_per_ipu",
-    "training_layers_per_ipu",
-    "inference_layers_per_ipu",
-    "ipus_per_replica",
-    "training_ipus_per_replica",
-    "inference_ipus_per_replica",
-)
-_SERIALIZED: Sequence[Tuple[str, Callable[[Imported, Any], None]]] = [
-    (key, _by_module(key))
-    for mode in ("", "training_", "inference_")
-    for part in ("embedding", "projection")
-    for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")
-]
-# Keys that mean more than one key of ipurun, or whose values need a look; all others are in `ipurun.config.foreign`.
+# Keys that mean several keys of ipurun, or whose values need a check; all others are in `ipurun.config.foreign`.
 _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
     "inference_matmul_proportion": _inference_matmul,
     "auto_loss_scaling": _loss_scaling,
@@ -199,14 +192,18 @@ _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
     "explicit_ir_inference": _off_only("explicit_ir_inference"),
     "use_popdist": _off_only("use_popdist"),
     "execute_encoder_on_cpu_for_generation": _off_only("execute_encoder_on_cpu_for_generation"),
-    "sharded_execution_for_inference": lambda imported, value: None,  # always so in optimum, and here by `_place`
-    **dict(_SERIALIZED),
+    "sharded_execution_for_inference": lambda imported, value: None,  # always true in optimum; `_place` sets it
+    **{
+        key: _by_module(key)
+        for mode in ("", "training_", "inference_")
+        for part in ("embedding", "projection")
+        for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")
+    },
 }
-_SAME_NAME = ("device_iterations", "seed")
 
 
 def _yaml(node: Mapping[str, Any], indent: str = "") -> List[str]:
-    """Nested keys in block style; the leaves are JSON, which is YAML."""
+    """Format nested keys in block style; the leaves are JSON, which is YAML."""
     lines = []
     for key, value in node.items():
         if isinstance(value, Mapping) and value and not str(key).startswith("set"):
@@ -216,17 +213,14 @@ def _yaml(node: Mapping[str, Any], indent: str = "") -> List[str]:
     return lines
 
 
-_REST = -1
-
-
 @dataclass(frozen=True)
-class Layers:
-    """Placement of one mode.
+class _Layers:
+    """The placement of layers in training or inference.
 
     Args:
-        given: Whether the file says anything about it.
-        counts: Layers on each IPU, -1 for a share of the rest; empty for a single IPU.
-        note: What contradicts itself.
+        given: Whether the file has keys for it.
+        counts: Layers on each IPU, `_REST` for a share of the rest; empty for a single IPU.
+        note: A contradiction between the keys.
     """
 
     given: bool
@@ -234,23 +228,19 @@ class Layers:
     note: str = ""
 
 
-def read_layers(source: Mapping[str, Any], mode: str) -> Layers:
-    """The placement of training (mode ``""``) or inference (``inference_``)."""
+def _read_layers(source: Mapping[str, Any], mode: str) -> _Layers:
+    """Read the placement of training (mode ``""``) or inference (``inference_``)."""
     prefixes = [mode] if mode else ["training_", ""]
-    counts = next(
-        (source[f"{prefix}layers_per_ipu"] for prefix in prefixes if f"{prefix}layers_per_ipu" in source), None
-    )
-    ipus = next(
-        (source[f"{prefix}ipus_per_replica"] for prefix in prefixes if source.get(f"{prefix}ipus_per_replica")), None
-    )
+    counts = next((source[key] for key in (f"{prefix}layers_per_ipu" for prefix in prefixes) if key in source), None)
+    ipus = next(filter(None, (source.get(f"{prefix}ipus_per_replica") for prefix in prefixes)), None)
     if counts is None and ipus is None:
-        return Layers(given=False)
+        return _Layers(given=False)
     counts = [_REST] if counts is None else counts
     spread = ipus or len(counts)
     if spread == 1:
-        return Layers(given=True)
+        return _Layers(given=True)
     if list(counts) == [_REST]:
-        return Layers(True, (_REST,) * spread)
+        return _Layers(True, (_REST,) * spread)
     if len(counts) != spread:
-        return Layers(True, note=f"{mode}layers_per_ipu: {json.dumps(counts)} does not fit {spread} IPUs per replica")
-    return Layers(True, tuple(counts))
+        return _Layers(True, note=f"{mode}layers_per_ipu: {json.dumps(counts)} does not fit {spread} IPUs per replica")
+    return _Layers(True, tuple(counts))

@@ -1,4 +1,4 @@
-"""Overrides of a command line: read one by one, checked against the schema, spread over the points of a sweep."""
+"""Parse the overrides of a command line, check them against the schema, and expand a sweep."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Groups = Dict[str, List[str]]
 
 @dataclass(frozen=True)
 class Parsed:
-    """One override that can be handed to Hydra.
+    """One valid override.
 
     Args:
         typed: As the user wrote it.
         key: The key or group, without ``+`` and package.
         values: Its value as text for Hydra; several in a sweep.
-        prefix: What Hydra needs in front of it.
+        prefix: The prefix that Hydra needs: ``+``, ``++``, ``~`` or nothing.
         is_group: Whether it chooses a file of a group.
-        late: A value that Hydra's grammar cannot express; it is set after composing.
-        written: The keys that get a value: those inside it, where the value is a mapping.
+        late: A value that Hydra's grammar cannot express, to be set after composing.
+        written: The keys that get a value, including those inside a mapping.
     """
 
     typed: str
@@ -48,11 +48,11 @@ class Parsed:
         return len(self.values) > 1
 
     def shown(self, value: str) -> str:
-        """The override with one of its values, as a user would type it."""
+        """Return the override with one of its values, as a user would type it."""
         return f"{'+' if self.key == 'recipe' else ''}{self.key}={value}" if self.is_swept else self.typed
 
     def texts(self) -> List[str]:
-        """The override as Hydra takes it, once for each value."""
+        """Return the override as Hydra takes it, once for each value."""
         if self.late is not None:
             return [""]
         if self.prefix == "~":
@@ -63,18 +63,17 @@ class Parsed:
 def parse(
     words: Sequence[str], groups: Groups, multirun: bool, config_loader: Any, command: str = "train"
 ) -> Tuple[List[Parsed], List[Problem]]:
-    """Read overrides; those that cannot stand are left out and told as problems.
+    """Parse overrides; invalid ones become problems.
 
     Args:
         words: The overrides as typed.
         groups: Group name -> names of its files.
         multirun: Whether sweeps are allowed.
-        config_loader: Hydra's, for ``glob``.
-        command: The command they were typed after, for advice.
+        config_loader: Hydra's config loader, for ``glob``.
+        command: The ipurun command, for suggestions.
 
     Raises:
-        ConfigError: If a recipe or another file that was chosen does not exist, since nothing sensible
-            can be said about the rest.
+        ConfigError: If a chosen recipe or other file does not exist, since the rest cannot be checked without it.
     """
     parser = OverridesParser.create(config_loader=config_loader)
     accepted: List[Parsed] = []
@@ -95,7 +94,7 @@ def parse(
         key = str(override.key_or_group)
         problem = _check(override, key, values, groups, multirun, word)
         if problem is None and not (key.startswith("hydra") or key in groups or keys.is_known(key)):
-            problem = _unknown(override, word, words, command)
+            problem = _unknown_key(override, word, words, command)
         if problem is not None:
             problems.append(problem)
             missing_files = missing_files or key in groups
@@ -109,7 +108,7 @@ def parse(
 
 
 def spread(overrides: Sequence[Parsed]) -> List[List[Tuple[Parsed, str]]]:
-    """The points of a sweep: every combination of swept values, the last key moving fastest."""
+    """Return every combination of swept values, the last key varying fastest."""
     choices = [[(override, text) for text in override.texts()] for override in overrides]
     return [list(point) for point in itertools.product(*choices)]
 
@@ -138,8 +137,8 @@ def _prefix(override: Override, key: str, groups: Groups) -> str:
         return "~"
     if key in groups or key.startswith("hydra"):
         return "+" if override.is_add() else ("++" if override.is_force_add() else "")
-    # Hydra closes every mapping, the open ones too, and refuses `+` on what is there already. Which of
-    # the two a key needs is nothing a user should have to know.
+    # Hydra closes every mapping, even open ones, and refuses `+` for existing keys; users should not have to know
+    # which of the two a key needs.
     return "++"
 
 
@@ -163,8 +162,8 @@ def _check(
         return Problem(
             f"`{key}` cannot be chosen",
             where,
-            seen="ipurun runs the points of a sweep itself, each in a process of its own",
-            fix="leave it out; see docs/how-to/sweeps.md",
+            seen="ipurun runs each point of a sweep in a separate process",
+            fix="remove it; see docs/how-to/sweeps.md",
             key=key,
         )
     if key.startswith("hydra"):
@@ -188,10 +187,10 @@ def _check(
 
 
 def _sweep_of(key: str, value: Any) -> str:
-    """How to type a list for a key that takes one value."""
+    """Return how to sweep over a list given to a key that takes one value."""
     if not isinstance(value, list) or len(value) < 2:
         return ""
-    return f"{key}={value[0]}, or a run for each of them: -m {key}={','.join(map(str, value))}"
+    return f"{key}={value[0]}, or one run for each: -m {key}={','.join(map(str, value))}"
 
 
 def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: str) -> Optional[Problem]:
@@ -203,7 +202,7 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
         if name in groups[group]:
             continue
         if name in ("", "null"):
-            fix = f"{group}=none" if "none" in groups[group] else f"~{group} leaves it out"
+            fix = f"{group}=none" if "none" in groups[group] else f"remove it with ~{group}"
             return Problem(
                 f"`{group}` takes the name of a config",
                 where,
@@ -223,18 +222,18 @@ def _check_choice(group: str, values: Tuple[str, ...], groups: Groups, where: st
     return None
 
 
-def _unknown(override: Override, word: str, words: Sequence[str], command: str) -> Problem:
+def _unknown_key(override: Override, word: str, words: Sequence[str], command: str) -> Problem:
     key = str(override.key_or_group)
     value = None if override.is_delete() or override.is_sweep_override() else override.value()
     value = str(value) if isinstance(value, QuotedString) else value
-    meant = keys.meant(key, value)
+    found = keys.suggest(key, value)
     text = word.partition("=")[2]
     fix = ""
-    if meant.keys and (value is None or meant.value is not None):
-        text = text if meant.value is None or repr(meant.value) == repr(value) else _as_typed(meant.value)
-        better = [f"{meant.keys[0]}={text}" if other == word else other for other in words]
+    if found.keys and (value is None or found.value is not None):
+        text = text if found.value is None or repr(found.value) == repr(value) else _as_typed(found.value)
+        better = [f"{found.keys[0]}={text}" if other == word else other for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
-    known = ", ".join(meant.keys) if meant.keys else "run `ipurun ls keys` to see every key"
+    known = ", ".join(found.keys) if found.keys else "run `ipurun ls keys` to see every key"
     return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)
 
 
@@ -245,7 +244,7 @@ def _as_typed(value: Any) -> str:
 
 
 def _late(word: str) -> Optional[Parsed]:
-    # Hydra's grammar has no quoted keys, so patterns such as {"*.norm": 32} reach the config as plain YAML.
+    # Hydra's grammar does not have quoted keys, so patterns such as {"*.norm": 32} are read as plain YAML.
     key, _, text = word.lstrip("+").partition("=")
     try:
         value = yaml.safe_load(text)
@@ -259,7 +258,7 @@ def _late(word: str) -> Optional[Parsed]:
 def _unreadable(word: str, error: HydraException) -> Problem:
     where = f"command line: {word}"
     if "=" not in word and not word.startswith("~"):
-        close = keys.meant(word).keys
+        close = keys.suggest(word).keys
         return Problem(
             f"`{word}` is not an override",
             where,

@@ -1,4 +1,4 @@
-"""The reference page of all config keys, written from the schema: ``python -m ipurun.config.reference FILE``."""
+"""Write the reference page of all config keys from the schema: ``python -m ipurun.config.reference FILE``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["page"]
 _HEAD = """\
 # Config keys
 
-Written by `make docs` from `ipurun/config/schema.py` and `ipurun/config/device_schema.py`; do not edit.
-`ipurun ls keys PATTERN` shows the same in a terminal. Any key can be set on the command line as `key=value`. A key of
-type `mapping` takes keys of its own: the arguments of a `_target_`, PopTorch's setters, names.
+Written by `make docs` from `ipurun/config/schema/`; do not edit. `ipurun ls keys PATTERN` shows the same in a terminal.
+Set any key on the command line as `key=value`. A key of type `mapping` takes further keys: the arguments of a
+`_target_`, PopTorch's setters, or names.
 """
 
 
 def page() -> str:
-    """The page as Markdown: one table for the plain keys, one for each group of keys."""
+    """Return the page as Markdown: one table for the top-level keys and one for each group."""
     tables: Dict[str, List[Key]] = {}
     for key in walk_keys(RunConfig):
         tables.setdefault(key.path.rpartition(".")[0], []).append(key)

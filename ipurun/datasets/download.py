@@ -1,4 +1,4 @@
-"""Data files from the network: checked by their SHA-256, written whole or not at all."""
+"""Download data files, verify their SHA-256 and write them atomically."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TIMEOUT_SECONDS = 30
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set can be fetched.
+    """The source of a data set.
 
     Args:
         name: Name of the data set and of its folder in the cache.
-        mirrors: Addresses of the folder that holds the files, tried in this order.
+        mirrors: URLs of the folder with the files, tried in this order.
         files: File name -> SHA-256 of its content.
     """
 
@@ -38,7 +38,7 @@ class Source:
 
     @property
     def advice(self) -> str:
-        """What to tell a user who does not have the files."""
+        """How a user can get the files."""
         return (
             f"data.download=true fetches the files; or get {', '.join(self.files)} from {self.mirrors[0]} "
             "and pass data.root=FOLDER; or run without them: data=synthetic"
@@ -75,22 +75,22 @@ FASHION_MNIST = Source(
 
 
 def cached_folder(source: Source) -> Path:
-    """Where a data set goes when the user names no folder: below IPURUN_DATA_DIR, else the user's cache."""
+    """Return the default folder of a data set: below IPURUN_DATA_DIR, else in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     base = os.environ.get("IPURUN_DATA_DIR") or os.path.join(cache, "ipurun", "data")
     return Path(base).expanduser() / source.name
 
 
 def fetch(source: Source, folder: Path) -> Path:
-    """Download the files that a folder lacks, with a progress bar on standard error.
+    """Download missing files to a folder, with a progress bar on standard error.
 
-    A file that is there under its own name, or unpacked, is taken as it is.
+    Files that exist, packed or unpacked, are not checked.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: The folder cannot be made, or no mirror gave a file with the right checksum.
+        ConfigError: If the folder cannot be created, or no mirror has a file with the right checksum.
     """
     wanted = [
         name for name in source.files if not (folder / name).exists() and not (folder / name[: -len(".gz")]).exists()
@@ -111,7 +111,7 @@ def _fetch_file(source: Source, name: str, folder: Path, progress: Progress) -> 
     failures = []
     for mirror in source.mirrors:
         task = progress.add_task(name, total=None)
-        # The process number keeps two downloads at once (points of a sweep) out of each other's file.
+        # With the process id, since another process (a point of a sweep) may download the same file.
         partial = folder / f".{name}.{os.getpid()}.part"
         try:
             digest = _stream(mirror + name, partial, progress, task)
@@ -129,15 +129,19 @@ def _fetch_file(source: Source, name: str, folder: Path, progress: Progress) -> 
         f"{source.name} cannot be downloaded",
         where="data.download=true",
         seen="\n".join(failures),
-        fix=f"get {name} by other means and pass data.root=FOLDER",
+        fix=f"download {name} by other means and pass data.root=FOLDER",
     )
 
 
 def _stream(url: str, target: Path, progress: Progress, task: TaskID) -> str:
     digest = hashlib.sha256()
     with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
-        # Only now, so that a machine without a network is not left with an empty folder.
-        _make_folder(target.parent)
+        # Only now, so that nothing is left on a machine without a network.
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = f"data.root={target.parent}"
+            raise ConfigError("the data folder cannot be created", where, seen=str(error)) from error
         length = response.headers.get("Content-Length")
         progress.update(task, total=int(length) if length else None)
         with open(target, "wb") as out:
@@ -146,10 +150,3 @@ def _stream(url: str, target: Path, progress: Progress, task: TaskID) -> str:
                 out.write(chunk)
                 progress.update(task, advance=len(chunk))
     return digest.hexdigest()
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("the data folder cannot be made", where=f"data.root={folder}", seen=str(error)) from error

@@ -1,4 +1,4 @@
-"""The folder that a data set is read from: everything that is missing is told at once."""
+"""Check the folder of a data set for missing files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["check_folder"]
 def check_folder(
     root: Path, names: Sequence[str], find: Callable[[Path, str], Optional[Path]], *, ending: str, advice: str
 ) -> None:
-    """Make sure that `data.root` has all files of a data set.
+    """Check that `data.root` has all files of a data set.
 
     Args:
         root: The folder.
-        names: What its files are called, without the ending they may have.
-        find: Gives the path of a file in the folder; None where it is missing.
-        ending: The ending that they may have, for the message.
-        advice: What to do when files are missing.
+        names: Names of the files, without their optional ending.
+        find: Returns the path of a file in the folder, or None if it is missing.
+        ending: The optional ending, for the message.
+        advice: How to get missing files.
 
     Raises:
-        ConfigError: The folder is missing or incomplete.
+        ConfigError: If the folder is missing or incomplete.
     """
     where = f"data.root={root}"
     if not root.is_dir():
@@ -31,7 +31,7 @@ def check_folder(
     missing = [name for name in names if find(root, name) is None]
     if missing:
         raise ConfigError(
-            f"`data.root` lacks {len(missing)} of the {len(names)} data files",
+            f"`data.root` is missing {len(missing)} of the {len(names)} data files",
             where=where,
             seen="missing " + ", ".join(missing),
             known=", ".join(names) + f" (each may end in {ending})",

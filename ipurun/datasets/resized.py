@@ -1,4 +1,4 @@
-"""Labelled pictures of one size, given out in another."""
+"""Labelled images, scaled to another size."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-__all__ = ["ResizedImages", "resized"]
+__all__ = ["resized"]
 
 
 class ResizedImages(Dataset):
-    """A map-style data set of (image, label) with its images scaled and its colours repeated.
+    """A map-style data set of (image, label) with its images scaled and its channels repeated.
 
     Args:
-        data: Its images are channels x height x width.
+        data: The original data, with images of channels x height x width.
         image_size: Height and width to scale to.
-        in_channels: Colours to give out; a multiple of those that the images have.
+        in_channels: Channels to return; a multiple of those of the images.
     """
 
     def __init__(self, data: Any, image_size: int, in_channels: int) -> None:
@@ -38,14 +38,14 @@ class ResizedImages(Dataset):
 
 
 def resized(data: Any, image_size: int, in_channels: int) -> Any:
-    """The data with images of another size or number of colours; the data themselves where both are right.
+    """Return the data with images of another size or number of channels; unchanged if both are right.
 
     Raises:
-        ValueError: The colours cannot be repeated to give so many.
+        ValueError: If the number of channels is not a multiple of the images'.
     """
     channels, height, width = data[0][0].shape
     if in_channels % channels:
-        raise ValueError(f"pictures of {channels} colours cannot be given out with {in_channels}")
+        raise ValueError(f"images with {channels} channels cannot be expanded to {in_channels}")
     if (channels, height, width) == (in_channels, image_size, image_size):
         return data
     return ResizedImages(data, image_size, in_channels)

@@ -1,4 +1,4 @@
-"""Random data in the shapes that a config's `sample` declares, so that any recipe runs without its data."""
+"""Random data in the shapes of a config's `sample`, so that any recipe runs without its data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Item:
     Args:
         shape: Its shape, without the batch dimension.
         dtype: Its type.
-        low: Least value; with `high` of a floating-point item, values are uniform between the two.
-        high: For integers, one more than the largest value. None: 2 for integers, normally distributed floats.
-        name: Its key where samples are mappings.
+        low: Smallest value; floating-point values with `high` are uniform between the two.
+        high: For integers, one above the largest value. None: 2 for integers, normally distributed floats.
+        name: Its key if samples are mappings.
     """
 
     shape: Tuple[int, ...]
@@ -36,7 +36,7 @@ class Item:
     name: Optional[str] = None
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """A random tensor of this kind."""
+        """Draw a random tensor."""
         if not self.dtype.is_floating_point:
             high = 2 if self.high is None else int(self.high)
             return torch.randint(int(self.low), high, self.shape, generator=generator).to(self.dtype)
@@ -47,7 +47,7 @@ class Item:
 
 
 class SyntheticData(Dataset):
-    """A map-style data set whose samples depend on their index and the seed alone."""
+    """A map-style data set whose samples depend only on their index and the seed."""
 
     def __init__(self, items: Sequence[Item], length: int, seed: int, notes: Tuple[str, ...] = ()) -> None:
         self.items = tuple(items)
@@ -71,17 +71,17 @@ class SyntheticData(Dataset):
 def splits(
     sample: Sequence[Mapping[str, Any]], train_samples: int = 4096, eval_samples: int = 1024, seed: int = 0
 ) -> Dict[str, SyntheticData]:
-    """Random training and evaluation data.
+    """Return random training and evaluation data.
 
     Args:
         sample: The items of one sample, inputs first and the target last, as in the config's `sample`:
-            mappings with `shape` and optionally `dtype`, `low`, `high`, and `name` where samples are mappings.
+            mappings with `shape` and optionally `dtype`, `low`, `high`, and `name` if samples are mappings.
         train_samples: Length of the training split.
         eval_samples: Length of the evaluation split.
         seed: Seed of all values.
 
     Raises:
-        ConfigError: `sample` is empty or malformed, or a length is negative.
+        ConfigError: If `sample` is empty or malformed, or a length is negative.
     """
     items = parse_sample(sample)
     lengths = {"data.train_samples": train_samples, "data.eval_samples": eval_samples}
@@ -90,7 +90,7 @@ def splits(
     ]
     if wrong:
         raise ConfigError(wrong)
-    note = "data: synthetic, so losses and metrics mean nothing"
+    note = "data: synthetic, so losses and metrics are meaningless"
     return {
         "train": SyntheticData(items, train_samples, seed, notes=(note,)),
         "eval": SyntheticData(items, eval_samples, seed + 1),
@@ -98,22 +98,20 @@ def splits(
 
 
 def parse_sample(sample: Sequence[Any]) -> List[Item]:
-    """The items that a config's `sample` declares.
+    """Parse a config's `sample`.
 
     Raises:
         ConfigError: With every problem of the declaration.
     """
     if not sample:
         raise ConfigError(
-            "`sample` is not declared, so synthetic data have no shape",
+            "`sample` is not set, so the shapes of synthetic data are unknown",
             fix=f"add to the recipe: {_EXAMPLE}",
             key="sample",
         )
     problems = [problem for index, entry in enumerate(sample) for problem in _item_problems(index, entry)]
     if not problems and len({entry.get("name") is None for entry in sample}) > 1:
-        problems = [
-            Problem("`sample` names some of its items and not others", fix="name all of them, or none", key="sample")
-        ]
+        problems = [Problem("`sample` names only some of its items", fix="name all of them, or none", key="sample")]
     if problems:
         raise ConfigError(problems)
     return [
@@ -143,12 +141,12 @@ def _item_problems(index: int, entry: Any) -> List[Problem]:
     dtype = entry.get("dtype", "float32")
     if dtype not in _DTYPES:
         problems.append(
-            Problem(f"`{key}.dtype` is no tensor type", seen=str(dtype), known=", ".join(_DTYPES), key="sample")
+            Problem(f"`{key}.dtype` is not a tensor type", seen=str(dtype), known=", ".join(_DTYPES), key="sample")
         )
     low, high = entry.get("low", 0), entry.get("high")
     numbers = [value for value in (low, high) if value is not None]
     if not all(isinstance(value, (int, float)) for value in numbers):
-        problems.append(Problem(f"`{key}.low` and `high` are numbers", seen=f"{low!r}, {high!r}", key="sample"))
+        problems.append(Problem(f"`{key}.low` and `high` must be numbers", seen=f"{low!r}, {high!r}", key="sample"))
     elif high is not None and high <= low:
-        problems.append(Problem(f"`{key}.high` is not above `low`", seen=f"low {low}, high {high}", key="sample"))
+        problems.append(Problem(f"`{key}.high` must be above `low`", seen=f"low {low}, high {high}", key="sample"))
     return problems

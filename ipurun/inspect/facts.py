@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-__all__ = ["EndedBlock", "Facts", "ModuleCall", "UserBlock"]
+__all__ = ["EndedBlock", "Facts", "ModuleCall", "Purpose", "UserBlock"]
+
+
+class Purpose(enum.Enum):
+    """What a config is prepared for."""
+
+    RUN = "run"
+    CHECK = "check"  # as for a run, but large models get no memory for their weights
+    PLAN = "plan"  # as CHECK, and a machine larger than one process can attach, or than exists, is fine
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Facts:
         solved_split: The split found for `pipeline.split=auto`; None if there is none.
         unsolved: Why none was found.
         is_left_whole: Whether no split fits and the plan shows the unsplit model instead.
-        on_paper: Whether nothing will run, so that a machine larger than one process can attach is fine.
+        purpose: What the plan is made for.
     """
 
     engine: str
@@ -98,4 +107,4 @@ class Facts:
     solved_split: Optional[Tuple[str, ...]] = None
     unsolved: str = ""
     is_left_whole: bool = False
-    on_paper: bool = False
+    purpose: Purpose = Purpose.RUN

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from ipurun.inspect.data import (
     notes_of,
     split_for_eval,
 )
-from ipurun.inspect.facts import Facts
+from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.forward_order import trace_forward_order
 from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
@@ -38,8 +38,9 @@ from ipurun.inspect.model import (
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
 from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
+from ipurun.moved import moved_paths, new_path
 
-__all__ = ["ModelAndData", "inspect"]
+__all__ = ["ModelAndData", "facts_without_data", "inspect", "load_custom_ops", "make_model_alone"]
 
 _LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
 # Keys of `pipeline` whose placement depends on the order in which modules run.
@@ -55,67 +56,70 @@ class ModelAndData:
     facts: Facts
 
 
-def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper: bool = False) -> ModelAndData:
+def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -> ModelAndData:
     """Make the model and the data, and read from them what a plan needs.
-
-    Args:
-        config: The run.
-        engine: Its engine.
-        need_data: Whether to make the data; without it the facts have no sample counts.
-        on_paper: Whether it is only for planning: a large model is then made without memory for its weights.
 
     Raises:
         ConfigError: With the problems of all targets.
     """
-    problems = load_custom_ops(config.custom_ops, engine)
-    problems += _check_targets(config, engine, need_data)
-    wrong = {problem.key.split(".")[0] for problem in problems}
-    model = splits = None
-    if "model" not in wrong:
-        model = _collect(problems, _make_model, config, engine, on_paper)
-    if need_data and "data" not in wrong:
-        splits = _collect(problems, _make_data, config, engine)
+    problems: List[Problem] = []
+    model = _checked_model(config, engine, purpose, problems)
+    wrong_data = check_data(config.data, engine.module)
+    problems += wrong_data
+    splits = None if wrong_data else _collect(problems, _make_data, config, engine)
+    if splits is not None:
+        problems += _check_splits(config, splits)
+    if problems or model is None or splits is None:
+        raise ConfigError(problems)
+    return ModelAndData(model, splits, _facts(config, engine, model, splits, purpose))
+
+
+def facts_without_data(config: RunConfig, engine: Engine) -> Facts:
+    """Read from the model what a plan needs when its data is missing: the facts have no sample counts.
+
+    Raises:
+        ConfigError: With the problems of all targets except the data.
+    """
+    problems: List[Problem] = []
+    model = _checked_model(config, engine, Purpose.CHECK, problems)
+    if problems or model is None:
+        raise ConfigError(problems)
+    return _facts(config, engine, model, {}, Purpose.CHECK)
+
+
+def make_model_alone(config: RunConfig, engine: Engine) -> nn.Module:
+    """Make the model of a config without its data.
+
+    Raises:
+        ConfigError: The model or a custom op is wrong.
+    """
+    problems = load_custom_ops(config.custom_ops, engine) + _model_problems(config, engine)
+    if problems:
+        raise ConfigError(problems)
+    return _make_model(config, engine, Purpose.RUN)
+
+
+def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems: List[Problem]) -> Optional[nn.Module]:
+    """Check every target except the data and make the model if possible; add what is wrong to the problems."""
+    problems += load_custom_ops(config.custom_ops, engine)
+    found = _model_problems(config, engine)
+    problems += found + _check_targets(config, engine)
+    model = None if found else _collect(problems, _make_model, config, engine, purpose)
     if model is not None:
         parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         problems += check_groups(config.optimizer, parameters)
-    if splits is not None:
-        problems += _check_splits(config, splits)
-    if problems or model is None:
-        raise ConfigError(problems)
-    return ModelAndData(model, splits or {}, _facts(config, engine, model, splits or {}))
+    return model
 
 
-def load_custom_ops(config: CustomOpsConfig, engine: Engine) -> List[Problem]:
-    """Register custom ops with an engine, before the model that uses them is made.
+def _model_problems(config: RunConfig, engine: Engine) -> List[Problem]:
+    if "_target_" in config.model:
+        return check_node(config.model, "model", engine.module)
+    fix = "model._target_=module.Net, or +recipe=mnist"
+    return [Problem("no model: `model._target_` is not set", fix=fix, key="model._target_")]
 
-    Returns:
-        The problems of the config, one for each library or op.
-    """
+
+def _check_targets(config: RunConfig, engine: Engine) -> List[Problem]:
     problems: List[Problem] = []
-    if engine.kind == "cpu":
-        for name, given in config.cpu.items():
-            _collect(problems, _register_cpu_op, name, given, engine)
-    else:
-        for path in config.libraries:
-            _collect(problems, _load_library, path)
-    return problems
-
-
-def _check_targets(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
-    """Return the problems that can be found without making anything."""
-    problems: List[Problem] = []
-    if "_target_" not in config.model:
-        problems.append(
-            Problem(
-                "no model: `model._target_` is not set",
-                fix="model._target_=module.Net, or +recipe=mnist",
-                key="model._target_",
-            )
-        )
-    else:
-        problems += check_node(config.model, "model", engine.module)
-    if need_data:
-        problems += check_data(config.data, engine.module)
     problems += check_loss(config.loss, engine.module)
     problems += check_optimizer(config.optimizer, engine.module)
     problems += check_schedule(config.schedule, engine.module)
@@ -134,8 +138,8 @@ def _collect(problems: List[Problem], function: Callable[..., Any], *args: Any) 
         return None
 
 
-def _make_model(config: RunConfig, engine: Engine, on_paper: bool) -> nn.Module:
-    if on_paper:
+def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Module:
+    if purpose is not Purpose.RUN:
         empty = make_meta_model(config)
         if count_parameters(empty) > _LARGEST_MADE_TO_PLAN:
             return empty
@@ -166,29 +170,21 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
     return problems
 
 
-def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any]) -> Facts:
-    notes = list(notes_of(*splits.values(), model))
-    if config.loader.workers > 1 and any(is_stream(data) for data in splits.values()):
-        notes.append(
-            f"each of the {config.loader.workers} workers reads the whole iterable data set; unless the data set "
-            "divides itself with torch.utils.data.get_worker_info, samples are repeated"
-        )
-    was_caching = stop_caching(model)
-    train_samples = indexed = None
+def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose) -> Facts:
+    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
+    own_notes = notes_of(*splits.values(), model)
+    train_samples = None
+    indexed = None
     if "train" in splits:
         train_samples = samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
         if not is_stream(splits["train"]):
             indexed = splits["train"]
     structure = model_structure(model)
-    order = None
+    order, failure = None, ""
     if _order_matters(config, engine, model):
         with seeded(config.seed):  # a sample may be drawn at random
             sample = None if indexed is None else first_sample(indexed)
         order, failure = trace_forward_order(config, sample)
-        if failure:
-            notes.append(f"blocks are checked in the order in which the modules are defined, because {failure}")
-    if was_caching:
-        notes.append(CACHE_NOTE)
     if order is not None:
         structure["user_blocks"] += tuple(order.blocks)
         structure["ended_blocks"] = tuple(order.ended)
@@ -202,9 +198,10 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         changing_buffers=changing_buffers(model, indexed, config.loss, config.seed),
         returns_loss=config.loss.name is None,
-        notes=tuple(notes),
+        notes=(*own_notes, *_worker_notes(config, splits), *_trace_notes(failure), *cache_notes, *_moved_notes(config)),
         calls=() if order is None else tuple(order.calls),
         operations=0 if order is None else order.operations,
+        purpose=purpose,
         **structure,
     )
 
@@ -213,6 +210,42 @@ def _order_matters(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
     """Return whether the plan depends on the order in which modules run."""
     places = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in _PLACING_KEYS)
     return places or bool(config.inference.split) or uses_poptorch(model, engine.module)
+
+
+def _trace_notes(failure: str) -> Tuple[str, ...]:
+    if not failure:
+        return ()
+    return (f"blocks are checked in the order in which the modules are defined, because {failure}",)
+
+
+def _moved_notes(config: RunConfig) -> Tuple[str, ...]:
+    paths = dict.fromkeys(moved_paths(asdict(config)))
+    return tuple(f"{path} is now {new_path(path)}; the old path works until the next release" for path in paths)
+
+
+def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
+    if config.loader.workers < 2 or not any(is_stream(data) for data in splits.values()):
+        return ()
+    return (
+        f"each of the {config.loader.workers} workers reads the whole iterable data set; unless the data set divides "
+        "itself with torch.utils.data.get_worker_info, samples are repeated",
+    )
+
+
+def load_custom_ops(config: CustomOpsConfig, engine: Engine) -> List[Problem]:
+    """Register custom ops with an engine, before the model that uses them is made.
+
+    Returns:
+        The problems of the config, one for each library or op.
+    """
+    problems: List[Problem] = []
+    if engine.kind == "cpu":
+        for name, given in config.cpu.items():
+            _collect(problems, _register_cpu_op, name, given, engine)
+    else:
+        for path in config.libraries:
+            _collect(problems, _load_library, path)
+    return problems
 
 
 def _load_library(path: str) -> None:

@@ -12,9 +12,10 @@ import typing
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.keys import argument_meant
+from ipurun.config.keys import suggest_arguments
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.module_search import append_working_folder
+from ipurun.moved import new_path
 
 __all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "innermost_line", "locate", "make"]
 
@@ -37,7 +38,7 @@ def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> A
         raise ConfigError(
             f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name", key=key
         )
-    parts = path.split(".")
+    parts = new_path(path).split(".")
     if parts[0] == "poptorch" and engine_module is not None:
         return _attribute_of(engine_module, parts, 1, path, key)
     if len(parts) == 1:
@@ -358,7 +359,7 @@ def _refused_argument(
 
 
 def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: str) -> Problem:
-    close = argument_meant(key, name, known)
+    close = suggest_arguments(key, name, known)
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
         known=", ".join(known) or "it takes no arguments",

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the panel before, the compile bar, the live line, the summary after."""
+"""Show a run on a screen: the panel before, the compile bar, the live line, the summary after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.compose import Changed, Point
+from ipurun.config.compose import ChangedKey, Point
 from ipurun.log.format import (
     batch_equation,
     count,
@@ -19,7 +19,6 @@ from ipurun.log.format import (
     plural,
     value_text,
 )
-from ipurun.log.plan_text import num_stages
 from ipurun.log.screen import Screen
 from ipurun.planning.plan import Plan
 from ipurun.training.events import (
@@ -34,21 +33,21 @@ from ipurun.training.events import (
     Summary,
 )
 
-__all__ = ["Console", "console_for", "final_line", "panel_rows", "summary_rows"]
+__all__ = ["Console", "console_for", "final_line"]
 
-_MOST_CHANGES = 6  # of one file: the panel shows what was chosen, config.yaml has all
+_MOST_CHANGES = 6  # shown of one file; config.yaml has all
 _LONGEST_CHANGE = 70
 _COMMAND_LINE = "command line"
 _DERIVED = "derived"
 
 
 class Console(Observer):
-    """Tells a screen what happens in a run.
+    """Shows the events of a run on a screen.
 
     Args:
-        screen: Where it is shown.
-        cache_dir: The folder of compiled executables; a compilation that adds none to it has found its own there.
-        engine_draws_bar: Whether PopTorch draws a compile bar of its own, beside which there is to be no other.
+        screen: The screen.
+        cache_dir: Folder of compiled executables; a compilation that does not add one has used the cache.
+        engine_draws_bar: Whether PopTorch draws a compile bar, so that a second one must not be drawn.
     """
 
     def __init__(self, screen: Screen, cache_dir: Optional[str] = None, engine_draws_bar: bool = False) -> None:
@@ -59,16 +58,16 @@ class Console(Observer):
         self._saved_step: Optional[int] = None
 
     def show_panel(self, point: Point, plan: Plan, folder: str) -> None:
-        """The panel before anything is compiled, and the remarks of the plan."""
+        """Show the panel before compilation, and the plan's notes."""
         self._screen.panel(f"ipurun train: {plan.name}", panel_rows(point, plan, folder))
         for note in plan.notes:
             self._screen.remark(f"note: {note}")
 
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
-            self._screen.line(f"going on after step {count(event.start_step)}, from {event.resumed_from}")
+            self._screen.line(f"resuming after step {count(event.start_step)}, from {event.resumed_from}")
         if event.total_steps is not None and event.start_step >= event.total_steps:
-            self._screen.remark("note: all steps are done; a larger epochs= or max_steps= trains longer")
+            self._screen.remark("note: all steps are done; set a larger epochs= or max_steps= to train longer")
 
     def on_note(self, event: Note) -> None:
         prefix = "warning" if event.level == "warning" else "note"
@@ -87,7 +86,7 @@ class Console(Observer):
         from_cache = event.from_cache
         if from_cache is None and self._cache_dir is not None:
             from_cache = bool(self._executables) and _executables(self._cache_dir) == self._executables
-        source = {True: ", executable found in the cache", False: ", executable not in the cache before", None: ""}
+        source = {True: ", executable found in the cache", False: ", executable was not in the cache", None: ""}
         self._screen.end(f"compiled for {event.mode} in {duration(event.seconds)}{source[from_cache]}")
 
     def on_step(self, event: StepEnd) -> None:
@@ -109,7 +108,7 @@ class Console(Observer):
         self._screen.close()
 
     def show_summary(self, summary: Summary, name: str, folder: str, reproduce: str) -> None:
-        """The block after a run."""
+        """Show the summary after a run."""
         title = {"done": "finished", "interrupted": "interrupted"}.get(summary.status, summary.status)
         self._screen.panel(f"{name}: {title}", summary_rows(summary, folder))
         # Outside the panel, which would break a long command over several lines.
@@ -119,13 +118,13 @@ class Console(Observer):
 
 
 def console_for(plan: Plan, screen: Screen) -> Console:
-    """The console of a run: PopTorch draws its own bar and keeps executables, the CPU engine does neither."""
+    """Return the console of a run: PopTorch draws a bar and caches executables, the CPU engine does neither."""
     on_device = plan.engine != "cpu"
     return Console(screen, plan.cache_dir if on_device else None, engine_draws_bar=on_device)
 
 
 def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
-    """The parts of the live line, most important first."""
+    """Return the parts of the live line, most important first."""
     total = f"/{count(event.total_steps)}" if event.total_steps else ""
     parts = [
         f"step {count(event.step)}{total}",
@@ -142,12 +141,12 @@ def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
 
 
 def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
-    """What is going to run: the rows of the panel."""
-    rows = [("recipe", ", ".join(point.recipes) or "none (all keys given by hand)")]
+    """Return the rows of the panel before a run."""
+    rows = [("recipe", ", ".join(point.recipes) or "none (all keys set by hand)")]
     rows += _changed_rows(point.changed)
     rows += [
         ("engine", f"{plan.engine}: {plan.engine_version}"),
-        ("devices", devices_text(plan.devices, num_stages(plan))),
+        ("devices", devices_text(plan.devices, plan.stages)),
         ("batch", batch_equation(plan.training)),
         ("precision", plan.precision),
     ]
@@ -160,18 +159,19 @@ def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
 
 
 def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
-    """How a run ended: the rows of the block after it."""
+    """Return the rows of the summary after a run."""
     seconds = summary.seconds
     rows = [("steps", f"{plural(summary.step, 'weight update')}, {epochs_text(summary.epoch)}")]
     final = dict(summary.metrics)
     if summary.loss is not None:
-        final = {"train loss": summary.loss, **{_eval_name(key): value for key, value in final.items()}}
+        evaluated = {"eval loss" if key == "loss" else key: value for key, value in final.items()}
+        final = {"train loss": summary.loss, **evaluated}
     if final:
         rows.append(("final", "  ".join(f"{name} {metric(value)}" for name, value in final.items())))
     if summary.best is not None:
         at = "" if summary.best_step is None else f" at step {count(summary.best_step)}"
         rows.append(("best", f"{summary.monitor} {metric(summary.best)}{at}"))
-    rows.append(("speed", f"{count(summary.samples_per_second)} samples/s, compilation not counted"))
+    rows.append(("speed", f"{count(summary.samples_per_second)} samples/s, excluding compilation"))
     rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
     if summary.checkpoint:
         rows.append(("checkpoint", summary.checkpoint))
@@ -182,7 +182,7 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
 
 
 def final_line(summary: Summary, name: str, folder: str) -> str:
-    """The one line of a quiet run."""
+    """Return the one line of a quiet run."""
     word = {"done": "finished"}.get(summary.status, summary.status)
     parts = [f"{name}: {word} after {count(summary.step)} steps"]
     parts += [f"{key} {metric(value)}" for key, value in summary.metrics.items()]
@@ -192,8 +192,8 @@ def final_line(summary: Summary, name: str, folder: str) -> str:
     return ", ".join(parts)
 
 
-def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
-    """Changed keys by where they come from: the command line, then recipes; a group's file as the choice it is."""
+def _changed_rows(changed: Sequence[ChangedKey]) -> List[Tuple[str, str]]:
+    """Return changed keys by origin: the command line, then recipes, then the chosen files of groups."""
     by_origin: Dict[str, List[str]] = {}
     choices: Dict[str, str] = {}
     for change in changed:
@@ -219,17 +219,13 @@ def _changed_rows(changed: Sequence[Changed]) -> List[Tuple[str, str]]:
 
 
 def _is_plumbing(key: str) -> bool:
-    """Whether a key of a recipe says how things are made rather than what is chosen."""
+    """Whether a key of a recipe is an implementation detail rather than a choice."""
     return key == "sample" or key.endswith("._target_")
 
 
 def _executables(cache_dir: Optional[str]) -> FrozenSet[str]:
-    """Names of the compiled executables in a cache folder."""
+    """Return the names of the compiled executables in a cache folder."""
     return frozenset(path.name for path in Path(cache_dir).glob("*.popef")) if cache_dir else frozenset()
-
-
-def _eval_name(key: str) -> str:
-    return "eval loss" if key == "loss" else key
 
 
 def _time_split(seconds: Mapping[str, float]) -> str:

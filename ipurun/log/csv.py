@@ -1,4 +1,4 @@
-"""CSV logger: metrics.csv, one value a row, so that every split and metric fits the same columns."""
+"""CSV logger: metrics.csv with one value per row, so that all splits and metrics fit the same columns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOT_VALUES = {"step", "epoch", "split", "call", "samples", "seconds", "is_best"
 
 
 class CsvLogger(Observer):
-    """Writes ``metrics.csv`` into the run folder, with the columns step, epoch, split, name, value.
+    """Writes ``metrics.csv`` in the run folder, with the columns step, epoch, split, name, value.
 
     Args:
-        folder: The run folder; a resumed run goes on in the same file.
+        folder: The run folder; a resumed run appends to the same file.
     """
 
     def __init__(self, folder: Union[str, Path]) -> None:

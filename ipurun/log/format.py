@@ -1,4 +1,4 @@
-"""Numbers, times, batch equations and wrapped lines as people read them."""
+"""Format numbers, times, batch equations and values for people, and wrap lines to the terminal."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ __all__ = [
     "value_text",
 ]
 
+WIDE = 120  # columns from which on lines are not wrapped
+_NARROWEST = 60
+
 
 def duration(seconds: Optional[float]) -> str:
-    """A time span: ``0.8 s``, ``42 s``, ``3:05``, ``1:02:03``; ``-`` where it is not known."""
+    """Format a duration: ``0.8 s``, ``42 s``, ``3:05``, ``1:02:03``; ``-`` if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 9.95:
@@ -41,27 +44,25 @@ def duration(seconds: Optional[float]) -> str:
 
 
 def count(number: Optional[float]) -> str:
-    """A whole number with thousands apart, or ``-``."""
+    """Format a whole number with thousands separators, or ``-``."""
     if number is None or not math.isfinite(number):
         return "-"
     return f"{number:,.0f}"
 
 
 def plural(number: int, word: str) -> str:
-    """``1 replica``, ``8 replicas``."""
+    """Format a number of things: ``1 replica``, ``8 replicas``."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def epochs_text(number: float) -> str:
-    """``1 epoch``, ``2.5 epochs``."""
+    """Format a number of epochs: ``1 epoch``, ``2.5 epochs``."""
     return f"{number:.2f}".rstrip("0").rstrip(".") + (" epoch" if number == 1 else " epochs")
 
 
 def metric(value: Any) -> str:
-    """A metric with four significant digits; what is not a number as it is."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, int) or not math.isfinite(value):
+    """Format a metric with four significant digits; values that are not numbers stay as they are."""
+    if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 4
@@ -70,12 +71,12 @@ def metric(value: Any) -> str:
 
 
 def learning_rate(value: Optional[float]) -> str:
-    """A learning rate, short: ``0.001``, ``2.5e-05``."""
+    """Format a learning rate: ``0.001``, ``2.5e-05``."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def batch_equation(batch: BatchSizes) -> str:
-    """The factors of a host call: ``micro-batch 16 x ... = 1,024 samples per host call``."""
+    """Format the factors of a host call: ``micro-batch 16 x ... = 1,024 samples per host call``."""
     replicas = f"replicas {batch.distinct_replicas}"
     if batch.input_group_size > 1:
         replicas += f" (groups of {batch.input_group_size} share their input)"
@@ -87,7 +88,7 @@ def batch_equation(batch: BatchSizes) -> str:
 
 
 def devices_text(devices: Devices, num_stages: int) -> str:
-    """``8 IPUs = 4 replicas x 2 IPUs, 2 stages``."""
+    """Format the devices: ``8 IPUs = 4 replicas x 2 IPUs, 2 stages``."""
     text = (
         f"{plural(devices.total, 'IPU')} = {plural(devices.replicas, 'replica')} "
         f"x {plural(devices.per_replica, 'IPU')}, {plural(max(num_stages, 1), 'stage')}"
@@ -96,7 +97,7 @@ def devices_text(devices: Devices, num_stages: int) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A config value as it would be typed on the command line."""
+    """Format a config value as typed on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -108,26 +109,19 @@ def value_text(value: Any) -> str:
     return str(value)
 
 
-WIDE = 120  # columns from which on nothing is changed
-_NARROWEST = 60
-
-
 def columns() -> int:
-    """Width of the terminal; a file or a pipe is as wide as it takes."""
+    """Return the width of the terminal; files and pipes count as `WIDE`."""
     return shutil.get_terminal_size((WIDE, 24)).columns if sys.stdout.isatty() else WIDE
 
 
 def fitted(lines: Iterable[str], indent: int) -> List[str]:
-    """Lines as they are, or broken where the terminal is too narrow for them.
+    """Wrap lines to a narrow terminal.
 
     Args:
         lines: The lines.
-        indent: How far to set in what goes on from a line.
+        indent: Indentation of continuation lines.
     """
-    width = columns()
-    if width >= WIDE:
+    if columns() >= WIDE:
         return list(lines)
-    beyond = " " * indent
-    return [
-        part for line in lines for part in textwrap.wrap(line, max(width, _NARROWEST), subsequent_indent=beyond) or [""]
-    ]
+    width, hanging = max(columns(), _NARROWEST), " " * indent
+    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent=hanging) or [""]]

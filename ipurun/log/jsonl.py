@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, written by every run."""
+"""JSON lines logger: metrics.jsonl, which every run writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JsonlLogger(Observer):
     """Appends training and evaluation metrics to a file.
 
     Args:
-        path: The file; a resumed run goes on in it.
+        path: The file; a resumed run appends to it.
     """
 
     def __init__(self, path: Union[str, Path]) -> None:
@@ -27,7 +27,7 @@ class JsonlLogger(Observer):
 
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
-            # What came after the checkpoint is about to happen again, and is not to stand there twice.
+            # Steps after the checkpoint are about to be repeated and must not be recorded twice.
             self._stream.close()
             _drop_after(self._path, event.start_step)
             self._stream = self._open()
@@ -43,7 +43,7 @@ class JsonlLogger(Observer):
         self._stream.close()
 
     def _open(self) -> IO[str]:
-        # Line buffered: what was logged is on disk when the process is killed.
+        # Line buffered: logged values are on disk even if the process is killed.
         return self._path.open("a", encoding="utf-8", buffering=1)
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class JsonlLogger(Observer):
 
 
 def step_record(event: StepEnd) -> Dict[str, Any]:
-    """A host call as flat data."""
+    """Return a host call as flat data."""
     return {
         "split": "train",
         "step": event.step,
@@ -68,7 +68,7 @@ def step_record(event: StepEnd) -> Dict[str, Any]:
 
 
 def eval_record(event: EvalEnd) -> Dict[str, Any]:
-    """An evaluation as flat data."""
+    """Return an evaluation as flat data."""
     return {
         "split": event.split,
         "step": event.step,
@@ -87,12 +87,12 @@ def _drop_after(path: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            continue  # a line that a kill cut short, or a damaged one
+            continue  # a truncated or damaged line
     partial = path.with_suffix(".partial")
     partial.write_text("".join(kept), encoding="utf-8")
     os.replace(partial, path)
 
 
 def _finite(value: float) -> Any:
-    # NaN and infinity are no JSON: many readers refuse the whole file for one of them.
+    # NaN and infinity are not JSON: many readers would refuse the whole file.
     return value if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""A plan as text and as JSON: the numbers, the remarks, and the PopTorch calls it stands for."""
+"""Show a plan as text and as JSON: the numbers, the notes, and the PopTorch calls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from ipurun.log.format import batch_equation, count, devices_text, epochs_text, 
 from ipurun.planning.optimizer import changeable
 from ipurun.planning.plan import EvalPass, ParameterGroup, Placement, Plan, Serialized
 
-__all__ = ["calls_text", "num_stages", "plan_dict", "plan_lines", "plan_rows"]
-
-
-def num_stages(plan: Plan) -> int:
-    """Stages that a training batch passes through."""
-    return plan.stages
+__all__ = ["calls_text", "plan_dict", "plan_lines"]
 
 
 def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
-    """Label and text of everything a plan fixes, except notes and calls."""
+    """Return the labels and texts of a plan, except notes and calls."""
     steps = plan.steps
     rows = [
         ("engine", f"{plan.engine} ({plan.engine_version})"),
@@ -47,7 +42,7 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
     rows.append(("returns", f"output mode {plan.output_mode}"))
     for own in plan.user_blocks:
         where = "the model's forward" if own.module is None else own.module or "the model"
-        ipu = "an IPU that the strategy chooses" if own.ipu is None else f"IPU {own.ipu}"
+        ipu = "an IPU chosen by the strategy" if own.ipu is None else f"IPU {own.ipu}"
         rows.append(("block", f"{where} on {ipu} ({own.block_id or 'no name'}), in the model's own code"))
     for placement in plan.placements:
         rows.append(("block", f"{placement.module or 'the model'} on IPU {placement.ipu} ({placement.block_id})"))
@@ -61,12 +56,12 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
 
 def _devices_text(plan: Plan) -> str:
     if plan.is_left_whole:
-        return f"1 IPU of {plan.devices.total}: no split fits, and the model is shown whole"
-    return devices_text(plan.devices, num_stages(plan))
+        return f"1 IPU of {plan.devices.total}: no split fits, so the model is shown unsplit"
+    return devices_text(plan.devices, plan.stages)
 
 
 def plan_lines(plan: Plan) -> List[str]:
-    """The whole plan as plain lines."""
+    """Return the whole plan as text."""
     lines = [f"plan of {plan.name}"]
     lines += [f"  {label:<11}{text}" for label, text in plan_rows(plan)]
     if plan.notes:
@@ -76,12 +71,12 @@ def plan_lines(plan: Plan) -> List[str]:
 
 
 def plan_dict(plan: Plan) -> Dict[str, Any]:
-    """The whole plan as JSON-ready data, derived numbers included."""
+    """Return the whole plan as JSON-ready data, including derived numbers."""
     document: Dict[str, Any] = {
         "name": plan.name,
         "engine": {"kind": plan.engine, "version": plan.engine_version},
         "devices": asdict(plan.devices),
-        "stages": num_stages(plan),
+        "stages": plan.stages,
         "precision": plan.precision,
         "parameters": plan.parameters,
         "output_mode": plan.output_mode,
@@ -107,14 +102,14 @@ def plan_dict(plan: Plan) -> Dict[str, Any]:
 def _steps_text(plan: Plan) -> str:
     steps = plan.steps
     if steps.total_updates is None:
-        return "until the data ends (its length is not known)"
+        return "until the data ends (length unknown)"
     epochs = "" if steps.epochs is None else f", {epochs_text(steps.epochs)}"
     return f"{plural(steps.total_updates, 'weight update')} in {plural(steps.total_calls or 0, 'host call')}{epochs}"
 
 
 def _evaluation_text(evaluation: EvalPass) -> str:
     if evaluation.samples is None:
-        return f"{evaluation.split}: until the data ends (its length is not known)"
+        return f"{evaluation.split}: until the data ends (length unknown)"
     text = f"{evaluation.split}: {plural(evaluation.host_calls or 0, 'host call')} for "
     text += f"{plural(evaluation.samples, 'sample')}, {count(evaluation.padded_samples or 0)} padded"
     return f"{text}, {count(evaluation.dropped_samples or 0)} dropped"
@@ -126,7 +121,7 @@ def _interval(every_calls: int, plan: Plan) -> str:
 
 
 def calls_text(plan: Plan) -> List[str]:
-    """The source lines that a plan means, with the key that asked for each as a comment."""
+    """Return a plan as lines of Python, each with the key that set it as a comment."""
     lines = [
         f"os.environ[{name!r}] = {value!r}  # {'debug.log_level' if name == 'POPTORCH_LOG_LEVEL' else 'profile'}"
         for name, value in plan.environment.items()
@@ -152,18 +147,19 @@ def _option_lines(variable: str, calls: Iterable[Call]) -> List[str]:
 def _model_lines(plan: Plan) -> List[str]:
     lines = ["model.half()  # precision=16.16"] if plan.precision == "16.16" else []
     lines += [
-        f"# {module} computes in float{bits}, with casts at its edges" for module, bits in plan.module_precision.items()
+        f"# {module} computes in float{bits}, with casts at its inputs and outputs"
+        for module, bits in plan.module_precision.items()
     ]
     lines += [_own_block(block) for block in plan.user_blocks]
     lines += [
-        f"# block {block.block_id!r} goes on in the loss: poptorch.Block.start({block.block_id!r}, ipu_id={block.ipu})"
+        f"# block {block.block_id!r} resumes in the loss: poptorch.Block.start({block.block_id!r}, ipu_id={block.ipu})"
         for block in plan.ended_blocks
         if not block.module
     ]
     lines += [_block(placement) for placement in plan.placements]
     lines += [_serialized(layer) for layer in plan.serialized]
     lines += [
-        f"# {module} gives its product as poptorch.set_available_memory(product, {share})  # memory.module_proportion"
+        f"# {module} returns poptorch.set_available_memory(product, {share})  # memory.module_proportion"
         for module, share in plan.module_proportions.items()
     ]
     if plan.recompute:
@@ -175,7 +171,7 @@ def _model_lines(plan: Plan) -> List[str]:
     if plan.overlap_io != "none":
         mode = "".join(word.capitalize() for word in plan.overlap_io.split("_"))
         lines.append(
-            f"# inputs and outputs go through poptorch.set_overlap_for_input and set_overlap_for_output, "
+            f"# inputs and outputs pass through poptorch.set_overlap_for_input and set_overlap_for_output, "
             f"poptorch.OverlapMode.Overlap{mode}  # memory.overlap_io"
         )
     return lines
@@ -196,7 +192,7 @@ def _own_block(block: UserBlock) -> str:
 
 def _serialized(layer: Serialized) -> str:
     if layer.mode == "rows":
-        return f"# {layer.module} looks into {layer.factor} parts of its table in turn  # memory.serialize"
+        return f"# {layer.module} looks up {layer.factor} parts of its table in turn  # memory.serialize"
     mode = "".join(word.capitalize() for word in layer.mode.split("_"))
     precision = ", keep_precision=True" if layer.keep_precision else ""
     return (

@@ -1,4 +1,4 @@
-"""Predictions in a file: anything as .pt, one tensor as .npy or .csv."""
+"""Write predictions to a file: any outputs as .pt, a single tensor as .npy or .csv."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO, Any, Mapping
 import numpy
 import torch
 
-from ipurun.errors import ConfigError, RunError, os_error_behind
+from ipurun.errors import ConfigError, RunError, underlying_os_error
 
 __all__ = ["check_file", "describe", "write_predictions"]
 
@@ -18,10 +18,10 @@ _SUFFIXES = (".pt", ".npy", ".csv")
 
 
 def check_file(path: Path) -> None:
-    """Finds out early whether predictions can be written there.
+    """Check before the run that predictions can be written to a file.
 
     Raises:
-        ConfigError: The kind of file is not known, or its folder cannot be written to.
+        ConfigError: If the file type is unknown, or the folder is not writable.
     """
     if path.suffix not in _SUFFIXES:
         raise ConfigError(
@@ -32,14 +32,14 @@ def check_file(path: Path) -> None:
 
 
 def write_predictions(path: Path, outputs: Any) -> None:
-    """Writes outputs, whole or not at all.
+    """Write the outputs atomically.
 
     Raises:
-        RunError: .npy or .csv were asked for and the outputs are not one tensor, or the file cannot be written.
+        RunError: If the outputs do not fit the file type, or the file cannot be written.
     """
     if path.suffix != ".pt" and not isinstance(outputs, torch.Tensor):
         raise RunError(
-            f"the outputs are not one tensor, so they do not fit {path.suffix}",
+            f"the outputs are not a single tensor, so they cannot be written as {path.suffix}",
             seen=describe(outputs),
             fix="--out FILE.pt",
         )
@@ -48,11 +48,11 @@ def write_predictions(path: Path, outputs: Any) -> None:
         with partial.open("wb") as stream:
             _write(stream, path.suffix, outputs)
         os.replace(partial, path)
-    except (OSError, RuntimeError) as error:  # torch tells a full disk as RuntimeError
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             partial.unlink()
-        seen = str(os_error_behind(error))
-        fix = "--out FILE in a folder with room that you can write to"
+        seen = str(underlying_os_error(error))
+        fix = "--out FILE in a writable folder with enough free space"
         raise RunError("the predictions could not be written", str(path), seen=seen, fix=fix) from error
 
 
@@ -66,7 +66,7 @@ def _write(stream: IO[bytes], suffix: str, outputs: Any) -> None:
 
 
 def describe(outputs: Any) -> str:
-    """Shapes and types in one line: ``1000 x 10 float32``."""
+    """Describe shapes and types in one line: ``1000 x 10 float32``."""
     if isinstance(outputs, torch.Tensor):
         return f"{' x '.join(map(str, outputs.shape))} {str(outputs.dtype).replace('torch.', '')}"
     if isinstance(outputs, Mapping):

@@ -1,7 +1,6 @@
-"""Where lines go: a terminal that is drawn over, or a stream that only grows.
+"""Screens: where the console writes. A terminal redraws lines, a stream only appends them.
 
-A screen knows nothing of runs; `ipurun.log.console` decides what is said. All screens have the same methods, so a log
-file gets the words that a terminal gets.
+All screens have the same methods, so a log file gets the same text as a terminal.
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ _LABEL_WIDTH = 12
 
 
 class SilentScreen:
-    """Shows nothing; also the list of what a screen can do."""
+    """Shows nothing; also the interface of all screens."""
 
-    draws_over = False  # whether it moves the cursor, so that nothing else may write meanwhile
+    draws_over = False  # whether it moves the cursor, so that nothing else may write to the terminal
 
     def panel(self, title: str, rows: Rows) -> None:
-        """A block of labelled rows."""
+        """Show a block of labelled rows."""
 
     def line(self, text: str) -> None:
-        """One line that stays."""
+        """Show a line that stays."""
 
     def remark(self, text: str) -> None:
-        """A note or a warning, which a sweep shows of its points as well."""
+        """Show a note or a warning, also from a point of a sweep."""
         self.line(text)
 
     def begin(self, title: str) -> None:
-        """Something long begins, such as a compilation: a bar with the time that has passed."""
+        """Begin a long task, such as a compilation: show a bar with the elapsed time."""
 
     def phase(self, text: str, fraction: Optional[float] = None) -> None:
-        """What the long thing does now, and how far it is where that is known."""
+        """Show what the long task is doing, and the fraction done if known."""
 
     def end(self, text: str) -> None:
-        """The long thing is over; the text stays in place of the bar."""
+        """End the long task: replace the bar by a line that stays."""
 
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
-        """The one line that is replaced as training goes on; most important parts first."""
+        """Replace the live line; most important parts first."""
 
     def close(self) -> None:
-        """Leaves the terminal as a shell expects it; safe to call twice."""
+        """Restore the terminal; safe to call twice."""
 
 
 Screen = SilentScreen
@@ -57,8 +56,8 @@ class PlainScreen(Screen):
     """Lines on a stream that is not a terminal, or in a log file.
 
     Args:
-        stream: Where they go.
-        interval_seconds: Live lines closer together than this are left out, unless a further tenth is done.
+        stream: The stream.
+        interval_seconds: Live lines within this time are left out, unless another tenth is done.
         clock: Time source, replaceable in tests.
     """
 
@@ -85,7 +84,7 @@ class PlainScreen(Screen):
             self._stream.write(text.rstrip() + "\n")
             self._stream.flush()
         except BrokenPipeError:
-            # The reader (`| head`) went away. A run of hours goes on without it; its log has every line.
+            # The reader (`| head`) is gone. A long run continues without it; its log has every line.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def begin(self, title: str) -> None:
@@ -93,7 +92,7 @@ class PlainScreen(Screen):
         self.line(f"{title} ...")
 
     def phase(self, text: str, fraction: Optional[float] = None) -> None:
-        # A stream cannot take a line back: only what is new is worth one.
+        # A stream cannot replace a line: write only what has changed.
         if text != self._phase:
             self._phase = text
             self.line(f"  {text}")
@@ -111,7 +110,7 @@ class PlainScreen(Screen):
 
 
 def make_screen(stream: IO[str], quiet: bool = False) -> Screen:
-    """The screen that suits a stream: drawn over on a terminal, plain lines elsewhere, none when quiet."""
+    """Return the screen for a stream: redrawn on a terminal, plain lines elsewhere, silent if quiet."""
     if quiet:
         return SilentScreen()
     if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
@@ -122,7 +121,7 @@ def make_screen(stream: IO[str], quiet: bool = False) -> Screen:
 
 
 def panel_lines(rows: Rows, width: int) -> List[str]:
-    """Rows as aligned, wrapped lines."""
+    """Return rows as aligned, wrapped lines."""
     lines: List[str] = []
     for label, text in rows:
         wrapped = textwrap.wrap(

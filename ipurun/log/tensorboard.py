@@ -16,10 +16,10 @@ class TensorBoardLogger(Observer):
 
     Args:
         folder: The run folder.
-        log_dir: Where the event files go; None: ``tensorboard/`` in the run folder.
+        log_dir: Folder of the event files; None: ``tensorboard/`` in the run folder.
 
     Raises:
-        ConfigError: The package is not installed.
+        ConfigError: If the package is not installed.
     """
 
     def __init__(self, folder: Union[str, Path], log_dir: Optional[str] = None) -> None:
@@ -29,7 +29,7 @@ class TensorBoardLogger(Observer):
             raise ConfigError(
                 "`logger.tensorboard` needs a package that is not installed",
                 seen=str(err),
-                fix="pip install 'ipurun[tensorboard]', or leave the logger out",
+                fix="pip install 'ipurun[tensorboard]', or remove the logger",
                 key="logger.tensorboard",
             ) from err
         self._writer: Any = SummaryWriter(log_dir or str(Path(folder) / "tensorboard"))

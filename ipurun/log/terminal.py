@@ -1,4 +1,4 @@
-"""The screen of a terminal: a framed panel, one bar while compiling, one line that is drawn over while training."""
+"""The screen of a terminal: a framed panel, a bar while compiling, a live line while training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEPARATOR = "  "
 
 
 class TerminalScreen(Screen):
-    """Draws on a terminal with rich, which heeds NO_COLOR by itself.
+    """Draws on a terminal with rich, which respects NO_COLOR.
 
     Args:
         stream: The terminal.
@@ -43,8 +43,8 @@ class TerminalScreen(Screen):
         self._console.print(Panel(table, title=f"[bold]{escape(title)}[/bold]", title_align="left", border_style="dim"))
 
     def line(self, text: str) -> None:
-        # Live keeps its own line at the bottom and lets this one scroll above it. The terminal wraps: a command
-        # that is copied from here must not have line breaks in it.
+        # Live keeps its line at the bottom and lets this one scroll above it. The terminal wraps long lines: a command
+        # copied from here must not contain line breaks.
         self._console.print(Text(text), soft_wrap=True)
 
     def begin(self, title: str) -> None:
@@ -92,7 +92,7 @@ class TerminalScreen(Screen):
 
 
 def fit(parts: Sequence[str], width: int) -> str:
-    """As many parts, most important first, as one line holds."""
+    """Join as many parts as fit in one line, most important first."""
     chosen: List[str] = []
     for part in parts:
         if len(_SEPARATOR.join(chosen + [part])) <= width:

@@ -15,14 +15,14 @@ class WandbLogger(Observer):
     """Sends metrics to Weights & Biases.
 
     Args:
-        folder: The run folder; also where wandb keeps its files.
+        folder: The run folder, where wandb keeps its files.
         project: The project.
         entity: The team or user.
         mode: ``online``, ``offline`` or ``disabled``.
         tags: Tags of the run.
 
     Raises:
-        ConfigError: The package is not installed.
+        ConfigError: If the package is not installed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class WandbLogger(Observer):
             raise ConfigError(
                 "`logger.wandb` needs a package that is not installed",
                 seen=str(err),
-                fix="pip install 'ipurun[wandb]', or leave the logger out",
+                fix="pip install 'ipurun[wandb]', or remove the logger",
                 key="logger.wandb",
             ) from err
         self._wandb: Any = wandb

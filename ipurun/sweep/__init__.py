@@ -1,1 +1,1 @@
-"""Sweeps: every point checked before the first starts, one process a point, a ranked table at the end."""
+"""Sweeps: check every point before the first one starts, run each in a process, rank them in a table."""

@@ -1,4 +1,4 @@
-"""One point in a process of its own: its environment is set before anything is imported, its crash is its own."""
+"""Run one point in a separate process, with its environment set before any import and safe from its crashes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import IO, Any, Callable, Dict, Mapping, Optional
 
 from ipurun.errors import EXIT_INTERRUPTED
 from ipurun.module_search import python_command
+from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED
 
 __all__ = ["Outcome", "run_child"]
 
@@ -30,8 +31,8 @@ class Outcome:
     Args:
         status: finished, failed or interrupted.
         reason: One line, for the table.
-        detail: All that is worth reading at once: the error blocks, or the last lines of output.
-        folder: The run folder, where one was made.
+        detail: The error blocks, or the last lines of output.
+        folder: The run folder, if one was created.
         results: Numbers of the summary.
     """
 
@@ -50,17 +51,17 @@ def run_child(
     on_interrupt: Callable[[], None],
     timeout_seconds: Optional[float] = None,
 ) -> Outcome:
-    """Runs the point that a job file describes and waits for its end.
+    """Run the point of a job file and wait for its end.
 
-    Ctrl-C is passed on once, so that the point can save, and again as a kill.
+    The first Ctrl-C is passed on, so that the point can save; the second one kills it.
 
     Args:
-        job_file: The point, as `ipurun.sweep.worker` reads it.
-        output_file: Takes whatever the process prints.
-        environment: Variables to set before the process starts.
-        on_message: Called with each line that the point sends for the screen.
-        on_interrupt: Called when a Ctrl-C was passed on and the point gets time to save.
-        timeout_seconds: When to end it.
+        job_file: The point, for `ipurun.sweep.worker`.
+        output_file: File for the output of the process.
+        environment: Additional environment variables of the process.
+        on_message: Called with each line that the point sends to the screen.
+        on_interrupt: Called after Ctrl-C was passed on, while the point is saving.
+        timeout_seconds: Time limit.
     """
     reader, writer = os.pipe()
     result_file = job_file.with_suffix(".result.json")
@@ -74,7 +75,7 @@ def run_child(
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             pass_fds=(writer,),
-            # Its own session: a Ctrl-C reaches the sweep alone, which passes it on exactly once.
+            # A separate session: Ctrl-C reaches only the sweep, which passes it on exactly once.
             start_new_session=True,
         )
     os.close(writer)
@@ -91,7 +92,7 @@ def _watch(
     on_interrupt: Callable[[], None],
     timeout_seconds: Optional[float],
 ) -> str:
-    """Waits for the end and tells what brought it about: nothing, `timeout` or `interrupt`."""
+    """Wait for the end of the process; return ``timeout`` or ``interrupt`` if that caused it."""
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     ended_by = ""
     while True:
@@ -117,7 +118,7 @@ def _relay(
     on_message: Callable[[str], None],
     deadline: Optional[float],
 ) -> bool:
-    """Passes messages on until the process is gone (True) or the time is up (False)."""
+    """Pass messages on until the process has ended (True) or the time is up (False)."""
     descriptor = messages.fileno()
     pending = b""
     with selectors.DefaultSelector() as selector:
@@ -125,7 +126,7 @@ def _relay(
         while True:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
-            # Not for ever: loader workers hold the pipe open when the process itself has crashed.
+            # With a timeout: loader workers keep the pipe open after the process itself has crashed.
             if not selector.select(_POLL_SECONDS):
                 if process.poll() is not None:
                     return True
@@ -149,12 +150,12 @@ def _end(process: subprocess.Popen, number: int) -> None:
 
 def _signal(process: subprocess.Popen, number: int) -> None:
     if process.poll() is None:
-        # The session holds the loader's worker processes as well.
+        # The session includes the loader's worker processes.
         os.killpg(process.pid, number)
 
 
 def _kill_orphans(process: subprocess.Popen) -> None:
-    """Ends what a crashed process has left behind in its session."""
+    """End the worker processes that a crashed process has left in its session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -173,17 +174,17 @@ def _outcome(
     code = process.returncode
     if ended_by == "timeout":
         reason = f"took longer than sweep.timeout_seconds={timeout_seconds:g}"
-        return Outcome("failed", reason, reason, folder)
+        return Outcome(FAILED, reason, reason, folder)
     if (ended_by == "interrupt" and code != 0) or code == EXIT_INTERRUPTED:
-        return Outcome("interrupted", "interrupted", "", folder)
-    if code == 0 and result.get("status") == "finished":
-        return Outcome("finished", folder=folder, results=result["results"])
+        return Outcome(INTERRUPTED, "interrupted", "", folder)
+    if code == 0 and result.get("status") == FINISHED:
+        return Outcome(FINISHED, folder=folder, results=result["results"])
     if code < 0:
         reason = f"its process was killed by {signal.Signals(-code).name}"
-        return Outcome("failed", reason, f"error: {reason}\n{_tail(output_file)}", folder)
-    reason = result.get("reason") or f"its process ended with code {code} and no result"
+        return Outcome(FAILED, reason, f"error: {reason}\n{_tail(output_file)}", folder)
+    reason = result.get("reason") or f"its process ended with code {code} and without a result"
     detail = result.get("detail") or f"error: {reason}\n{_tail(output_file)}"
-    return Outcome("failed", reason, detail, folder)
+    return Outcome(FAILED, reason, detail, folder)
 
 
 def _read(path: Path) -> Dict[str, Any]:
@@ -194,7 +195,7 @@ def _read(path: Path) -> Dict[str, Any]:
 
 
 def _tail(path: Path, num_lines: int = 12) -> str:
-    """The last lines of output; of a native crash, what came before it and where in Python it was."""
+    """Return the last lines of output, or those around the beginning of a native crash."""
     with path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(0, stream.tell() - _TAIL_BYTES))
@@ -202,4 +203,4 @@ def _tail(path: Path, num_lines: int = 12) -> str:
     crash = next((place for place, line in enumerate(lines) if line.startswith(_CRASH)), None)
     first = len(lines) - num_lines if crash is None else crash - num_lines // 3
     shown = lines[max(0, first) :][:num_lines]
-    return "\n".join([f"  | {line}" for line in shown] + [f"  all of it: {path}"])
+    return "\n".join([f"  | {line}" for line in shown] + [f"  full output: {path}"])

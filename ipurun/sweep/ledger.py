@@ -1,4 +1,4 @@
-"""What a sweep has done so far, on disk, so that the same command can go on where it stopped."""
+"""The state of a sweep on disk, so that the same command can resume it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _FILE_NAME = "manifest.json"
 
 @dataclass
 class Record:
-    """One point of a sweep: what it is and how it went.
+    """One point of a sweep and its result.
 
     Args:
-        id: Identity of its config, whatever `resume` and `sweep` say.
-        index: Place in the sweep, from 0.
+        id: Identity of its config, apart from `resume` and `sweep`.
+        index: Position in the sweep, from 0.
         name: Name of the run.
         swept: Swept key -> value, as text.
-        overrides: What one would type to run this point alone.
-        status: pending, running, finished, failed or interrupted.
+        overrides: The overrides to run this point alone.
+        status: One of the constants above.
         reason: Why it failed, in one line.
         folder: Its run folder.
         results: Metrics and times of its summary.
@@ -51,30 +51,30 @@ class Record:
 
 
 class Ledger:
-    """The records of a sweep and the file they live in."""
+    """The records of a sweep and the folder they are kept in."""
 
     def __init__(self, folder: Union[str, Path], argv: Sequence[str], records: Iterable[Record]) -> None:
         self.folder = Path(folder)
         self.argv = list(argv)
         self.records = list(records)
 
-    @property
-    def path(self) -> Path:
-        return self.folder / _FILE_NAME
-
     def save(self) -> None:
-        """Writes the file, whole or not at all."""
+        """Write the records."""
         document = {"argv": self.argv, "points": [asdict(record) for record in self.records]}
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
-        os.replace(partial, self.path)
+        self.write(_FILE_NAME, json.dumps(document, indent=2, default=str) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the sweep folder atomically."""
+        partial = self.folder / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self.folder / name)
 
     @classmethod
     def load(cls, folder: Union[str, Path]) -> Ledger:
-        """Reads a sweep folder.
+        """Read the ledger of a sweep folder.
 
         Raises:
-            ConfigError: There is no readable manifest in it.
+            ConfigError: If the folder does not have a readable ledger.
         """
         path = Path(folder) / _FILE_NAME
         try:
@@ -86,11 +86,11 @@ class Ledger:
                 f"`{folder}` is not a sweep folder",
                 where="resume",
                 seen=f"{path}: {err}",
-                fix="give the folder that the sweep printed, or resume=auto",
+                fix="use the folder that the sweep printed, or resume=auto",
             ) from err
 
     def adopt(self, earlier: Ledger) -> None:
-        """Takes over what an earlier manifest of the same points has finished or begun."""
+        """Copy the status and results of points that an earlier sweep also has."""
         known = {record.id: record for record in earlier.records}
         for place, record in enumerate(self.records):
             before = known.get(record.id)
@@ -105,19 +105,19 @@ class Ledger:
 
 
 def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Ledger]:
-    """The newest sweep below a folder that has points in common with these."""
+    """Return the newest sweep below a folder that has points in common with these."""
     for path in sorted(sweeps.glob(f"*/{_FILE_NAME}"), key=_age, reverse=True):
         try:
-            manifest = Ledger.load(path.parent)
+            ledger = Ledger.load(path.parent)
         except ConfigError:
             continue
-        if set(ids) & {record.id for record in manifest.records}:
-            return manifest
+        if set(ids) & {record.id for record in ledger.records}:
+            return ledger
     return None
 
 
 def point_id(point: Point) -> str:
-    """Identity of a point: its resolved config without the keys that only say how to run the sweep."""
+    """Return the identity of a point: a hash of its config without the keys that only concern the sweep."""
     bare = replace(point.config, resume=None, sweep=SweepConfig())
     return hashlib.sha256(to_yaml(bare).encode()).hexdigest()[:16]
 

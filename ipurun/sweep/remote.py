@@ -1,4 +1,4 @@
-"""A screen at the far end of a pipe: a point's process writes what it would show, the sweep shows it."""
+"""A screen over a pipe: the process of a point sends its output, the sweep shows it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Dict, Optional, Sequence, Set
 
 from ipurun.log.screen import Rows, Screen
 
-__all__ = ["RemoteScreen", "Replay"]
+__all__ = ["RemoteScreen", "ScreenReceiver"]
 
 
 class RemoteScreen(Screen):
-    """Writes each call as one JSON line.
+    """Sends each call as one line of JSON.
 
     Args:
-        descriptor: The writing end of the pipe. A sweep that is gone closes the other end: writing then raises
-            BrokenPipeError, which ends the point, so no orphan keeps a device.
+        descriptor: The writing end of the pipe. If the sweep is gone, writing raises BrokenPipeError, which ends the
+            point, so that it does not keep a device.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -26,7 +26,7 @@ class RemoteScreen(Screen):
         os.write(self._descriptor, (json.dumps({"do": method, **arguments}) + "\n").encode())
 
     def line(self, text: str) -> None:
-        """Left out: evaluations and compile times are in each point's log."""
+        """Show nothing: evaluations and compile times are in each point's log."""
 
     def remark(self, text: str) -> None:
         self._send("remark", text=text)
@@ -44,22 +44,22 @@ class RemoteScreen(Screen):
         self._send("live", parts=list(parts), fraction=fraction)
 
     def panel(self, title: str, rows: Rows) -> None:
-        """Left out: the sweep has a line for each point, and the run folder has the rest."""
+        """Show nothing: the sweep has a line for each point, and the run folder has the rest."""
 
 
-class Replay:
-    """Performs the lines of `RemoteScreen`s on another screen.
+class ScreenReceiver:
+    """Shows the messages of `RemoteScreen`s on another screen.
 
     Args:
-        screen: Where they are shown.
+        screen: The screen.
     """
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._remarks: Set[str] = set()
 
-    def perform(self, message: str, prefix: str) -> None:
-        """Shows one message with its point in front; a line that is no message is passed over."""
+    def show(self, message: str, prefix: str) -> None:
+        """Show one message with its point in front; ignore lines that are not messages."""
         try:
             call: Dict[str, Any] = json.loads(message)
             method = call.pop("do")
@@ -71,11 +71,7 @@ class Replay:
             self._screen.begin(f"{prefix} {call['title']}")
         elif method == "phase":
             self._screen.phase(call["text"], call["fraction"])
-        elif method == "remark":
-            self._remark(call["text"], prefix)
-
-    def _remark(self, text: str, prefix: str) -> None:
-        # Points share most of their config and so most remarks: each is shown once.
-        if text not in self._remarks:
-            self._remarks.add(text)
-            self._screen.line(f"{prefix} {text}")
+        elif method == "remark" and call["text"] not in self._remarks:
+            # Points share most of their config and so most remarks: each is shown once.
+            self._remarks.add(call["text"])
+            self._screen.line(f"{prefix} {call['text']}")

@@ -1,9 +1,10 @@
-"""The result of a sweep: ranked rows, as a table for people and as CSV and JSON for scripts."""
+"""Rank the points of a sweep, as a table for people and as CSV and JSON for scripts."""
 
 from __future__ import annotations
 
 import csv
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -26,12 +27,12 @@ _BAR_WIDTH = 30
 _LONGEST_REASON = 60
 
 
+@dataclass(frozen=True)
 class Ranking:
-    """Records in order, best first, and the column that ordered them."""
+    """Records in order, best first, and the column they are ranked by."""
 
-    def __init__(self, column: str, records: Sequence[Record]) -> None:
-        self.column = column
-        self.records = list(records)
+    column: str
+    records: List[Record]
 
     @property
     def best(self) -> Optional[Record]:
@@ -40,11 +41,11 @@ class Ranking:
 
 
 def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
-    """Orders the records of a sweep.
+    """Rank the records of a sweep.
 
     Args:
         records: All points.
-        rank_by: The column; None, or one that no result has: the monitored metric, else samples per second.
+        rank_by: The column; if None or in no result, the monitored metric, else samples per second.
     """
     finished = [record for record in records if record.status == FINISHED]
     wanted = [name for name in (rank_by, _monitor(finished)) if name]
@@ -58,7 +59,7 @@ def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
 
 
 def rows_as_data(ranking: Ranking) -> List[Dict[str, Any]]:
-    """One flat row a point, for CSV and JSON."""
+    """Return one flat row per point, for CSV and JSON."""
     rows = []
     for place, record in enumerate(ranking.records, 1):
         results = record.results
@@ -77,7 +78,7 @@ def rows_as_data(ranking: Ranking) -> List[Dict[str, Any]]:
 
 
 def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
-    """Rows as CSV; a column that a row lacks stays empty."""
+    """Return rows as CSV; missing values stay empty."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     stream = io.StringIO()
     writer = csv.DictWriter(stream, columns, lineterminator="\n")
@@ -87,16 +88,20 @@ def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
 
 
 def table_lines(ranking: Ranking) -> List[str]:
-    """The table that ends a sweep, failed rows at its foot with their reasons."""
+    """Return the table of a sweep, failed points at the bottom with their reasons."""
     swept = list(dict.fromkeys(key for record in ranking.records for key in record.swept))
     metrics = list(dict.fromkeys(name for record in ranking.records for name in record.results.get("metrics", {})))
-    header = ["rank", *swept, "status", *_heads(ranking, metrics), "samples/s", "time", "folder or reason"]
+    first = [] if ranking.column == _SPEED else [ranking.column]
+    columns = first + [name for name in metrics if name not in first]
+    monitor = _monitor(ranking.records)
+    heads = [f"best {name}" if name == monitor else name for name in columns]
+    header = ["rank", *swept, "status", *heads, "samples/s", "time", "folder or reason"]
     body = []
     for place, record in enumerate(ranking.records, 1):
         done = record.status == FINISHED
         results = record.results
         cells = [str(place) if done else "-", *(record.swept.get(key, "") for key in swept), record.status]
-        cells += [_cell(value_of(record, name)) for name in _columns(ranking, metrics)]
+        cells += ["-" if value is None else metric(value) for value in (value_of(record, name) for name in columns)]
         cells += [count(results.get(_SPEED)), duration(results.get("seconds", {}).get("total"))]
         cells.append(Path(record.folder or "").name if done else _shortened(record.reason))
         body.append(cells)
@@ -104,7 +109,7 @@ def table_lines(ranking: Ranking) -> List[str]:
 
 
 def throughput_lines(records: Sequence[Record]) -> List[str]:
-    """Throughput against the swept key, as bars; nothing where several keys or none were swept."""
+    """Return throughput against the swept key as bars; empty unless exactly one key was swept."""
     keys = {key for record in records for key in record.swept}
     speeds = [
         (record.swept, record.results[_SPEED])
@@ -128,7 +133,7 @@ def _monitor(records: Sequence[Record]) -> Optional[str]:
 
 
 def value_of(record: Record, column: str) -> Optional[float]:
-    """What a record has in a column; of the monitored metric, its best value."""
+    """Return a record's value in a column: the best value of the monitored metric, else the last."""
     results = record.results
     if column == results.get("monitor") and results.get("best") is not None:
         return float(results["best"])
@@ -148,24 +153,9 @@ def _higher_is_better(record: Record, column: str) -> bool:
 
 def _sort_key(value: Optional[float], higher_is_better: bool) -> Tuple[bool, float]:
     assert value is not None
-    if value != value:  # NaN compares with nothing and belongs last
+    if value != value:  # NaN belongs last
         return True, 0.0
     return False, -value if higher_is_better else value
-
-
-def _columns(ranking: Ranking, metrics: Sequence[str]) -> List[str]:
-    first = [] if ranking.column == _SPEED else [ranking.column]
-    return first + [name for name in metrics if name not in first]
-
-
-def _heads(ranking: Ranking, metrics: Sequence[str]) -> List[str]:
-    names = _columns(ranking, metrics)
-    monitor = _monitor(ranking.records)
-    return [f"best {name}" if name == monitor else name for name in names]
-
-
-def _cell(value: Optional[float]) -> str:
-    return "-" if value is None else metric(value)
 
 
 def _shortened(text: str) -> str:

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from ipurun.config.compose import Changed, Point, from_yaml, to_yaml
+from ipurun.config.compose import ChangedKey, Point, from_yaml, to_yaml
 from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED, IpurunError
 from ipurun.module_search import append_working_folder
 
@@ -42,7 +42,7 @@ def read_job(path: Path) -> Tuple[Point, Optional[str]]:
         from_yaml(config_file),
         overrides=tuple(document["overrides"]),
         recipes=tuple(document["recipes"]),
-        changed=tuple(Changed(*change) for change in document["changed"]),
+        changed=tuple(ChangedKey(*change) for change in document["changed"]),
         given=document["given"],
         swept=document["swept"],
         run_dir=document["run_dir"],

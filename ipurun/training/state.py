@@ -9,6 +9,7 @@ from typing import Any, Dict, Iterator, Mapping, Optional
 
 import numpy
 import torch
+from torch import nn
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
@@ -128,8 +129,8 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:
-    """Load only a checkpoint's weights into a run, for evaluation and prediction.
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> Progress:
+    """Load a checkpoint's weights into a model, for evaluation and prediction.
 
     Raises:
         ConfigError: The checkpoint belongs to another model.
@@ -137,7 +138,7 @@ def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:
     """
     state = load(checkpoint)
     with _must_fit("model", checkpoint):
-        run.user_model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
     return Progress(**state["progress"])
 
 

@@ -1,4 +1,4 @@
-"""Pairs of sentences with masked words, drawn from a text."""
+"""Pairs of sentences from a text, with masked words."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _WORD = re.compile(r"[a-z]+(?:'[a-z]+)?|[0-9]+|[^\sa-z0-9]")
 _SENTENCE = re.compile(r"(?<=[.!?;:])\s+")
 _MASKED_SHARE = 0.15
 _TRAIN_SHARE = 0.9
-# As many as the published global batch of BERT-large; pairs and masks differ from sample to sample.
+# Training has the size of BERT-large's published global batch; pairs and masks differ from sample to sample.
 _LENGTHS = {"train": 65536, "eval": 512}
 _TEXT_NOTE = (
     "data: sentences of Alice's Adventures in Wonderland, whose opening chapters ship with ipurun; "
-    "data.file=TEXT gives another text"
+    "set data.file=TEXT for another text"
 )
 
 
 class Vocabulary:
-    """The most frequent words of a text, numbered behind the special tokens."""
+    """The special tokens and the most frequent words of a text, numbered."""
 
     def __init__(self, words: Sequence[str], size: int) -> None:
         counts = Counter(words)
@@ -44,23 +44,23 @@ class Vocabulary:
         return len(self.words)
 
     def encode(self, words: Sequence[str]) -> List[int]:
-        """The numbers of words; those that are not in the vocabulary become ``[UNK]``."""
+        """Return the numbers of words; unknown words become ``[UNK]``."""
         return [self._numbers.get(word, _UNKNOWN) for word in words]
 
 
 class SentencePairs(Dataset):
-    """Two stretches of text, the second following the first half of the time, with some of their words masked.
+    """Two passages of text, of which the second follows the first half of the time, with some words masked.
 
-    A sample depends on its index and the seed alone.
+    A sample depends only on its index and the seed.
 
     Args:
-        sentences: Each as numbers.
-        vocab_size: Numbers of words are below it.
-        sequence_length: Length of a sample, padding included.
+        sentences: The numbers of the words of each sentence.
+        vocab_size: Number of different words.
+        sequence_length: Length of a sample, including padding.
         mask_tokens: Places for masked words in a sample.
         length: Number of samples.
         seed: Seed of pairs and masks.
-        notes: What the user should know about these data.
+        notes: Remarks for the user.
     """
 
     def __init__(
@@ -105,34 +105,34 @@ class SentencePairs(Dataset):
         return {name: torch.tensor(values) for name, values in sample.items()}
 
     def _pair(self, draw: random.Random) -> Tuple[List[int], List[int], bool]:
-        room = self.sequence_length - 3
-        first, following = self._stretch(draw.randrange(len(self.sentences)), max(1, room // 2))
+        available = self.sequence_length - 3
+        first, following = self._passage(draw.randrange(len(self.sentences)), max(1, available // 2))
         second_start = following
         if following == len(self.sentences) or draw.random() < 0.5:
             second_start = draw.randrange(len(self.sentences))
-        second, _ = self._stretch(second_start, room - len(first))
+        second, _ = self._passage(second_start, available - len(first))
         return first, second, second_start != following
 
-    def _stretch(self, start: int, room: int) -> Tuple[List[int], int]:
-        """Whole sentences while there is room, the first of them cut where it is too long; and the next one."""
-        words = list(self.sentences[start][:room])
+    def _passage(self, start: int, max_words: int) -> Tuple[List[int], int]:
+        """Return as many whole sentences as fit, the first one cut if it is too long, and the index of the next."""
+        words = list(self.sentences[start][:max_words])
         after = start + 1
-        while after < len(self.sentences) and len(words) + len(self.sentences[after]) <= room:
+        while after < len(self.sentences) and len(words) + len(self.sentences[after]) <= max_words:
             words += self.sentences[after]
             after += 1
         return words, after
 
     def _mask(self, words: List[int], draw: random.Random) -> Tuple[List[int], List[int]]:
-        """Hide some words; where they were, and which."""
+        """Mask some words in place; return their positions and the words."""
         known = [place for place, word in enumerate(words) if word >= len(SPECIAL)]
-        # The loss of a sample that masks nothing would be no number.
+        # Without a masked word the loss of a sample would be NaN.
         maskable = known or [place for place, word in enumerate(words) if word == _UNKNOWN]
         count = min(self.mask_tokens, max(1, round(len(words) * _MASKED_SHARE)), len(maskable))
         positions = sorted(draw.sample(maskable, count))
         labels = [words[place] for place in positions]
         for place in positions:
             chance = draw.random()
-            # One in ten is left as it is and one in ten becomes another word, so that the model has to look at all.
+            # One in ten is kept and one in ten becomes another word, so that the model has to look at all words.
             if chance < 0.8:
                 words[place] = _MASK
             elif chance < 0.9:
@@ -141,7 +141,7 @@ class SentencePairs(Dataset):
 
 
 def sentences_of(text: str) -> List[List[str]]:
-    """The sentences of a text as lists of words in lower case; punctuation marks are words."""
+    """Split a text into sentences of lower-case words; punctuation marks are words."""
     found = (_WORD.findall(sentence.lower()) for sentence in _SENTENCE.split(text))
     return [words for words in found if words]
 
@@ -149,7 +149,7 @@ def sentences_of(text: str) -> List[List[str]]:
 def splits(
     vocab_size: int, sequence_length: int, mask_tokens: int, file: Optional[str] = None, seed: int = 0
 ) -> Dict[str, SentencePairs]:
-    """Sentence pairs from the first nine tenths of a text to train on, from the rest to evaluate.
+    """Return sentence pairs from a text: the first nine tenths for training, the rest for evaluation.
 
     Args:
         vocab_size: Size of the model's vocabulary; rarer words become ``[UNK]``.
@@ -162,7 +162,7 @@ def splits(
         ``train`` and ``eval``, whose items are the arguments of the model by name.
 
     Raises:
-        ConfigError: The file cannot be read or is too short, or the sequences are.
+        ConfigError: If the file cannot be read, or the text or the sequences are too short.
     """
     sentences = sentences_of(read_text(file))
     border = int(len(sentences) * _TRAIN_SHARE)
@@ -192,9 +192,9 @@ def _problems(sentences: int, vocab_size: int, sequence_length: int, file: Optio
             )
         )
     if vocab_size < least_words:
-        what = f"`data.vocab_size` has to be {least_words} or more"
+        what = f"`data.vocab_size` must be {least_words} or more"
         problems.append(Problem(what, seen=str(vocab_size), fix="model.vocab_size=2048"))
     if sequence_length < 8:
-        what = "`data.sequence_length` has to be 8 or more"
+        what = "`data.sequence_length` must be 8 or more"
         problems.append(Problem(what, seen=str(sequence_length), fix="model.sequence_length=64"))
     return problems

@@ -1,4 +1,4 @@
-"""The encoder of BERT: embeddings and a stack of equal layers."""
+"""The encoder of BERT: embeddings and a stack of identical layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 __all__ = ["Embeddings", "Encoder", "EncoderLayer", "SelfAttention"]
 
-# Large enough to take all weight from a position, and still a float16.
+# Large enough to remove all weight from a position, and within the range of float16.
 _MASKED = -10000.0
 _EPSILON = 1e-12
 
 
 class Embeddings(nn.Module):
-    """The sum of what a word is, where it stands and which of the two sentences it belongs to."""
+    """The sum of the embeddings of word, position and sentence."""
 
     def __init__(self, vocab_size: int, max_positions: int, hidden_size: int, dropout: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention in which every position sees all others that are not padding."""
+    """Attention of every position to all that are not padding."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         query = self._heads(self.query(hidden)) * self.scale
         scores = torch.matmul(query, self._heads(self.key(hidden)).transpose(-2, -1))
-        # The mask travels between IPUs as it came, one number a position, and is spread out here.
+        # Between IPUs the mask is passed with one number per position; it is expanded only here.
         absent = (1 - attention_mask.to(hidden.dtype)) * _MASKED
         weights = self.dropout(torch.softmax(scores + absent[:, None, None, :], dim=-1))
         return torch.matmul(weights, self._heads(self.value(hidden))).transpose(1, 2).reshape(hidden.shape)
@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention, then two linear layers; each result is added to what came in, and the sum normalised."""
+    """Attention, then two linear layers, each with a residual connection and layer norm."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        seen = self.dropout(self.attention_output(self.attention(hidden, attention_mask)))
-        hidden = self.attention_norm(hidden + seen)
-        thought = self.dropout(self.output(self.activation(self.intermediate(hidden))))
-        return self.output_norm(hidden + thought)
+        attended = self.dropout(self.attention_output(self.attention(hidden, attention_mask)))
+        hidden = self.attention_norm(hidden + attended)
+        transformed = self.dropout(self.output(self.activation(self.intermediate(hidden))))
+        return self.output_norm(hidden + transformed)
 
 
 class Encoder(nn.Module):
-    """All layers, one behind the other."""
+    """The stack of layers."""
 
     def __init__(self, num_layers: int, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()

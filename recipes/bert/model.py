@@ -1,4 +1,4 @@
-"""BERT for pretraining: the encoder, its two heads and their common loss."""
+"""BERT for pretraining: the encoder, two heads and their combined loss."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ipurun.recipes.bert.encoder import Embeddings, Encoder
 
 __all__ = ["IGNORED", "BertForPretraining"]
 
-# Label of a masked position that is only there to fill the row.
+# Label of unused masked positions.
 IGNORED = -100
 _EPSILON = 1e-12
 
 
 class Pooler(nn.Module):
-    """What the first position has to say about the whole."""
+    """A representation of the whole sequence, from its first position."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Pooler(nn.Module):
 
 
 class MaskedWords(nn.Module):
-    """Scores of all words at the masked positions alone: a score for every position would take most of the memory."""
+    """Scores of all words, only at the masked positions: all positions would take most of the memory."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class MaskedWords(nn.Module):
         self.decoder = nn.Linear(hidden_size, vocab_size)
 
     def forward(self, hidden: torch.Tensor, masked_positions: torch.Tensor) -> torch.Tensor:
-        # A product with zeros and ones rather than a gather, whose gradient is a slow scatter on an IPU.
+        # A matrix product instead of a gather, whose gradient is a slow scatter on an IPU.
         positions = torch.arange(hidden.shape[1], device=hidden.device)
         chosen = (masked_positions[:, :, None] == positions).to(hidden.dtype)
         masked = torch.matmul(chosen, hidden)
@@ -54,14 +54,14 @@ class BertForPretraining(nn.Module):
 
     Args:
         vocab_size: Number of different words.
-        max_positions: Length of the longest sequence that the weights are made for.
-        sequence_length: Length of the sequences that are trained on.
-        mask_tokens: Masked positions of a sequence. The data are made to fit this and `sequence_length`.
+        max_positions: Maximum length of a sequence.
+        sequence_length: Length of the training sequences.
+        mask_tokens: Masked positions per sequence. The data depend on this and on `sequence_length`.
         hidden_size: Width of the layers.
         num_layers: Number of layers.
-        num_heads: Attention heads of a layer.
+        num_heads: Attention heads per layer.
         dropout: Share of values dropped in training.
-        init_std: Standard deviation of the first weights; narrow models learn sooner with more than BERT's.
+        init_std: Standard deviation of the initial weights; narrow models learn faster with more than BERT's.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BertForPretraining(nn.Module):
         if not mask_tokens <= sequence_length <= max_positions:
             raise ValueError(
                 f"mask_tokens {mask_tokens}, sequence_length {sequence_length} and max_positions {max_positions} "
-                "have to be in ascending order"
+                "must be in ascending order"
             )
         self.embeddings = Embeddings(vocab_size, max_positions, hidden_size, dropout)
         self.encoder = Encoder(num_layers, hidden_size, num_heads, dropout)
@@ -105,15 +105,15 @@ class BertForPretraining(nn.Module):
         next_sentence_label: torch.Tensor,
         labels: torch.Tensor,
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores of both tasks, and the loss.
+        """Return the scores of both tasks, and the loss.
 
         Args:
             input_ids: Words, some of them masked: batch x length.
             token_type_ids: 0 in the first sentence, 1 in the second.
             attention_mask: 1 for words, 0 for padding.
             masked_positions: Where words were masked: batch x mask_tokens.
-            next_sentence_label: 0 where the second sentence follows the first, 1 where it does not.
-            labels: The words that were masked, `IGNORED` where fewer were: batch x mask_tokens.
+            next_sentence_label: 0 if the second sentence follows the first, else 1.
+            labels: The masked words, `IGNORED` at unused positions: batch x mask_tokens.
         """
         hidden = self.encoder(self.embeddings(input_ids, token_type_ids), attention_mask)
         next_sentence = self.seq_relationship(self.pooler(hidden))
@@ -126,6 +126,6 @@ class BertForPretraining(nn.Module):
 
 
 def _marked_as_loss(value: torch.Tensor) -> torch.Tensor:
-    """PopTorch finds PyTorch's losses by itself, but not the sum of two."""
+    """Mark the loss for PopTorch, which recognises PyTorch's losses but not the sum of two."""
     engine = sys.modules.get("poptorch")
     return value if engine is None else engine.identity_loss(value, reduction="none")

@@ -17,22 +17,24 @@ STD = 0.5
 
 
 def splits(root: Optional[str] = None, download: bool = False) -> Dict[str, LabelledImages]:
-    """The training and the test images.
+    """Return the training and the test images.
 
     Args:
         root: Folder with the four IDX files, gzipped or not.
-        download: Fetch what `root` lacks; without a root, into the user's cache folder.
+        download: Fetch missing files; without a root, into the user's cache folder.
 
     Returns:
         ``train`` and ``test``, whose items are a normalised 1 x 28 x 28 image and its class.
 
     Raises:
-        ConfigError: No root is given, it is missing or incomplete, or the download failed.
+        ConfigError: If the root is not set, missing or incomplete, or the download fails.
     """
     if download:
         folder = fetch(FASHION_MNIST, Path(root).expanduser() if root else cached_folder(FASHION_MNIST))
     elif root:
         folder = Path(root).expanduser()
     else:
-        raise ConfigError(Problem("`data.root` is not set, and fashion_mnist ships no data", fix=FASHION_MNIST.advice))
+        raise ConfigError(
+            Problem("`data.root` is not set, and fashion_mnist does not include data", fix=FASHION_MNIST.advice)
+        )
     return load_splits(folder, mean=MEAN, std=STD, advice=FASHION_MNIST.advice)

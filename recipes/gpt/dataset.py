@@ -12,7 +12,7 @@ from ipurun.errors import ConfigError, Problem
 
 __all__ = ["CHARACTERS", "CharacterWindows", "decode", "encode", "read_text", "splits"]
 
-# A newline and everything that prints in ASCII: 96 characters, the same for every text.
+# The newline and all printable ASCII: 96 characters, the same for every text.
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 _UNKNOWN = CHARACTERS.index("?")
 _NUMBERS = {character: number for number, character in enumerate(CHARACTERS)}
@@ -20,19 +20,19 @@ _NUMBERS = {character: number for number, character in enumerate(CHARACTERS)}
 _TEXT = Path(__file__).parent / "data" / "alice.txt"
 _TEXT_NOTE = (
     "data: the opening chapters of Alice's Adventures in Wonderland, which ship with ipurun; "
-    "data.file=TEXT gives another text"
+    "set data.file=TEXT for another text"
 )
 _TRAIN_SHARE = 0.9
 
 
 class CharacterWindows(Dataset):
-    """Pieces of a text: the characters of each, and the one that follows each of them.
+    """Windows of a text: their characters, and the character after each of them.
 
     Args:
         tokens: The text as numbers.
-        sequence_length: Characters of a piece.
-        stride: Characters from the beginning of one piece to that of the next.
-        notes: What the user should know about these data.
+        sequence_length: Characters per window.
+        stride: Characters between the beginnings of two windows.
+        notes: Remarks for the user.
     """
 
     def __init__(self, tokens: torch.Tensor, sequence_length: int, stride: int, notes: Tuple[str, ...] = ()) -> None:
@@ -52,20 +52,20 @@ class CharacterWindows(Dataset):
 
 
 def encode(text: str) -> torch.Tensor:
-    """The numbers of the characters of a text; characters outside of ASCII become question marks."""
+    """Return the numbers of the characters of a text; characters outside ASCII become question marks."""
     return torch.tensor([_NUMBERS.get(character, _UNKNOWN) for character in text])
 
 
 def decode(tokens: torch.Tensor) -> str:
-    """The text that numbers stand for."""
+    """Return the text of character numbers."""
     return "".join(CHARACTERS[number] for number in tokens.tolist())
 
 
 def read_text(file: Optional[str] = None) -> str:
-    """The text in a UTF-8 file, or the one that ships with ipurun.
+    """Return the text of a UTF-8 file, or the one that ships with ipurun.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: If the file cannot be read.
     """
     path = Path(file).expanduser() if file else _TEXT
     try:
@@ -82,17 +82,17 @@ def read_text(file: Optional[str] = None) -> str:
 
 
 def splits(sequence_length: int, file: Optional[str] = None) -> Dict[str, CharacterWindows]:
-    """The first nine tenths of a text to train on and the rest to evaluate.
+    """Split a text: the first nine tenths for training, the rest for evaluation.
 
     Args:
-        sequence_length: Characters of a sample.
+        sequence_length: Characters per sample.
         file: A text file in UTF-8. None: the text that ships with ipurun.
 
     Returns:
         ``train``, a piece from every character on, and ``eval``, pieces that do not overlap.
 
     Raises:
-        ConfigError: The file cannot be read, or is too short.
+        ConfigError: If the file cannot be read or is too short.
     """
     tokens = encode(read_text(file))
     border = int(len(tokens) * _TRAIN_SHARE)

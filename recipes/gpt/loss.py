@@ -9,10 +9,10 @@ __all__ = ["next_token_loss"]
 
 
 def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over all positions.
+    """Return the mean cross-entropy over all positions.
 
     Args:
         scores: Batch x positions x tokens.
-        tokens: The right ones, batch x positions.
+        tokens: The correct tokens, batch x positions.
     """
     return functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), tokens.reshape(-1))

@@ -1,4 +1,4 @@
-"""GPT-2 and its larger relatives, with the module names of OpenAI's."""
+"""GPT-2 and GPT-3, with OpenAI's module names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 __all__ = ["GPT", "Block", "CausalSelfAttention"]
 
-# Large enough to take all weight from a position, and still a float16.
+# Large enough to remove all weight from a position, and within the range of float16.
 _MASKED = -10000.0
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention in which a position sees itself and what comes before it."""
+    """Attention of every position to itself and those before it."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers with a hidden size four times as large."""
 
     def __init__(self, hidden_size: int, dropout: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the two linear layers, each on the normalised sum of all before."""
+    """One layer: attention, then two linear layers, each after layer norm and with a residual connection."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -66,18 +66,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder; returns for each position one score per token that could come next.
+    """A decoder; returns the scores of all tokens at every position.
 
     The head shares its weight with the token embedding, so both belong on the same IPU.
 
     Args:
         vocab_size: Number of different tokens.
-        max_positions: Length of the longest sequence.
+        max_positions: Maximum length of a sequence.
         hidden_size: Width of the layers.
         num_layers: Number of layers.
-        num_heads: Attention heads of a layer.
+        num_heads: Attention heads per layer.
         dropout: Share of values dropped in training.
-        init_std: Standard deviation of the first weights; narrow models learn sooner with more than GPT-2's.
+        init_std: Standard deviation of the initial weights; narrow models learn faster with more than GPT-2's.
     """
 
     def __init__(
@@ -114,6 +114,6 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
-                # Each layer adds to the sum twice; the sum's size is not to depend on how many layers there are.
+                # Each layer adds to the residual twice; its scale should not depend on the number of layers.
                 residual = name.endswith("c_proj.weight")
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * num_layers) if residual else std)

@@ -1,4 +1,4 @@
-"""MNIST: the full data from a folder or the network, or the 5,000 digits that ship with ipurun."""
+"""MNIST: all digits from a folder or the network, or the 5,000 that ship with ipurun."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ STD = 0.3081
 SUBSET = Path(__file__).parent / "data"
 SUBSET_NOTE = (
     "data: the 5,000-digit subset of MNIST that ships with ipurun (4,000 to train, 1,000 to test); "
-    "data.root=FOLDER or data.download=true gives the full 70,000"
+    "set data.root=FOLDER or data.download=true for all 70,000"
 )
 
 
 def splits(root: Optional[str] = None, download: bool = False) -> Dict[str, LabelledImages]:
-    """The training and the test digits.
+    """Return the training and the test digits.
 
     Args:
-        root: Folder with MNIST's four IDX files, gzipped or not. It has to be complete, unless `download` is set.
-        download: Fetch what `root` lacks; without a root, into the user's cache folder.
+        root: Folder with MNIST's four IDX files, gzipped or not; it must be complete unless `download` is set.
+        download: Fetch missing files; without a root, into the user's cache folder.
 
     Returns:
         ``train`` and ``test``, whose items are a normalised 1 x 28 x 28 image and its digit.
 
     Raises:
-        ConfigError: `root` is missing or incomplete, or the download failed.
+        ConfigError: If `root` is missing or incomplete, or the download fails.
     """
     if download:
         folder = fetch(MNIST, Path(root).expanduser() if root else cached_folder(MNIST))

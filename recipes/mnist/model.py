@@ -14,7 +14,7 @@ class DigitNet(nn.Module):
     Args:
         channels: Channels of the first convolution; the second has twice as many.
         hidden: Width of the hidden linear layer.
-        num_classes: How many classes are told apart.
+        num_classes: Number of classes.
     """
 
     def __init__(self, channels: int = 16, hidden: int = 64, num_classes: int = 10) -> None:

@@ -1,1 +1,1 @@
-"""Residual networks for pictures, from CIFAR-10 to ImageNet."""
+"""Residual networks for images, from CIFAR-10 to ImageNet."""

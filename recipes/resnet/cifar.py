@@ -1,4 +1,4 @@
-"""CIFAR-10 in the formats it is published in: the binary one, and the pickled one that Python programs use."""
+"""CIFAR-10 in its binary and its pickled format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ADVICE", "ColourImages", "load_splits"]
 
 ADVICE = (
     "get cifar-10-binary.tar.gz or cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, unpack it "
-    "and pass data.root=FOLDER; or leave data.root out for made-up pictures"
+    "and pass data.root=FOLDER; or leave data.root out for made-up images"
 )
 
 _FILES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
@@ -38,7 +38,7 @@ _PICKLED_NAMES = frozenset(
 
 
 class ColourImages(Dataset):
-    """Pictures of 32 x 32 in three colours and their labels, held as bytes and normalised when asked for."""
+    """Colour images of 32 x 32 and their labels, stored as bytes and normalised on access."""
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
         self.images = torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy())
@@ -54,10 +54,10 @@ class ColourImages(Dataset):
 
 
 def load_splits(root: Path) -> Dict[str, ColourImages]:
-    """The training and the test split of a folder, or of the folder that the archive makes in it.
+    """Return the training and the test split of a folder, or of the unpacked archive in it.
 
     Raises:
-        ConfigError: The folder is missing or incomplete, or a file is not what its name says.
+        ConfigError: If the folder is missing or incomplete, or a file has another format.
     """
     names = [name for group in _FILES.values() for name in group]
     check_folder(root, names, _find, ending=".bin", advice=ADVICE)
@@ -73,7 +73,7 @@ def _load(root: Path, names: Tuple[str, ...]) -> ColourImages:
     parts: List[Tuple[np.ndarray, np.ndarray]] = []
     for name in names:
         path = _find(root, name)
-        assert path is not None  # load_splits has looked
+        assert path is not None  # load_splits has checked
         parts.append(_read_binary(path) if path.suffix == ".bin" else _read_pickled(path))
     return ColourImages(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
 
@@ -81,7 +81,7 @@ def _load(root: Path, names: Tuple[str, ...]) -> ColourImages:
 def _read_binary(path: Path) -> Tuple[np.ndarray, np.ndarray]:
     content = np.frombuffer(path.read_bytes(), np.uint8)
     if not content.size or content.size % (_PIXELS + 1):
-        raise ConfigError(_broken(path, f"{content.size} bytes are no whole number of {_PIXELS + 1}-byte records"))
+        raise ConfigError(_broken(path, f"{content.size} bytes are not a multiple of the {_PIXELS + 1}-byte records"))
     records = content.reshape(-1, _PIXELS + 1)
     return records[:, 1:], records[:, 0]
 
@@ -96,7 +96,7 @@ def _read_pickled(path: Path) -> Tuple[np.ndarray, np.ndarray]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads arrays and plain values; a pickle from elsewhere could otherwise run any code."""
+    """Reads only arrays and plain values, since a pickle could otherwise run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _PICKLED_NAMES:

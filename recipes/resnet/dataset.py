@@ -1,4 +1,4 @@
-"""CIFAR-10, or pictures that are made up where there is none."""
+"""CIFAR-10, or made-up images without it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _PATTERN_SIZE = 4
 _NOISE = 4.0
 _MADE_UP_LENGTHS = {"train": 20000, "test": 1000}
 _MADE_UP_NOTE = (
-    "data: made-up pictures, a coloured pattern for each class under noise, because data.root is not set; "
-    "accuracies say nothing about real ones. For CIFAR-10, " + ADVICE.split("; or")[0]
+    "data: made-up images, a colour pattern per class with noise, because data.root is not set; "
+    "accuracies say nothing about real images. For CIFAR-10, " + ADVICE.split("; or")[0]
 )
 
 
 class MadeUpImages(Dataset):
-    """Noisy pictures of a pattern per class: as quick to have as random data, but with something to learn.
+    """Noisy images of a pattern per class: as fast as random data, but with something to learn.
 
     Args:
-        length: Number of pictures.
+        length: Number of images.
         image_size: Their height and width.
-        in_channels: Their colours.
-        num_classes: How many patterns there are.
+        in_channels: Their channels.
+        num_classes: Number of patterns.
         seed: Seed of the noise; the patterns are always the same.
-        notes: What the user should know about these data.
+        notes: Remarks for the user.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class MadeUpImages(Dataset):
 def splits(
     root: Optional[str] = None, image_size: int = 32, in_channels: int = 3, num_classes: int = 10, seed: int = 0
 ) -> Dict[str, Any]:
-    """The training and the test pictures.
+    """Return the training and the test images.
 
     Args:
-        root: Folder with CIFAR-10's files, binary or pickled. None: made-up pictures instead, which the notes say.
-        image_size: Height and width of the pictures; CIFAR-10's are 32 x 32, and scaled to others.
-        in_channels: Colours of the pictures.
-        num_classes: Classes that the model tells apart; at least 10 for CIFAR-10.
-        seed: Seed of made-up pictures.
+        root: Folder with CIFAR-10's files, binary or pickled. None: made-up images, with a note.
+        image_size: Height and width of the images; CIFAR-10's 32 x 32 are scaled to it.
+        in_channels: Channels of the images.
+        num_classes: Number of classes; at least 10 for CIFAR-10.
+        seed: Seed of made-up images.
 
     Returns:
-        ``train`` and ``test``, whose items are a normalised picture and its class.
+        ``train`` and ``test``, whose items are a normalised image and its class.
 
     Raises:
-        ConfigError: `root` is missing or incomplete, or the model has too few classes.
+        ConfigError: If `root` is missing or incomplete, or the model has too few classes.
     """
     if root is not None:
         if num_classes < _CIFAR_CLASSES:

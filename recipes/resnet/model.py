@@ -1,4 +1,4 @@
-"""Residual networks, with the module names of torchvision's."""
+"""Residual networks, with torchvision's module names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["BasicBlock", "Bottleneck", "ResNet"]
 
-# Below this size ImageNet's stem, which divides both sides by four, would leave too little to look at.
+# ImageNet's stem divides both sides by four, which leaves too little of smaller images.
 _SMALLEST_FOR_IMAGENET_STEM = 64
 _GROUPS = 32
 
@@ -29,7 +29,7 @@ _NORMS: Dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": _group_norm}
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut (ResNet-18 and -34)."""
+    """Two 3 x 3 convolutions with a shortcut (ResNet-18 and -34)."""
 
     expansion = 1
 
@@ -50,7 +50,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3 x 3 convolution between two of 1 x 1, beside a shortcut (ResNet-50 and deeper)."""
+    """A 3 x 3 convolution between two of 1 x 1, with a shortcut (ResNet-50 and deeper)."""
 
     expansion = 4
 
@@ -58,7 +58,7 @@ class Bottleneck(nn.Module):
         super().__init__()
         self.conv1 = _convolution(inputs, width, 1)
         self.bn1 = norm(width)
-        # The stride is here rather than in the first convolution: ResNet "v1.5", as torchvision has it.
+        # The stride is here rather than in the first convolution: ResNet "v1.5", as in torchvision.
         self.conv2 = _convolution(width, width, 3, stride)
         self.bn2 = norm(width)
         self.conv3 = _convolution(width, width * self.expansion, 1)
@@ -90,12 +90,12 @@ class ResNet(nn.Module):
 
     Args:
         depth: Number of layers: 18, 34, 50, 101 or 152.
-        image_size: Height and width of the pictures. Those below 64 pixels, such as CIFAR-10's, get a first convolution
-            of 3 x 3 without stride and no pooling behind it, as is usual for them.
-        in_channels: Colours of the pictures.
-        num_classes: How many classes are told apart.
-        width: Channels of the first stage; each next one has twice as many.
-        norm: ``batch``, or ``group``, which works alike for any micro-batch and needs no buffers.
+        image_size: Height and width of the images. Below 64 pixels, as for CIFAR-10, the first convolution is 3 x 3
+            without stride and without pooling after it, as is usual.
+        in_channels: Channels of the images.
+        num_classes: Number of classes.
+        width: Channels of the first stage; each following one has twice as many.
+        norm: ``batch``, or ``group``, which does not depend on the micro-batch and does not need buffers.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if depth not in _DEPTHS:
-            raise ValueError(f"depth {depth} is none of {', '.join(map(str, _DEPTHS))}")
+            raise ValueError(f"depth {depth} is not one of {', '.join(map(str, _DEPTHS))}")
         if norm not in _NORMS:
-            raise ValueError(f"norm {norm!r} is none of {', '.join(_NORMS)}")
+            raise ValueError(f"norm {norm!r} is not one of {', '.join(_NORMS)}")
         block, lengths = _DEPTHS[depth]
         make_norm = _NORMS[norm]
         small = image_size < _SMALLEST_FOR_IMAGENET_STEM

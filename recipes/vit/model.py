@@ -1,4 +1,4 @@
-"""The vision transformer, with the module names of timm's."""
+"""The vision transformer, with timm's module names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EPSILON = 1e-6
 
 
 class PatchEmbedding(nn.Module):
-    """Cuts a picture into squares and makes one vector of each."""
+    """Cuts an image into squares and turns each into a vector."""
 
     def __init__(self, image_size: int, patch_size: int, in_channels: int, hidden_size: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention in which every position sees all others."""
+    """Attention of every position to all others."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers with a hidden size four times as large."""
 
     def __init__(self, hidden_size: int, dropout: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the two linear layers, each on the normalised sum of all before."""
+    """One layer: attention, then two linear layers, each after layer norm and with a residual connection."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -77,16 +77,16 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A transformer over the patches of a picture; returns one score per class.
+    """A transformer over the patches of an image; returns one score per class.
 
     Args:
-        image_size: Height and width of the pictures.
-        patch_size: Height and width of a patch; the picture's have to be multiples of it.
-        in_channels: Colours of the pictures.
-        num_classes: How many classes are told apart.
+        image_size: Height and width of the images.
+        patch_size: Height and width of a patch; must divide the image size.
+        in_channels: Channels of the images.
+        num_classes: Number of classes.
         hidden_size: Width of the layers.
         num_layers: Number of layers.
-        num_heads: Attention heads of a layer.
+        num_heads: Attention heads per layer.
         dropout: Share of values dropped in training.
     """
 

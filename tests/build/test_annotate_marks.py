@@ -141,7 +141,7 @@ def test_no_other_split_is_suggested_for_a_model_that_splits_itself() -> None:
 
 def test_a_module_that_already_begins_a_block_cannot_begin_another() -> None:
     settings = config(**own("AtModules", pipeline__split=["second"]))
-    with pytest.raises(ConfigError, match="in the model's code already"):
+    with pytest.raises(ConfigError, match="already begins a block in the model's code"):
         make_plan(settings, inspected(settings).facts)
 
 
@@ -224,9 +224,9 @@ class TestOverlappedIo:
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"pipeline__split": ["second"]}, "does not go with pipelined"),
-            ({"memory__io_tiles": None}, "needs tiles"),
-            ({"output__mode": "final"}, "output mode all or sum"),
+            ({"pipeline__split": ["second"]}, "does not work with pipelined"),
+            ({"memory__io_tiles": None}, "needs I/O tiles"),
+            ({"output__mode": "final"}, "needs `output.mode` all or sum"),
         ],
     )
     def test_what_poptorch_would_refuse(self, changes: Dict[str, Any], said: str) -> None:

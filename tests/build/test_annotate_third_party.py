@@ -105,7 +105,7 @@ def t5_keys(counts: List[int], **model: Any) -> Dict[str, Any]:
 def test_the_embedding_of_a_decoder_runs_where_its_weight_is(counts: List[int]) -> None:
     run = built(**t5_keys(counts))
     assert {one.module: one.ipu for one in run.plan.placements}["decoder.embed_tokens"] == 0
-    note = "decoder.embed_tokens runs on IPU 0, because its weight is that of encoder.embed_tokens"
+    note = "decoder.embed_tokens runs on IPU 0, because it shares its weight with encoder.embed_tokens"
     assert note in run.plan.notes
     assert_same(run, "T5ForConditionalGeneration", **T5_BATCH)
 
@@ -129,7 +129,7 @@ def test_a_solved_split_keeps_all_uses_of_a_table_on_one_ipu(one_module: bool, i
 
 def test_a_table_that_runs_twice_stays_on_one_ipu() -> None:
     settings = config(**t5_keys([1, 1, 1, 1], one_module=True))
-    with pytest.raises(ConfigError, match="`shared` runs several times"):
+    with pytest.raises(ConfigError, match="`shared` runs on IPUs"):
         make_plan(settings, inspected(settings).facts)
 
 
@@ -184,7 +184,7 @@ def _marks(model: nn.Module) -> List[Tuple[str, int, int, bool]]:
         ("GPT2LMHeadModel", {"pipeline__split": ["transformer.h.2"]}, "are one tensor"),
         ("TimmViT", {"pipeline__split": ["head_dist"]}, "does not run in `forward`"),
         ("TimmViT", {"pipeline__split": ["blocks", "blocks.0"]}, "has no operations"),
-        ("TimmViT", {"memory__serialize": {"norm": 2}}, "neither a linear layer nor an embedding"),
+        ("TimmViT", {"memory__serialize": {"norm": 2}}, "is not a linear layer or an embedding"),
         ("TimmViT", {"memory__serialize": {"head": 3}}, "3 parts do not divide the 20 output channels"),
     ],
 )

@@ -75,7 +75,7 @@ def test_ls_keys_tells_type_default_and_meaning(capsys):
     assert "device_iterations=1  (int)" in shown
     assert "checkpoint.keep=2" in shown
     assert "engine=auto  (auto | ipu | ipu_model | cpu)" in shown
-    assert "Samples that one replica sees in one forward pass." in shown
+    assert "Samples per replica and forward pass." in shown
 
 
 @pytest.mark.parametrize(

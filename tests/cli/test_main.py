@@ -136,7 +136,7 @@ def test_advice_names_the_command_that_was_typed(command: str, capsys: pytest.Ca
     [
         ("validate --devices 8", "unknown flag `--devices`", "devices=VALUE, without dashes"),
         ("train --devices=8", "unknown flag `--devices=8`", "devices=8, without dashes"),
-        ("train +recipe=mnist --cfg nope", "`--cfg` does not know `nope`", "job, hydra, all"),
+        ("train +recipe=mnist --cfg nope", "`--cfg` cannot be `nope`", "job, hydra, all"),
         ("train --config-name nope", "no config `nope`", "nope.yaml"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs
 @pytest.mark.parametrize("words", [["train", "+recipe=own"], ["exec", "own_code.py"]])
 def test_a_log_level_that_poptorch_does_not_know(words: Any) -> None:
     text = error_of("-m", "ipurun", *words, POPTORCH_LOG_LEVEL="LOUD")
-    assert "`POPTORCH_LOG_LEVEL` does not know `LOUD`" in text and "WARN" in text
+    assert "`POPTORCH_LOG_LEVEL` cannot be `LOUD`" in text and "WARN" in text
     assert "inside ipurun" not in text
 
 

@@ -144,7 +144,7 @@ def test_resuming_a_stopped_run_gives_the_weights_of_one_that_was_not(capsys: An
     assert _train("name=parts", "max_steps=5") == 0
     stopped = _only_run("parts")
     assert main(["train", f"resume={stopped}", "max_steps=null"]) == 0
-    assert "going on after step 5" in capsys.readouterr().out
+    assert "resuming after step 5" in capsys.readouterr().out
     resumed = _only_run("parts")  # in the same folder
     assert _steps(resumed) == list(range(1, 13))
     whole = _weights(_only_run("whole"))

@@ -67,7 +67,7 @@ def test_every_key_is_mapped_or_noted():
     assert result.versions == ["optimum_version 1.6.1"]
 
 
-def test_without_a_name_the_layers_are_left_to_the_model():
+def test_without_a_name_the_layers_are_found_in_the_model():
     assert imported(BERT).keys["pipeline"] == {"layers_per_ipu": [0, 7, 7, 10]}
 
 
@@ -103,11 +103,11 @@ def test_defaults_of_optimum_are_kept():
         ({"output_mode": "default"}, "output_mode"),
     ],
 )
-def test_what_cannot_be_mapped_is_noted(values, word):
+def test_keys_that_cannot_be_mapped_are_noted(values, word):
     assert any(word in note for note in imported(values, "layers").notes)
 
 
-def test_inference_placement_of_its_own():
+def test_separate_inference_placement():
     values = {"layers_per_ipu": [6, 6], "inference_layers_per_ipu": [12], "inference_matmul_proportion": [0.3]}
     result = imported(values, "layer")
     assert result.keys["pipeline"] == {"layers_per_ipu": [6, 6], "layers": "layer"}
@@ -116,7 +116,7 @@ def test_inference_placement_of_its_own():
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])
-def test_what_is_no_config(text):
+def test_text_that_is_not_a_config(text):
     with pytest.raises(ConfigError, match=r"ipu_config\.json"):
         import_config(text)
 
@@ -163,7 +163,7 @@ class TestCommand:
             (["ipu_config.json", "../up"], "cannot name a recipe"),
         ],
     )
-    def test_bad_words(self, capsys, words, said):
+    def test_bad_arguments(self, capsys, words, said):
         assert main(["import", *words]) == 2
         assert said in capsys.readouterr().err
         assert not Path("conf").exists()

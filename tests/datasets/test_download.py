@@ -30,13 +30,13 @@ def test_a_file_is_fetched_into_a_folder_that_did_not_exist(tmp_path, mirror):
     assert [path.name for path in target.iterdir()] == ["a.gz"]
 
 
-def test_files_that_are_there_are_not_fetched_again(tmp_path):
+def test_existing_files_are_not_fetched_again(tmp_path):
     (tmp_path / "a.gz").write_bytes(b"mine")
     fetch(source(tmp_path / "no-such-mirror"), tmp_path)
     assert (tmp_path / "a.gz").read_bytes() == b"mine"
 
 
-def test_an_unpacked_file_counts_as_there(tmp_path):
+def test_an_unpacked_file_is_not_fetched_again(tmp_path):
     (tmp_path / "a").write_bytes(b"mine")
     fetch(source(tmp_path / "no-such-mirror"), tmp_path)
     assert not (tmp_path / "a.gz").exists()
@@ -47,7 +47,7 @@ def test_the_next_mirror_is_tried(tmp_path, mirror):
     assert (tmp_path / "root" / "a.gz").read_bytes() == CONTENT
 
 
-def test_a_wrong_checksum_leaves_nothing_behind(tmp_path, mirror):
+def test_a_file_with_a_wrong_checksum_is_removed(tmp_path, mirror):
     with pytest.raises(ConfigError, match=r"wrong\s+checksum"):
         fetch(source(mirror, digest="0" * 64), tmp_path / "root")
     assert list((tmp_path / "root").iterdir()) == []
@@ -61,9 +61,9 @@ def test_an_unreachable_mirror_is_an_error_with_its_reason_and_leaves_no_folder(
     assert not (tmp_path / "root").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path, mirror):
+def test_a_folder_that_cannot_be_created_is_a_config_error(tmp_path, mirror):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         fetch(source(mirror), tmp_path / "file" / "root")
 
 

@@ -29,7 +29,7 @@ def write_set(root: Path, train: int = 3, test: int = 2, zipped: bool = True) ->
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_an_array_comes_back_as_it_was_written(tmp_path, suffix):
+def test_an_array_is_read_as_it_was_written(tmp_path, suffix):
     array = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
     path = tmp_path / ("some-idx3-ubyte" + suffix)
     path.write_bytes(gzip.compress(idx_bytes(array)) if suffix else idx_bytes(array))
@@ -39,12 +39,12 @@ def test_an_array_comes_back_as_it_was_written(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "does not begin like an IDX file"),
-        (b"\x89PNG....", "does not begin like an IDX file"),
-        (bytes([0, 0, 8, 1, 0, 0, 0, 9, 1, 2]), "2 bytes of data where 9 belong"),
+        (b"", "does not have the header of an IDX file"),
+        (b"\x89PNG....", "does not have the header of an IDX file"),
+        (bytes([0, 0, 8, 1, 0, 0, 0, 9, 1, 2]), "2 bytes of data instead of 9"),
     ],
 )
-def test_a_file_that_is_no_idx_file_is_named_with_the_reason(tmp_path, content, reason):
+def test_a_file_of_another_format_is_named_with_the_reason(tmp_path, content, reason):
     path = tmp_path / "train-labels-idx1-ubyte"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -80,13 +80,13 @@ def test_a_missing_root_and_an_incomplete_one_are_errors(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_splits(tmp_path, mean=0, std=1, advice="fetch them")
     message = str(caught.value)
-    assert "lacks 1 of the 4 data files" in message
+    assert "is missing 1 of the 4 data files" in message
     assert "missing t10k-labels-idx1-ubyte" in message
     assert "fetch them" in message
 
 
-def test_images_and_labels_of_different_length_do_not_pass(tmp_path):
+def test_images_and_labels_of_different_length_are_refused(tmp_path):
     write_set(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx_bytes(np.zeros(5, np.uint8))))
-    with pytest.raises(ConfigError, match="do not belong together"):
+    with pytest.raises(ConfigError, match="do not match"):
         load_splits(tmp_path, mean=0, std=1)

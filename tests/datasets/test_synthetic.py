@@ -48,22 +48,22 @@ def test_named_items_make_mappings():
     }
 
 
-def test_the_user_hears_that_the_data_are_made_up():
+def test_a_note_says_that_the_data_are_synthetic():
     assert "synthetic" in splits(SAMPLE)["train"].notes[0]
 
 
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ([], "`sample` is not declared"),
+        ([], "`sample` is not set"),
         ([{"dtype": "int64"}], "`sample[0]` has no `shape`"),
         ([{"shape": [0, 3]}], "`sample[0].shape` is not a list of positive numbers"),
         ([{"shape": 3}], "`sample[0].shape` is not a list of positive numbers"),
-        ([{"shape": [], "dtype": "integer"}], "`sample[0].dtype` is no tensor type"),
+        ([{"shape": [], "dtype": "integer"}], "`sample[0].dtype` is not a tensor type"),
         ([{"shape": [], "hihg": 3}], "unknown key `hihg` in `sample[0]`"),
-        ([{"shape": [], "low": 3, "high": 3}], "`sample[0].high` is not above `low`"),
-        ([{"shape": [], "high": "ten"}], "`sample[0].low` and `high` are numbers"),
-        ([{"shape": [], "name": "x"}, {"shape": []}], "names some of its items and not others"),
+        ([{"shape": [], "low": 3, "high": 3}], "`sample[0].high` must be above `low`"),
+        ([{"shape": [], "high": "ten"}], "`sample[0].low` and `high` must be numbers"),
+        ([{"shape": [], "name": "x"}, {"shape": []}], "names only some of its items"),
     ],
 )
 def test_a_wrong_declaration_is_explained(sample, message):
@@ -72,7 +72,7 @@ def test_a_wrong_declaration_is_explained(sample, message):
     assert message in str(caught.value)
 
 
-def test_all_problems_of_a_declaration_are_told_at_once():
+def test_all_problems_of_a_declaration_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         splits([{"shape": [-1]}, {"shape": [], "dtype": "int"}])
     assert len(caught.value.problems) == 2

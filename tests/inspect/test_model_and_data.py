@@ -14,7 +14,7 @@ from torch import nn
 from ipurun import engine
 from ipurun.errors import ConfigError
 from ipurun.inspect.model import stop_caching
-from ipurun.inspect.model_and_data import inspect
+from ipurun.inspect.model_and_data import facts_without_data
 from ipurun.inspect.sampling import seeded
 
 
@@ -66,9 +66,9 @@ def test_weights_depend_only_on_the_seed() -> None:
     assert all(torch.equal(first[name], expected[name]) for name in expected)
 
 
-def test_without_data() -> None:
-    made = inspect(config(data={}), engine.load("cpu"), need_data=False)
-    assert made.splits == {} and made.facts.train_samples is None
+def test_a_model_is_inspected_without_its_data() -> None:
+    facts = facts_without_data(config(data={}), engine.load("cpu"))
+    assert facts.train_samples is None and facts.parameters == sum(p.numel() for p in Net().parameters())
 
 
 def test_all_problems_are_reported_together() -> None:

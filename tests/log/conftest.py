@@ -1,4 +1,4 @@
-"""A run on eight IPUs, worked out by hand."""
+"""A run on eight IPUs, computed by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Callable
 import pytest
 
 from ipurun.api.calls import Call
-from ipurun.config.compose import Changed, Point
+from ipurun.config.compose import ChangedKey, Point
 from ipurun.config.schema import RunConfig
 from ipurun.planning.plan import BatchSizes, Devices, Plan, Steps
 from ipurun.training.events import StepEnd, Summary
@@ -58,9 +58,9 @@ def point() -> Point:
         overrides=("+recipe=mnist", "devices=8"),
         recipes=("mnist",),
         changed=(
-            Changed("epochs", 2, "conf/recipe/mnist.yaml:4"),
-            Changed("devices", 8, "command line"),
-            Changed("loader.shuffle", False, "conf/recipe/mnist.yaml:9"),
+            ChangedKey("epochs", 2, "conf/recipe/mnist.yaml:4"),
+            ChangedKey("devices", 8, "command line"),
+            ChangedKey("loader.shuffle", False, "conf/recipe/mnist.yaml:9"),
         ),
     )
 

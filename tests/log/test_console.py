@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, List
 
-from ipurun.config.compose import Changed, Point
+from ipurun.config.compose import ChangedKey, Point
 from ipurun.log.console import Console, final_line
 from ipurun.log.screen import PlainScreen
 from ipurun.planning.plan import Plan
@@ -27,7 +27,7 @@ def _said(tell: Callable[[Console], None]) -> List[str]:
     return [" ".join(line.split()) for line in stream.getvalue().splitlines()]
 
 
-def test_the_panel_says_what_will_run(point: Point, plan: Plan) -> None:
+def test_the_panel_shows_what_will_run(point: Point, plan: Plan) -> None:
     lines = _said(lambda console: console.show_panel(point, plan, "runs/digits/x"))
     assert lines == [
         "ipurun train: digits",
@@ -45,17 +45,17 @@ def test_the_panel_says_what_will_run(point: Point, plan: Plan) -> None:
 
 
 def test_a_long_recipe_does_not_flood_the_panel(point: Point, plan: Plan) -> None:
-    many = tuple(Changed(f"data.a{number}", number, f"conf/recipe/big.yaml:{number}") for number in range(20))
+    many = tuple(ChangedKey(f"data.a{number}", number, f"conf/recipe/big.yaml:{number}") for number in range(20))
     lines = _said(lambda console: console.show_panel(replace(point, changed=many), plan, "x"))
     assert "data.a5=5, and 14 more (conf/recipe/big.yaml)" in " ".join(lines)
 
 
-def test_a_file_of_a_group_is_shown_as_the_choice_it_is(point: Point, plan: Plan) -> None:
+def test_a_file_of_a_group_is_shown_as_a_choice(point: Point, plan: Plan) -> None:
     changed = (
-        Changed("name", "digits", "derived"),
-        Changed("model._target_", "ipurun.recipes.mnist.model.DigitNet", "ipurun/conf/model/digit_net.yaml:3"),
-        Changed("optimizer.lr", 0.1, "ipurun/conf/optimizer/adamw.yaml:2"),
-        Changed("optimizer.weight_decay", 0.5, "conf/recipe/mine.yaml:7"),
+        ChangedKey("name", "digits", "derived"),
+        ChangedKey("model._target_", "ipurun.recipes.mnist.model.DigitNet", "ipurun/conf/model/digit_net.yaml:3"),
+        ChangedKey("optimizer.lr", 0.1, "ipurun/conf/optimizer/adamw.yaml:2"),
+        ChangedKey("optimizer.weight_decay", 0.5, "conf/recipe/mine.yaml:7"),
     )
     lines = _said(lambda console: console.show_panel(replace(point, changed=changed), plan, "x"))
     assert lines[2:4] == [
@@ -74,12 +74,12 @@ def _compiled(stream: io.StringIO, cache: Path, makes: str = "") -> List[str]:
     return stream.getvalue().splitlines()
 
 
-def test_compiling_tells_its_time_and_whether_the_cache_had_it(tmp_path: Path) -> None:
+def test_compilation_shows_its_time_and_whether_the_cache_was_used(tmp_path: Path) -> None:
     first = _compiled(io.StringIO(), tmp_path, makes="a.popef")
     assert first == [
         "compiling for training ...",
         "  0 executables in the cache",
-        "compiled for training in 1:23, executable not in the cache before",
+        "compiled for training in 1:23, executable was not in the cache",
     ]
     second = _compiled(io.StringIO(), tmp_path)
     assert second[1:] == [
@@ -88,7 +88,7 @@ def test_compiling_tells_its_time_and_whether_the_cache_had_it(tmp_path: Path) -
     ]
 
 
-def test_the_word_of_the_engine_about_its_cache_counts() -> None:
+def test_the_engine_can_report_the_use_of_its_cache() -> None:
     def tell(console: Console) -> None:
         console.on_compile_end(CompileEnd("inference", 0.5, from_cache=True))
         console.on_compile_end(CompileEnd("inference", 0.5))
@@ -99,7 +99,7 @@ def test_the_word_of_the_engine_about_its_cache_counts() -> None:
     ]
 
 
-def test_there_is_no_second_bar_beside_that_of_poptorch(tmp_path: Path) -> None:
+def test_only_one_compile_bar_is_drawn(tmp_path: Path) -> None:
     class Bars(PlainScreen):
         draws_over = True
 
@@ -133,13 +133,13 @@ def test_an_evaluation_stays_on_the_screen() -> None:
     assert line == "step 32 epoch 1.00 test: loss 0.3100 accuracy 0.9300 (best so far) [1,000 samples, 0.4 s]"
 
 
-def test_notes_and_resuming_are_told() -> None:
+def test_notes_and_resuming_are_shown() -> None:
     def tell(console: Console) -> None:
         console.on_start(RunStart("digits", "runs/x", 32, 64, "runs/x/step-32.pt"))
         console.on_note(Note("the loss scale is large", "warning"))
 
     assert _said(tell) == [
-        "going on after step 32, from runs/x/step-32.pt",
+        "resuming after step 32, from runs/x/step-32.pt",
         "warning: the loss scale is large",
     ]
 
@@ -153,7 +153,7 @@ def test_the_summary_has_results_times_and_commands(summary: Summary) -> None:
         "steps 64 weight updates, 2 epochs",
         "final train loss 0.03100 eval loss 0.2100 accuracy 0.9634",
         "best accuracy 0.9712 at step 32",
-        "speed 51,000 samples/s, compilation not counted",
+        "speed 51,000 samples/s, excluding compilation",
         "time 1:15: compile 1.5 s, train 1:02, eval 8.0 s, checkpoint 0.2 s, data wait 3.0 s",
         "checkpoint runs/digits/x/checkpoints/step-00000064.pt",
         "run folder runs/digits/x",

@@ -47,7 +47,7 @@ def test_counts_are_grouped() -> None:
     assert count(None) == "-"
 
 
-def test_the_equation_multiplies_out() -> None:
+def test_the_batch_equation_holds() -> None:
     text = batch_equation(BatchSizes(16, 8, 2, 4))
     assert text == ("micro-batch 16 x device_iterations 8 x accumulation 2 x replicas 4 = 1,024 samples per host call")
 
@@ -57,7 +57,7 @@ def test_replicas_that_share_input_count_once() -> None:
     assert "replicas 2 (groups of 2 share their input) = 32 samples" in text
 
 
-def test_idle_ipus_are_told() -> None:
+def test_idle_ipus_are_shown() -> None:
     assert devices_text(Devices(4, 3, 1, 1), 3) == "4 IPUs = 1 replica x 3 IPUs, 3 stages (1 idle)"
 
 

@@ -38,7 +38,7 @@ def test_jsonl_has_a_line_for_each_logged_step_and_evaluation(
     assert (test["split"], test["step"], test["accuracy"], test["is_best"]) == ("test", 8, 0.75, True)
 
 
-def test_a_loss_that_is_no_number_leaves_valid_json(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
+def test_a_nan_loss_leaves_valid_json(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
     path = tmp_path / "metrics.jsonl"
     JsonlLogger(path).on_step(step(loss=float("nan")))
 
@@ -54,7 +54,7 @@ def test_a_resumed_run_does_not_log_a_step_twice(tmp_path: Path, step: Callable[
     for number in (8, 16, 24):
         killed.on_step(step(step=number))
     with path.open("ab") as stream:
-        stream.write(b'{"step": 9, \xff\xfe}\n{"step": 32, "lo')  # damaged; and a kill in the middle of a line
+        stream.write(b'{"step": 9, \xff\xfe}\n{"step": 32, "lo')  # a damaged line, and one cut off by a kill
     resumed = JsonlLogger(path)
     resumed.on_start(RunStart("digits", str(tmp_path), 16, 64, "step-16.pt"))
     resumed.on_step(step(step=24))
@@ -62,7 +62,7 @@ def test_a_resumed_run_does_not_log_a_step_twice(tmp_path: Path, step: Callable[
 
 
 def test_csv_rows_fit_every_split(tmp_path: Path, step: Callable[..., StepEnd], summary: Summary) -> None:
-    for _ in range(2):  # the second one goes on in the file of the first
+    for _ in range(2):  # the second one appends to the file of the first
         logger = CsvLogger(tmp_path)
         logger.on_step(step())
         logger.on_eval(EVAL)
@@ -90,7 +90,7 @@ def test_tensorboard_gets_scalars_by_split(
             written.append("closed")
 
     module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer  # type: ignore[attr-defined]  # stands in for the package
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]  # a fake package
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     logger = TensorBoardLogger(tmp_path)
     logger.on_step(step())
@@ -110,7 +110,7 @@ def test_wandb_gets_config_and_metrics(
         finish=lambda exit_code: calls.append(exit_code),
     )
     module = ModuleType("wandb")
-    module.init = lambda **arguments: calls.append(arguments) or run  # type: ignore[attr-defined]  # stands in
+    module.init = lambda **arguments: calls.append(arguments) or run  # type: ignore[attr-defined]  # a fake package
     monkeypatch.setitem(sys.modules, "wandb", module)
     (tmp_path / "config.yaml").write_text("devices: 8\n")
     logger = WandbLogger(tmp_path, project="mine", mode="offline")

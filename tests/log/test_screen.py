@@ -39,7 +39,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     assert type(make_screen(Terminal())) is PlainScreen
 
 
-def test_no_colour_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured, plain = Terminal(), Terminal()
@@ -50,7 +50,7 @@ def test_no_colour_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "36m" not in plain.getvalue()
 
 
-def test_live_lines_are_thinned_out_by_time() -> None:
+def test_live_lines_are_limited_in_time() -> None:
     stream, clock = io.StringIO(), Clock()
     screen = PlainScreen(stream, interval_seconds=10, clock=clock)
     for second in range(25):
@@ -67,7 +67,7 @@ def test_every_tenth_of_a_quick_run_is_shown() -> None:
     assert _lines(stream) == ["step 1"] + [f"step {step}" for step in range(10, 101, 10)]
 
 
-def test_a_phase_is_a_line_only_when_it_is_new() -> None:
+def test_a_phase_is_written_only_when_it_changes() -> None:
     stream = io.StringIO()
     screen = PlainScreen(stream)
     screen.begin("compiling")
@@ -77,7 +77,7 @@ def test_a_phase_is_a_line_only_when_it_is_new() -> None:
     assert _lines(stream) == ["compiling ...", "  tracing", "  lowering", "compiled in 2.0 s"]
 
 
-def test_a_reader_that_goes_away_does_not_end_a_run() -> None:
+def test_a_closed_pipe_does_not_end_a_run() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
@@ -95,7 +95,7 @@ def test_long_rows_wrap_under_their_text() -> None:
     assert lines[2].startswith("  " + " " * 12 + "word")
 
 
-def test_a_narrow_terminal_keeps_what_matters_most() -> None:
+def test_a_narrow_terminal_keeps_the_most_important_parts() -> None:
     assert fit(["step 1/10", "loss 0.5", "lr 0.1", "12 samples/s"], 20) == "step 1/10  loss 0.5"
     assert fit(["step 1/10", "a part that is far too long", "lr 0.1"], 20) == "step 1/10  lr 0.1"
 

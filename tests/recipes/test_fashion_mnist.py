@@ -41,7 +41,7 @@ def test_without_data_it_says_where_to_get_them(capsys, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     assert main([command, "+recipe=fashion_mnist"]) == 2
     message = capsys.readouterr().err
-    assert "fashion_mnist ships no data" in message
+    assert "fashion_mnist does not include data" in message
     assert "data.download=true" in message
     assert "data.root=FOLDER" in message
     assert "zalandoresearch/fashion-mnist" in message

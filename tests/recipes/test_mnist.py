@@ -38,7 +38,7 @@ def test_a_given_root_that_is_missing_or_incomplete_is_an_error(tmp_path):
     with pytest.raises(ConfigError) as caught:
         splits(root=str(tmp_path / "nowhere"))
     assert f"data.root={tmp_path / 'nowhere'}" in str(caught.value)
-    with pytest.raises(ConfigError, match="lacks 4 of the 4 data files"):
+    with pytest.raises(ConfigError, match="is missing 4 of the 4 data files"):
         splits(root=str(tmp_path))
 
 

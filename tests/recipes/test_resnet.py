@@ -84,7 +84,7 @@ def test_group_norm_normalises_each_picture_separately():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"depth": 19}, "depth 19 is none of 18"), ({"norm": "layer"}, "batch")]
+    ("arguments", "message"), [({"depth": 19}, "depth 19 is not one of 18"), ({"norm": "layer"}, "batch")]
 )
 def test_unknown_kinds_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -99,7 +99,7 @@ def test_without_a_root_pictures_are_synthetic_with_a_note():
     assert not torch.equal(image, data["train"][1][0])
     assert not torch.equal(image, data["test"][4][0])
     [note] = data["train"].notes
-    assert "made-up pictures" in note and "data.root=FOLDER" in note
+    assert "made-up images" in note and "data.root=FOLDER" in note
 
 
 def cifar_pixels(batch):
@@ -150,7 +150,7 @@ def test_a_root_that_is_missing_or_incomplete_is_an_error(tmp_path):
         splits(root=str(tmp_path / "nowhere"))
     write_binary(tmp_path / "root")
     (tmp_path / "root" / "data_batch_3.bin").unlink()
-    with pytest.raises(ConfigError, match="lacks 1 of the 6 data files") as caught:
+    with pytest.raises(ConfigError, match="is missing 1 of the 6 data files") as caught:
         splits(root=str(tmp_path / "root"))
     assert "missing data_batch_3" in str(caught.value)
     assert "cs.toronto.edu" in str(caught.value)
@@ -159,7 +159,7 @@ def test_a_root_that_is_missing_or_incomplete_is_an_error(tmp_path):
 def test_a_broken_file_is_an_error(tmp_path):
     write_binary(tmp_path / "root")
     (tmp_path / "root" / "test_batch.bin").write_bytes(b"too short")
-    with pytest.raises(ConfigError, match="9 bytes are no whole number of 3073-byte records"):
+    with pytest.raises(ConfigError, match="9 bytes are not a multiple of the 3073-byte records"):
         splits(root=str(tmp_path / "root"))
 
 

@@ -7,13 +7,13 @@ from typing import List
 import pytest
 
 from ipurun.log.screen import PlainScreen
-from ipurun.sweep.remote import RemoteScreen, Replay
+from ipurun.sweep.remote import RemoteScreen, ScreenReceiver
 
 
 def _shown(*points: List[str]) -> List[str]:
-    """What a sweep shows of points that make these remarks, evaluate, train a step and end."""
+    """Return what a sweep shows of points that make these remarks, evaluate, train a step and end."""
     stream = io.StringIO()
-    replay = Replay(PlainScreen(stream))
+    receiver = ScreenReceiver(PlainScreen(stream))
     for number, lines in enumerate(points):
         reader, writer = os.pipe()
         screen = RemoteScreen(writer)
@@ -23,12 +23,12 @@ def _shown(*points: List[str]) -> List[str]:
         screen.end("compiled")
         for line in lines:
             screen.remark(line)
-        screen.line("note: this is no remark and stays in the point's log")
+        screen.line("note: this is not a remark and stays in the point's log")
         screen.live(["step 1", "loss 0.5"], 0.5)
         os.close(writer)
         with os.fdopen(reader) as messages:
             for message in messages:
-                replay.perform(message, f"[{number}]")
+                receiver.show(message, f"[{number}]")
     return stream.getvalue().splitlines()
 
 
@@ -41,16 +41,16 @@ def test_a_point_is_shown_under_its_label() -> None:
     ]
 
 
-def test_the_same_remark_of_many_points_is_told_once() -> None:
+def test_the_same_remark_of_several_points_is_shown_once() -> None:
     shown = _shown(["note: subset"], ["note: subset", "note: other"])
     assert [line for line in shown if "note" in line] == ["[0] note: subset", "[1] note: other"]
 
 
-def test_what_is_no_message_is_passed_over() -> None:
+def test_lines_that_are_not_messages_are_ignored() -> None:
     stream = io.StringIO()
-    replay = Replay(PlainScreen(stream))
+    receiver = ScreenReceiver(PlainScreen(stream))
     for text in ("", "Segmentation fault", '{"no": 1}', "[1]"):
-        replay.perform(text, "[1]")
+        receiver.show(text, "[1]")
     assert stream.getvalue() == ""
 
 

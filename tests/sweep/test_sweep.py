@@ -20,7 +20,7 @@ from ipurun.runs.folder import RunFolder
 
 CODE = """
 class Points(torch.utils.data.Dataset):
-    # The sweep's own process makes the data as well, to plan the points: faults are for the points only.
+    # The sweep process also creates the data, to plan the points: only the points fail.
     def __init__(self, mode):
         self.mode = mode if os.getpid() != int(os.environ["SWEEP_TEST_PID"]) else "ok"
         if os.getpid() != int(os.environ["SWEEP_TEST_PID"]):
@@ -71,7 +71,7 @@ def _rows() -> List[Dict[str, str]]:
 
 
 def _started() -> List[str]:
-    """Modes of the points whose process came to make its data, in order."""
+    """Return the modes of the points that created their data, in order."""
     return Path("started.txt").read_text().split()[::2]
 
 
@@ -83,7 +83,7 @@ def test_one_bad_point_does_not_end_the_sweep_and_resume_runs_only_the_rest(caps
     assert by_mode["ok"]["status"] == "finished" and by_mode["ok"]["rank"] == "1"
     assert float(by_mode["ok"]["samples_per_second"]) > 0 and by_mode["ok"]["best_accuracy"]
     assert by_mode["crash"]["status"] == "failed" and "killed by SIGSEGV" in by_mode["crash"]["reason"]
-    # Told at once, with what the process said last; the table has the reason once more.
+    # Shown at once with the last output of the process; the table repeats the reason.
     assert "[1/2] data.mode=crash failed" in captured.err and "about to crash" in captured.err
     table = captured.out[captured.out.index("rank ") :]
     assert "killed by SIGSEGV" in table and "1 of 2 points finished, 1 failed" in table
@@ -102,7 +102,7 @@ def test_one_bad_point_does_not_end_the_sweep_and_resume_runs_only_the_rest(caps
     assert capsys.readouterr().out.startswith("2 of 2 points finished")
 
 
-def test_a_config_error_in_the_last_point_stops_all_before_the_first(capsys: Any) -> None:
+def test_a_config_error_in_the_last_point_stops_the_sweep_before_the_first(capsys: Any) -> None:
     assert _sweep("devices=1,2,3", "micro_batch_size=4,400") == 2
     text = capsys.readouterr().err
     assert "power of two" in text and "micro_batch_size=400" in text

@@ -45,7 +45,7 @@ def test_the_monitored_metric_ranks_and_failures_come_last(records: List[Record]
     assert _order(records) == [2, 0, 3, 1]
 
 
-def test_throughput_ranks_where_asked(records: List[Record]) -> None:
+def test_the_table_can_be_ranked_by_throughput(records: List[Record]) -> None:
     assert _order(records, "samples_per_second") == [3, 0, 2, 1]
 
 
@@ -53,7 +53,7 @@ def test_a_loss_ranks_from_small_to_large(records: List[Record]) -> None:
     assert _order(records, "loss") == [2, 0, 3, 1]
 
 
-def test_the_quickest_ranks_first_by_time(records: List[Record]) -> None:
+def test_the_fastest_ranks_first_by_time(records: List[Record]) -> None:
     records[0].results["seconds"] = {"total": 3.0}
     assert _order(records, "seconds")[0] == 0
 
@@ -69,7 +69,7 @@ def test_without_a_metric_throughput_ranks() -> None:
     assert _order(plain) == [1, 0]
 
 
-def test_a_result_that_is_no_number_ranks_last_of_the_finished(records: List[Record]) -> None:
+def test_nan_ranks_last_of_the_finished(records: List[Record]) -> None:
     records[2].results["best"] = float("nan")
     assert _order(records) == [0, 3, 2, 1]
 
@@ -102,12 +102,12 @@ def test_throughput_is_drawn_against_the_swept_key(records: List[Record]) -> Non
     assert "0.2" not in bars
 
 
-def test_two_swept_keys_have_no_single_axis() -> None:
+def test_throughput_is_not_drawn_for_two_swept_keys() -> None:
     grid = [_record(0, {"a": "1", "b": "2"}, _result(0.5, 10)), _record(1, {"a": "1", "b": "3"}, _result(0.5, 20))]
     assert throughput_lines(grid) == []
 
 
-def test_what_was_not_run_is_shown_too(records: List[Record]) -> None:
+def test_unfinished_points_are_shown(records: List[Record]) -> None:
     records[0].status = INTERRUPTED
     records[0].results = {}
     assert "interrupted" in "\n".join(table_lines(rank(records)))

@@ -163,7 +163,7 @@ def test_weights_of_a_checkpoint_are_used(tmp_path: Path) -> None:
     trained_run = built(epochs=1)
     train(trained_run, Folder(tmp_path), [])
     run = built()
-    progress = load_weights(run, latest(tmp_path / "checkpoints"))
+    progress = load_weights(run.user_model, latest(tmp_path / "checkpoints"))
     assert progress.step == 8
     expected = Net()
     expected.load_state_dict(trained_run.user_model.state_dict())

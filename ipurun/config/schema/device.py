@@ -1,4 +1,4 @@
-"""Config keys that say where and how the model runs on IPUs. See `ipurun.config.schema` for the rest."""
+"""Config keys for where and how the model runs on IPUs."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ class PipelineConfig:
 
     split: Any = option(
         [],
-        "Module names or patterns (docs/reference/patterns.md); each next IPU begins at one of them. Empty: the model "
-        "is not split. auto: solved.",
+        "Module names or patterns (docs/reference/patterns.md) at which the next IPU begins. Empty: the model is not "
+        "split. auto: find a split that fits.",
     )
     layers: Optional[Any] = option(
         None,
-        "Name of the repeated stack of layers that layers_per_ipu counts, or a list; null: found by itself.",
+        "Name of the repeated stack of layers that layers_per_ipu counts, or a list; null: found automatically.",
     )
     layers_per_ipu: List[int] = option(
-        [], "Layers of the stack on IPU 0, 1, ...; -1 shares the rest out evenly. [-1] with pipeline.ipus: over all."
+        [],
+        "Layers of the stack on IPU 0, 1, ...; -1: an equal share of the rest. [-1] with pipeline.ipus: on all IPUs.",
     )
     embedding: Optional[Any] = option(
-        None, "Modules that embedding_ipu places; null: everything that runs before the first layer."
+        None, "Modules to place on embedding_ipu; null: everything that runs before the first layer."
     )
     embedding_ipu: Optional[int] = option(None, "IPU of the embedding; null: IPU 0.", minimum=0)
-    head: Optional[Any] = option(None, "Modules that head_ipu places; null: what follows the last layer.")
+    head: Optional[Any] = option(None, "Modules to place on head_ipu; null: everything after the last layer.")
     head_ipu: Optional[int] = option(
-        None, "IPU of the head; null: the last layer's, or the embedding's where both share weights.", minimum=0
+        None, "IPU of the head; null: that of the last layer, or of the embedding if they share weights.", minimum=0
     )
     blocks: Any = option(
         {},
-        "Module name or pattern (docs/reference/patterns.md) -> an IPU, or {ipu: 1, id: B}; a block begins there and "
-        "lasts until the next.",
+        "Module name or pattern (docs/reference/patterns.md) -> IPU, or {ipu: 1, id: B}; a block begins at the module "
+        "and ends where the next one begins.",
     )
     stages: List[Any] = option(
-        [], "Pipelined and sharded: blocks of each stage: a name, a list of them, or {blocks: [A, B], ipu: 0}."
+        [], "Pipelined and sharded: the blocks of each stage, as a name, a list of names, or {blocks: [A, B], ipu: 0}."
     )
     phases: List[Any] = option(
-        [], "Phased: blocks of each phase, written like a stage, or as a list of stages that run side by side."
+        [], "Phased: the blocks of each phase, written like a stage, or as a list of stages that run in parallel."
     )
     strategy: str = option(
         "pipelined",
@@ -62,22 +63,22 @@ class PipelineConfig:
     )
     auto_stage: str = option(
         "auto",
-        "How blocks become stages; auto picks what the split needs.",
+        "How blocks become stages; auto: as the split needs.",
         choices=("auto", "same_as_ipu", "auto_increment"),
     )
     ipus: Optional[int] = option(
         None,
-        "IPUs of one replica: for layers_per_ipu=[-1], or a model that begins its own blocks; null: as placed.",
+        "IPUs per replica, for layers_per_ipu=[-1] or a model that defines blocks itself; null: as placed.",
         minimum=1,
     )
-    auto_round: bool = option(False, "Round the number of IPUs up to a power of two (the rest stays idle).")
+    auto_round: bool = option(False, "Round the number of IPUs up to a power of two (the extra IPUs stay idle).")
     liveness: Optional[str] = option(
         None,
         "Phased execution: how long tensors stay on chip.",
         choices=("AlwaysLive", "OffChipAfterFwd", "OffChipAfterFwdNoOverlap", "OffChipAfterEachPhase"),
     )
     separate_backward_phase: Optional[bool] = option(
-        None, "Phased execution: run the backward pass in phases of its own."
+        None, "Phased execution: run the backward pass in separate phases."
     )
 
 
@@ -89,10 +90,10 @@ class ReplicationConfig:
     reduction: str = option(
         "mean", "How gradients of micro-batches and replicas are combined.", choices=("mean", "sum")
     )
-    mean_strategy: str = option("post", "When the mean is taken.", choices=("post", "running"))
+    mean_strategy: str = option("post", "When gradients are averaged.", choices=("post", "running"))
     tensor_sharding: bool = option(False, "Shard optimizer state over the replicas (replicated tensor sharding).")
     broadcast_buffers: Optional[bool] = option(
-        None, "Keep buffers equal over the replicas; null: false where the model changes buffers in training."
+        None, "Broadcast buffers to all replicas; null: false if the model changes buffers in training."
     )
     input_group_size: int = option(1, "Replicas that share the same input.", minimum=1)
     input_group_type: str = option(
@@ -102,19 +103,19 @@ class ReplicationConfig:
 
 @dataclass
 class RecomputeConfig:
-    """Which activations are computed again instead of kept."""
+    """Which activations are recomputed instead of kept."""
 
     checkpoints: List[str] = option(
         [],
-        "Modules (names or patterns, docs/reference/patterns.md) whose outputs are kept; what lies between is "
+        "Modules (names or patterns, docs/reference/patterns.md) whose outputs are kept; everything between them is "
         "recomputed.",
     )
     every: Optional[str] = option(
-        None, "block: the outputs of all layers of the model's repeated stacks are kept, too.", choices=("block",)
+        None, "block: also keep the outputs of all layers in the model's repeated stacks.", choices=("block",)
     )
     mode: Optional[str] = option(
         None,
-        "PopART's automatic recomputation; null: PopTorch's default (pipeline where the model is pipelined).",
+        "PopART's automatic recomputation; null: PopTorch's default (pipeline if the model is pipelined).",
         choices=("none", "standard", "norm_only", "pipeline", "recompute_all"),
     )
 
@@ -124,7 +125,7 @@ class TensorLocationConfig:
     """Where one kind of tensor lives (poptorch.TensorLocationSettings); null leaves PopTorch's default."""
 
     on_chip: Optional[bool] = option(None, "true: in the IPU's memory; false: in streaming memory.")
-    sharded: Optional[bool] = option(None, "Replicated tensor sharding: each replica holds a part.")
+    sharded: Optional[bool] = option(None, "Replicated tensor sharding: each replica keeps a part.")
     io_tiles_to_load: Optional[bool] = option(None, "Load through the I/O tiles.")
     io_tiles_to_store: Optional[bool] = option(None, "Store through the I/O tiles.")
     min_elements_off_chip: Optional[int] = option(None, "Smaller tensors stay on chip.", minimum=0)
@@ -133,7 +134,7 @@ class TensorLocationConfig:
 
 @dataclass
 class MemoryConfig:
-    """Memory of the device."""
+    """Memory of the IPUs."""
 
     optimizer_state: TensorLocationConfig = node(TensorLocationConfig, "Optimizer state.")
     weights: TensorLocationConfig = node(TensorLocationConfig, "Weights.")
@@ -149,30 +150,30 @@ class MemoryConfig:
     )
     serialize: Dict[str, Any] = option(
         {},
-        "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts it is done in, "
-        "or {factor: 4, mode: output_channels}; modes: input_channels, reducing_dim, output_channels.",
+        "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts to compute it "
+        "in, or {factor: 4, mode: output_channels}; modes: input_channels, reducing_dim, output_channels.",
     )
     overlap_io: str = option(
         "none",
-        "Overlap host I/O with computation; not when pipelined.",
+        "Overlap host I/O with computation; not for pipelined models.",
         choices=("none", "accumulation_loop", "device_iteration_loop"),
     )
-    io_tiles: Optional[int] = option(None, "Tiles set aside for I/O: even, 32 to 192.")
+    io_tiles: Optional[int] = option(None, "Tiles reserved for I/O: an even number from 32 to 192.")
     prefetch_depth: Optional[int] = option(
-        None, "Batches the device fetches ahead (defaultPrefetchBufferingDepth).", minimum=1
+        None, "Batches that the device prefetches (defaultPrefetchBufferingDepth).", minimum=1
     )
 
 
 @dataclass
 class OutputConfig:
-    """What comes back from a training call."""
+    """Outputs that a training call returns."""
 
     mode: str = option(
         "auto",
-        "auto: sum where only the loss comes back, all where training metrics need outputs.",
+        "Which outputs are returned; auto: all if training metrics need outputs, else sum (of the loss).",
         choices=("auto", "final", "all", "sum", "every_n"),
     )
-    every: int = option(1, "Period of every_n, in device iterations.", minimum=1)
+    every: int = option(1, "Interval of every_n, in device iterations.", minimum=1)
 
 
 @dataclass
@@ -183,15 +184,17 @@ class InferenceConfig:
     micro_batch_size: Optional[int] = option(None, "Samples per forward pass; null: as in training.", minimum=1)
     replicas: Optional[int] = option(None, "Replicas; null: as in training.", minimum=1)
     split: Optional[List[str]] = option(None, "Split over IPUs; null: as in training.")
-    layers_per_ipu: Optional[List[int]] = option(None, "Layers of the stack by IPU; null: as in training.")
-    options: Dict[str, Any] = option({}, "poptorch.Options setters for inference only; they win over `options`.")
+    layers_per_ipu: Optional[List[int]] = option(None, "Layers of the stack on each IPU; null: as in training.")
+    options: Dict[str, Any] = option(
+        {}, "poptorch.Options setters for inference only; they take priority over `options`."
+    )
 
 
 @dataclass
 class CacheConfig:
-    """Executables that were compiled before are used again."""
+    """Reuse of compiled executables."""
 
-    enabled: bool = option(True, "Keep compiled executables (PopTorch compiles for minutes).")
+    enabled: bool = option(True, "Keep compiled executables (compilation takes minutes).")
     dir: Optional[str] = option(
         None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun."
     )
@@ -199,14 +202,14 @@ class CacheConfig:
 
 @dataclass
 class ProfileConfig:
-    """Recording for PopVision's analysers."""
+    """Profiling for PopVision."""
 
     kind: str = option(
         "none",
-        "graph: for the Graph Analyser; system: for the System Analyser.",
+        "graph: record for the Graph Analyser; system: for the System Analyser.",
         choices=("none", "graph", "system"),
     )
     dir: Optional[str] = option(
-        None, "Folder of the report; null: a stable folder of the cache, moved into the run at its end."
+        None, "Folder of the report; null: a fixed folder in the cache, moved into the run folder at the end."
     )
-    engine_options: Dict[str, str] = option({}, "Further Poplar engine options, merged with POPLAR_ENGINE_OPTIONS.")
+    engine_options: Dict[str, str] = option({}, "More Poplar engine options, merged with POPLAR_ENGINE_OPTIONS.")

@@ -1,4 +1,4 @@
-"""How a config key is declared: a typed dataclass field with a default and one line of help."""
+"""Declare config keys: typed dataclass fields with a default and one line of help."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def option(
     maximum: Optional[int] = None,
     positive: bool = False,
 ) -> Any:
-    """A config key with its default and the line that ``ipurun ls keys`` prints for it.
+    """Declare a config key.
 
     Args:
-        default: The value when nobody sets the key.
-        help: One line of meaning.
-        choices: The words a string key takes. A tuple rather than an enum, because users type words that
-            Python cannot name (``async``, ``32.32``).
-        minimum: The smallest number that makes sense.
-        maximum: The largest one.
-        positive: Whether it has to be above zero, for numbers that are not whole.
+        default: The default value.
+        help: One line for ``ipurun ls keys``.
+        choices: The values of a string key. A tuple rather than an enum, because users type values that
+            are not Python names (``async``, ``32.32``).
+        minimum: The smallest valid number.
+        maximum: The largest valid number.
+        positive: Whether a fractional number must be above zero.
     """
     metadata = {
         "help": help,
@@ -43,7 +43,7 @@ def option(
 
 
 def node(schema: type, help: str) -> Any:
-    """A group of keys with a schema of its own."""
+    """Declare a group of keys by its dataclass."""
     return dataclasses.field(default_factory=schema, metadata={"help": help, "choices": ()})
 
 
@@ -59,7 +59,7 @@ class Key:
     minimum: Optional[int]
     maximum: Optional[int]
     positive: bool
-    is_open: bool  # a mapping whose keys are not in the schema: arguments of a target, setters, names
+    is_open: bool  # a mapping with keys outside the schema: arguments of a target, setters, names
 
     @property
     def default_text(self) -> str:
@@ -69,7 +69,7 @@ class Key:
 
 
 def walk_keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Every key below a schema class, depth first, in the order of declaration."""
+    """Yield every key below a schema class, depth first, in the order of declaration."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         path = prefix + field.name

@@ -12,7 +12,7 @@ from ipurun.errors import ConfigError
 from ipurun.sweep.ledger import FAILED, FINISHED, Ledger, Record, find_earlier, point_id
 
 
-def _manifest(folder: Path, statuses: Sequence[str]) -> Ledger:
+def _ledger(folder: Path, statuses: Sequence[str]) -> Ledger:
     folder.mkdir(parents=True, exist_ok=True)
     records = [
         Record(f"id{index}", index, "digits", {"lr": str(index)}, [f"lr={index}"], status)
@@ -21,8 +21,8 @@ def _manifest(folder: Path, statuses: Sequence[str]) -> Ledger:
     return Ledger(folder, ["-m", "lr=0,1"], records)
 
 
-def test_a_manifest_comes_back_from_disk(tmp_path: Path) -> None:
-    written = _manifest(tmp_path, [FINISHED, FAILED])
+def test_a_saved_ledger_is_read_back(tmp_path: Path) -> None:
+    written = _ledger(tmp_path, [FINISHED, FAILED])
     written.records[1].reason = "out of memory"
     written.save()
     read = Ledger.load(tmp_path)
@@ -32,17 +32,17 @@ def test_a_manifest_comes_back_from_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"points": 3}', "[]"])
-def test_a_folder_without_a_readable_manifest_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_folder_without_a_readable_ledger_is_refused(tmp_path: Path, text: str) -> None:
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ConfigError, match="is not a sweep folder"):
         Ledger.load(tmp_path)
 
 
-def test_going_on_takes_over_what_is_done_also_in_another_order(tmp_path: Path) -> None:
-    earlier = _manifest(tmp_path, [FINISHED, FAILED])
+def test_resuming_keeps_finished_points_in_any_order(tmp_path: Path) -> None:
+    earlier = _ledger(tmp_path, [FINISHED, FAILED])
     earlier.records[0].results = {"best": 0.5}
-    now = _manifest(tmp_path, ["pending", "pending", "pending"])
+    now = _ledger(tmp_path, ["pending", "pending", "pending"])
     now.records = [now.records[2], now.records[0], now.records[1]]
     for index, record in enumerate(now.records):
         record.index = index
@@ -53,7 +53,7 @@ def test_going_on_takes_over_what_is_done_also_in_another_order(tmp_path: Path) 
 
 def test_the_newest_sweep_of_the_same_points_is_found(tmp_path: Path) -> None:
     for name, statuses in (("1", [FAILED]), ("2", [FINISHED, FAILED])):
-        _manifest(tmp_path / name, statuses).save()
+        _ledger(tmp_path / name, statuses).save()
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "manifest.json").write_text("cut sho")
     found = find_earlier(tmp_path, ["id0"])
@@ -62,7 +62,7 @@ def test_the_newest_sweep_of_the_same_points_is_found(tmp_path: Path) -> None:
     assert find_earlier(tmp_path / "nowhere", ["id0"]) is None
 
 
-def test_a_point_is_the_same_whatever_resume_and_sweep_say() -> None:
+def test_resume_and_sweep_keys_do_not_change_the_identity_of_a_point() -> None:
     config = RunConfig(devices=8)
     same = replace(config, resume="auto", sweep=SweepConfig(on_error="stop"))
     assert point_id(Point(config)) == point_id(Point(same))

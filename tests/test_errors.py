@@ -1,4 +1,4 @@
-"""Names that somebody may have meant."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_spelling_last_part_and_parts_of_longer_names() -> None:
     assert nearest("batch_size", ["micro_batch_size", "seed"]) == ["micro_batch_size"]
 
 
-def test_near_names_are_found_in_one_place() -> None:
+def test_one_module_finds_similar_names() -> None:
     files = Path(ipurun.__file__).parent.rglob("*.py")
     own = [path.name for path in files if "difflib" in path.read_text(encoding="utf-8")]
     assert own == ["errors.py"]
