@@ -136,16 +136,16 @@ def load(checkpoint: Union[Checkpoint, Path, str]) -> Dict[str, Any]:
     path = checkpoint.path if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
     about = _read_description(path.with_suffix(".json"))
     if about is None or not path.is_file():
-        raise RunError(_damaged(path, "there is no complete checkpoint of this name", path.parent))
+        raise RunError(_damaged(path, "there is no complete checkpoint of this name"))
     if about.get("format") != _FORMAT:
-        raise RunError(_damaged(path, f"format {about.get('format')}; this ipurun reads {_FORMAT}", path.parent))
+        raise RunError(_damaged(path, f"format {about.get('format')}; this ipurun reads {_FORMAT}"))
     if _digest_of(path) != about.get("sha256"):
-        raise RunError(_damaged(path, "its contents do not match their checksum", path.parent))
+        raise RunError(_damaged(path, "its contents do not match their checksum"))
     try:
         # Plain values and tensors only, so that a checkpoint from elsewhere cannot run code.
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
-        raise RunError(_damaged(path, f"{type(error).__name__}: {error}", path.parent)) from error
+        raise RunError(_damaged(path, f"{type(error).__name__}: {error}")) from error
 
 
 class _HashingWriter:
@@ -245,8 +245,8 @@ def _save_problem(place: Path, step: int, error: BaseException) -> Problem:
     )
 
 
-def _damaged(path: Path, seen: str, place: Path) -> Problem:
-    others = [checkpoint.path.name for checkpoint in listed(place) if checkpoint.path != path]
+def _damaged(path: Path, seen: str) -> Problem:
+    others = [checkpoint.path.name for checkpoint in listed(path.parent) if checkpoint.path != path]
     return Problem(
         f"the checkpoint {path.name} cannot be used",
         where=str(path.parent),

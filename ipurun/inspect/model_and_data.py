@@ -103,7 +103,7 @@ def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems
     """Check every target except the data and make the model if possible; add what is wrong to the problems."""
     problems += load_custom_ops(config.custom_ops, engine)
     found = _model_problems(config, engine)
-    problems += found + _problems_without_building(config, engine)
+    problems += found + _check_targets(config, engine)
     model = None if found else _collect(problems, _make_model, config, engine, purpose)
     if model is not None:
         parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -118,7 +118,7 @@ def _model_problems(config: RunConfig, engine: Engine) -> List[Problem]:
     return [Problem("no model: `model._target_` is not set", fix=fix, key="model._target_")]
 
 
-def _problems_without_building(config: RunConfig, engine: Engine) -> List[Problem]:
+def _check_targets(config: RunConfig, engine: Engine) -> List[Problem]:
     problems: List[Problem] = []
     problems += check_loss(config.loss, engine.module)
     problems += check_optimizer(config.optimizer, engine.module)

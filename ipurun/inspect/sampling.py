@@ -120,14 +120,13 @@ class EpochOrder:
         length: Samples of the data set.
         seed: Seed of the run.
         shuffle: Whether to permute.
-        epoch: Epoch of the next iteration; `ResumableSampler` advances it.
     """
 
-    def __init__(self, length: int, seed: int, shuffle: bool, epoch: int = 0) -> None:
+    def __init__(self, length: int, seed: int, shuffle: bool) -> None:
         self._length = length
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = epoch
+        self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Select the permutation of an epoch."""
@@ -146,7 +145,7 @@ class EpochOrder:
 class PaddedOrder:
     """Indices in natural order, with repeats at the end to fill the last host call.
 
-    The last, partial micro-batch is repeated, so that a mean over it does not change if it fits in whole.
+    The last, partial micro-batch is repeated, so that its mean is exact if the repeats come out even.
 
     Args:
         length: Samples of the data set.

@@ -60,7 +60,7 @@ def trace_model(
     if not training and config.inference.micro_batch_size is not None:
         size = config.inference.micro_batch_size
     rules = dict(module_precision or {})
-    first: Optional[ConfigError] = None
+    first_error: Optional[ConfigError] = None
     # A model that compares a random number in training mode only (to skip a layer) can still be planned.
     for training_mode in (True, False) if training else (False,):
         for make_attempt, device, samples in _attempts(config, model):
@@ -72,15 +72,15 @@ def trace_model(
             try:
                 traced = _trace(config, attempted, batch, count, training, rules, strategy, training_mode)
             except ConfigError as error:
-                first = first or error
+                first_error = first_error or error
                 continue
             traced = traced.with_micro_batch(size)
-            if first is None or training_mode == training:
+            if first_error is None or training_mode == training:
                 return traced
-            refusal = first.problems[0]
+            refusal = first_error.problems[0]
             return dataclasses.replace(traced, refused=f"{refusal.seen} ({refusal.where})")
-    assert first is not None
-    raise first
+    assert first_error is not None
+    raise first_error
 
 
 def strategy_of(calls: Sequence[Call]) -> Any:
@@ -239,7 +239,7 @@ def _problem(error: Exception, last: Optional[Node]) -> Problem:
     line = innermost_line(error, torch, emulator) or (last.source if last is not None else "")
     seen = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return Problem(
-        "the model cannot be traced, so nothing can be planned",
+        "the model cannot be traced",
         where=line if last is None else f"{line} (last operation: {last.name})",
         seen=f"{type(error).__name__}: {seen}",
         fix="change the line above: a model is captured once, with fixed shapes and without reading values",

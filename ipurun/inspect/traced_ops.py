@@ -63,9 +63,9 @@ class _GraphReader:
         self._parameters = {self._specs[i.value].storage: i.name for i in graph.inputs_of("parameter")}
         self._owner: Dict[int, int] = {}  # storage -> operation that wrote it
         self._size: Dict[int, int] = {}  # storage -> bytes on the device
-        self._masks: Set[int] = set()
-        self._fed: Set[Value] = {item.value for item in graph.inputs_of("input")}
-        self._trained: Set[Value] = set()
+        self._masks: Set[int] = set()  # storages of dropout masks
+        self._batched: Set[Value] = {item.value for item in graph.inputs_of("input")}  # depend on the input
+        self._trained: Set[Value] = set()  # get a gradient
         self._has_blocks = any(event.kind == "begin_block" for event in graph.events)
 
     def read(self, micro_batch_size: int, unsupported: Tuple[str, ...]) -> TracedModel:
@@ -110,10 +110,10 @@ class _GraphReader:
         read_storages = [self._specs[value].storage for value in reads]
         kind = self._kind(node, produced, read_storages)
         fresh = self._register(index, node, produced, read_storages, kind)
-        fed = any(value in self._fed for value in reads)
+        is_batched = any(value in self._batched for value in reads)
         operands = self._gradients(node, kind, reads)
-        if fed:
-            self._fed.update(produced, node.mutated)
+        if is_batched:
+            self._batched.update(produced, node.mutated)
         if operands and node.grad_enabled and node.name != "detach":
             self._trained.update(value for value in produced if self._specs[value].dtype.is_floating_point)
             self._trained.update(node.mutated)
@@ -143,7 +143,7 @@ class _GraphReader:
             element_bytes=_device_bytes(TensorSpec((), spec.dtype, 0)),
             signature=_signature(node, reads, self._specs) if costs else "",
             source=node.source,
-            is_batched=fed,
+            is_batched=is_batched,
             ipu=node.placement.ipu_id if self._has_blocks else None,
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Iterator, Mapping, Optional
 
 import numpy
 import torch
@@ -87,10 +88,17 @@ def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]
         RunError: It is damaged.
     """
     state = load(checkpoint)
-    _load_model(run.user_model, state, checkpoint)
+    with _must_fit("model", checkpoint):
+        run.user_model.load_state_dict(state["model"])
     if run.model_with_loss.loss is not None and state["loss"]:
         run.model_with_loss.loss.load_state_dict(state["loss"])
-    _load_optimizer(run, state["optimizer"], checkpoint)
+    configured = [
+        {key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups
+    ]
+    with _must_fit("optimizer", checkpoint):
+        run.optimizer.load_state_dict(state["optimizer"])
+    for group, values in zip(run.optimizer.param_groups, configured):
+        group.update(values)  # the current config wins; the schedule restores its own values
     run.schedule.load_state_dict(state["schedule"])
     return Progress(**state["progress"]), state
 
@@ -129,35 +137,22 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> Progress:
         RunError: It is damaged.
     """
     state = load(checkpoint)
-    _load_model(model, state, checkpoint)
+    with _must_fit("model", checkpoint):
+        model.load_state_dict(state["model"])
     return Progress(**state["progress"])
 
 
-def _load_model(model: nn.Module, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+@contextlib.contextmanager
+def _must_fit(part: str, checkpoint: Checkpoint) -> Iterator[None]:
     try:
-        model.load_state_dict(state["model"])
-    except (RuntimeError, KeyError) as error:
-        raise ConfigError(
-            "the checkpoint does not fit the model",
-            where=str(checkpoint.path),
-            seen=str(error),
-            fix="resume with the config the run was started with",
-        ) from error
-
-
-def _load_optimizer(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    fresh = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
-    try:
-        run.optimizer.load_state_dict(state)
+        yield
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(
-            "the checkpoint does not fit the optimizer",
+            f"the checkpoint does not fit the {part}",
             where=str(checkpoint.path),
             seen=str(error),
             fix="resume with the config the run was started with",
         ) from error
-    for group, values in zip(run.optimizer.param_groups, fresh):
-        group.update(values)  # the current config wins; the schedule restores its own values
 
 
 def _device_random(run: Run) -> Optional[Any]:

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 from torch.utils.data import default_collate
 
 from ipurun import engine
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
 from ipurun.config.compose import one
+from ipurun.datasets.synthetic import parse_sample
 from ipurun.inspect.model_and_data import inspect
 
 # Plain SGD with a constant learning rate, on samples in their order.
@@ -77,3 +79,17 @@ def parameters_of(option):
         model = getattr(__import__(module, fromlist=[name]), name)(**arguments)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cross_entropy_of(model, batch):
+    """Return the loss of a classifier on a micro-batch."""
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def checked_sample(config, real):
+    """Check that the declared sample of a config has the names, shapes and types of a real one, and return it."""
+    declared = parse_sample(config.sample)
+    values = list(real.values()) if isinstance(real, dict) else list(real)
+    assert [item.name for item in declared] == (list(real) if isinstance(real, dict) else [None] * len(values))
+    assert [(item.shape, item.dtype) for item in declared] == [(tuple(v.shape), v.dtype) for v in values]
+    return declared

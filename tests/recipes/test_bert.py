@@ -1,11 +1,11 @@
 import pytest
 import torch
-from recipe_runs import assert_learns, assert_same_training, parameters_of
+from recipe_runs import assert_learns, assert_same_training, checked_sample, parameters_of
 from torch.nn import functional
 
 from ipurun.config.compose import one
-from ipurun.datasets.synthetic import parse_sample
 from ipurun.errors import ConfigError
+from ipurun.inspect.targets import arguments_of
 from ipurun.recipes.bert.dataset import SPECIAL, SentencePairs, Vocabulary, sentences_of, splits
 from ipurun.recipes.bert.encoder import SelfAttention
 from ipurun.recipes.bert.model import IGNORED, BertForPretraining
@@ -169,11 +169,8 @@ def test_impossible_data_are_refused_at_once(tmp_path):
 @pytest.mark.parametrize("model", ["bert_tiny", "bert_large"])
 def test_the_declared_sample_matches_the_data(model):
     config = one(["+recipe=bert", f"model={model}"]).config
-    declared = parse_sample(config.sample)
-    arguments = {name: value for name, value in config.data.items() if name != "_target_"}
-    real = splits(**arguments)["train"][0]
-    assert [item.name for item in declared] == list(real)
-    assert [(item.shape, item.dtype) for item in declared] == [(tuple(v.shape), v.dtype) for v in real.values()]
+    real = splits(**arguments_of(config.data))["train"][0]
+    checked_sample(config, real)
     assert real["input_ids"].max() < config.model["vocab_size"]
 
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
-from recipe_runs import assert_learns, assert_same_training, parameters_of
+from recipe_runs import assert_learns, assert_same_training, checked_sample, parameters_of
 from torch.nn import functional
 
 from ipurun.config.compose import one
-from ipurun.datasets.synthetic import parse_sample
 from ipurun.errors import ConfigError
 from ipurun.recipes.gpt.dataset import CHARACTERS, decode, encode, splits
 from ipurun.recipes.gpt.loss import next_token_loss
@@ -122,9 +121,7 @@ def test_a_text_that_is_missing_or_too_short_is_an_error(tmp_path):
 @pytest.mark.parametrize("model", ["gpt_tiny", "gpt2_xl"])
 def test_the_declared_sample_matches_the_data(model):
     config = one(["+recipe=gpt", f"model={model}"]).config
-    declared = parse_sample(config.sample)
-    real = splits(config.data["sequence_length"])["train"][0]
-    assert [(item.shape, item.dtype) for item in declared] == [(tuple(item.shape), item.dtype) for item in real]
+    declared = checked_sample(config, splits(config.data["sequence_length"])["train"][0])
     assert declared[0].high >= len(CHARACTERS)
 
 

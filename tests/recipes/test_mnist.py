@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipe_runs import checked_sample
 
 from ipurun.config.compose import one
-from ipurun.datasets.synthetic import parse_sample
 from ipurun.errors import ConfigError
 from ipurun.recipes.mnist.dataset import splits
 from ipurun.recipes.mnist.model import DigitNet
@@ -49,9 +49,7 @@ def test_download_fills_the_given_root(tmp_path):
 
 
 def test_the_declared_sample_matches_the_data():
-    declared = parse_sample(one(["+recipe=mnist"]).config.sample)
-    real = splits()["train"][0]
-    assert [(item.shape, item.dtype) for item in declared] == [(tuple(item.shape), item.dtype) for item in real]
+    declared = checked_sample(one(["+recipe=mnist"]).config, splits()["train"][0])
     assert (splits()["train"].labels.min(), splits()["train"].labels.max()) == (0, declared[1].high - 1)
 
 

@@ -3,13 +3,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from recipe_runs import assert_learns, assert_same_training, parameters_of
+from recipe_runs import assert_learns, assert_same_training, checked_sample, cross_entropy_of, parameters_of
 from torch import nn
 from torch.nn import functional
 
 from ipurun.config.compose import one
-from ipurun.datasets.synthetic import parse_sample
 from ipurun.errors import ConfigError
+from ipurun.inspect.targets import arguments_of
 from ipurun.recipes.resnet.dataset import splits
 from ipurun.recipes.resnet.model import BasicBlock, Bottleneck, ResNet
 
@@ -179,15 +179,9 @@ def test_a_pickle_cannot_run_code(tmp_path, capsys):
 @pytest.mark.parametrize("model", ["resnet_tiny", "resnet50"])
 def test_the_declared_sample_matches_the_data(model):
     config = one(["+recipe=resnet", f"model={model}"]).config
-    declared = parse_sample(config.sample)
-    arguments = {name: value for name, value in config.data.items() if name != "_target_"}
-    real = splits(**arguments)["train"][0]
-    assert [(item.shape, item.dtype) for item in declared] == [(tuple(item.shape), item.dtype) for item in real]
+    arguments = arguments_of(config.data)
+    declared = checked_sample(config, splits(**arguments)["train"][0])
     assert declared[1].high == config.model["num_classes"] == arguments["num_classes"]
-
-
-def loss_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 @pytest.mark.usefixtures("empty_folder")
@@ -195,7 +189,7 @@ def loss_of(model, batch):
 def test_training_over_several_ipus_equals_plain_torch(strategy):
     layout = ["pipeline.split=[layer3]", f"pipeline.strategy={strategy}"]
     sizes = ["model.image_size=16", "model.width=4", "micro_batch_size=4", "gradient_accumulation=3"]
-    assert_same_training(["+recipe=resnet", *layout, *sizes], loss_of)
+    assert_same_training(["+recipe=resnet", *layout, *sizes], cross_entropy_of)
 
 
 @pytest.mark.usefixtures("empty_folder")

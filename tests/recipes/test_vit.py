@@ -1,6 +1,6 @@
 import pytest
 import torch
-from recipe_runs import assert_learns, assert_same_training, parameters_of
+from recipe_runs import assert_learns, assert_same_training, cross_entropy_of, parameters_of
 from torch.nn import functional
 
 from ipurun.config.compose import one
@@ -78,16 +78,12 @@ def test_the_declared_sample_matches_the_data(words):
         assert tuple(splits()["train"][0][0].shape) == declared[0].shape
 
 
-def loss_of(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
 @pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("strategy", ["pipelined", "sharded"])
 def test_training_over_several_ipus_equals_plain_torch(strategy):
     layout = ["pipeline.layers_per_ipu=[1,1,1,1]", f"pipeline.strategy={strategy}"]
     sizes = ["model.hidden_size=16", "micro_batch_size=2", "gradient_accumulation=7"]
-    assert_same_training(["+recipe=vit", *layout, *sizes], loss_of)
+    assert_same_training(["+recipe=vit", *layout, *sizes], cross_entropy_of)
 
 
 @pytest.mark.usefixtures("empty_folder")
