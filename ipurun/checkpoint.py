@@ -1,8 +1,8 @@
-"""Checkpoints on disk: whole or not there, and checked before they are used.
+"""Checkpoints on disk: written atomically, and verified before they are used.
 
-A checkpoint is two files: ``step-00000100.pt`` with the tensors and ``step-00000100.json`` that says what is in it.
-The second is written last and holds the first one's checksum, so a process killed at any moment leaves either a
-complete checkpoint or one that nobody takes for complete.
+A checkpoint is two files: ``step-00000100.pt`` with the tensors, and ``step-00000100.json``, which describes them. The
+second is written last and holds the checksum of the first, so that a process killed at any moment leaves either a
+complete checkpoint or one that is recognised as incomplete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK = 1 << 20
 
 
 class Folder(Protocol):
-    """Anything that knows where its checkpoints are, such as a run folder."""
+    """Anything with a folder of checkpoints, such as a run folder."""
 
     @property
     def checkpoints(self) -> Path:
@@ -63,18 +63,18 @@ def save(
     info: Optional[Mapping[str, Any]] = None,
     is_best: bool = False,
 ) -> Checkpoint:
-    """Write a checkpoint, then remove the ones that are no longer wanted.
+    """Write a checkpoint, then remove those that need not be kept.
 
     Args:
         folder: The run folder, or the folder of checkpoints itself.
         step: Weight updates done.
         state: Tensors and plain values.
-        keep: How many of the newest stay, 0 for all; the best one stays as well.
-        info: Plain values to read without loading the tensors.
+        keep: How many of the newest to keep, 0 for all; the best one is kept as well.
+        info: Plain values that can be read without loading the tensors.
         is_best: Whether this is the best one so far.
 
     Raises:
-        RunError: It could not be written; every earlier checkpoint is as it was.
+        RunError: It could not be written; all earlier checkpoints are intact.
     """
     place = _place(folder)
     tensors, description = place / f"step-{step:08d}.pt", place / f"step-{step:08d}.json"
@@ -99,7 +99,7 @@ def save(
 
 
 def listed(folder: Union[Folder, Path]) -> List[Checkpoint]:
-    """All complete checkpoints, oldest first (by number, so that step 99 comes before step 7037)."""
+    """Return all complete checkpoints, oldest first (by number, so that step 99 comes before step 7037)."""
     found = []
     for file in _place(folder).glob("step-*.json"):
         match = _NAME.fullmatch(file.name)
@@ -111,45 +111,45 @@ def listed(folder: Union[Folder, Path]) -> List[Checkpoint]:
 
 
 def damaged_files(folder: Union[Folder, Path]) -> List[str]:
-    """Names of files that should hold the tensors of a checkpoint and belong to none that is complete."""
+    """Return the names of tensor files that do not belong to a complete checkpoint."""
     complete = {checkpoint.path.name for checkpoint in listed(folder)}
     return sorted(file.name for file in _place(folder).glob("step-*.pt") if file.name not in complete)
 
 
 def latest(folder: Union[Folder, Path]) -> Optional[Checkpoint]:
-    """The newest complete checkpoint, None where there is none."""
+    """Return the newest complete checkpoint, None if there is none."""
     checkpoints = listed(folder)
     return checkpoints[-1] if checkpoints else None
 
 
 def best(folder: Union[Folder, Path]) -> Optional[Checkpoint]:
-    """The newest checkpoint that was the best one when it was written."""
+    """Return the newest checkpoint that was the best one when it was written, None if there is none."""
     return next((checkpoint for checkpoint in reversed(listed(folder)) if checkpoint.is_best), None)
 
 
 def load(checkpoint: Union[Checkpoint, Path, str]) -> Dict[str, Any]:
-    """Read a checkpoint after comparing it with its checksum.
+    """Read a checkpoint after verifying its checksum.
 
     Raises:
-        RunError: The file is damaged, incomplete or of another kind.
+        RunError: The file is damaged, incomplete or has another format.
     """
     path = checkpoint.path if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
     about = _read_description(path.with_suffix(".json"))
     if about is None or not path.is_file():
-        raise RunError(_damaged(path, "no complete checkpoint of this name", path.parent))
+        raise RunError(_damaged(path, "there is no complete checkpoint of this name", path.parent))
     if about.get("format") != _FORMAT:
         raise RunError(_damaged(path, f"format {about.get('format')}; this ipurun reads {_FORMAT}", path.parent))
     if _digest_of(path) != about.get("sha256"):
         raise RunError(_damaged(path, "its contents do not match their checksum", path.parent))
     try:
-        # Plain values and tensors only: a checkpoint from elsewhere cannot run code when it is read.
+        # Plain values and tensors only, so that a checkpoint from elsewhere cannot run code.
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         raise RunError(_damaged(path, f"{type(error).__name__}: {error}", path.parent)) from error
 
 
 class _HashingWriter:
-    """A file whose checksum is known when it has been written."""
+    """A writable file that computes its checksum."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -172,7 +172,7 @@ class _HashingWriter:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of another only when all of it is on the disk."""
+    """Write a file that replaces another only after all of it is on the disk."""
     partial = path.with_name(path.name + _PARTIAL)
     with partial.open("wb") as stream:
         yield stream
@@ -190,7 +190,7 @@ def _sync_folder(place: Path) -> None:
 
 
 def _remove_partial(place: Path) -> None:
-    """Clear away what a killed process left: half-written files, and tensors that were never described."""
+    """Remove what a killed process left: half-written files, and tensors without a description."""
     for file in place.glob("step-*" + _PARTIAL):
         file.unlink()
     for file in place.glob("step-*.pt"):
@@ -204,7 +204,7 @@ def _prune(place: Path, keep: int) -> None:
     for checkpoint in checkpoints[:-keep]:
         if favourite is not None and checkpoint.step == favourite.step:
             continue
-        # The description goes first: from then on nobody takes the rest for a checkpoint.
+        # The description goes first, after which the rest is no longer a checkpoint.
         checkpoint.path.with_suffix(".json").unlink()
         checkpoint.path.unlink()
 
@@ -230,13 +230,13 @@ def _digest_of(path: Path) -> str:
 
 
 def _save_problem(place: Path, step: int, error: BaseException) -> Problem:
-    error = underlying_os_error(error)  # torch ends its file after a failed write, and fails once more
+    error = underlying_os_error(error)  # torch closes its file after a failed write, which fails as well
     seen = f"{type(error).__name__}: {error}"
-    fix = "check that the folder can be written"
+    fix = "check that the folder is writable"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
-            seen += f"; {shutil.disk_usage(place).free / 2**20:.0f} MiB are free"
-        fix = "free some space or set runs_dir elsewhere; checkpoint.keep=1 keeps fewer"
+            seen += f"; {shutil.disk_usage(place).free / 2**20:.0f} MiB free"
+        fix = "free some space or set runs_dir to another disk; checkpoint.keep=1 keeps fewer checkpoints"
     return Problem(
         f"the checkpoint of step {step} could not be saved; earlier ones are intact",
         where=str(place),
@@ -252,5 +252,5 @@ def _damaged(path: Path, seen: str, place: Path) -> Problem:
         where=str(path.parent),
         seen=seen,
         known=f"other checkpoints: {', '.join(others)}" if others else "",
-        fix=f"delete {path.name} and its .json to go on from {others[-1]}" if others else "start anew without resume",
+        fix=f"delete {path.name} and its .json to resume from {others[-1]}" if others else "start again without resume",
     )

@@ -1,4 +1,4 @@
-"""Metrics, computed on the host from what the device returns."""
+"""Metrics, computed on the host from the outputs of the device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = [
 
 
 class Metric:
-    """A sum over samples and a count, from which `compute` makes the value.
+    """A metric that is a sum over items divided by their number.
 
-    Subclasses define `measure`; state that is more than one sum overrides `reset`, `update` and `compute`.
+    Subclasses define `measure`. One with further state overrides `reset`, `update` and `compute`.
     """
 
     higher_is_better = True
@@ -35,21 +35,21 @@ class Metric:
         self.count = 0
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Start over."""
         self.total, self.count = 0.0, 0
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         total, count = self.measure(outputs, targets)
         self.total += float(total)
         self.count += int(count)
 
     def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
-        """The sum over a batch, and of how many items."""
+        """Return the sum over a batch, and its number of items."""
         raise NotImplementedError
 
     def compute(self) -> float:
-        """The value over everything taken in."""
+        """Return the value over all batches."""
         return self.total / self.count if self.count else math.nan
 
 
@@ -59,7 +59,7 @@ class Accuracy(Metric):
     Scores are ``[N, C, ...]`` for targets ``[N, ...]``, or ``[N, ..., C]`` where only that fits (language models).
 
     Args:
-        ignore_index: Targets of this value do not count.
+        ignore_index: Targets with this value are ignored.
     """
 
     def __init__(self, ignore_index: Optional[int] = None) -> None:
@@ -85,7 +85,7 @@ class TopKAccuracy(Accuracy):
 
 
 class BinaryAccuracy(Metric):
-    """Share of targets 0 or 1 that a score at or above the threshold gets right.
+    """Share of targets (0 or 1) that agree with whether the score reaches the threshold.
 
     Args:
         threshold: 0 for logits, 0.5 for probabilities.
@@ -156,11 +156,11 @@ class F1(Metric):
         self._counts: Dict[int, List[int]] = {}
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Start over."""
         self._counts = {}
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take in one batch."""
+        """Add one batch."""
         scores, classes = _flat_scores(outputs, targets, self.ignore_index)
         predicted = scores.argmax(dim=1)
         for number in torch.cat([predicted, classes]).unique().tolist():
@@ -171,7 +171,7 @@ class F1(Metric):
             seen[2] += int((classes == number).sum())
 
     def compute(self) -> float:
-        """The value over everything taken in."""
+        """Return the value over all batches."""
         scores = [2 * hits / (predicted + actual) for hits, predicted, actual in self._counts.values()]
         return sum(scores) / len(scores) if scores else math.nan
 
@@ -190,7 +190,7 @@ BUILT_IN: Mapping[str, type] = {
 
 
 class MeanOf(Metric):
-    """A plain function of (outputs, targets), averaged over batches by their rows."""
+    """A plain function of (outputs, targets), averaged over batches weighted by their rows."""
 
     def __init__(self, function: Callable[[Any, Any], Any], higher_is_better: bool = True) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class MeanOf(Metric):
 
 
 class MetricSet:
-    """Named metrics that are reset, fed and read together.
+    """Named metrics that are reset, updated and computed together.
 
     Args:
         metrics: Name -> an object with ``reset``, ``update(outputs, targets)`` and ``compute``, as in torchmetrics.
@@ -216,19 +216,19 @@ class MetricSet:
         return bool(self._metrics)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Start over."""
         for metric in self._metrics.values():
             metric.reset()
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take in one batch; half precision is computed in float32, as CPUs want it."""
+        """Add one batch; half precision is converted to float32, which CPUs compute faster."""
         if isinstance(outputs, torch.Tensor) and outputs.is_floating_point():
             outputs = outputs.float()
         for metric in self._metrics.values():
             metric.update(outputs, targets)
 
     def compute(self) -> Dict[str, float]:
-        """Name -> value. A metric that gives a mapping is spread out as ``name/key``."""
+        """Return the value of each metric; one that returns a mapping becomes ``name/key`` values."""
         values: Dict[str, float] = {}
         for name, metric in self._metrics.items():
             value = metric.compute()
@@ -239,7 +239,7 @@ class MetricSet:
         return values
 
     def higher_is_better(self, name: str) -> bool:
-        """Direction of a metric; without a word from the metric itself, more is better, except for the loss."""
+        """Return the direction of a metric: as it declares, else higher is better, except for the loss."""
         metric = self._metrics.get(name)
         declared = getattr(metric, "higher_is_better", None)
         return bool(declared) if declared is not None else name != "loss"
@@ -248,19 +248,15 @@ class MetricSet:
 def _flat_scores(
     outputs: torch.Tensor, targets: torch.Tensor, ignore_index: Optional[int]
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Scores as [items, classes] and targets as [items], the ignored ones left out."""
+    """Return scores as [items, classes] and targets as [items], without ignored targets."""
     if targets.dim() == outputs.dim() and targets.shape == outputs.shape and targets.is_floating_point():
         targets = targets.argmax(dim=1)  # class probabilities, one-hot or smoothed
-    if outputs.dim() == targets.dim() + 1:
-        if outputs.shape[:1] + outputs.shape[2:] == targets.shape:
-            outputs = outputs.movedim(1, -1)
-        elif outputs.shape[:-1] != targets.shape:
-            raise ValueError(f"scores of shape {tuple(outputs.shape)} do not fit targets of {tuple(targets.shape)}")
-        scores = outputs.reshape(-1, outputs.shape[-1])
-    elif outputs.dim() == 2 and targets.numel() == outputs.shape[0]:
-        scores = outputs
-    else:
-        raise ValueError(f"scores of shape {tuple(outputs.shape)} do not fit targets of {tuple(targets.shape)}")
+    one_per_row = outputs.dim() == 2 and targets.numel() == outputs.shape[0]
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[:1] + outputs.shape[2:] == targets.shape:
+        outputs = outputs.movedim(1, -1)
+    elif not one_per_row and (not outputs.dim() or outputs.shape[:-1] != targets.shape):
+        raise ValueError(f"scores of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}")
+    scores = outputs.reshape(-1, outputs.shape[-1])
     classes = targets.reshape(-1).long()
     if ignore_index is None:
         return scores, classes
@@ -270,5 +266,5 @@ def _flat_scores(
 
 def _difference(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if outputs.numel() != targets.numel():
-        raise ValueError(f"outputs of shape {tuple(outputs.shape)} do not fit targets of {tuple(targets.shape)}")
+        raise ValueError(f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}")
     return outputs.double() - targets.double().reshape(outputs.shape)

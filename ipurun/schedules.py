@@ -1,4 +1,4 @@
-"""Learning-rate schedules: any of PyTorch's, and warm-up followed by a curve over the whole run."""
+"""Learning-rate schedules: PyTorch's schedulers, and warm-up followed by a curve over the whole run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.optim import lr_scheduler
 
 __all__ = ["Schedule", "constant", "cosine", "lengths_to_fill", "linear"]
 
-# Parameters of schedulers that mean the length of the run; filled in from the plan where the config is silent.
+# Parameters of schedulers that mean the length of the run, filled in from the plan if the config does not set them.
 _LENGTHS = ("total_steps", "T_max")
 
 
 def cosine(
     optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
 ) -> lr_scheduler.LambdaLR:
-    """Linear warm-up, then half a cosine from the optimizer's learning rate down to a share of it.
+    """Warm up linearly, then follow half a cosine down to a share of the optimizer's learning rate.
 
     Args:
-        optimizer: Has the full learning rate.
-        total_steps: Weight updates of the whole run; ipurun fills it in.
+        optimizer: Holds the full learning rate.
+        total_steps: Weight updates of the whole run, filled in by ipurun.
         warmup_steps: Weight updates of the warm-up.
-        final_factor: What is left of the learning rate at the end.
+        final_factor: Share of the learning rate that remains at the end.
     """
 
     def factor(done: float) -> float:
@@ -37,7 +37,7 @@ def cosine(
 def linear(
     optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
 ) -> lr_scheduler.LambdaLR:
-    """Linear warm-up, then a straight line from the optimizer's learning rate down to a share of it."""
+    """Warm up linearly, then fall linearly to a share of the optimizer's learning rate; arguments as for `cosine`."""
 
     def factor(done: float) -> float:
         return 1 - (1 - final_factor) * done
@@ -46,12 +46,12 @@ def linear(
 
 
 def constant(optimizer: torch.optim.Optimizer, warmup_steps: int = 0) -> lr_scheduler.LambdaLR:
-    """Linear warm-up, then the optimizer's learning rate."""
+    """Warm up linearly, then keep the optimizer's learning rate."""
     return _after_warmup(optimizer, warmup_steps + 1, warmup_steps, lambda done: 1.0)
 
 
 def lengths_to_fill(target: Any, given: Mapping[str, Any]) -> List[str]:
-    """Parameters of a scheduler that mean the run's length and that the config leaves open."""
+    """Return the parameters of a scheduler that mean the run's length and are not set in the config."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
@@ -68,20 +68,20 @@ def lengths_to_fill(target: Any, given: Mapping[str, Any]) -> List[str]:
 
 
 class Schedule:
-    """A scheduler driven once per weight update, kept away from the engine's optimizer.
+    """A scheduler that advances once per weight update without touching the engine's optimizer.
 
-    PyTorch's schedulers replace methods of the optimizer they are given and expect its ``step`` to be called, which
-    PopTorch never does. So they get a stand-in with the same groups, and what they change is copied over.
+    PyTorch's schedulers replace methods of their optimizer and expect its ``step`` to be called, which PopTorch never
+    does. So they get a substitute optimizer with the same groups, and the values they change are copied.
 
     Args:
         optimizer: The optimizer that the engine reads.
-        factory: Makes the scheduler from the stand-in; None leaves everything constant.
+        factory: Makes the scheduler from the substitute; None keeps all values constant.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factory: Optional[Any] = None) -> None:
         self._optimizer = optimizer
-        self._stand_in = _StandIn(optimizer)
-        self._scheduler = None if factory is None else factory(self._stand_in)
+        self._substitute = _SubstituteOptimizer(optimizer)
+        self._scheduler = None if factory is None else factory(self._substitute)
         self._copy()
 
     @property
@@ -91,43 +91,43 @@ class Schedule:
 
     @property
     def waits_for_metric(self) -> bool:
-        """Whether it moves with an evaluation's result instead of with weight updates."""
+        """Whether it advances with evaluation results instead of weight updates."""
         return isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
 
     def advance(self, updates: int) -> bool:
-        """Go on by so many weight updates; tells whether the optimizer's values changed."""
+        """Advance by a number of weight updates, and return whether the optimizer's values changed."""
         if self._scheduler is None or self.waits_for_metric:
             return False
         for _ in range(updates):
-            self._stand_in.step()
+            self._substitute.step()
             self._scheduler.step()
         return self._copy()
 
     def report(self, value: float) -> bool:
-        """Tell a schedule that waits for a metric its new value; tells whether the optimizer's values changed."""
+        """Pass a metric to a schedule that waits for one, and return whether the optimizer's values changed."""
         if self._scheduler is None or not self.waits_for_metric:
             return False
         self._scheduler.step(value)
         return self._copy()
 
     def state_dict(self) -> Dict[str, Any]:
-        """Plain values only; whatever else a scheduler keeps, its constructor makes anew."""
+        """Return the plain values of the state; the scheduler's constructor recreates the rest."""
         if self._scheduler is None:
             return {}
-        return {"scheduler": _plain_part(self._scheduler.state_dict()), "groups": self._stand_in.values()}
+        return {"scheduler": _plain_part(self._scheduler.state_dict()), "groups": self._substitute.values()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Restore a state."""
         if self._scheduler is None or not state:
             return
         self._scheduler.load_state_dict(dict(state["scheduler"]))
-        for group, values in zip(self._stand_in.param_groups, state["groups"]):
+        for group, values in zip(self._substitute.param_groups, state["groups"]):
             group.update(values)
         self._copy()
 
     def _copy(self) -> bool:
         changed = False
-        for group, values in zip(self._optimizer.param_groups, self._stand_in.values()):
+        for group, values in zip(self._optimizer.param_groups, self._substitute.values()):
             for key, value in values.items():
                 if key in group and group[key] != value:
                     group[key] = value
@@ -135,7 +135,7 @@ class Schedule:
         return changed
 
 
-class _StandIn(torch.optim.Optimizer):
+class _SubstituteOptimizer(torch.optim.Optimizer):
     def __init__(self, original: torch.optim.Optimizer) -> None:
         groups = [
             {**{k: v for k, v in group.items() if k != "params" and _is_plain(v)}, "params": [torch.zeros(1)]}
@@ -144,14 +144,14 @@ class _StandIn(torch.optim.Optimizer):
         super().__init__(groups, {k: v for k, v in original.defaults.items() if _is_plain(v)})
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Take a group as it is: torch's own method loads its compiler, for a second, only to be kept out of it."""
+        """Add a group unchanged: torch's own method spends a second on importing its compiler."""
         self.param_groups.append({**self.defaults, **param_group})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is nothing to update
-        """Do nothing: schedulers want it called before they move."""
+        """Do nothing: schedulers expect a call before they advance."""
 
     def values(self) -> List[Dict[str, Any]]:
-        """What schedulers may have changed, by group."""
+        """Return the values that schedulers may change, by group."""
         names = ("lr", "momentum", "betas", "weight_decay")
         return [{name: group[name] for name in names if name in group} for group in self.param_groups]
 
@@ -168,7 +168,7 @@ def _after_warmup(
 
 
 def _plain_part(state: Any) -> Any:
-    """A scheduler's state without functions and other objects, in the states nested in it as well."""
+    """Return a scheduler's state, and the states nested in it, without functions and other objects."""
     if isinstance(state, dict) and not isinstance(state, collections.Counter):
         return {key: _plain_part(value) for key, value in state.items() if _is_plain(_plain_part(value))}
     if isinstance(state, list):
@@ -178,7 +178,7 @@ def _plain_part(state: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, collections.Counter):
-        return False  # MultiStepLR's milestones: would come back as another kind of mapping
+        return False  # MultiStepLR's milestones, which would be loaded as a plain dict
     if isinstance(value, Mapping):
         return all(_is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple)):

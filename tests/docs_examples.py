@@ -1,11 +1,11 @@
-"""The examples in README.md and docs/: what a page tells people to type, and what it shows below.
+"""The examples in README.md and docs/: the commands of a page and the output that it shows.
 
-A `console` block is a terminal session: commands after `$`, and what they print. A line of `...` is a gap; a line that
-ends with ` ...` is cut short; `^C` is an interrupt sent once the line above it is printed. Blocks whose language is
+A `console` block is a terminal session: commands after `$`, and their output. A line of `...` is a gap; a line that
+ends with ` ...` is cut short; `^C` is an interrupt, sent when the line above it is printed. Blocks whose language is
 followed by a file name (```yaml conf/recipe/mine.yaml) are files that the commands of the page need.
 
-`python tests/docs_examples.py PAGE...` runs the commands of pages and writes what they print now into the blocks; with
-no page, of all pages (`make docs`).
+`python tests/docs_examples.py PAGE...` runs the commands of pages and writes their output into the blocks; without a
+page, it does so for all pages (`make docs`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 
 
 class Example(NamedTuple):
-    """A command of a page and the lines that the page shows below it; none where it shows nothing."""
+    """A command of a page and the output that the page shows for it, if any."""
 
     command: str
     shown: List[str]
@@ -44,7 +44,7 @@ class Example(NamedTuple):
 
     @property
     def can_run(self) -> bool:
-        """Whether it can be typed as it is: words in capitals are to be filled in."""
+        """Whether it can be typed as it is: words in capitals are placeholders."""
         return self.words[:1] == ["ipurun"] and not re.search(r"(?:^|[ =])[A-Z_]{3,}(?: |$)", self.command)
 
     @property
@@ -61,7 +61,7 @@ def write_files(page: str, folder: Path) -> None:
 
 
 def examples(page: str) -> Iterator[Example]:
-    """Yield the commands of a page in their order, those of shell blocks included."""
+    """Yield the commands of a page in order, including those of shell blocks."""
     blocks = [*_SHELL.finditer(page), *_CONSOLE.finditer(page)]
     for block in sorted(blocks, key=lambda block: block.start()):
         if block.re is _CONSOLE:
@@ -79,13 +79,13 @@ def _session(body: str) -> Iterator[Example]:
 
 
 class Stamps:
-    """The run folders that a page names by date and time, and those that were made instead of them."""
+    """The run folders that a page names by date and time, and those that running its commands made."""
 
     def __init__(self) -> None:
         self._made: Dict[str, str] = {}
 
     def learn(self, shown: List[str], printed: List[str]) -> None:
-        """Take the folders of an output for those that the page shows, in the order of their first appearance."""
+        """Match the folders of an output with those on the page, in the order of their first appearance."""
         old, new = (list(dict.fromkeys(_STAMP.findall("\n".join(lines)))) for lines in (shown, printed))
         self._made.update(zip(old, new))
 
@@ -94,11 +94,11 @@ class Stamps:
 
 
 class Stale(Exception):
-    """A line of a page has no counterpart in what its command prints now."""
+    """A line of a page has no counterpart in the present output of its command."""
 
 
 def refreshed(shown: List[str], printed: List[str]) -> List[str]:
-    """Return the lines to show from an output: for every stretch between gaps, the same stretch of the output."""
+    """Return the lines of an output to show: those between the same gaps as on the page."""
     result: List[str] = []
     start = 0
     for stretch, is_first, is_last in _stretches(shown):
@@ -126,7 +126,7 @@ def _stretches(shown: List[str]) -> Iterator[Tuple[List[str], bool, bool]]:
 
 
 def _find(line: str, printed: List[str], start: int) -> int:
-    """Return the index of the printed line that a shown line once was: it begins alike and differs in numbers."""
+    """Return the index of the printed line that is most like a shown line: the same beginning, other numbers."""
     wanted = line[: -len(GAP)] if line.endswith(f" {GAP}") else line
     candidates = [index for index in range(start, len(printed)) if _label(printed[index]) == _label(line)]
     if not candidates:
@@ -152,7 +152,7 @@ def _shape(line: str) -> str:
 
 
 def _label(line: str) -> str:
-    """Return the word that a line begins with, by which lines of one kind are known in any run."""
+    """Return the first word of a line, which identifies lines of a kind in any run."""
     return _NUMBER.sub("0", line.split()[0]) if line.strip() else ""
 
 
@@ -165,7 +165,7 @@ def _cut_like(line: str, cut: Dict[str, str]) -> str:
 
 
 def untrue_lines(example: Example, printed: List[str]) -> List[str]:
-    """Return the lines that a page shows and its command does not print."""
+    """Return the lines that differ between a page and the output of its command."""
     try:
         new = refreshed(example.shown, printed)
     except Stale as stale:
@@ -174,13 +174,13 @@ def untrue_lines(example: Example, printed: List[str]) -> List[str]:
 
 
 def unknown_labels(example: Example, printed: List[str]) -> List[str]:
-    """Return the lines of a page that begin like no line of a shorter run of its command."""
+    """Return the lines of a page whose first word does not occur in a shorter run of its command."""
     known = {_label(line) for line in printed}
     return [line for line in example.shown if line.strip() not in (GAP, INTERRUPT) and _label(line) not in known]
 
 
 def run(example: Example, folder: Path) -> List[str]:
-    """Run a command in a folder; return what it prints."""
+    """Run a command in a folder; return its output."""
     home = folder.parent / "home"
     environment = {**os.environ, "HOME": str(home), "COLUMNS": "110", "NO_COLOR": "1"}
     environment.pop("XDG_CACHE_HOME", None)
@@ -207,12 +207,12 @@ def run(example: Example, folder: Path) -> List[str]:
 
 
 def anonymous(lines: List[str], home: Path) -> List[str]:
-    """Replace the paths of this machine by those of nobody's."""
+    """Replace the paths of this machine with neutral ones."""
     return [line.replace(str(home), "/home/me").replace(str(ROOT), "/home/me/ipurun") for line in lines]
 
 
 def refresh(page: str, run: Callable[[Example], List[str]]) -> str:
-    """Return the text of a page with every example as it is printed now."""
+    """Return the text of a page with the present output of every example."""
     stamps = Stamps()
 
     def block(match: re.Match[str]) -> str:
@@ -232,7 +232,7 @@ def refresh(page: str, run: Callable[[Example], List[str]]) -> str:
 
 
 def main(paths: List[str]) -> int:
-    """Refresh pages, by default all; those with a line that nothing printed resembles stay as they are."""
+    """Refresh pages, by default all; a page with a line that no output resembles is left unchanged."""
     failed = 0
     for path in [Path(name) for name in paths] or PAGES:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Checkpoints survive what happens to files: kills, full disks, damage."""
+"""Checkpoints survive kills, full disks and damaged files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _state(value: float) -> dict:
     return {"model": {"weight": torch.full((3, 2), value)}, "step": int(value), "random": (3, (1, 2), None)}
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+def test_saved_state_is_loaded_unchanged(tmp_path: Path) -> None:
     save(tmp_path, 7, _state(7), info={"epoch": 2})
     found = latest(tmp_path)
     assert found is not None and found.step == 7 and found.info["epoch"] == 2
@@ -29,7 +29,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert state["random"] == (3, (1, 2), None)
 
 
-def test_newest_is_by_number_not_by_name(tmp_path: Path) -> None:
+def test_the_newest_is_found_by_number_not_by_name(tmp_path: Path) -> None:
     for step in (99, 7037, 123456789):
         save(tmp_path, step, _state(1))
     assert [c.step for c in listed(tmp_path)] == [99, 7037, 123456789]
@@ -63,7 +63,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert load(latest(tmp_path))["step"] == 5
 
 
-def test_a_damaged_file_gives_one_clear_message(tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
     save(tmp_path, 1, _state(1))
     save(tmp_path, 2, _state(2))
     path = latest(tmp_path).path
@@ -77,7 +77,7 @@ def test_a_damaged_file_gives_one_clear_message(tmp_path: Path) -> None:
     assert "step-00000002.pt" in text and "checksum" in text and "step-00000001.pt" in text
 
 
-def test_a_truncated_file_is_passed_over(tmp_path: Path) -> None:
+def test_a_truncated_file_is_skipped(tmp_path: Path) -> None:
     save(tmp_path, 1, _state(1))
     newest = save(tmp_path, 2, _state(2))
     newest.path.write_bytes(newest.path.read_bytes()[:100])
@@ -95,7 +95,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
 
 
 class _Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -104,7 +104,7 @@ class _Trap:
         return (os.mkdir, (self.path,))
 
 
-def test_unwritable_place_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(RunError) as caught:
         save(tmp_path / "file" / "checkpoints", 3, _state(1))
@@ -125,7 +125,7 @@ def _run(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="file size limits are POSIX")
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
     """A limit on the file size makes the kernel refuse a write in the middle, as a full disk does."""
     done = _run(
         """
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["during the tensors", "before the description", "before the rename"])
-def test_kill_during_a_save_leaves_the_earlier_checkpoint(tmp_path: Path, moment: str) -> None:
+def test_a_kill_during_a_save_keeps_the_earlier_checkpoint(tmp_path: Path, moment: str) -> None:
     done = _run(
         """
         import os, signal, sys
@@ -196,8 +196,8 @@ def test_kill_during_a_save_leaves_the_earlier_checkpoint(tmp_path: Path, moment
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("elements", [2, 200_000])
-def test_a_full_disk_is_called_one(tmp_path: Path, elements: int) -> None:
-    """torch hides a failed write behind an error about positions in its file."""
+def test_a_full_disk_is_reported_as_such(tmp_path: Path, elements: int) -> None:
+    """torch replaces a failed write by an error about positions in its file."""
     (tmp_path / "step-00000001.pt.partial").symlink_to("/dev/full")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ipurun.checkpoint._remove_partial", lambda place: None)  # it would clear the device away

@@ -1,4 +1,4 @@
-"""The walls between the rooms: who may import what, and what a quick command never loads."""
+"""Who may import what, and what a quick command never loads."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ MODULES = sorted(path for folder in ("ipurun", "recipes") for path in (ROOT / fo
 
 
 def imported(path):
-    """Every module that a file imports anywhere, with the line."""
+    """Yield every module that a file imports anywhere, with the line."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -23,37 +23,47 @@ def imported(path):
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def offenders(package, allowed=lambda relative: False):
-    """Files that import a package although they are not allowed to."""
+def offenders(package, is_allowed):
+    """Return the imports of a package in files that may not import it."""
     return [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in MODULES
-        if not allowed(path.relative_to(ROOT).as_posix())
+        if not is_allowed(path.relative_to(ROOT).as_posix())
         for name, line in imported(path)
         if name == package or name.startswith(package + ".")
     ]
 
 
-def test_only_the_engine_module_imports_poptorch():
-    assert offenders("poptorch", lambda file: file == "ipurun/engine.py") == []
+# docs/explanation/architecture.md shows these tables and the flow; tests/test_architecture.py compares them.
+ONLY_IMPORTED_IN = {
+    "poptorch": ("ipurun/engine.py",),
+    "hydra": ("ipurun/config/",),
+    "hydra._internal": (),
+    "ipurun.emulator": (
+        "ipurun/emulator/",
+        "ipurun/engine.py",
+        "ipurun/inspect/",
+        "ipurun/build/cached_executables.py",
+        "ipurun/cli/exec.py",
+    ),
+}
+MAY_PRINT = ("ipurun/cli/", "ipurun/emulator/", "ipurun/config/hydra_main.py", "ipurun/sweep/worker.py")
+WITHOUT_TORCH = ("api", "config", "planning", "estimate")
 
 
-def test_hydra_is_used_through_its_public_api():
-    assert offenders("hydra._internal") == []
+@pytest.mark.parametrize("package", ONLY_IMPORTED_IN)
+def test_a_package_is_imported_only_where_the_table_allows(package):
+    assert offenders(package, lambda file: file.startswith(ONLY_IMPORTED_IN[package])) == []
 
 
-def test_only_config_imports_hydra():
-    assert offenders("hydra", lambda file: file.startswith("ipurun/config/")) == []
+@pytest.mark.parametrize("package", WITHOUT_TORCH)
+def test_pure_packages_never_import_torch(package):
+    """The estimate's entry point traces a model first; everything it computes with is pure."""
+    entry = "ipurun/estimate/plan_estimate.py"
+    assert offenders("torch", lambda file: file == entry or not file.startswith(f"ipurun/{package}/")) == []
 
 
-def test_config_plan_and_estimate_never_import_torch():
-    """The estimate's one entry traces a model first; everything it computes with is pure."""
-    pure = ("ipurun/api/", "ipurun/config/", "ipurun/planning/", "ipurun/estimate/")
-    found = offenders("torch", lambda file: not file.startswith(pure) or file == "ipurun/estimate/plan_estimate.py")
-    assert found == []
-
-
-def test_the_emulator_stands_alone():
+def test_the_emulator_imports_nothing_else_of_ipurun():
     foreign = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in MODULES
@@ -64,7 +74,7 @@ def test_the_emulator_stands_alone():
     assert foreign == []
 
 
-def test_private_modules_of_the_emulator_are_imported_inside_it_alone():
+def test_private_modules_of_the_emulator_are_imported_only_inside_it():
     private = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in MODULES
@@ -75,23 +85,12 @@ def test_private_modules_of_the_emulator_are_imported_inside_it_alone():
     assert private == []
 
 
-def test_runs_reach_the_emulator_through_the_engine_module_alone():
-    """Besides it, only what needs no PopTorch: `exec`, and the inspection of a captured graph."""
-    doors = (
-        "ipurun/emulator/",
-        "ipurun/engine.py",
-        "ipurun/cli/exec.py",
-        "ipurun/build/cached_executables.py",
-        "ipurun/inspect/",
-    )
-    assert offenders("ipurun.emulator", lambda file: file.startswith(doors)) == []
-
-
-# A run flows down this list: config > inspect > planning > [estimate] > build > training, never back.
+# A run flows down this list, never back: config > inspect > planning > [estimate] > build > training.
 FLOW = (
     "emulator",
     "errors",
     "module_search",
+    "moved",
     "api",
     "config",
     "datasets",
@@ -107,6 +106,7 @@ FLOW = (
     "log",
     "runs",
     "sweep",
+    "interface",
     "cli",
 )
 
@@ -138,14 +138,14 @@ def test_a_plain_run_loads_no_estimate_and_no_sweep(tmp_path):
 
 
 def called_name(node):
-    """``print`` or ``sys.exit`` for a call of a plain or dotted name."""
+    """Return the name that is called, plain or dotted: ``print``, ``sys.exit``."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{node.value.id}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def modules_after(program, cwd, **environment):
-    """The modules that a fresh interpreter has loaded after a program."""
+    """Return the modules that a fresh interpreter has loaded after a program."""
     code = f"import sys, json\n{program}\nsys.stderr.write(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -160,7 +160,7 @@ def modules_after(program, cwd, **environment):
 
 
 def loaded_after(program, cwd, **environment):
-    """The top-level packages that a fresh interpreter has loaded after a program."""
+    """Return the top-level packages that a fresh interpreter has loaded after a program."""
     return {name.split(".")[0] for name in modules_after(program, cwd, **environment)}
 
 
@@ -192,22 +192,21 @@ def test_completion_never_loads_torch(tmp_path, line):
     assert loaded & {"torch", "numpy", "poptorch"} == set()
 
 
-@pytest.mark.parametrize("room", ["api", "config", "planning"])
-def test_rooms_without_torch_load_none_by_way_of_others(tmp_path, room):
+@pytest.mark.parametrize("package", ["api", "config", "planning"])
+def test_pure_packages_load_no_torch_through_others(tmp_path, package):
     names = [
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").replace(".__init__", "")
         for path in MODULES
-        if path.parent == ROOT / "ipurun" / room
+        if path.parent == ROOT / "ipurun" / package
     ]
     program = f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)"
     assert loaded_after(program, tmp_path) & {"torch", "poptorch"} == set()
 
 
-def test_nothing_but_the_command_line_prints_or_exits():
-    programs = ("ipurun/cli/", "ipurun/emulator/", "ipurun/config/hydra_main.py", "ipurun/sweep/worker.py")
+def test_only_the_command_line_and_a_few_others_print_or_exit():
     found = []
     for path in MODULES:
-        if path.relative_to(ROOT).as_posix().startswith(programs):
+        if path.relative_to(ROOT).as_posix().startswith(MAY_PRINT):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and called_name(node.func) in ("print", "sys.exit", "exit"):

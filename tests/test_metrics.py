@@ -1,4 +1,4 @@
-"""Metrics against values worked out by hand or by plain PyTorch."""
+"""Metrics against values computed by hand or by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_f1_is_the_mean_over_classes() -> None:
     assert _value(metrics.F1(), SCORES, CLASSES, 2) == pytest.approx((2 / 3 + 0 + 2 / 3) / 3)
 
 
-def test_shapes_that_do_not_fit_are_told() -> None:
+def test_mismatched_shapes_are_reported() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         _value(metrics.Accuracy(), torch.zeros(4, 3), torch.zeros(5, dtype=torch.long))
 
 
-def test_no_samples_is_no_number() -> None:
+def test_no_samples_give_nan() -> None:
     assert math.isnan(metrics.Accuracy().compute())
 
 
@@ -114,7 +114,7 @@ def test_a_function_is_averaged_by_rows() -> None:
     assert made.compute()["spread"] == pytest.approx((3 * 9.0 + 7.0) / 4)
 
 
-def test_objects_like_those_of_torchmetrics() -> None:
+def test_objects_with_the_interface_of_torchmetrics() -> None:
     made = make_metrics({"parts": {"_target_": f"{__name__}.Parts"}}, "eval")
     made.update(SCORES, CLASSES)
     assert made.compute() == {"parts/rows": 4.0}
@@ -150,7 +150,7 @@ def test_monitor_is_the_first_metric_or_the_loss() -> None:
     [
         ({"sharpness": {}}, "`metrics.sharpness` has no `_target_`"),
         ({"accuracy": {"ignore_indx": 3}}, "ignore_indx"),
-        ({"accuracy": {"on": ["test"]}}, "knows no `test`"),
+        ({"accuracy": {"on": ["test"]}}, "`test` is not a phase"),
         ({"m": {"_target_": "ipurun.metrics.Acuracy"}}, "Acuracy"),
         ({"m": {"_target_": "run_toys.spread", "wide": 1}}, "wide"),
         ({"m": {"_target_": "ipurun.metrics.TopKAccuracy", "kk": 1}}, "kk"),

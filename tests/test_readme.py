@@ -1,5 +1,6 @@
-"""What README.md and docs/ tell people to type, typed; and what they show below, compared with what is printed."""
+"""README.md and docs/: their commands work and print what they show; their links, names and files exist."""
 
+import importlib
 import re
 import sys
 
@@ -20,12 +21,16 @@ from docs_examples import (
 )
 
 from ipurun.cli.main import COMMANDS, main
+from ipurun.errors import ConfigError
+from ipurun.inspect.targets import locate
 
 SHORT = ["max_steps=2", "eval.max_samples=20"]  # the pages train for longer
 RESUMED = ["max_steps=4", "eval.max_samples=20"]
 LOGGED = ("train", "eval", "predict", "env")  # they print times and versions, which differ from run to run
 READING = ("plan", "validate", "ls", "cat", "cp")
 
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "recipes").rglob("*.md"))]
+linked_pages = pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -70,6 +75,57 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch,
             assert unknown_labels(example, printed) == [], example.command
         elif example.shown and "-m" not in rest:
             assert untrue_lines(example, printed) == [], f"{example.command}: run `make docs`"
+
+
+@pages
+def test_python_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"^```python\n(import ipurun\n.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        exec(block, {})
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, as web pages of Markdown have them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page):
+    """Yield the page and the anchor of every relative link."""
+    for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        yield (page.parent / path).resolve() if path else page, anchor
+
+
+@linked_pages
+def test_links_lead_to_pages_and_headings(page):
+    dead = [
+        f"{target}#{anchor}"
+        for target, anchor in links(page)
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
+    assert dead == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page.suffix == ".md" and page not in reached:
+            reached.add(page)
+            waiting += [target for target, _ in links(page)]
+    assert set(PAGES) - reached == set()
+
+
+@pages
+def test_names_and_files_of_ipurun_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"(?<![\w/.-])ipurun(?:\.[A-Za-z_]\w*)+", text):
+        try:
+            locate(name, "page")
+        except ConfigError:
+            importlib.import_module(name)
+    files = re.findall(r"`((?:ipurun|tests)/[\w./]+)`", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 OUTPUT = """\

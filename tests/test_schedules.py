@@ -1,4 +1,4 @@
-"""Schedules: values against the formulas, state across a stop, the engine's optimizer left alone."""
+"""Schedules: values against formulas, state across a stop, no changes to the engine's optimizer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_cosine() -> None:
     assert _rates(lambda o: cosine(o, 8), 8) == pytest.approx(expected)
 
 
-def test_warmup_rises_in_a_line_and_reaches_the_full_rate() -> None:
+def test_warmup_rises_linearly_to_the_full_rate() -> None:
     rates = _rates(lambda o: linear(o, total_steps=8, warmup_steps=3), 9)
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.32, 0.24, 0.16, 0.08, 0.0])
 
 
-def test_final_factor_is_where_it_ends_and_stays() -> None:
+def test_the_rate_ends_and_stays_at_the_final_factor() -> None:
     for curve in (cosine, linear):
         rates = _rates(lambda o, curve=curve: curve(o, 4, final_factor=0.25), 7)
         assert rates[4:] == pytest.approx([0.1] * 3)
@@ -73,7 +73,7 @@ def test_no_schedule_changes_nothing() -> None:
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
-def test_state_goes_on_exactly(factory: Callable[[Any], Any], tmp_path: Any) -> None:
+def test_state_resumes_exactly(factory: Callable[[Any], Any], tmp_path: Any) -> None:
     straight = _rates(factory, 16)
     first = Schedule(_optimizer(), factory)
     for _ in range(7):
@@ -96,7 +96,7 @@ def test_several_updates_at_once_equal_one_by_one() -> None:
     assert schedule.lr == one[8]
 
 
-def test_groups_keep_their_proportions() -> None:
+def test_groups_keep_their_ratios() -> None:
     optimizer = _optimizer(groups=2)
     optimizer.param_groups[1]["lr"] = 0.04
     schedule = Schedule(optimizer, lambda o: linear(o, 4))
@@ -112,7 +112,7 @@ def test_momentum_is_cycled_too() -> None:
     assert optimizer.param_groups[0]["momentum"] != before
 
 
-def test_the_engines_optimizer_is_left_alone_and_nothing_warns() -> None:
+def test_the_engines_optimizer_is_not_patched_and_nothing_warns() -> None:
     optimizer = _optimizer()
     step = optimizer.step
     with warnings.catch_warnings():
@@ -137,12 +137,12 @@ def test_length_of_the_run_is_filled_in(node: Any, filled: int) -> None:
     assert schedule.lr == pytest.approx(0.0)
 
 
-def test_a_length_is_needed_where_the_data_has_none() -> None:
+def test_a_length_is_required_if_the_data_has_none() -> None:
     with pytest.raises(ConfigError, match="max_steps"):
         make_schedule({"_target_": "ipurun.schedules.cosine"}, _optimizer(), total_updates=None)
 
 
-def test_wrong_arguments_are_found_without_building() -> None:
+def test_wrong_arguments_are_found_without_making_the_schedule() -> None:
     (problem,) = check_schedule({"_target_": "ipurun.schedules.cosine", "warmup_step": 3})
     assert "warmup_step" in problem.what and problem.fix == "schedule.warmup_steps=3"
     (problem,) = check_schedule({"_target_": SCHEDULERS + "StepLR"})

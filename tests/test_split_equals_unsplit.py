@@ -1,4 +1,4 @@
-"""Models split over IPUs, in every way there is, compute what they compute on one: training and inference."""
+"""Models split over IPUs in every possible way compute the same as on one IPU, in training and inference."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ PRESETS: Dict[str, Tuple[str, Tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a run computes."""
+    """The results of a run."""
 
     plan: Plan
     losses: List[float]
@@ -137,11 +137,11 @@ class Numbers:
 
 @functools.lru_cache(maxsize=None)
 def numbers(recipe: str, *overrides: str) -> Numbers:
-    """Two weight updates, then one call of inference with the trained weights."""
+    """Run two weight updates, then one inference call with the trained weights."""
     config = one([f"+recipe={recipe}", "engine=cpu", *COMMON, *overrides]).config
     engine = engines.load("cpu")
-    subject = inspect(config, engine)
-    run = build_run(config, make_plan(config, subject.facts), subject, engine)
+    made = inspect(config, engine)
+    run = build_run(config, make_plan(config, made.facts), made, engine)
     run.train_loader.start()
     batches = run.train_loader.epoch()
     run.enter_training()
@@ -186,7 +186,7 @@ def _assert_equal(split: Numbers, whole: Numbers) -> None:
 
 
 def test_two_updates_change_the_weights() -> None:
-    """Or else equal weights would say nothing."""
+    """Otherwise equal weights would prove nothing."""
     config = one(["+recipe=gpt", "engine=cpu", *COMMON, *RECIPES["gpt"]]).config
     untrained = inspect(config, engines.load("cpu")).model.state_dict()
     trained = numbers("gpt", *RECIPES["gpt"]).weights

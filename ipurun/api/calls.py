@@ -1,4 +1,4 @@
-"""Calls on PopTorch's API as data: shown as source text, stored, compared, and performed on an engine."""
+"""Calls on PopTorch's API as data: they can be shown as source, stored, compared and made on an engine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Call:
-    """One call on PopTorch's API, as data: `plan` prints it, the builder performs it.
+    """One call on PopTorch's API, as data: `plan` prints it, the builder makes it.
 
     Args:
-        path: Dotted path of what is called: ``Training.gradientAccumulation``.
+        path: Dotted path of the callable: ``Training.gradientAccumulation``.
         args: Positional arguments: Python values, `Symbol`s, or nested `Call`s (settings objects).
         kwargs: Named arguments.
         origin: The config key, file or rule that asked for it.
-        chain: Further setters on what the call returns (settings objects).
+        chain: Further setters on the returned object (settings objects).
     """
 
     path: str
@@ -43,16 +43,16 @@ class Call:
 
 
 def last_call(path: str, *sources: Sequence[Call]) -> Optional[Call]:
-    """The call of a setter that counts: the last one of the first source that has it."""
+    """Return the call of a setter that counts: the last one in the first source that has it."""
     for calls in sources:
-        found = [call for call in calls if call.path == path]
-        if found:
-            return found[-1]
+        same = [call for call in calls if call.path == path]
+        if same:
+            return same[-1]
     return None
 
 
 def call_text(call: Call) -> str:
-    """One call: ``Training.gradientAccumulation(8)``."""
+    """Return a call as source: ``Training.gradientAccumulation(8)``."""
     arguments = [value_text(value) for value in call.args]
     arguments += [f"{name}={value_text(value)}" for name, value in call.kwargs.items()]
     chained = "".join(f".{call_text(setter)}" for setter in call.chain)
@@ -60,7 +60,7 @@ def call_text(call: Call) -> str:
 
 
 def value_text(value: Any) -> str:
-    """An argument as source."""
+    """Return an argument as source."""
     if isinstance(value, Symbol):
         return value.name
     if isinstance(value, Call):
@@ -76,7 +76,7 @@ def value_text(value: Any) -> str:
 
 
 def apply_calls(options: Any, calls: Iterable[Call], engine_module: ModuleType) -> Any:
-    """Perform calls on an Options object (or on any other), in order, and return the object.
+    """Make calls on an Options object (or any other), in order, and return the object.
 
     Args:
         options: The object that the calls' paths start from.
@@ -100,7 +100,7 @@ def apply_calls(options: Any, calls: Iterable[Call], engine_module: ModuleType) 
 
 
 def resolve(value: Any, engine_module: ModuleType) -> Any:
-    """A value of a plan as the object it means: symbols looked up, nested calls made, containers gone through."""
+    """Return the object that a value of a plan means, with symbols looked up and nested calls made."""
     if isinstance(value, Symbol):
         return _look_up(value.name, engine_module)
     if isinstance(value, Call):
@@ -113,13 +113,13 @@ def resolve(value: Any, engine_module: ModuleType) -> Any:
 
 
 def construct(call: Call, engine_module: ModuleType, *first: Any, **extra: Any) -> Any:
-    """Call what a path names (``poptorch.TensorLocationSettings``), then the setters chained to it.
+    """Call the callable at a path (``poptorch.TensorLocationSettings``), then the setters chained to it.
 
     Args:
         call: The call; its path begins with ``poptorch.``, ``torch.`` or any importable package.
-        engine_module: What ``poptorch`` stands for.
-        first: Arguments before the call's own (an optimizer's parameters).
-        extra: Named arguments beside the call's own.
+        engine_module: The module to use as ``poptorch``.
+        first: Arguments to put first (an optimizer's parameters).
+        extra: Further named arguments.
     """
     args, kwargs = _arguments(call, engine_module)
     made = _look_up(call.path, engine_module)(*first, *args, **kwargs, **extra)

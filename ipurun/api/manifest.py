@@ -1,4 +1,4 @@
-"""The manifest of PopTorch 3.4's public API, readable without torch or PopTorch."""
+"""The manifest of PopTorch 3.4's public API, which needs neither torch nor PopTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`options:` of a config: setters of `poptorch.Options` by name, checked against PopTorch's API manifest."""
+"""`options:` of a config: setters of `poptorch.Options` by name, checked against the API manifest."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ipurun.api.setters import Setter, group_names, option_setters, popart_keys
 from ipurun.api.values import BadValueError, convert, convert_popart, flatten
 from ipurun.errors import Problem, listing, nearest
 
-__all__ = ["bind", "broken_rule", "read_setters"]
+__all__ = ["bind", "read_setters"]
 
 _TAKES_NULL = ("maxRepeatLogs",)
-_TAKES_NONE = ("enableExecutableCaching",)  # beside those whose annotation says so
+_TAKES_NONE = ("enableExecutableCaching",)  # besides those whose annotation says so
 _INSTEAD = {
     "from_json": "write its entries under `options:`",
     "loadFromFile": "poptorch_conf=FILE",
@@ -21,7 +21,7 @@ _INSTEAD = {
 
 
 def read_setters(options: Mapping[str, Any], key: str = "options") -> Tuple[List[Call], List[Problem]]:
-    """The calls that a mapping of setters means, and what is wrong with it.
+    """Return the calls that a mapping of setters means, and its problems.
 
     Args:
         options: Nested (``{Training: {gradientAccumulation: 8}}``) or dotted names, or both.
@@ -45,7 +45,7 @@ def read_setters(options: Mapping[str, Any], key: str = "options") -> Tuple[List
 
 
 def bind(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str) -> Call:
-    """A call of one setter with checked and converted arguments.
+    """Return a call of a setter with checked and converted arguments.
 
     Raises:
         BadValueError: The arguments do not fit the setter.
@@ -73,20 +73,16 @@ def bind(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str)
         for entry in parameters
         if entry.name in given
     }
-    broken = broken_rule(path, converted)
+    broken = _RULES[path](converted) if path in _RULES else None
     if broken:
         raise broken
-    return _call(path, names, converted, origin)
-
-
-def _call(path: str, names: Sequence[str], values: Mapping[str, Any], origin: str) -> Call:
-    leading = next((count for count, name in enumerate(names) if name not in values), len(names))
-    later = {name: values[name] for name in names[leading:] if name in values}
-    return Call(path, tuple(values[name] for name in names[:leading]), later, origin)
+    leading = next((count for count, name in enumerate(names) if name not in converted), len(names))
+    later = {name: converted[name] for name in names[leading:] if name in converted}
+    return Call(path, tuple(converted[name] for name in names[:leading]), later, origin)
 
 
 def _walk(options: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, Any]]:
-    """Path and value of every setter; groups are entered, values that are mappings themselves are not."""
+    """Yield the path and value of every setter; groups are entered, values that are mappings are not."""
     for name, value in options.items():
         path = f"{prefix}{name}"
         if path in group_names() and (value is None or isinstance(value, Mapping)):
@@ -96,21 +92,21 @@ def _walk(options: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, A
 
 
 def _arguments(setter: Setter, value: Any) -> Iterator[Tuple[Sequence[Any], Mapping[str, Any]]]:
-    """How a YAML value spreads over the arguments of one call, or of several."""
+    """Yield the arguments of each call that a YAML value means."""
     parameters = setter.parameters
     names = {parameter.name for parameter in parameters}
     if value is None and setter.path not in _TAKES_NULL:
-        return  # null unsets what a recipe has set
+        return  # null unsets an option of a recipe
     if setter.path == "_Popart.set":
         yield from _popart_entries(value)
     elif setter.path == "anchorTensor":
         yield from _anchors(value)
     elif not parameters:
-        # A setter without arguments is a switch: false leaves it alone.
+        # A setter without arguments is a switch; false means not to call it.
         if value is not False:
             yield ((), {}) if value is True or value in ([], {}) else ((value,), {})
     elif isinstance(value, bool) and not parameters[0].required and "bool" not in parameters[0].annotation:
-        # So is one that has a default for all of them (enableProfiling, useOfflineIpuTarget).
+        # So is one with defaults for all arguments (enableProfiling, useOfflineIpuTarget).
         if value:
             yield (), {}
     elif parameters[0].variadic:
@@ -164,7 +160,7 @@ def _unknown(path: str, key: str, value: Any) -> Problem:
     name = path.rpartition(".")[2]
     if name in _INSTEAD:
         return Problem(
-            f"`{key}.{path}` is not an option but a way to load them",
+            f"`{key}.{path}` loads options and cannot be set as one",
             seen=str(value),
             fix=_INSTEAD[name],
             key=f"{key}.{path}",
@@ -183,15 +179,9 @@ def _bad(error: BadValueError, origin: str, value: Any) -> Problem:
     return Problem(f"`{origin}` takes {error.takes}", seen=repr(value), known=error.known, fix=fix, key=origin)
 
 
-def broken_rule(path: str, values: Mapping[str, Any]) -> Optional[BadValueError]:
-    """What is wrong with the converted arguments of a setter, if anything is."""
-    rule = _RULES.get(path)
-    return rule(values) if rule else None
-
-
 def _at_least_one(name: str) -> Callable[[Mapping[str, Any]], Optional[BadValueError]]:
     def rule(values: Mapping[str, Any]) -> Optional[BadValueError]:
-        return BadValueError("a whole number from 1 on", fix="1") if values[name] < 1 else None
+        return BadValueError("a whole number of at least 1", fix="1") if values[name] < 1 else None
 
     return rule
 
@@ -201,7 +191,7 @@ def _output_mode(values: Mapping[str, Any]) -> Optional[BadValueError]:
     if mode.endswith(".EveryN") and not (values.get("output_return_period") or 0) > 0:
         return BadValueError("a period with EveryN", fix="[EveryN, 2]")
     if mode.endswith(".Default"):
-        return BadValueError("a mode other than Default, which is what no setting means", fix="Final")
+        return BadValueError("a mode other than Default, which means not set", fix="Final")
     return None
 
 
@@ -215,14 +205,16 @@ def _io_tiles(values: Mapping[str, Any]) -> Optional[BadValueError]:
 def _grouping(values: Mapping[str, Any]) -> Optional[BadValueError]:
     if str(values["input_group_type"]).endswith(".All"):
         return BadValueError("Consecutive or Orthogonal groups", fix="[2, Consecutive]")
-    return BadValueError("a group size from 1 on", fix="[1, Consecutive]") if values["input_group_size"] < 1 else None
+    return (
+        BadValueError("a group size of at least 1", fix="[1, Consecutive]") if values["input_group_size"] < 1 else None
+    )
 
 
 def _proportions(values: Mapping[str, Any]) -> Optional[BadValueError]:
     named = values["available_memory_proportion"]
     if all(re.fullmatch(r"IPU\d+", key) and 0 <= share <= 1 for key, share in named.items()):
         return None
-    return BadValueError("shares from 0 to 1 by IPU", fix="{IPU0: 0.2}")
+    return BadValueError("numbers from 0 to 1 by IPU", fix="{IPU0: 0.2}")
 
 
 def _reduction(values: Mapping[str, Any]) -> Optional[BadValueError]:
@@ -237,7 +229,9 @@ def _mean_strategy(values: Mapping[str, Any]) -> Optional[BadValueError]:
 
 def _trace(values: Mapping[str, Any]) -> Optional[BadValueError]:
     return (
-        BadValueError("false: PopTorch 3.4 has no tracing by torch.jit", fix="false") if values["trace_model"] else None
+        BadValueError("false, as PopTorch 3.4 cannot trace with torch.jit", fix="false")
+        if values["trace_model"]
+        else None
     )
 
 

@@ -1,4 +1,4 @@
-"""Which setters `poptorch.Options` has, read off the API manifest."""
+"""The setters of `poptorch.Options` and the names that they take, from the API manifest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setter:
 
 @functools.lru_cache(maxsize=1)
 def option_setters() -> Mapping[str, Setter]:
-    """Dotted path -> setter, for ``Options`` and all its groups."""
+    """Return the setters of ``Options`` and all its groups, by dotted path."""
     setters: Dict[str, Setter] = {}
     for group, described in manifest.load()["option_groups"].items():
         if group != "Options" and not group.startswith("Options."):
@@ -50,36 +50,36 @@ def option_setters() -> Mapping[str, Setter]:
 
 
 def group_names() -> List[str]:
-    """Names of the groups of options: Training, Precision, ..."""
+    """Return the names of the groups of options: Training, Precision, ..."""
     return sorted({path.split(".")[0] for path in option_setters() if "." in path})
 
 
 @functools.lru_cache(maxsize=None)
 def class_setters(name: str) -> Mapping[str, Setter]:
-    """Setter name -> setter of a settings object or strategy, inherited ones included."""
-    found: Dict[str, Setter] = {}
+    """Return the setters of a settings object or strategy, including inherited ones, by name."""
+    setters: Dict[str, Setter] = {}
     described: Optional[Mapping[str, Any]] = _classes().get(name)
     while described is not None:
         for method, details in described.get("methods", {}).items():
             if details.get("returns_self") and not method.startswith("_"):
-                found.setdefault(method, Setter(method, _parameters(details), _writes(details.get("writes", {}))))
+                setters.setdefault(method, Setter(method, _parameters(details), _writes(details.get("writes", {}))))
         bases = [base for base in described.get("bases", []) if base in _classes()]
         described = _classes()[bases[0]] if bases else None
-    return found
+    return setters
 
 
 def enum_members(name: str) -> Optional[List[str]]:
-    """Member names of one of PopTorch's enumerations; None when there is no such enumeration."""
+    """Return the member names of one of PopTorch's enumerations; None where it does not exist."""
     described = manifest.load()["modules"]["poptorch.enums"]["classes"].get(name)
     return None if described is None else list(described["members"])
 
 
 @functools.lru_cache(maxsize=1)
 def popart_keys() -> Mapping[str, str]:
-    """PopART option -> bool, uint64, double, string, container or enum; without those that have a setter.
+    """Return the type of each PopART option (bool, uint64, double, string, container, enum) without a setter.
 
     PopTorch's own options go through the same parser as PopART's and are listed with them. Set a second time
-    through ``_Popart.set`` they collide, so they are left out.
+    through ``_Popart.set`` they would collide, so they are left out.
     """
     tables = manifest.load()["popart_option_keys"]
     kinds = {key: kind for kind in ("bool", "uint64", "double", "string", "container") for key in tables[kind]}

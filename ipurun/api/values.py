@@ -1,7 +1,6 @@
-"""Values of `poptorch.Options` setters as YAML writes them, turned into what the setter takes.
+"""Values for `poptorch.Options` setters, converted from YAML.
 
-Enumerations, dtypes and settings objects exist only once an engine is loaded; until then they are `Symbol`s
-and `Call`s.
+Enumerations, dtypes and settings objects need an engine; until one is loaded they are `Symbol`s and `Call`s.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _STRATEGIES = ("PipelinedExecution", "ShardedExecution", "SerialPhasedExecution"
 
 
 class BadValueError(ValueError):
-    """A value that a setter does not take: what it takes, and what exists instead."""
+    """A value that a setter does not take: what it takes, what exists instead, and a fix."""
 
     def __init__(self, takes: str, known: str = "", fix: str = "") -> None:
         super().__init__(takes)
@@ -30,7 +29,7 @@ class BadValueError(ValueError):
 
 
 def convert(value: Any, annotation: str) -> Any:
-    """A YAML value as the type that the manifest gives for the argument.
+    """Return a YAML value as the type that the manifest gives for the argument.
 
     Raises:
         BadValueError: The value does not fit.
@@ -44,6 +43,33 @@ def convert(value: Any, annotation: str) -> Any:
         return _strategy(value)
     enum = annotation[len("poptorch.") :] if annotation.startswith("poptorch.") else ""
     return _enum(value, enum) if enum_members(enum) else value
+
+
+def convert_popart(key: str, value: Any) -> Any:
+    """Return a value for ``_Popart.set``, in the Python type by which PopART looks up the key.
+
+    Raises:
+        BadValueError: The key does not exist, or the value does not fit it.
+    """
+    kind = popart_keys().get(key)
+    if kind is None:
+        close = nearest(key, popart_keys())
+        raise BadValueError("keys that PopART has", listing(close or popart_keys()), close[0] if close else "")
+    if kind == "container":
+        return _mapping_of(_word)(value) if isinstance(value, Mapping) else _texts(value)
+    simple = {"bool": _boolean, "double": _number, "string": _text}.get(kind, _integer)
+    return simple(value)
+
+
+def flatten(mapping: Mapping[Any, Any]) -> Dict[str, Any]:
+    """Return ``{debug: {allowOutOfMemory: true}}``, as from the command line, as ``{debug.allowOutOfMemory: true}``."""
+    flat: Dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            flat.update({f"{key}.{inner}": entry for inner, entry in flatten(value).items()})
+        else:
+            flat[str(key)] = value
+    return flat
 
 
 def _integer(value: Any) -> int:
@@ -66,17 +92,17 @@ def _number(value: Any) -> float:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise BadValueError("a text")
+        raise BadValueError("a string")
     return value
 
 
 def _word(value: Any) -> str:
-    # Poplar takes its options as texts; YAML gives true and 4.
+    # Poplar takes its options as strings; YAML gives true and 4.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float, str)):
         return str(value)
-    raise BadValueError("a text, a number or true/false")
+    raise BadValueError("a string, a number or true/false")
 
 
 def _texts(value: Any) -> List[str]:
@@ -98,17 +124,6 @@ def _mapping_of(item: Callable[[Any], Any]) -> Callable[[Any], Dict[str, Any]]:
     return mapping
 
 
-def flatten(mapping: Mapping[Any, Any]) -> Dict[str, Any]:
-    """``{debug: {allowOutOfMemory: true}}``, as the command line makes it, to ``{debug.allowOutOfMemory: true}``."""
-    flat: Dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping) and value:
-            flat.update({f"{key}.{inner}": entry for inner, entry in flatten(value).items()})
-        else:
-            flat[str(key)] = value
-    return flat
-
-
 def _dtype(value: Any) -> Symbol:
     name = str(value).rpartition("torch.")[2]
     if name not in _DTYPES:
@@ -127,7 +142,7 @@ def _enum(value: Any, enum: str) -> Symbol:
 
 
 def _settings(value: Any) -> Call:
-    """A mapping of setters as a ``TensorLocationSettings`` with those setters called on it."""
+    """Return a ``TensorLocationSettings`` with the setters of a mapping called on it."""
     if isinstance(value, Call) and value.path == "poptorch.TensorLocationSettings":
         return value
     if not isinstance(value, Mapping):
@@ -143,7 +158,7 @@ def _chain(class_name: str, setters: Mapping[str, Any]) -> Tuple[Call, ...]:
             close = nearest(name, known, most=1)
             raise BadValueError(f"setters of {class_name}, not `{name}`", _names(class_name), close[0] if close else "")
         annotation = known[name].parameters[0].annotation
-        # None takes the choice back, where PopTorch allows it (useOnChipStorage).
+        # None unsets the choice, where PopTorch allows it (useOnChipStorage).
         calls.append(Call(name, (None if value is None else convert(value, annotation),)))
     return tuple(calls)
 
@@ -153,7 +168,7 @@ def _names(class_name: str) -> str:
 
 
 def _strategy(value: Any) -> Call:
-    """``ShardedExecution``, ``{PipelinedExecution: AutoIncrement}`` or ``{SerialPhasedExecution: [[A], [B]], ...}``."""
+    """Convert ``ShardedExecution``, ``{PipelinedExecution: AutoIncrement}``, ``{SerialPhasedExecution: [A, B]}``."""
     if isinstance(value, Call) and value.path.rpartition(".")[2] in _STRATEGIES:
         return value
     if isinstance(value, str):
@@ -187,19 +202,3 @@ _CONVERTERS: Dict[str, Callable[[Any], Any]] = {
     "torch.dtype": _dtype,
     "poptorch.TensorLocationSettings": _settings,
 }
-
-
-def convert_popart(key: str, value: Any) -> Any:
-    """A value for ``_Popart.set``, in the Python type that decides which of PopART's tables is searched.
-
-    Raises:
-        BadValueError: There is no such key, or the value does not fit it.
-    """
-    kind = popart_keys().get(key)
-    if kind is None:
-        close = nearest(key, popart_keys())
-        raise BadValueError("keys that PopART has", listing(close or popart_keys()), close[0] if close else "")
-    if kind == "container":
-        return _mapping_of(_word)(value) if isinstance(value, Mapping) else _texts(value)
-    simple = {"bool": _boolean, "double": _number, "string": _text}.get(kind, _integer)
-    return simple(value)

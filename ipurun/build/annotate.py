@@ -1,4 +1,4 @@
-"""Marks of PopTorch on a model whose code is not touched: hooks on its modules, all of which can be taken away."""
+"""Annotate a model for PopTorch with removable hooks on its modules, leaving its code unchanged."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _OVERLAPS = {
 class Annotations:
     """All hooks that ipurun puts on a model, installed together so that their order is always the same.
 
-    PopTorch counts what a pre-hook does before BeginBlock's own hook to the preceding block, so blocks come
-    first (those that end with a module go on behind it), then casts, then marks on what modules return.
+    PopTorch assigns what a pre-hook does before BeginBlock's own hook to the preceding block. So blocks come first
+    (those that end with a module are re-opened after it), then casts, then marks on the outputs of modules.
 
     Args:
         model: The user's model.
-        engine_module: Answers to PopTorch's names.
+        engine_module: PopTorch, or the emulator.
         precision: Such as ``16.32``.
         rules: Module name -> ``16`` or ``32``.
-        checkpoints: Modules whose outputs are kept when the rest is recomputed.
-        serialized: Linear layers and embeddings that are done in parts.
+        checkpoints: Modules whose outputs are kept while the rest is recomputed.
+        serialized: Linear layers and embeddings that are computed in parts.
         proportions: Linear layer or convolution -> share of tile memory for its product.
-        ended_blocks: Blocks of the model's code that go on behind the modules that end them.
+        ended_blocks: User blocks to re-open after the module that ends them.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Annotations:
         self._handles: List[Any] = []
 
     def install(self, placements: Sequence[Placement]) -> None:
-        """Put the marks for these placements on the model, in place of any installed before."""
+        """Install the hooks for these placements, in place of any installed before."""
         self.remove()
         for placement in placements:
             module = self._model.get_submodule(placement.module)
@@ -71,13 +71,13 @@ class Annotations:
             self._engine.BeginBlock(module, user_id=placement.block_id, ipu_id=placement.ipu)
             self._blocks += [(module, hook) for hook in module._forward_pre_hooks if hook not in before]
         for block in self._ended_blocks:
-            begin = _BeginAgain(self._engine.Block.start, block.block_id, block.ipu)
+            begin = _ReopenBlock(self._engine.Block.start, block.block_id, block.ipu)
             self._handles.append(self._model.get_submodule(block.module).register_forward_hook(begin))
         self._handles += cast_hooks(self._model, self._precision, self._rules)
         self._forwards.install()
         for name, share in self._proportions.items():
             module = self._model.get_submodule(name)
-            if "forward" not in module.__dict__:  # a linear layer's own forward marks its product
+            if "forward" not in module.__dict__:  # a linear layer's replaced forward marks its product
                 mark = _MarkOutput(self._engine.set_available_memory, share)
                 self._handles.append(module.register_forward_hook(mark))
         for name in self._checkpoints:
@@ -85,33 +85,33 @@ class Annotations:
             self._handles.append(self._model.get_submodule(name).register_forward_hook(mark))
 
     def remove(self) -> None:
-        """Take away what `install` put there; blocks written in the model's own code stay."""
+        """Remove the hooks of `install`; blocks in the model's own code stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._forwards.remove()
-        # removeBlocks would also take away the blocks that the model's author wrote further inside.
+        # removeBlocks would also remove the blocks that the model's author wrote in submodules.
         for module, hook in self._blocks:
             module._forward_pre_hooks.pop(hook, None)
         self._blocks.clear()
 
 
-def overlap_io(step: nn.Module, engine_module: ModuleType, mode: str) -> None:
-    """Mark what goes into and comes out of a model for transfers that overlap computation.
+def overlap_io(wrapped: nn.Module, engine_module: ModuleType, mode: str) -> None:
+    """Mark the inputs and outputs of a model for transfers that overlap computation.
 
     Args:
-        step: What the executor is given: its arguments are the model's inputs.
-        engine_module: Answers to PopTorch's names.
+        wrapped: The model with its loss, as the executor gets it.
+        engine_module: PopTorch, or the emulator.
         mode: ``none``, ``accumulation_loop`` or ``device_iteration_loop``.
     """
     if mode == "none":
         return
     overlap = getattr(engine_module.OverlapMode, _OVERLAPS[mode])
-    step.register_forward_pre_hook(_MarkInputs(engine_module.set_overlap_for_input, overlap), with_kwargs=True)
-    step.register_forward_hook(_MarkOutput(engine_module.set_overlap_for_output, overlap))
+    wrapped.register_forward_pre_hook(_MarkInputs(engine_module.set_overlap_for_input, overlap), with_kwargs=True)
+    wrapped.register_forward_hook(_MarkOutput(engine_module.set_overlap_for_output, overlap))
 
 
-class _BeginAgain:
+class _ReopenBlock:
     def __init__(self, start: Callable[..., None], *block: Any) -> None:
         self._start = start
         self._block = block
@@ -141,7 +141,7 @@ class _MarkInputs:
 
 
 def _marked(mark: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Every tensor of a structure marked; containers keep their classes, as the model's code goes on with them."""
+    """Mark every tensor of a structure; containers keep their classes, because the model's code uses them."""
     if isinstance(value, torch.Tensor):
         return mark(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -149,7 +149,7 @@ def _marked(mark: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_marked(mark, item) for item in value)
     if isinstance(value, Mapping):
-        copied: Any = copy.copy(value)  # such as transformers' ModelOutput, which has its items as attributes, too
+        copied: Any = copy.copy(value)  # such as transformers' ModelOutput, whose items are also attributes
         for key, item in value.items():
             copied[key] = _marked(mark, item)
         return copied

@@ -1,4 +1,4 @@
-"""Data loaders: PopTorch's own, with an order that resumes exactly and full batches for inference."""
+"""PopTorch's data loaders, with an order that resumes exactly and full batches for inference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors
 from ipurun.inspect.data import is_stream
-from ipurun.inspect.sampling import PaddedOrder, Resumable, make_sampler, rows_to_fill
+from ipurun.inspect.sampling import PaddedOrder, ResumableSampler, make_sampler, rows_to_fill
 from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
@@ -20,31 +20,15 @@ __all__ = ["EvalLoader", "TrainLoader"]
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
 
-class _Stream(torch.utils.data.IterableDataset):
-    """Any iterable as the kind of data set that torch reads in order."""
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
-
-
-def _as_data_set(data: Any) -> Any:
-    if is_stream(data) and not isinstance(data, torch.utils.data.IterableDataset):
-        return _Stream(data)
-    return data
-
-
 class TrainLoader:
-    """Training batches, epoch after epoch, from any position on.
+    """Training batches, epoch by epoch, from any position.
 
     Args:
-        engine_module: Answers to PopTorch's names.
+        engine_module: PopTorch, or the emulator.
         options: The training options.
         data: Map-style or iterable data set.
         config: The loader's keys.
-        batch: The batch arithmetic.
+        sizes: The batch sizes of training.
         seed: Seed of the run.
         collate: Makes a batch of samples.
     """
@@ -55,7 +39,7 @@ class TrainLoader:
         options: Any,
         data: Any,
         config: LoaderConfig,
-        batch: BatchSizes,
+        sizes: BatchSizes,
         seed: int,
         collate: Callable[[List[Any]], Any],
     ) -> None:
@@ -63,7 +47,7 @@ class TrainLoader:
         self._options = options
         self._data = data
         self._config = config
-        self._batch = batch
+        self._sizes = sizes
         self._seed = seed
         self._collate = collate
         self._loader: Any = None
@@ -73,26 +57,26 @@ class TrainLoader:
     def start(self, epoch: int = 0, skip_calls: int = 0) -> None:
         """Open the data at a host call of an epoch.
 
-        By index, what lies before is not loaded. A stream has to be read up to there.
+        Data read by index skips to it; a stream must be read up to it.
         """
         self.close()
         self._epoch = epoch
         named: Dict[str, Any] = {}
         self._discard = skip_calls
         if not is_stream(self._data) and not self._is_distributed():
-            sampler = make_sampler(self._config, self._data, self._seed, self._batch.micro_batch_size)
+            sampler = make_sampler(self._config, self._data, self._seed, self._sizes.micro_batch_size)
             calls_to_items = self._micro_batches_per_call()
             if not self._config.batch_sampler:
-                calls_to_items *= self._batch.micro_batch_size
-            resumable = Resumable(sampler, self._seed, epoch, skip_calls * calls_to_items)
-            named["batch_sampler" if self._config.batch_sampler else "sampler"] = resumable
+                calls_to_items *= self._sizes.micro_batch_size
+            ordered = ResumableSampler(sampler, self._seed, epoch, skip_calls * calls_to_items)
+            named["batch_sampler" if self._config.batch_sampler else "sampler"] = ordered
             self._discard = 0
         elif not is_stream(self._data):
             named["shuffle"] = self._config.shuffle
         self._loader = self._open(named)
 
     def epoch(self) -> Iterator[Any]:
-        """The batches of the next epoch; of the first one after `start`, what is left of it."""
+        """Yield the batches of the next epoch; after `start`, the rest of the current one."""
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(self._epoch)
         self._epoch += 1
@@ -108,18 +92,18 @@ class TrainLoader:
             self._loader = None
 
     def _micro_batches_per_call(self) -> int:
-        return self._batch.samples_per_call // self._batch.micro_batch_size
+        return self._sizes.samples_per_call // self._sizes.micro_batch_size
 
     def _is_distributed(self) -> bool:
-        """With several processes PopTorch deals out the data set itself."""
+        """Return whether several processes run, among which PopTorch divides the data set."""
         return int(self._options.Distributed.numProcesses) > 1
 
     def _open(self, named: Dict[str, Any]) -> Any:
         mode = self._config.mode
         if "batch_sampler" not in named:
-            named["batch_size"] = self._batch.micro_batch_size
+            named["batch_size"] = self._sizes.micro_batch_size
         if mode == "sync":
-            # Of its own, so that opening the data does not disturb the global random state.
+            # A separate generator, so that opening the data does not disturb the global random state.
             named["generator"] = torch.Generator().manual_seed(self._seed)
         else:
             named["async_options"] = {"buffer_size": self._config.buffer_size}
@@ -139,21 +123,24 @@ class TrainLoader:
             )
         except (AssertionError, ValueError, self._engine.Error) as error:
             raise ConfigError(
-                "`loader`: the data cannot be opened this way", seen=str(error), where=f"mode={mode}", key="loader"
+                "`loader`: PopTorch cannot load the data with these settings",
+                seen=str(error),
+                where=f"mode={mode}",
+                key="loader",
             ) from error
 
 
 class EvalLoader:
-    """Batches of a split for inference, each one full, with the number of rows that are real.
+    """Full batches of a split for inference, each with its number of rows that are not padding.
 
     Args:
-        engine_module: Answers to PopTorch's names.
+        engine_module: PopTorch, or the emulator.
         options: The inference options.
         data: Map-style or iterable data set.
         workers: Worker processes.
-        batch: The batch arithmetic of inference.
+        sizes: The batch sizes of inference.
         collate: Makes a batch of samples.
-        max_samples: Use at most so many samples.
+        max_samples: Largest number of samples to use.
     """
 
     def __init__(
@@ -162,25 +149,24 @@ class EvalLoader:
         options: Any,
         data: Any,
         workers: int,
-        batch: BatchSizes,
+        sizes: BatchSizes,
         collate: Callable[[List[Any]], Any],
         max_samples: Optional[int] = None,
     ) -> None:
-        self._data = data
-        self._rows = batch.samples_per_call
-        self._micro_batch_size = batch.micro_batch_size
+        self._rows = sizes.samples_per_call
+        self._micro_batch_size = sizes.micro_batch_size
         self._limit = max_samples
         named: Dict[str, Any] = {}
         if not is_stream(data):
             known = len(data)
             self._limit = known if max_samples is None else min(known, max_samples)
-            named["sampler"] = PaddedOrder(self._limit, batch.micro_batch_size, self._rows)
+            named["sampler"] = PaddedOrder(self._limit, sizes.micro_batch_size, self._rows)
         if workers:
             named["worker_init_fn"] = _leave_interrupts_to_the_loop
         self._make = lambda: engine_module.DataLoader(
             options,
             _as_data_set(data),
-            batch_size=batch.micro_batch_size,
+            batch_size=sizes.micro_batch_size,
             num_workers=workers,
             drop_last=not is_stream(data),
             collate_fn=collate,
@@ -188,11 +174,6 @@ class EvalLoader:
             **named,
         )
         self._loader: Any = None
-
-    @property
-    def samples(self) -> Optional[int]:
-        """Samples it will give, None for a stream."""
-        return None if is_stream(self._data) else self._limit
 
     def __iter__(self) -> Iterator[Tuple[Any, int]]:
         if self._loader is None:
@@ -202,7 +183,7 @@ class EvalLoader:
             rows = leading_rows(batch) or 0
             real = rows if left is None else min(rows, left)
             if rows != self._rows:
-                batch = _fill(batch, rows, list(rows_to_fill(rows, self._micro_batch_size, self._rows)))
+                batch = _take_rows(batch, rows, list(rows_to_fill(rows, self._micro_batch_size, self._rows)))
             yield batch, real
             if left is not None:
                 left -= real
@@ -210,10 +191,26 @@ class EvalLoader:
                     return
 
 
+class _Stream(torch.utils.data.IterableDataset):
+    """An iterable as torch's iterable data set."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+def _as_data_set(data: Any) -> Any:
+    if is_stream(data) and not isinstance(data, torch.utils.data.IterableDataset):
+        return _Stream(data)
+    return data
+
+
 def _leave_interrupts_to_the_loop(worker: int) -> None:
-    """Ctrl-C reaches all processes of a terminal; a worker that died of it would keep the loop from saving."""
+    """Ignore Ctrl-C, which reaches all processes of a terminal: without its workers the loop could not save."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _fill(batch: Any, rows: int, chosen: List[int]) -> Any:
+def _take_rows(batch: Any, rows: int, chosen: List[int]) -> Any:
     return map_tensors(lambda t: t[chosen] if t.dim() and t.shape[0] == rows else t, batch)

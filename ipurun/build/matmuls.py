@@ -1,4 +1,4 @@
-"""Linear layers and embeddings that compute in parts, or with a share of tile memory: other forwards, same weights."""
+"""Replace the forward of linear layers and embeddings, to compute in parts or with a share of tile memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ABSENT = object()
 
 
 class Forwards:
-    """Replaces `forward` of single layers, and puts it back.
+    """Replaced `forward` methods of single layers.
 
     Args:
         model: The user's model.
-        engine_module: Answers to PopTorch's names.
-        serialized: Layers that are done in parts.
+        engine_module: PopTorch, or the emulator.
+        serialized: Layers that are computed in parts.
         proportions: Linear layer -> share of tile memory for its matmul.
     """
 
@@ -42,10 +42,10 @@ class Forwards:
         self._before: List[Tuple[nn.Module, Any]] = []
 
     def install(self) -> None:
-        """Give the layers their other forwards.
+        """Replace the layers' forwards.
 
         Raises:
-            ConfigError: A layer cannot be done in parts.
+            ConfigError: A layer cannot be computed in parts.
         """
         for name in dict.fromkeys((*self._serialized, *self._proportions)):
             module = self._model.get_submodule(name)
@@ -55,12 +55,12 @@ class Forwards:
                 module.forward = forward  # type: ignore[method-assign]  # undone by `remove`
 
     def remove(self) -> None:
-        """Put the layers' own forwards back."""
+        """Restore the layers' own forwards."""
         for module, before in reversed(self._before):
             if before is _ABSENT:
                 del module.__dict__["forward"]
             else:
-                module.forward = before  # type: ignore[method-assign]  # what somebody else had put there
+                module.forward = before  # type: ignore[method-assign]  # one that other code had set
         self._before.clear()
 
     def _forward(self, name: str, module: nn.Module) -> Optional[Callable[..., torch.Tensor]]:
@@ -74,18 +74,18 @@ class Forwards:
                 )
             return _Lookup(module, layer.factor)
         if not hasattr(module, "weight") or module.weight.dim() != 2:
-            return None  # a convolution: a mark on its output does
+            return None  # a convolution: a mark on its output is enough
         return _Product(module, self._engine, layer, self._proportions.get(name))
 
 
 class _Product:
-    """A linear layer's forward as a matmul of its own, which marks and serialisation apply to."""
+    """A linear layer's forward as a separate matmul, which can be marked and serialised."""
 
     def __init__(
         self, module: nn.Module, engine_module: ModuleType, layer: Optional[Serialized], share: Optional[float]
     ) -> None:
         self._module = module
-        # transformers' Conv1D, GPT-2's linear layer, has its weight the other way round
+        # the weight of transformers' Conv1D, GPT-2's linear layer, is transposed
         self._is_transposed = type(module).__name__ == "Conv1D"
         self._matmul: Callable[..., torch.Tensor] = torch.matmul
         self._extra: Tuple[Any, ...] = ()
@@ -105,7 +105,7 @@ class _Product:
 
 
 class _Lookup:
-    """An embedding's forward that looks into one part of the table after another."""
+    """An embedding's forward that reads the table part by part."""
 
     def __init__(self, module: nn.Embedding, parts: int) -> None:
         self._module = module

@@ -1,17 +1,18 @@
-"""The engine objects of a run, made from a plan, and the device handed from training to inference and back."""
+"""Build the engine objects of a run from its plan, and switch the device between training and inference."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional
+from types import ModuleType
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch import nn
 
-from ipurun.api.calls import apply_calls
+from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
-from ipurun.build.optimizer import make_optimizer
+from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
@@ -23,7 +24,7 @@ from ipurun.inspect.optimizer import make_schedule
 from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
 from ipurun.metrics import MetricSet
-from ipurun.planning.plan import Plan
+from ipurun.planning.plan import ParameterGroup, Plan
 from ipurun.schedules import Schedule
 
 __all__ = ["Run", "build_run", "collate_of"]
@@ -31,15 +32,15 @@ __all__ = ["Run", "build_run", "collate_of"]
 
 @dataclass
 class Run:
-    """Everything that training, evaluation and prediction work with.
+    """Everything that training, evaluation and prediction use.
 
     Args:
         config: The run's config.
         plan: Its plan.
         engine: Its engine.
         user_model: The user's model; its names are those of checkpoints.
-        step: The model with its loss, as training runs it.
-        loss: The loss behind the model; None for a model with its own.
+        model_with_loss: The model with its loss, as training runs it.
+        loss: The loss applied to the model's output; None for a model that returns its own.
         training_model: The engine's executor for training.
         inference_model: The engine's executor for evaluation and prediction.
         train_loader: Training batches.
@@ -48,8 +49,8 @@ class Run:
         schedule: The learning-rate schedule.
         train_metrics: Metrics of training batches.
         eval_metrics: Metrics of evaluation.
-        monitor: Name of the metric that tells the best checkpoint.
-        eval_split: Split to evaluate on; None where the data has none.
+        monitor: Name of the metric that selects the best checkpoint.
+        eval_split: Split to evaluate on; None if the data has none.
         annotations: The hooks on the model.
         training_options: The engine's options for training.
         inference_options: The engine's options for evaluation and prediction.
@@ -59,7 +60,7 @@ class Run:
     plan: Plan
     engine: Engine
     user_model: nn.Module
-    step: ModelWithLoss
+    model_with_loss: ModelWithLoss
     loss: Optional[Loss]
     training_model: Any
     inference_model: Any
@@ -76,36 +77,36 @@ class Run:
     inference_options: Any
 
     def enter_training(self) -> None:
-        """Give the device to training."""
+        """Switch the device to training."""
         _release(self.inference_model)
         if not self.training_model.isCompiled():
             self.annotations.install(self.plan.placements)
         self.user_model.train()
 
     def enter_inference(self) -> None:
-        """Give the device to inference; the weights pass through the host."""
+        """Switch the device to inference; the weights pass through the host."""
         _release(self.training_model)
         if not self.inference_model.isCompiled():
             self.annotations.install(self.plan.inference_placements)
         self.user_model.eval()
 
     def close(self) -> None:
-        """Let go of the device and of background processes."""
+        """Release the device and end background processes."""
         self.train_loader.close()
         _release(self.training_model)
         _release(self.inference_model)
 
 
-def build_run(config: RunConfig, plan: Plan, subject: ModelAndData, engine: Engine) -> Run:
-    """Perform a plan: options, annotated model, optimizer, loaders and executors.
+def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: Engine) -> Run:
+    """Build options, annotated model, optimizer, loaders and executors from a plan.
 
     Raises:
-        ConfigError: Something that only building shows.
+        ConfigError: A problem that only building can find.
     """
     if engine.kind == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)
     module = engine.module
-    model = subject.model
+    model = inspected.model
     cast_weights(model, plan.precision, plan.module_precision)
     annotations = Annotations(
         model,
@@ -119,37 +120,37 @@ def build_run(config: RunConfig, plan: Plan, subject: ModelAndData, engine: Engi
     )
     loss = make_loss(config.loss, module)
     train_metrics = make_metrics(config.metrics, "train", module)
-    step = ModelWithLoss(
+    for_training = ModelWithLoss(
         model, loss, config.loss, returns_output=bool(train_metrics), identity_loss=module.identity_loss
     )
-    inference_step = ModelWithLoss(model, loss, config.loss, returns_output=True, answer=step.answer)
-    for executed in (step, inference_step):
+    for_inference = ModelWithLoss(model, loss, config.loss, returns_output=True, tracing_flag=for_training.tracing_flag)
+    for executed in (for_training, for_inference):
         overlap_io(executed, module, plan.overlap_io)
     training_options = apply_calls(module.Options(), plan.training_options, module)
     inference_options = apply_calls(module.Options(), plan.inference_options, module)
-    optimizer = make_optimizer(plan.optimizer, plan.parameter_groups, step, module)
+    optimizer = _make_optimizer(plan, for_training, module)
     schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
     collate = collate_of(config, plan)
     train_loader = TrainLoader(
-        module, training_options, subject.splits["train"], config.loader, plan.training, config.seed, collate
+        module, training_options, inspected.splits["train"], config.loader, plan.training, config.seed, collate
     )
     eval_loaders = {
         name: EvalLoader(
             module, inference_options, data, config.loader.workers, plan.inference, collate, config.eval.max_samples
         )
-        for name, data in subject.splits.items()
+        for name, data in inspected.splits.items()
     }
     try:
-        training_model = module.trainingModel(step, training_options, optimizer)
-        inference_model = module.inferenceModel(inference_step, inference_options)
+        training_model = module.trainingModel(for_training, training_options, optimizer)
+        inference_model = module.inferenceModel(for_inference, inference_options)
     except (AssertionError, ValueError, module.Error) as error:
-        raise ConfigError("PopTorch refuses these options", seen=str(error)) from error
+        raise ConfigError("PopTorch refused these options", seen=str(error)) from error
     return Run(
         config=config,
         plan=plan,
         engine=engine,
         user_model=model,
-        step=step,
+        model_with_loss=for_training,
         loss=loss,
         training_model=training_model,
         inference_model=inference_model,
@@ -160,7 +161,7 @@ def build_run(config: RunConfig, plan: Plan, subject: ModelAndData, engine: Engi
         train_metrics=train_metrics,
         eval_metrics=make_metrics(config.metrics, "eval", module),
         monitor=config.checkpoint.best or monitored(config.monitor, config.metrics),
-        eval_split=split_for_eval(subject.splits, config.eval.split),
+        eval_split=split_for_eval(inspected.splits, config.eval.split),
         annotations=annotations,
         training_options=training_options,
         inference_options=inference_options,
@@ -168,11 +169,51 @@ def build_run(config: RunConfig, plan: Plan, subject: ModelAndData, engine: Engi
 
 
 def collate_of(config: RunConfig, plan: Plan) -> Callable[[List[Any]], Any]:
-    """What makes a micro-batch of samples, as the device takes it."""
+    """Return the function that makes a micro-batch from samples, in the precision of the run."""
     collate = make_collate(config.loader)
     if not plan.precision.startswith("16"):
         return collate
     return CastingCollate(collate, has_target=config.loss.name is not None, target=config.loss.target)
+
+
+def _make_optimizer(plan: Plan, wrapped: nn.Module, engine_module: ModuleType) -> Any:
+    """Construct the optimizer with its parameter groups and its variable and constant values.
+
+    Raises:
+        ConfigError: The optimizer refuses its arguments.
+    """
+    call, groups = plan.optimizer, _optimizer_groups(plan.parameter_groups, wrapped, engine_module)
+    try:
+        return construct(call, engine_module, groups)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`optimizer`: {call.path} refused its arguments", seen=f"{type(error).__name__}: {error}", key="optimizer"
+        ) from error
+
+
+def _optimizer_groups(
+    groups: Sequence[ParameterGroup], wrapped: nn.Module, engine_module: ModuleType
+) -> List[Dict[str, Any]]:
+    """Return the optimizer's groups: a parameter belongs to the first one that it matches."""
+    left = {
+        name[len("model.") :] if name.startswith("model.") else name: parameter
+        for name, parameter in wrapped.named_parameters()
+        if parameter.requires_grad
+    }
+    if not left:
+        has_parameters = next(wrapped.parameters(), None) is not None
+        seen = "requires_grad is False for all parameters" if has_parameters else "it has no parameters at all"
+        fix = "`model._target_`: a module with trainable parameters"
+        raise ConfigError("the model has no parameter to train", seen=seen, fix=fix)
+    special: List[Dict[str, Any]] = []
+    for group in groups:
+        names = [name for pattern in group.match for name in match_parameters(pattern, list(left))]
+        parameters = [left.pop(name) for name in dict.fromkeys(names)]
+        values = {name: resolve(value, engine_module) for name, value in group.values.items()}
+        if parameters:
+            special.append({"params": parameters, **values})
+    rest: List[Dict[str, Any]] = [{"params": list(left.values())}] if left else []
+    return rest + special
 
 
 def _release(executor: Any) -> None:

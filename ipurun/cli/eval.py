@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.errors import ConfigError
 
-__all__ = ["run", "run_folder_of"]
+__all__ = ["run", "run_folder_of", "text"]
 
 
 _USAGE = """\
@@ -37,43 +36,25 @@ def run(argv: List[str]) -> int:
         return 0
     path, words = run_folder_of(rest, "eval")
     with only_json(flags.json):
-        from ipurun.log.console import console_for
-        from ipurun.log.format import duration, metric, plural
-        from ipurun.log.screen import make_screen
-        from ipurun.runs.folder import RunFolder
-        from ipurun.runs.reload import load_run, split_to_use
-        from ipurun.training.evaluate import evaluate
+        from ipurun.interface import evaluate
 
-        loaded = load_run(RunFolder.open(path), words, text(flags.values.get("checkpoint")), "best" in flags.values)
-        name = split_to_use(loaded.run, text(flags.values.get("split")))
-        screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
-        try:
-            result = evaluate(loaded.run, console_for(loaded.run.plan, screen), name)
-        finally:
-            screen.close()
-            loaded.run.close()
-    assert result is not None  # nothing asks it to stop
-    if flags.json:
-        print_json(
-            {
-                "folder": str(loaded.folder),
-                "checkpoint": str(loaded.checkpoint),
-                "step": loaded.checkpoint.step,
-                "split": result.split,
-                "samples": result.samples,
-                "metrics": result.metrics,
-                "seconds": result.seconds,
-            }
+        result = evaluate(
+            path,
+            text(flags.values.get("split")),
+            text(flags.values.get("checkpoint")),
+            "best" in flags.values,
+            words,
+            quiet=flags.quiet or flags.json,
         )
-        return 0
-    values = "  ".join(f"{key} {metric(value)}" for key, value in result.metrics.items())
-    where = f"step {loaded.checkpoint.step:,} on {result.split}"
-    print(f"{where}: {values}  [{plural(result.samples, 'sample')}, {duration(result.seconds)}]")
+    if flags.json:
+        print_json(result.to_dict())
+    else:
+        print(result)
     return 0
 
 
-def run_folder_of(words: List[str], command: str) -> tuple:
-    """The run folder at the head of a command line, and the words behind it.
+def run_folder_of(words: List[str], command: str) -> Tuple[str, List[str]]:
+    """Return the run folder of a command line, and the other words.
 
     Raises:
         ConfigError: There is none.
@@ -90,5 +71,5 @@ def run_folder_of(words: List[str], command: str) -> tuple:
 
 
 def text(value: object) -> Optional[str]:
-    """A flag's value, None where the flag is not there."""
+    """Return the value of a flag, None where the flag was not given."""
     return None if value is None else str(value)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import List, Optional
+from typing import List
 
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.cli.eval import run_folder_of, text
@@ -39,31 +38,27 @@ def run(argv: List[str]) -> int:
         return 0
     path, words = run_folder_of(rest, "predict")
     with only_json(flags.json):
-        from ipurun.log.console import console_for
+        from ipurun.interface import predict
         from ipurun.log.predictions import check_file, describe, write_predictions
-        from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder
-        from ipurun.runs.reload import load_run, split_to_use
-        from ipurun.training.evaluate import gathered, predict
 
-        folder = RunFolder.open(path)
-        given: Optional[str] = text(flags.values.get("out"))
-        if given is not None:
-            check_file(Path(given))
-        loaded = load_run(folder, words, text(flags.values.get("checkpoint")), "best" in flags.values, "predict")
-        name = split_to_use(loaded.run, text(flags.values.get("split")))
-        file = Path(given) if given is not None else folder.path / f"predictions_{name}.pt"
-        check_file(file)
-        screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
-        try:
-            outputs = gathered(predict(loaded.run, name, console_for(loaded.run.plan, screen)))
-        finally:
-            screen.close()
-            loaded.run.close()
-        write_predictions(file, outputs)
+        RunFolder.open(path)
+        given = text(flags.values.get("out"))
+        check_file(Path(path, "predictions.pt") if given is None else Path(given))
+        result = predict(
+            path,
+            text(flags.values.get("split")),
+            text(flags.values.get("checkpoint")),
+            "best" in flags.values,
+            words,
+            quiet=flags.quiet or flags.json,
+        )
+        file = result.folder / f"predictions_{result.split}.pt" if given is None else Path(given)
+        write_predictions(file, result.outputs)
+    outputs = describe(result.outputs)
     if flags.json:
-        document = {"folder": str(folder), "checkpoint": str(loaded.checkpoint), "step": loaded.checkpoint.step}
-        print_json({**document, "split": name, "file": str(file), "outputs": describe(outputs)})
+        document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "step": result.step}
+        print_json({**document, "split": result.split, "file": str(file), "outputs": outputs})
     else:
-        print(f"step {loaded.checkpoint.step:,} on {name}: {describe(outputs)} in {file}")
+        print(f"step {result.step:,} on {result.split}: {outputs} in {file}")
     return 0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, List
 
 from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from ipurun.module_search import python_command
 
 if TYPE_CHECKING:
-    from ipurun.config.compose import Point, Points
     from ipurun.planning.plan import Plan
 
 __all__ = ["run"]
@@ -49,59 +48,27 @@ def run(argv: List[str]) -> int:
         return 0
     from ipurun.config.argv import parse_argv
 
-    words = parse_argv(rest)
-    point = _bare_resume(list(words.overrides), words.multirun)
-    if point is not None:
-        return _train(point, flags, argv)
-    from ipurun.config.compose import points
-
-    found = points(rest)
-    if found.multirun:
-        return _sweep(found, flags, rest)
-    return _train(found.points[0], flags, argv)
-
-
-def _bare_resume(overrides: List[str], multirun: bool) -> Optional[Point]:
-    """The stored point of ``resume=FOLDER`` when the line names no recipe and no model of its own."""
-    named = [word.lstrip("+").partition("=") for word in overrides]
-    folders = [value for key, _, value in named if key == "resume" and value not in ("", "auto", "null")]
-    if not folders or multirun or any(key.split(".")[0] in ("recipe", "model") for key, _, _ in named):
-        return None
-    from ipurun.runs.folder import RunFolder
-    from ipurun.runs.reload import stored_point
-
-    return stored_point(RunFolder.open(folders[-1].strip("'\"")), overrides)
-
-
-def _train(point: Point, flags: Flags, argv: List[str]) -> int:
+    if parse_argv(rest).multirun:
+        return _sweep(rest, flags)
     with only_json(flags.json):
-        from ipurun.log.console import final_line
-        from ipurun.log.screen import make_screen
-        from ipurun.runs.job import prepare_job, resumed_folder, run_job
+        from ipurun.interface import train_words
 
-        prepared = prepare_job(point)
-        _set_environment(prepared.plan, argv)
-        screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
-        folder = resumed_folder(point)
-        if folder is None and point.config.resume:
-            screen.line("note: resume=auto finds no unfinished run with a checkpoint: starting anew")
-        try:
-            finished = run_job(prepared, screen, folder)
-        finally:
-            screen.close()
-    summary = finished.summary
+        quiet = flags.quiet or flags.json
+        result = train_words(rest, quiet, set_environment=lambda plan: _set_environment(plan, argv))
     if flags.json:
-        print_json({"name": prepared.plan.name, "folder": str(finished.folder), **summary.to_dict()})
+        print_json(result.to_dict())
     elif flags.quiet:
-        print(final_line(summary, prepared.plan.name, str(finished.folder)))
-    return EXIT_INTERRUPTED if summary.status == "interrupted" else 0
+        from ipurun.log.console import final_line
+
+        print(final_line(result, result.name, str(result.folder)))
+    return EXIT_INTERRUPTED if result.status == "interrupted" else 0
 
 
 def _set_environment(plan: Plan, argv: List[str]) -> None:
-    """Sets what the plan wants set before the engine is imported.
+    """Set the variables that the plan needs before the engine is imported.
 
-    A plan needs the engine, so the engine is imported already. The emulator reads its variables when they are used;
-    Graphcore's libraries read some when they are loaded, so there the command starts over with them set.
+    A plan needs the engine, so it is imported already. The emulator reads its variables when they are used; Graphcore's
+    libraries read some when they are loaded, so there the command starts over with them set.
     """
     missing = {name: value for name, value in plan.environment.items() if os.environ.get(name) != value}
     if not missing:
@@ -113,7 +80,10 @@ def _set_environment(plan: Plan, argv: List[str]) -> None:
         os.execv(sys.executable, [*python_command("ipurun.cli.main.console"), "train", *argv])
 
 
-def _sweep(points: Points, flags: Flags, argv: List[str]) -> int:
+def _sweep(argv: List[str], flags: Flags) -> int:
+    from ipurun.config.compose import points
+
+    found = points(argv)
     with only_json(flags.json):
         from ipurun.log.screen import PlainScreen, make_screen
         from ipurun.sweep.run import final_line, run_sweep, show_result
@@ -123,7 +93,7 @@ def _sweep(points: Points, flags: Flags, argv: List[str]) -> int:
         # Batch systems end a job with SIGTERM: the sweep then ends as with Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            result = run_sweep(points, argv, screen, errors)
+            result = run_sweep(found, argv, screen, errors)
         finally:
             screen.close()
         show_result(result, screen)

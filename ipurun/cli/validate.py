@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import List, Tuple
+from typing import List
 
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.config.argv import parse_argv
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["run"]
 
@@ -38,7 +38,9 @@ def run(argv: List[str]) -> int:
         return 0
     parse_argv(rest)  # a flag that is not known would leave its value behind, which reads like a recipe
     with only_json(flags.json):
-        checked = [result for line in _lines(rest) for result in _check(line)]
+        from ipurun.interface import check_words
+
+        checked = [result for line in _lines(rest) for result in check_words(line)]
     problems = [problem for _, found in checked for problem in found]
     if flags.json:
         configs = [
@@ -58,28 +60,7 @@ def run(argv: List[str]) -> int:
 
 
 def _lines(argv: List[str]) -> List[List[str]]:
-    """One command line for each recipe that is given by its bare name, else the line as it is."""
+    """Return a command line for each recipe that is given by its bare name, else the line as it is."""
     names = [word for word in argv if "=" not in word and not word.startswith(("-", "~"))]
     others = [word for word in argv if word not in names]
     return [[f"+recipe={name}", *others] for name in names] or [argv]
-
-
-def _check(argv: List[str]) -> List[Tuple[str, List[Problem]]]:
-    from ipurun.config.compose import points
-    from ipurun.runs.job import prepare_job
-
-    label = " ".join(argv) or "the default config"
-    try:
-        found = points(argv, "validate")
-    except ConfigError as error:
-        return [(label, list(error.problems))]
-    results: List[Tuple[str, List[Problem]]] = []
-    for point in found.points:
-        text = " ".join(point.overrides) or label
-        try:
-            prepare_job(point, checks_only=True)
-        except ConfigError as error:
-            results.append((text, list(error.problems)))
-        else:
-            results.append((text, []))
-    return results

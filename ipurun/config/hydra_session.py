@@ -52,11 +52,15 @@ class Composed:
 
 @contextmanager
 def open_hydra(line: CommandLine) -> Iterator[Session]:
-    """Open Hydra for the time of a `with` statement."""
+    """Open Hydra for the time of a `with` statement; a caller's own Hydra is restored afterwards."""
     prepare_hydra(line)
+    before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    with initialize_config_module(_CONFIG_MODULE, job_name="ipurun", version_base="1.3"):
-        yield Session(GlobalHydra.instance().config_loader(), line.config_name)
+    try:
+        with initialize_config_module(_CONFIG_MODULE, job_name="ipurun", version_base="1.3"):
+            yield Session(GlobalHydra.instance().config_loader(), line.config_name)
+    finally:
+        GlobalHydra.instance().hydra = before
 
 
 def prepare_hydra(line: CommandLine) -> None:

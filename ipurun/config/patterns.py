@@ -1,9 +1,9 @@
 """Names and patterns of modules and parameters, matched the same way for every key that takes them.
 
-A name is dotted (``layer1.0``, or ``layer1/0``). In a pattern ``*`` matches any text within one part of a name, and at
-the very beginning any parts before, too; ``**`` matches any text; ``?`` and ``[0-9]`` match one character. A pattern
-that begins with ``re:`` is a regular expression for the whole name. Where parameters are meant, a pattern that ends in
-``*`` also takes the parameters inside the modules it matches. docs/reference/patterns.md has the same for users.
+A name is dotted (``layer1.0``, or ``layer1/0``). In a pattern, ``*`` matches any text within one part of a name, and
+any text at the very beginning; ``**`` matches any text; ``?`` and ``[0-9]`` match one character. ``re:`` begins a
+regular expression for the whole name. For parameters, a pattern that ends in ``*`` also matches the parameters inside
+the modules that it matches. docs/reference/patterns.md says the same for users.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _REGEX = "re:"
 
 @dataclass(frozen=True)
 class Match:
-    """A name that fits a pattern, and the texts that its wildcards or groups stand for."""
+    """A name that matches a pattern, and the text of each wildcard or group."""
 
     name: str
     texts: Tuple[str, ...] = ()
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text is a pattern rather than a name."""
+    """Whether a string is a pattern and not a name."""
     return text.startswith(_REGEX) or any(character in text for character in "*?[")
 
 
 def find_module(name: str, key: str, known: Sequence[str], found: Findings) -> Optional[str]:
-    """The module that a name means (``layer1.0``, or ``layer1/0``); None, and a problem, when there is none."""
+    """Return the module with a name (``layer1.0``, or ``layer1/0``); None, and a problem, where it does not exist."""
     dotted = _dotted(name)
     if dotted in known and dotted:
         return dotted
@@ -55,35 +55,35 @@ def find_module(name: str, key: str, known: Sequence[str], found: Findings) -> O
 
 
 def match_modules(pattern: str, key: str, known: Sequence[str], found: Findings) -> List[str]:
-    """Modules whose name fits a name or a pattern (``encoder.*.attention``); none is a problem."""
+    """Return the modules that match a name or a pattern (``encoder.*.attention``); no match is a problem."""
     return [match.name for match in match_names(pattern, key, known, found)]
 
 
 def match_names(
     pattern: str, key: str, known: Sequence[str], found: Findings, what: str = "module", owner: str = "the model has"
 ) -> List[Match]:
-    """Names that fit a name or a pattern, in their own order, with what the wildcards stand for.
+    """Return the names that match a name or a pattern, in order, with the text of each wildcard.
 
     Args:
         pattern: A name or a pattern.
         key: The config key it comes from.
         known: All names.
-        found: Takes a problem where nothing fits.
-        what: What the names are names of, for the message.
-        owner: Who has them, for the message.
+        found: Takes a problem where nothing matches.
+        what: The kind of thing named, for the message.
+        owner: Who has such things, for the message.
     """
     expression = _checked(pattern, key, found)
     if expression is None:
         return []
-    fitting = [(name, expression.fullmatch(name)) for name in known if name]
-    matches = [Match(name, tuple(text or "" for text in fit.groups())) for name, fit in fitting if fit]
+    tried = [(name, expression.fullmatch(name)) for name in known if name]
+    matches = [Match(name, tuple(text or "" for text in match.groups())) for name, match in tried if match]
     if not matches:
         unmatched(pattern, key, known, found, what, owner)
     return matches
 
 
 def match_parameters(pattern: str, known: Sequence[str]) -> List[str]:
-    """Parameters that a name or a pattern means. `check_parameters` reports patterns that cannot be used."""
+    """Return the parameters that match a name or a pattern; `check_parameters` reports unusable patterns."""
     expression = _compiled(pattern)
     if pattern.endswith("*") and not pattern.startswith(_REGEX):
         expression = re.compile(expression.pattern + r"(?:\..*)?")
@@ -99,10 +99,10 @@ def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findin
     lost = [name for name in before if name not in matched]
     if lost:
         wide = f"`{widened(pattern)}` for all {len(before)}"
-        exact = f", `{_REGEX}{_compiled(pattern).pattern}` for the {len(matched)} alone" if matched else ""
+        exact = f", `{_REGEX}{_compiled(pattern).pattern}` for only the {len(matched)}" if matched else ""
         found.problem(
-            f"`{key}`: `{pattern}` leaves out parameters that it matched in earlier versions, as `*` stops at dots now",
-            seen=f"{len(matched)} of {len(before)} parameters match; left out: {listing(lost, most=3)}",
+            f"`{key}`: `{pattern}` matches fewer parameters than in earlier versions, as `*` now stops at dots",
+            seen=f"{len(matched)} of {len(before)} parameters match; no longer matched: {listing(lost, most=3)}",
             fix=wide + exact,
             key=key,
         )
@@ -111,12 +111,12 @@ def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findin
 
 
 def widened(pattern: str) -> str:
-    """A pattern whose `*` match any text, also over dots, as those for parameters did in earlier versions."""
+    """Return a pattern whose `*` matches any text, dots included, as for parameters in earlier versions."""
     return pattern if "**" in pattern or pattern.startswith(_REGEX) else pattern.replace("*", "**")
 
 
 def names_in(value: Any, key: str, found: Findings, what: str = "module") -> List[str]:
-    """A key that takes one name or a list of names, as a list."""
+    """Return the value of a key that takes one name or several, as a list."""
     if value is None:
         return []
     entries = [value] if isinstance(value, (str, int)) else list(value) if isinstance(value, (list, tuple)) else None
@@ -129,7 +129,7 @@ def names_in(value: Any, key: str, found: Findings, what: str = "module") -> Lis
 
 
 def flat_names(value: Mapping[Any, Any], fields: Sequence[str]) -> Dict[str, Any]:
-    """A mapping by module name, whose names the command line has cut at their dots (``blocks.h.3.ipu=1``)."""
+    """Return a mapping by module name, joining names that the command line split at dots (``blocks.h.3.ipu=1``)."""
     flat: Dict[str, Any] = {}
     for name, entry in value.items():
         if isinstance(entry, Mapping) and entry and not any(field in entry for field in fields):
@@ -142,12 +142,12 @@ def flat_names(value: Mapping[Any, Any], fields: Sequence[str]) -> Dict[str, Any
 def unmatched(
     name: str, key: str, known: Sequence[str], found: Findings, what: str = "module", owner: str = "the model has"
 ) -> None:
-    """Report a name that nothing fits, or that is only the end of several names."""
+    """Report a name that nothing matches, or that is only the end of several names."""
     names = [module for module in known if module]
     ends = [module for module in names if module.endswith("." + _dotted(name))]
     if len(ends) > 1:
         found.problem(
-            f"`{key}` names `{name}`, which may be any of {len(ends)} {what}s",
+            f"`{key}` names `{name}`, which could be any of {len(ends)} {what}s",
             known=listing(ends),
             fix=f"the full name, such as `{ends[0]}`, or the pattern `**.{_dotted(name)}` for all of them",
             key=key,
@@ -156,15 +156,15 @@ def unmatched(
     close = ends or nearest(name, names) or _siblings(_dotted(name), names)
     top = [module for module in names if "." not in module]
     found.problem(
-        f"`{key}` names `{name}`, and {owner} no such {what}",
+        f"`{key}` names `{name}`, but {owner} no such {what}",
         known=listing(close or top or names),
-        fix=f"`{_in_the_form_of(name, close[0])}` instead of `{name}`" if close else "one of the names above",
+        fix=f"`{_with_wildcards(name, close[0])}` instead of `{name}`" if close else "one of the names above",
         key=key,
     )
 
 
-def _in_the_form_of(pattern: str, name: str) -> str:
-    """A name with the wildcards of a pattern: ``h.*.attn`` for ``h.*.atn`` and ``h.2.attn``."""
+def _with_wildcards(pattern: str, name: str) -> str:
+    """Return a name with the wildcards of a pattern: ``h.*.attn`` for ``h.*.atn`` and ``h.2.attn``."""
     parts, exact = _dotted(pattern).split("."), name.split(".")
     if pattern.startswith(_REGEX) or len(parts) != len(exact):
         return name
@@ -172,7 +172,7 @@ def _in_the_form_of(pattern: str, name: str) -> str:
 
 
 def _siblings(name: str, names: Sequence[str]) -> List[str]:
-    """What the innermost module that exists of a dotted name holds."""
+    """Return the modules in the innermost existing parent of a dotted name."""
     while "." in name:
         name = name.rpartition(".")[0]
         inside = [module for module in names if module.rpartition(".")[0] == name]
@@ -186,14 +186,14 @@ def _dotted(name: str) -> str:
 
 
 def _checked(pattern: str, key: str, found: Findings) -> Optional[Pattern[str]]:
-    """The expression of a pattern; None, and a problem, where it cannot be read."""
+    """Return the expression of a pattern; None, and a problem, where it cannot be compiled."""
     try:
         return _compiled(pattern)
     except re.error as error:
         found.problem(
             f"`{key}`: `{pattern}` is not a regular expression",
             seen=str(error),
-            fix="see Python's `re`; without `re:` the text is a name or a pattern such as layers.*.attn",
+            fix="see Python's `re`, or leave out `re:` for a pattern such as layers.*.attn",
             key=key,
         )
         return None

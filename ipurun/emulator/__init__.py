@@ -1,13 +1,14 @@
 """PopTorch 3.4's Python API on plain CPU torch.
 
-``install()`` makes ``import poptorch`` mean this package. What is executed, what is only recorded and where
-it differs from a device is described in docs/explanation/emulator.md and docs/reference/emulator-coverage.md.
+``install()`` makes ``import poptorch`` import this package. docs/explanation/emulator.md and
+docs/reference/emulator-coverage.md describe what is executed, what is only recorded, and how it differs from a device.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import sys
 
 from ipurun.emulator import enums, ops, optim, options, poptorch_core, profiling
 from ipurun.emulator._capture.structures import (
@@ -18,10 +19,16 @@ from ipurun.emulator._capture.structures import (
 from ipurun.emulator._data.accessor import AsynchronousDataAccessor
 from ipurun.emulator._dataloader import DataLoader
 from ipurun.emulator._executor.device import ipuHardwareIsAvailable, ipuHardwareVersion
-from ipurun.emulator._executor.model_wrappers import inferenceModel, load, trainingModel
 from ipurun.emulator._impl import __version__, createPoptorchError, isRunningOnIpu
 from ipurun.emulator._logging import logger, setLogLevel
-from ipurun.emulator._poplar_executor import PoplarExecutor, registerPostCompileHook, registerPreCompileHook
+from ipurun.emulator._poplar_executor import (
+    PoplarExecutor,
+    inferenceModel,
+    load,
+    registerPostCompileHook,
+    registerPreCompileHook,
+    trainingModel,
+)
 from ipurun.emulator._printing import module_repr, print
 from ipurun.emulator._utils import accessAttributes, getIpuTensorId
 from ipurun.emulator.autocasting import autocast
@@ -180,9 +187,25 @@ __all__ = [
     "trainingModel",
 ]
 
-# PopTorch does so at import, for programs that fork after the device libraries were loaded.
+# As PopTorch does at import, for programs that fork after loading the device libraries.
 os.environ.setdefault("RDMAV_FORK_SAFE", "1")
 atexit.register(poptorchAtExit)
+
+# Models, options and optimizers pickled by ipurun 0.1.0 name the modules that held their classes then.
+_PICKLED_IN_0_1_0 = {
+    "_annotations": "_ops.annotations",
+    "_attributes": "_ops.annotations",
+    "_blocks": "_ops.blocks",
+    "_cpu_ops": "_ops.custom_ops",
+    "_multi_conv": "_ops.annotations",
+    "_optim_base": "_optimizer.base",
+    "_option_groups": "_options.groups",
+    "_strategies": "_options.strategies",
+    "_tensor_locations": "_options.groups",
+    "_wrapping": "_executor.wrapping",
+}
+for _old, _new in _PICKLED_IN_0_1_0.items():
+    sys.modules[f"{__name__}.{_old}"] = sys.modules[f"{__name__}.{_new}"]
 
 _REMOVED = {
     "Compiler": "removed after PopTorch 2.6",

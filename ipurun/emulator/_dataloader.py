@@ -1,4 +1,4 @@
-"""PopTorch's DataLoader: torch's, with batches large enough for everything one call of the model executes."""
+"""PopTorch's DataLoader: torch's, with batches large enough for one call of the model."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class DataLoader(TorchDataLoader):
 
     Args:
         options: The options of the model that will use the data; they are frozen.
-        dataset: What to load.
+        dataset: The dataset.
         batch_size: Samples in one micro-batch, the batch that the model's forward sees.
         shuffle: Whether to shuffle at every epoch.
         num_workers: Worker processes that load data.
-        drop_last: Drop the last batch when it is incomplete; unlike torch's the default is True.
-        persistent_workers: Keep the workers from one epoch to the next; the default is to do so.
-        auto_distributed_partitioning: Give each of several processes its own part of the dataset.
-        mode: Load in this process, or ahead in a background one.
+        drop_last: Drop the last batch if it is incomplete; unlike in torch, the default is True.
+        persistent_workers: Keep the workers between epochs; the default is to do so.
+        auto_distributed_partitioning: Divide the dataset between processes.
+        mode: Load in this process or prefetch in a background process.
         async_options: Arguments for the AsynchronousDataAccessor of the asynchronous modes.
         rebatched_worker_size: In AsyncRebatched mode, the batch size that workers load.
         batch_sampler: Yields the indices of each micro-batch.
         **kwargs: Other arguments of torch's DataLoader.
 
     Raises:
-        poptorch.Error: For arguments that exclude a `batch_sampler`.
+        poptorch.Error: An argument cannot be combined with `batch_sampler`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DataLoader(TorchDataLoader):
 
     @property
     def combinedBatchSize(self) -> Optional[int]:
-        """Samples that one call of the model takes; None when items are not batched."""
+        """The number of samples per call of the model; None if items are not batched."""
         return self._combined_batch_size
 
     @property
@@ -135,7 +135,7 @@ class DataLoader(TorchDataLoader):
         return super().__iter__()
 
     def __getstate__(self) -> Dict[str, Any]:
-        # The background process gets a copy of the loader: it neither has an accessor nor needs options.
+        # For the background process, whose copy of the loader has no accessor and needs no options.
         state = {name: value for name, value in vars(self).items() if name != "_options"}
         return {**state, "_accessor": None, "_iterator": None}
 
@@ -187,10 +187,10 @@ def _micro_batches(options: Options) -> int:
 
 def _check_batch_sampler(batch_size: Optional[int], shuffle: Optional[bool], is_distributed: bool) -> None:
     if batch_size != 1 or shuffle:
-        raise createPoptorchError("batch_sampler excludes batch_size and shuffle")
+        raise createPoptorchError("batch_sampler cannot be combined with batch_size or shuffle: leave those out")
     if is_distributed:
         raise createPoptorchError(
-            "batch_sampler excludes automatic partitioning: pass auto_distributed_partitioning=False"
+            "batch_sampler cannot be combined with automatic partitioning: pass auto_distributed_partitioning=False"
         )
 
 

@@ -1,4 +1,4 @@
-"""Names shared by all modules of the API: the version, errors and the state of the capture."""
+"""The version, the errors, and queries about the running capture."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __version__ = "3.4.0-emulated"
 
 
 class Error(Exception):
-    """What PopTorch raises for everything but plain misuse of Python arguments.
+    """PopTorch's error, raised for everything except wrong Python arguments.
 
     Attributes:
         message: What went wrong, without type or location.
-        type: The component that raised, for example ``poptorch_py_error`` or ``popart_exception``.
-        location: Where in the native layer, empty for errors of the Python layer.
+        type: The component that raised it, for example ``poptorch_py_error`` or ``popart_exception``.
+        location: Location in the native layer, empty for errors of the Python layer.
     """
 
     def __init__(self, *args: object) -> None:
@@ -38,7 +38,7 @@ class Error(Exception):
 
 
 class RecoverableError(Error):
-    """A fault of the device after which a reset of some scope helps.
+    """A device fault that a reset can repair.
 
     Attributes:
         recovery_action: IPU_RESET, LINK_RESET, PARTITION_RESET or FULL_RESET.
@@ -50,11 +50,11 @@ class RecoverableError(Error):
 
 
 class UnrecoverableError(Error):
-    """A fault of the device that no reset repairs."""
+    """A device fault that no reset can repair."""
 
 
 def _calling_line() -> str:
-    """Return ``file:line`` of the code that asked for an error."""
+    """Return ``file:line`` of the code that creates an error."""
     frame: Optional[types.FrameType] = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -63,7 +63,7 @@ def _calling_line() -> str:
 
 
 def createPoptorchError(msg: str) -> Error:
-    """Build (not raise) the error of PopTorch's Python layer with the given message."""
+    """Return, without raising it, an error of PopTorch's Python layer."""
     error = Error(f"'poptorch_py_error': {msg}")
     error.message = msg
     error.type = "poptorch_py_error"
@@ -79,15 +79,15 @@ def createNativeError(
     recovery_action: Optional[str] = None,
     unrecoverable: bool = False,
 ) -> Error:
-    """Build (not raise) an error of PopTorch's native layer.
+    """Return, without raising it, an error of PopTorch's native layer.
 
     Args:
         message: What went wrong.
-        type: The component that raised.
-        origin: ``file:line`` that raised; the caller's if None.
-        context: What the native layer was doing, innermost first, one entry a line.
-        recovery_action: Given for a ``RecoverableError``.
-        unrecoverable: True for an ``UnrecoverableError``.
+        type: The component that raises it.
+        origin: ``file:line`` that raises it; the caller's if None.
+        context: What the native layer was doing, innermost first, one entry per line.
+        recovery_action: The action for a ``RecoverableError``.
+        unrecoverable: Whether to return an ``UnrecoverableError``.
     """
     text = f"In {origin or _calling_line()}: '{type}': {message}"
     if recovery_action is not None:
@@ -109,7 +109,7 @@ def createNativeError(
 
 
 def isRunningOnIpu() -> bool:
-    """Whether the calling code is being captured for a device, rather than run by plain torch."""
+    """Whether the calling code is being captured for a device."""
     from ipurun.emulator._capture.recorder import current
 
     return current() is not None
@@ -118,11 +118,11 @@ def isRunningOnIpu() -> bool:
 def isDispatchTracing() -> bool:
     """Return False: tensors stay on the CPU during capture.
 
-    Test helpers ask this to choose between the devices "ipu" and "cpu" for the tensors they create.
+    Test helpers call this to choose between the devices "ipu" and "cpu" for new tensors.
     """
     return False
 
 
 def _restoreWrapperIfNecessary(obj: Any) -> Any:
-    """Return an object as its pickle gave it; copies of wrapped objects keep their class by themselves here."""
+    """Return the object unchanged: here, copies of wrapped objects keep their class anyway."""
     return obj

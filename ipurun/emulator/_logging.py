@@ -1,4 +1,4 @@
-"""The two loggers of PopTorch (Python and native layer), their levels and where they write."""
+"""The two loggers of PopTorch (Python and native layer), with levels and destinations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Formatter(logging.Formatter):
 
 
 class _CurrentStream(logging.Handler):
-    """Writes to what stderr or stdout is now: test tools replace them after this module is imported."""
+    """Writes to the current stderr or stdout, which test tools replace after this module is imported."""
 
     def __init__(self, stream_name: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _CurrentStream(logging.Handler):
         try:
             stream.write(self.format(record) + "\n")
             stream.flush()
-        except Exception:  # as every handler of the standard library: a log line never ends a program
+        except Exception:  # like handlers of the standard library: logging never ends a program
             self.handleError(record)
 
 
@@ -96,13 +96,13 @@ def _level_number(level: Union[str, int]) -> int:
 
 
 def setLogLevel(level: Union[str, int]) -> None:
-    """Set how much PopTorch logs.
+    """Set PopTorch's log level.
 
     Args:
         level: TRACE (0), DEBUG (1), INFO (2), WARN (3), ERR (4) or OFF (6), as name or number.
 
     Raises:
-        ValueError: For any other name or number.
+        ValueError: The level is unknown.
     """
     python_level = _PYTHON_LEVELS[_level_number(level)]
     logger.setLevel(python_level)
@@ -110,12 +110,12 @@ def setLogLevel(level: Union[str, int]) -> None:
 
 
 def setPopartLogLevel(level: str) -> None:
-    """Set how much the backend logs of the programs it compiles.
+    """Set the backend's log level.
 
     Raises:
-        ValueError: For anything but the name of a level.
+        ValueError: The level is not the name of a level.
     """
-    from ipurun.emulator._logs import program  # it needs the graph, which logs itself
+    from ipurun.emulator._logs import program  # imported here because the graph, which it needs, imports this module
 
     program.set_level(level)
 

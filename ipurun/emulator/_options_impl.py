@@ -1,4 +1,4 @@
-"""Storage of options: typed values in a dict that can be frozen, and the assignment of stages."""
+"""Typed options in a dict that can be frozen, and the base of stage managers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["IStageManager", "OptionsDict", "Placement", "ProgressBar", "merge"]
 
 
 class ProgressBar:
-    """Shows how far compilation is, through tqdm where it is installed."""
+    """Shows the progress of compilation with tqdm, if installed."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -25,7 +25,7 @@ class ProgressBar:
         self.compilation_time: Optional[datetime.timedelta] = None
 
     def __call__(self, progress: int, total: int) -> None:
-        """Report that ``progress`` of ``total`` steps are done."""
+        """Report ``progress`` of ``total`` steps."""
         now = datetime.datetime.now()
         if self._start_time is None or progress < self._last:
             self._start_time = now
@@ -51,7 +51,7 @@ class ProgressBar:
 
 
 def merge(into: Dict[str, Any], added: Dict[str, Any]) -> Dict[str, Any]:
-    """Add one dict to another and return it; a key in both is an AssertionError."""
+    """Add one dict to another and return it; raise AssertionError if they share a key."""
     shared = sorted(set(into).intersection(added))
     assert not shared, f"Can't merge dictionaries, they have keys in common: {', '.join(shared)}"
     into.update(added)
@@ -59,13 +59,13 @@ def merge(into: Dict[str, Any], added: Dict[str, Any]) -> Dict[str, Any]:
 
 
 class OptionsDict:
-    """A group of named options, each of the type of its first value.
+    """A group of named options; each keeps the type of its first value.
 
-    A subclass sets its private attributes before it calls ``super().__init__``: from then on a private
-    name that does not exist cannot be created by assignment, and a public name is an option.
+    A subclass must set its private attributes before it calls ``super().__init__``: afterwards, assignment cannot
+    create private names, and public names are options.
 
     Args:
-        default_values: The options of the group and their first values.
+        default_values: The options of the group with their initial values.
     """
 
     _is_frozen: bool
@@ -76,11 +76,11 @@ class OptionsDict:
         self._values = default_values
 
     def set(self, **kwargs: Any) -> None:
-        """Give existing options new values of the type they have.
+        """Set existing options to values of the same type.
 
         Raises:
             AttributeError: The options are frozen.
-            AssertionError: An option does not exist, or the value is of another type.
+            AssertionError: An option does not exist, or its value has another type.
         """
         for option, value in kwargs.items():
             self.checkIsFrozen(option)
@@ -94,7 +94,7 @@ class OptionsDict:
             self._values[option] = value
 
     def createOrSet(self, **kwargs: Any) -> None:
-        """Create options that do not exist, set those that do."""
+        """Set options, creating those that do not exist."""
         for option, value in kwargs.items():
             if option in self._values:
                 self.set(**{option: value})
@@ -103,11 +103,11 @@ class OptionsDict:
                 self._values[option] = value
 
     def exists(self, option: str) -> bool:
-        """Whether the group holds the option."""
+        """Whether the group has the option."""
         return option in self._values
 
     def deleteIfExists(self, option: str) -> None:
-        """Forget an option, frozen or not."""
+        """Delete an option, even if frozen."""
         self._values.pop(option, None)
 
     def _freeze(self) -> None:
@@ -157,7 +157,7 @@ class OptionsDict:
         return values[option]
 
     def update(self, other: Dict[str, Any]) -> Dict[str, Any]:
-        """Add the options to a dict of others and return it.
+        """Add the options to another dict and return it.
 
         Raises:
             AssertionError: A key is in both.
@@ -177,7 +177,7 @@ class OptionsDict:
 
 
 class Placement(NamedTuple):
-    """Where a block runs: what a capture records of it."""
+    """Where a block runs, as recorded by a capture."""
 
     stage_id: int
     phase_id: int
@@ -194,11 +194,11 @@ class IStageManager(abc.ABC):
         self._debug_messages: List[str] = []
 
     def clearDebug(self) -> None:
-        """Forget the notes of the previous capture."""
+        """Clear the messages of the previous capture."""
         self._debug_messages = []
 
     def printDebug(self) -> None:
-        """Log what the last capture placed where."""
+        """Log the placement of the last capture."""
         for message in self._debug_messages:
             logger.debug(message)
 
@@ -209,7 +209,7 @@ class IStageManager(abc.ABC):
         return block_id
 
     def resetAutoId(self) -> None:
-        """Start the automatic block ids from "0" again."""
+        """Restart the automatic block ids from "0"."""
         self._next_auto_id = 0
 
     @abc.abstractmethod
@@ -217,14 +217,14 @@ class IStageManager(abc.ABC):
         """Return the stage that a block belongs to."""
 
     def beginStage(self, user_id: Optional[str], ipu_id_from_block: Optional[int]) -> Placement:
-        """Place a block that begins.
+        """Start a block and return its placement.
 
         Args:
             user_id: The block's id, None for an automatic one.
-            ipu_id_from_block: The IPU that the block asks for, if any.
+            ipu_id_from_block: The IPU that the block requests, if any.
 
         Returns:
-            Stage, phase and IPU of the block: the stage's own IPU, else the block's, else the stage's number.
+            Stage, phase and IPU of the block: the IPU of the stage, else of the block, else the stage number.
 
         Raises:
             AssertionError: The strategy cannot place the block.

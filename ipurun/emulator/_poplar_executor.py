@@ -1,4 +1,4 @@
-"""PoplarExecutor, which trainingModel and inferenceModel return, and the hooks of its compiles."""
+"""PoplarExecutor, the functions that create one (trainingModel, inferenceModel, load), and compile hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from ipurun.emulator._capture.graph import Placement
 from ipurun.emulator._executor import files, wrapping
 from ipurun.emulator._executor.device import Device, raise_requested_fault
-from ipurun.emulator._executor.files import write_compile_files
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
 from ipurun.emulator._executor.model_guard import named_tensors
 from ipurun.emulator._executor.weights import ParameterProxy, ReplicaGroups
-from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._impl import __version__, createPoptorchError
 from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._logs.lowering import lowered_ops
 from ipurun.emulator._optimizer.executor import ExecutorOptimizer
@@ -29,13 +28,11 @@ from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
 from ipurun.emulator._run.executable import Executable, default_seed
 from ipurun.emulator._run.executable_cache import cache_lock
-from ipurun.emulator.enums import OutputMode
+from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel
 
-__all__ = ["PoplarExecutor", "registerPostCompileHook", "registerPreCompileHook"]
-
-# A nominal clock, to turn measured seconds into a number of cycles.
+# A nominal clock rate, to convert measured seconds to cycles.
 _CYCLES_PER_SECOND = 1.85e9
 _before: OrderedDict[int, Callable[[], None]] = OrderedDict()
 _after: OrderedDict[int, Callable[[], None]] = OrderedDict()
@@ -53,7 +50,7 @@ def registerPreCompileHook(hook: Callable[[], None]) -> RemovableHandle:
     """Register a function to call before every compile.
 
     Returns:
-        A handle whose `remove()` takes the hook away.
+        A handle whose `remove()` unregisters the hook.
 
     Raises:
         RuntimeError: If the hook is not callable.
@@ -62,10 +59,10 @@ def registerPreCompileHook(hook: Callable[[], None]) -> RemovableHandle:
 
 
 def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
-    """Register a function to call after every compile, also after one that failed.
+    """Register a function to call after every compile, even a failed one.
 
     Returns:
-        A handle whose `remove()` takes the hook away.
+        A handle whose `remove()` unregisters the hook.
 
     Raises:
         RuntimeError: If the hook is not callable.
@@ -74,17 +71,17 @@ def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
 
 
 class PoplarExecutor:
-    """Runs a model as a device would: compiled at its first call, with its own copy of the weights.
+    """Runs a model as a device does: compiled at the first call, with a separate copy of the weights.
 
-    Made by `poptorch.trainingModel` and `poptorch.inferenceModel`.
+    Created by `poptorch.trainingModel` and `poptorch.inferenceModel`.
 
     Args:
-        model: The model to run; its own attributes must be decoupled from the user's (a shallow copy).
-        options: Options, frozen from now on; the defaults for None.
+        model: The model to run, a shallow copy of the user's so that attributes set on either do not affect the other.
+        options: The options, which are frozen; None for the defaults.
         training: Whether the model is trained.
         poptorch_version: Version written to exported files.
         optimizer: Optimizer of a training model.
-        user_model: The user's own model, `model` itself by default.
+        user_model: The user's model, `model` itself by default.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class PoplarExecutor:
             self._user_model = user_model if user_model is not None else model
             self._model = model if model is not self._user_model else copy.copy(model)
         else:
-            # As in PopTorch: changes of an inference model's own attributes (eval()) reach the copy only.
+            # As in PopTorch, changes to attributes of an inference model (eval()) affect only the copy.
             self._model = self._user_model = copy.copy(model)
         self._training = training
         self._poptorch_version = poptorch_version
@@ -139,7 +136,7 @@ class PoplarExecutor:
 
     @property
     def options(self) -> Options:
-        """Return the executor's own copy of the options, frozen."""
+        """Return the executor's frozen copy of the options."""
         return self._options
 
     def __repr__(self) -> str:
@@ -155,7 +152,7 @@ class PoplarExecutor:
         return found
 
     def __getstate__(self) -> Dict[str, Any]:
-        """Leave out what is compiled: the copy compiles at its first call. See `save` for files."""
+        """Leave out the compiled state: a copy compiles at its first call. Use `save` to write files."""
         kept = dict(self.__dict__)
         kept.update(_executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False)
         return kept
@@ -164,10 +161,10 @@ class PoplarExecutor:
         """Run the model; compile it and attach first if needed.
 
         Returns:
-            What forward returns, with one row for each kept micro-batch (see `poptorch.OutputMode`).
+            What forward returns, with one row for each micro-batch returned (see `poptorch.OutputMode`).
 
         Raises:
-            AssertionError: If the options say that no device is ever connected.
+            AssertionError: If the options forbid connecting to a device.
             Error: If the arguments differ from those that the model was compiled for.
         """
         self._device.require_connection()
@@ -223,7 +220,7 @@ class PoplarExecutor:
         Raises:
             Error: If the model is not compiled, or is attached already.
             Error: If another executor is attached to the IPU that the options choose.
-            AssertionError: If the options say that no device is ever connected.
+            AssertionError: If the options forbid connecting to a device.
         """
         executable = self._compiled("attachToDevice")
         self._device.require_connection()
@@ -242,7 +239,7 @@ class PoplarExecutor:
             self._seen_weights_version = self._user_model._host_weights_version
 
     def detachFromDevice(self) -> None:
-        """Bring everything that is newer on the device back to the host, and detach.
+        """Copy everything that is newer on the device to the host, and detach.
 
         Raises:
             Error: If the model is not compiled or not attached.
@@ -273,7 +270,7 @@ class PoplarExecutor:
             wrapping.unwrap(self._user_model)
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send the values of an optimizer to the device: needed after every change of them.
+        """Send the values of an optimizer to the device; call it after every change.
 
         Raises:
             AttributeError: On an inference model.
@@ -296,7 +293,7 @@ class PoplarExecutor:
         self._host_weights_version += 1
 
     def copyWeightsToDevice(self) -> None:
-        """Copy the user's parameters and buffers to the device; training progress not copied back is lost.
+        """Copy the user's parameters and buffers to the device, overwriting weights not yet copied to the host.
 
         Raises:
             Error: If the model is not compiled.
@@ -343,7 +340,7 @@ class PoplarExecutor:
 
     @property
     def rng_state(self) -> Optional[List[int]]:
-        """Return the state of the random streams: the seed, and how far they are.
+        """Return the state of the random streams: the seed and their position.
 
         Raises:
             Error: If the model is not compiled.
@@ -365,9 +362,9 @@ class PoplarExecutor:
         """Write the compiled model to a file.
 
         Args:
-            filename: The file; a folder gets a `model.poptorch`.
-            export_model: Whether to add the model, its weights and the optimizer.
-            save_rng_state: Whether to add the state of the random streams.
+            filename: The file; in a folder, the file is named `model.poptorch`.
+            export_model: Whether to include the model, its weights and the optimizer.
+            save_rng_state: Whether to include the state of the random streams.
 
         Raises:
             Error: If the model is not compiled.
@@ -405,7 +402,7 @@ class PoplarExecutor:
         """Return how long the last compile took.
 
         Raises:
-            Error: If the model is not compiled, or if the progress bar, which measures, is off.
+            Error: If the model is not compiled, or if the progress bar, which measures the time, is off.
         """
         self._compiled("compilationTime")
         if not self._options._show_compilation_progress_bar or self._compilation_time is None:
@@ -415,10 +412,10 @@ class PoplarExecutor:
         return self._compilation_time
 
     def cycleCount(self) -> int:
-        """Return a nominal number of cycles for the time that the last call took.
+        """Return the duration of the last call as a nominal number of cycles.
 
         Raises:
-            Error: If cycles are not counted, or if nothing ran yet.
+            Error: If cycles are not counted, or if nothing has run yet.
         """
         if not self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
             raise createPoptorchError(
@@ -430,7 +427,7 @@ class PoplarExecutor:
         return int(seconds * _CYCLES_PER_SECOND)
 
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:
-        """Return when each tensor of the last call was read, read whole, computed and handed over, in seconds."""
+        """Return when each tensor of the last call was read, fully read, computed and returned, in seconds."""
         events = ("input", "input_complete", "output", "output_complete")
         if self._options._Popart.options.get("syntheticDataMode", 0):
             return {event: [] for event in events}  # nothing is exchanged with the host
@@ -440,7 +437,7 @@ class PoplarExecutor:
         return self._executable.timestamps.counters(len(graph.inputs_of("input")), len(graph.outputs))
 
     def getHostIpuLatency(self) -> Tuple[float, float, float]:
-        """Return minimum, maximum and mean seconds in which inputs were read."""
+        """Return minimum, maximum and mean seconds to read the inputs."""
         return self._latency("input", "input_complete")
 
     def getComputeLatency(self) -> Tuple[float, float, float]:
@@ -448,11 +445,11 @@ class PoplarExecutor:
         return self._latency("input_complete", "output")
 
     def getIpuHostLatency(self) -> Tuple[float, float, float]:
-        """Return minimum, maximum and mean seconds in which outputs were handed over."""
+        """Return minimum, maximum and mean seconds to return the outputs."""
         return self._latency("output", "output_complete")
 
     def getLatency(self) -> Tuple[float, float, float]:
-        """Return minimum, maximum and mean seconds between reading inputs and handing outputs over."""
+        """Return minimum, maximum and mean seconds from reading inputs to returning outputs."""
         return self._latency("input", "output_complete")
 
     def getTensorNames(self) -> List[str]:
@@ -461,19 +458,19 @@ class PoplarExecutor:
         Raises:
             AssertionError: If the model is not compiled.
         """
-        assert self._executable is not None, "Model is not compiled: getTensorNames needs it compiled"
+        assert self._executable is not None, "Model is not compiled: call it or compile() before getTensorNames()"
         return self._executable.anchors.names(self._executable.optimizer_state())
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """Return the value that an anchored tensor had in the last call.
+        """Return the value of an anchored tensor in the last call.
 
         Args:
             short_name: The name given to `Options.anchorTensor`.
 
         Raises:
-            AssertionError: If there is no such anchor or nothing ran yet.
+            AssertionError: If there is no such anchor or nothing has run yet.
         """
-        assert self._executable is not None, "Model is not compiled: there are no anchored tensors"
+        assert self._executable is not None, "Model is not compiled: run it before getAnchoredTensor()"
         assert short_name in self._executable.anchors.values, f"No anchored tensor named {short_name}"
         return self._executable.anchors.values[short_name]
 
@@ -500,7 +497,9 @@ class PoplarExecutor:
 
     def _compiled(self, what: str) -> Executable:
         if self._executable is None:
-            raise createPoptorchError(f"Model has not been compiled or has been destroyed: {what} needs it compiled.")
+            raise createPoptorchError(
+                f"Model has not been compiled or has been destroyed: call it or compile() before {what}."
+            )
         return self._executable
 
     def _compile(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
@@ -532,7 +531,7 @@ class PoplarExecutor:
         self._executable = executable
         self._compiled_arguments = given
         default_name = "training" if self._training else "inference"
-        write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
+        files.write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:
@@ -540,7 +539,7 @@ class PoplarExecutor:
         return {**parameters, **buffers}
 
     def _follow_training_weights(self) -> None:
-        """Take new weights from the training executor that the user's model belongs to."""
+        """Copy new weights from the training executor of the user's model."""
         if not wrapping.is_wrapped(self._user_model) or wrapping.executor_of(self._user_model) is None:
             return
         self._user_model.copyWeightsToHostIfNeeded()
@@ -565,9 +564,100 @@ def _dumped(op_type: str, name: str, placement: Placement, **attributes: str) ->
 
 
 def _partials(op_type: str, backend: Dict[str, Any]) -> Dict[str, str]:
-    """Return the type of partial results that the options ask for (Precision.setPartialsType)."""
+    """Return the type of partial results set in the options (Precision.setPartialsType)."""
     if op_type == "MatMul":
         return {"partialsType": f"MatMulPartialsType::{backend.get('partialsTypeMatMuls', 'float').upper()}"}
     if op_type in ("Conv", "MultiConv"):
         return {"partialsType[0]": backend.get("convolutionOptions", {}).get("partialsType", "float")}
     return {}
+
+
+def _user_model(model: Union[torch.nn.Module, PoplarExecutor]) -> torch.nn.Module:
+    return model._user_model if isinstance(model, PoplarExecutor) else model
+
+
+def trainingModel(
+    model: Union[torch.nn.Module, PoplarExecutor],
+    options: Optional[Options] = None,
+    optimizer: Optional[torch.optim.Optimizer] = None,
+) -> PoplarExecutor:
+    """Wrap a model that returns a loss so that each call runs forward, backward and the weight update.
+
+    Args:
+        model: The model, or an executor of it. Its class is changed in place, so that reading its weights
+            fetches them from the device.
+        options: How to run it; they are frozen.
+        optimizer: One of ``poptorch.optim`` or ``torch.optim``; SGD with lr 0.01 if None.
+
+    Returns:
+        The executor, to be called instead of the model.
+
+    Raises:
+        RuntimeError: The model is wrapped for training already.
+    """
+    user_model = _user_model(model)
+    return PoplarExecutor(
+        model=copy.copy(user_model),
+        options=options,
+        training=True,
+        poptorch_version=__version__,
+        optimizer=optimizer,
+        user_model=user_model,
+    )
+
+
+def inferenceModel(model: Union[torch.nn.Module, PoplarExecutor], options: Optional[Options] = None) -> PoplarExecutor:
+    """Wrap a model so that each call runs its forward pass on the device.
+
+    Args:
+        model: The model, or an executor that shares its weights.
+        options: How to run it; they are frozen.
+
+    Returns:
+        The executor, to be called instead of the model.
+    """
+    user_model = _user_model(model)
+    return PoplarExecutor(
+        model=copy.copy(user_model),
+        options=options,
+        training=False,
+        poptorch_version=__version__,
+        user_model=user_model,
+    )
+
+
+def load(filename: str, edit_opts_fn: Optional[Callable[[Options], None]] = None) -> PoplarExecutor:
+    """Create an executor from a file written by ``PoplarExecutor.save`` or ``compileAndExport``.
+
+    Args:
+        filename: The file.
+        edit_opts_fn: Function that may edit the stored options before they are used.
+
+    Returns:
+        The executor, compiled and with the stored weights.
+
+    Raises:
+        AssertionError: The file was written by another version, or without the model.
+    """
+    data = files.read(filename)
+    assert data["version"] == __version__, (
+        f"{filename} was exported by PopTorch version {data['version']}, this is {__version__}"
+    )
+    assert data["model"] is not None, (
+        f"{filename} does not contain the model: re-create it and call loadExecutable({filename!r})"
+    )
+    options = data["options"].clone()
+    options.deleteIfExists("ipu_version")
+    if options.connection_type == ConnectionType.Never.value:
+        options.connectionType(ConnectionType.Always)
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    optimizer = data.get("optimizer")
+    if optimizer is not None and data.get("optimizer_state", {}).get("ipu_state") is not None:
+        optimizer.load_state_dict(data["optimizer_state"])
+    executor = PoplarExecutor(data["model"], options, data["training"], __version__, optimizer)
+    positional, named = data["arguments"]
+    executor.compile(*positional, **named)
+    if data["rng_state"]:
+        executor.rng_state = data["rng_state"]
+    return executor

@@ -1,4 +1,4 @@
-"""Print a module with the blocks that begin in it."""
+"""Print a module with its blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _indented(text: str) -> str:
 
 
 def module_repr(m: torch.nn.Module) -> str:
-    """Return torch's text of a module, with the blocks that begin there before its name."""
+    """Return the repr of a module, with each block shown before the module that begins it."""
     blocks: List[str] = [repr(hook) for hook in m._forward_pre_hooks.values() if isinstance(hook, BlockHook)]
     extra = m.extra_repr()
     extra_lines = extra.split("\n") if extra else []
@@ -31,7 +31,7 @@ def module_repr(m: torch.nn.Module) -> str:
 
 
 def print(m: Any) -> None:
-    """Print the text of a module, and then the object as Python's print does, as PopTorch 3.4 does."""
+    """Print the repr of a module, then the object with Python's print, as PopTorch 3.4 does."""
     if isinstance(m, torch.nn.Module):
         builtins.print(module_repr(m))
     builtins.print(m)

@@ -16,34 +16,34 @@ _kept: List[Optional[Dict[str, Any]]] = []
 
 
 def keepAttributes(attributes: Optional[Dict[str, Any]]) -> str:
-    """Keep the attributes of a custom op and return the text by which they are found again."""
+    """Store the attributes of a custom op and return their id."""
     _kept.append(attributes)
     return f"{_ID_PREFIX}{len(_kept) - 1:x}"
 
 
 def accessAttributes(attribute_id_str: str) -> Dict[str, Any]:
-    """Return the attributes of a custom op by their id, or those written as a JSON object.
+    """Return the attributes of a custom op from their id or a JSON object.
 
     Raises:
-        ValueError: The text is neither an id that was handed out nor a JSON object.
+        ValueError: The text is neither a known id nor a JSON object.
     """
     if not isinstance(attribute_id_str, str):
-        raise ValueError(f"An attribute id is a str, got {attribute_id_str!r}")
+        raise ValueError(f"An attribute id must be a str, got {attribute_id_str!r}")
     if attribute_id_str.startswith("{"):
         return dict(json.loads(attribute_id_str))
     if not attribute_id_str.startswith(_ID_PREFIX):
-        raise ValueError(f"Invalid attribute id {attribute_id_str!r}: expected one that begins with {_ID_PREFIX}")
+        raise ValueError(f"Invalid attribute id {attribute_id_str!r}: expected an id that begins with {_ID_PREFIX}")
     number = int(attribute_id_str[len(_ID_PREFIX) :], 16)
     if not 0 <= number < len(_kept):
-        raise ValueError(f"Invalid attribute id {attribute_id_str!r}: it was not handed out")
+        raise ValueError(f"Invalid attribute id {attribute_id_str!r}: it is unknown")
     return _kept[number] or {}
 
 
 def getIpuTensorId(x: torch.Tensor) -> int:
-    """Return the number of a tensor in the graph that is being captured.
+    """Return the number of a tensor in the graph being captured.
 
     Raises:
-        Error: Nothing is being captured, or the tensor is not part of it.
+        Error: No graph is being captured, or the tensor is not part of it.
     """
     from ipurun.emulator._capture.recorder import current
 

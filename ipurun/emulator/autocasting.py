@@ -1,4 +1,4 @@
-"""Automatic casting as PopTorch had it up to 3.0; 3.4 no longer has it, so each name warns once."""
+"""Automatic casting as in PopTorch up to 3.0. PopTorch 3.4 does not have it, so each name warns once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FP16_NAMES = frozenset(
 _PROMOTE_NAMES = frozenset(
     ["addcdiv", "addcmul", "atan2", "bilinear", "cat", "cross", "dot", "equal", "index_put", "stack", "tensordot"]
 )
-# The functions that a layer of a policy ends up calling.
+# The functions that the layers of a policy call.
 _MODULE_FUNCTIONS: Dict[str, str] = {
     "Conv1d": "conv1d",
     "Conv2d": "conv2d",
@@ -53,10 +53,10 @@ _MODULE_FUNCTIONS: Dict[str, str] = {
 
 
 def warn_removed(name: str) -> None:
-    """Warn, once for each name, that PopTorch 3.4 does not have it."""
+    """Warn once per name that PopTorch 3.4 does not have it."""
     if name not in _warned:
         _warned.add(name)
-        logger.warning("%s was removed after PopTorch 3.0: honoured here, but PopTorch 3.4 has no such name", name)
+        logger.warning("%s was removed after PopTorch 3.0: it works here, but not with PopTorch 3.4", name)
 
 
 def _function_name(entry: Any) -> str:
@@ -65,13 +65,13 @@ def _function_name(entry: Any) -> str:
 
 
 class Policy:
-    """Which operations run in half, which in float, and which follow their widest or narrowest input.
+    """The operations that run in half, in float, or in the type of their widest or narrowest input.
 
     Args:
         fp16: Torch functions or module classes whose float inputs are cast to float16.
-        fp32: Those whose half inputs are cast to float32.
-        promote: Those whose mixed inputs are all cast to float32.
-        demote: Those whose mixed inputs are all cast to float16.
+        fp32: The same for half inputs cast to float32.
+        promote: The same for mixed inputs cast to float32.
+        demote: The same for mixed inputs cast to float16.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Policy:
         return frozenset(_function_name(entry) for entry in entries)
 
     def target(self, function: Callable[..., Any], dtypes: Set[torch.dtype]) -> Optional[torch.dtype]:
-        """Return the type that the floating-point inputs of a call are cast to, None to leave them."""
+        """Return the type to cast the floating-point inputs of a call to, None to leave them unchanged."""
         name = getattr(function, "__name__", "").rstrip("_")
         if name == "linear" and "matmul" in self.fp16:
             return torch.float16
@@ -108,7 +108,7 @@ class Policy:
 
 
 class _CastInputs(TorchFunctionMode):
-    """Casts the inputs of the functions called inside it as a policy says."""
+    """Casts the inputs of functions called inside it according to a policy."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _CastInputs(TorchFunctionMode):
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Modes nest, so a call passes every region around it; only the innermost one decides.
+        # Modes nest, so a call passes through every enclosing region; only the innermost one applies.
         if _regions[-1] is not self:
             return func(*args, **kwargs)
         dtypes: Set[torch.dtype] = set()
@@ -152,7 +152,7 @@ def _map_floats(function: Callable[[torch.Tensor], Any], structure: Any) -> Any:
 
 
 def _region(enabled: bool) -> ContextManager[Any]:
-    """Return the region to enter: a no-op unless a model whose options allow casting is being captured."""
+    """Return the region to enter; it has no effect unless a model is captured whose options allow casting."""
     from ipurun.emulator._capture.recorder import current
 
     recorder = current()
@@ -164,9 +164,9 @@ def _region(enabled: bool) -> ContextManager[Any]:
 
 
 class autocast:  # noqa: N801  # PopTorch's name
-    """Region of a model in which operations are cast, as context manager or decorator.
+    """Cast the operations in a region of a model; a context manager and decorator.
 
-    Works only while a model is captured for a device, as it did in PopTorch.
+    Has an effect only while a model is captured for a device, as in PopTorch.
 
     Args:
         enabled: False switches casting off inside a region that has it on.
@@ -196,7 +196,7 @@ class autocast:  # noqa: N801  # PopTorch's name
 
 
 class _CastForward:
-    """The forward of a module inside a region; an object, so that copies and pickles of the module work."""
+    """The forward of a module inside a region; an object, so that the module can be copied and pickled."""
 
     def __init__(self, module: torch.nn.Module, enabled: bool) -> None:
         self._module = module
@@ -209,7 +209,7 @@ class _CastForward:
 
 
 def autocast_module(module: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:
-    """Cast the operations of a module and of those in it; ``torch.nn.Module.autocast`` of PopTorch 3.0.
+    """Cast the operations of a module and its submodules; ``torch.nn.Module.autocast`` in PopTorch 3.0.
 
     Args:
         module: Changed in place.

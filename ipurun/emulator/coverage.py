@@ -1,4 +1,4 @@
-"""List every public name of PopTorch: executed, recorded or missing, and the test that shows it.
+"""List every public name of PopTorch with its status (executed, recorded or missing) and a test.
 
 ``python -m ipurun.emulator.coverage MANIFEST TESTS OUTPUT`` writes the table.
 """
@@ -17,7 +17,7 @@ __all__ = ["Row", "make_table", "rows"]
 
 _PACKAGE = __package__ or "ipurun.emulator"
 
-# What has a meaning on a device only: accepted, checked as PopTorch checks it, kept, and without effect on a result.
+# Names that matter only on a device: accepted, checked as in PopTorch, stored, without effect on results.
 _RECORDED: Dict[str, str] = {
     "poptorch": "Attribute MultiConv NameScope set_available_memory set_overlap_for_input set_overlap_for_output",
     "poptorch.enums": "HalfFloatCastingBehavior Liveness MultiConvPlanType OverlapMode SyncPattern",
@@ -33,7 +33,7 @@ _RECORDED: Dict[str, str] = {
         SerialPhasedExecution.setTensorsLiveness
     """,
 }
-# How tests reach a class that they do not name.
+# How tests use a class that they do not name.
 _SPOKEN_AS = {
     "_DefaultStageManager": "stage_manager",
     "_DistributedOptions": "Distributed",
@@ -50,9 +50,9 @@ _SPOKEN_AS = {
     "PoplarExecutor": "trainingModel",
     "VariableAttributes": "variable_attrs",
 }
-# Names of the package root that mean other things elsewhere.
+# Names in the package root that have other meanings elsewhere.
 _COMMON_WORDS = frozenset({"load", "print"})
-# These compare names only, so they show nothing of what a name does.
+# These only compare names, so they do not test what a name does.
 _NOT_EVIDENCE = frozenset({"test_api_manifest.py", "test_emulator_coverage.py"})
 
 
@@ -89,7 +89,7 @@ def _words_of(node: ast.AST) -> Set[str]:
 
 
 def _tests_in(path: Path) -> Iterator[_Test]:
-    """Yield the tests of a file with all words in them, also those of the helpers that they use."""
+    """Yield the tests of a file with all words in them and in the helpers they use."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     definitions = (ast.FunctionDef, ast.ClassDef, ast.Assign)
     words_of_helper: Dict[str, Set[str]] = {}
@@ -113,7 +113,7 @@ def _assigned(node: ast.Assign) -> List[str]:
 def _all_tests(folder: str) -> List[_Test]:
     files = sorted(Path(folder).rglob("test_*.py"))
     found = [test for path in files if path.name not in _NOT_EVIDENCE for test in _tests_in(path)]
-    # A test of what a name does says more than one of what it refuses; with few words it is most about its subject.
+    # Prefer tests of behaviour to tests of errors, and short tests, which are more specific.
     return sorted(found, key=lambda test: ("raises" in test.words, len(test.words), test.label))
 
 
@@ -133,7 +133,7 @@ def rows(manifest: Dict[str, Any], tests_folder: str) -> List[Row]:
 
     Args:
         manifest: PopTorch's API: modules with their functions, classes and methods.
-        tests_folder: Where the emulator's tests are.
+        tests_folder: The folder of the emulator's tests.
     """
     tests = _all_tests(tests_folder)
     found = []

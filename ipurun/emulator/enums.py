@@ -24,7 +24,7 @@ __all__ = [
 
 
 class MeanReductionStrategy(enum.IntEnum):
-    """When a mean reduction divides: while gradients accumulate, or after."""
+    """When a mean reduction divides: during or after accumulation."""
 
     Running = 0
     Post = 1
@@ -32,7 +32,7 @@ class MeanReductionStrategy(enum.IntEnum):
 
 
 class DataLoaderMode(enum.IntEnum):
-    """How a DataLoader is driven: in the caller's process, or in a background process."""
+    """Where a DataLoader runs: in the caller's process or a background process."""
 
     Sync = 0
     Async = 1
@@ -40,7 +40,7 @@ class DataLoaderMode(enum.IntEnum):
 
 
 class SharingStrategy(enum.IntEnum):
-    """How the background process of an AsynchronousDataAccessor hands over its tensors."""
+    """How the background process of an AsynchronousDataAccessor shares its tensors."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -49,7 +49,7 @@ class SharingStrategy(enum.IntEnum):
 
 
 class OutputMode(enum.IntEnum):
-    """Which micro-batches of a call give the outputs that the host sees."""
+    """Which micro-batches of a call produce the outputs returned to the host."""
 
     Final = 0
     EveryN = 1
@@ -67,7 +67,7 @@ class ConnectionType(enum.IntEnum):
 
 
 class HalfFloatCastingBehavior(enum.IntEnum):
-    """How mixed half and float inputs were cast; deprecated, torch's promotion is always used."""
+    """How mixed half and float inputs were cast; deprecated: torch's type promotion is always used."""
 
     FloatDowncastToHalf = 0
     HalfUpcastToFloat = 1
@@ -109,7 +109,7 @@ class Liveness(enum.IntEnum):
 
 
 class OverlapMode(enum.Enum):
-    """What a host transfer may overlap with."""
+    """Computation that a host transfer may overlap with."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"
@@ -117,21 +117,21 @@ class OverlapMode(enum.Enum):
 
 
 class AutoStage(enum.IntEnum):
-    """How a stage number is chosen for a block that no stage names."""
+    """How a stage number is chosen for a block without a stage."""
 
     SameAsIpu = 0
     AutoIncrement = 1
 
 
 class MultiConvPlanType(enum.IntEnum):
-    """Whether the convolutions of a MultiConv run beside or after each other."""
+    """Whether the convolutions of a MultiConv run in parallel or one after another."""
 
     Parallel = 0
     Serial = 1
 
 
 class CommGroupType(enum.IntEnum):
-    """How replicas are put into groups."""
+    """How replicas are grouped."""
 
     All = 0
     Consecutive = 1

@@ -26,10 +26,10 @@ def run_script(path: str, args: Sequence[str]) -> int:
 
     Args:
         path: The Python file, or a folder or archive with a ``__main__.py``.
-        args: What the program finds after its own name in sys.argv.
+        args: Arguments of the program, for sys.argv.
 
     Returns:
-        The exit code that Python would have ended with.
+        The exit code that Python would return.
     """
     if not os.path.exists(path):
         print(f"{sys.executable}: can't open file {path!r}: No such file", file=sys.stderr)
@@ -50,10 +50,10 @@ def run_module(name: str, args: Sequence[str]) -> int:
 
     Args:
         name: The dotted name of a module, or of a package with a ``__main__``.
-        args: What the program finds after its own name in sys.argv.
+        args: Arguments of the program, for sys.argv.
 
     Returns:
-        The exit code that Python would have ended with.
+        The exit code that Python would return.
     """
     _prepare(os.getcwd())
     sys.argv = ["-m", *args]
@@ -67,7 +67,7 @@ def _prepare(first_path: Optional[str]) -> None:
     _set_first_path(first_path)
     install()
     load_whole_objects()
-    # A `python3` that the program starts inherits the emulator's PYTHONPATH: it must be a Python that can import it.
+    # A `python3` started by the program inherits the emulator's PYTHONPATH, so it must be able to import the emulator.
     folder = os.path.dirname(sys.executable)
     started = shutil.which("python3")
     own = shutil.which("python3", path=folder)
@@ -76,11 +76,11 @@ def _prepare(first_path: Optional[str]) -> None:
 
 
 def _set_first_path(folder: Optional[str]) -> None:
-    """Put the program's folder where Python has put that of the command that runs it, if it has put one."""
+    """Replace the folder of this command on the path, if Python added one, with that of the program."""
     launched_from = os.path.dirname(os.path.realpath(sys.argv[0]))
     if not sys.path[0] or os.path.realpath(sys.path[0]) == launched_from:
         del sys.path[0]
-    # With -P or PYTHONSAFEPATH Python puts no such folder on the path.
+    # With -P or PYTHONSAFEPATH, Python adds no such folder.
     if folder is not None and not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, folder)
 
@@ -116,7 +116,7 @@ def _guarded(program: Callable[[], Any], own_file: str) -> int:
     except KeyboardInterrupt as interrupt:
         _report(interrupt, own_file)
         return _INTERRUPTED
-    except BaseException as error:  # whatever the program raised is reported as Python reports it
+    except BaseException as error:  # report every exception of the program as Python does
         _report(error, own_file)
         return 1
     finally:
@@ -134,7 +134,7 @@ def _exit_code(code: Any) -> int:
 
 
 def _report(error: BaseException, own_file: str) -> None:
-    """Print the traceback from the program's first line on, through the program's own hook if it set one."""
+    """Print the traceback from the program's first frame, with the program's excepthook if it set one."""
     traceback: Optional[types.TracebackType] = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename == own_file:
         traceback = traceback.tb_next

@@ -6,10 +6,11 @@ inside the model meanwhile, such as a forward hook, reaches the graph so far thr
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
+from ipurun.emulator import enums
 from ipurun.emulator._capture.capture import Captured, capture
 from ipurun.emulator._capture.graph import Graph, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._capture.op_kinds import is_supported
@@ -18,13 +19,14 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.recorder import current as active_recorder
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._executor.model_guard import named_tensors
-from ipurun.emulator._options_impl import IStageManager
+from ipurun.emulator._options.strategies import PipelinedExecution, _DefaultStageManager
+from ipurun.emulator._options_impl import Placement as StagePlacement
 from ipurun.emulator._run.executable_cache import file_name
 
 __all__ = [
+    "BlockRecorder",
     "Captured",
     "Graph",
-    "IStageManager",
     "Node",
     "Placement",
     "Recorder",
@@ -36,6 +38,29 @@ __all__ = [
     "is_supported",
     "values_in",
 ]
+
+
+class BlockRecorder(PipelinedExecution):
+    """An execution strategy that accepts every block and records which IPU each one requests.
+
+    Capturing a model with it finds the model's blocks before anything has decided on their stages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(enums.AutoStage.AutoIncrement)
+        self.requested_ipus: Dict[str, Optional[int]] = {}
+        self._stages_manager = _RecordingStageManager(self.requested_ipus)
+
+
+class _RecordingStageManager(_DefaultStageManager):
+    def __init__(self, requested_ipus: Dict[str, Optional[int]]) -> None:
+        super().__init__(enums.AutoStage.AutoIncrement)
+        self._requested_ipus = requested_ipus
+
+    def beginStage(self, user_id: Optional[str], ipu_id_from_block: Optional[int]) -> StagePlacement:
+        placement = super().beginStage(user_id, ipu_id_from_block)
+        self._requested_ipus.setdefault(placement.user_id, ipu_id_from_block)
+        return placement
 
 
 def executable_file_name(

@@ -1,4 +1,4 @@
-"""Make ``import poptorch`` mean the emulator, in this process and in those it starts."""
+"""Make ``import poptorch`` import the emulator, in this process and its child processes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,35 @@ from ipurun.emulator.autocasting import autocast_module
 __all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder"]
 
 _WHOLE_OBJECTS = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_ALIAS = "poptorch"
+_TARGET = __package__ or "ipurun.emulator"
 
 
 def restore_removed() -> None:
-    """Put back what newer torch has taken away; calling it again, or on torch 2.0, changes nothing."""
+    """Restore what newer torch removed; do nothing on torch 2.0 or when called again."""
     if Sampler.__init__ is object.__init__:
         Sampler.__init__ = _take_data_source  # type: ignore[assignment]
 
 
 def load_whole_objects() -> None:
-    """Let `torch.load(file)` read whole objects, as models saved by PopTorch are, here and in child processes.
+    """Let `torch.load(file)` read whole objects, such as saved models, here and in child processes.
 
-    Since 2.6 torch reads nothing but tensors unless `weights_only=False` is passed. Calls that pass the
-    argument keep what they ask for, and so does a user who has set torch's variable.
+    Since 2.6, torch reads only tensors unless `weights_only=False` is passed. Calls that pass the argument are not
+    affected, nor are users who set torch's environment variable.
     """
     if _WHOLE_OBJECTS in os.environ:
         return
     os.environ[_WHOLE_OBJECTS] = "1"
-    # Torch warns of the variable at every load, but the program did not set it.
+    # Torch warns about the variable at every load, but the user did not set it.
     warnings.filterwarnings("ignore", message=f"Environment variable {_WHOLE_OBJECTS} detected")
 
 
 def _take_data_source(self: Any, data_source: Any = None) -> None:
-    """Do nothing, as in torch 2.0: samplers pass their data source on, and keep it themselves."""
-
-
-_ALIAS = "poptorch"
-_TARGET = __package__ or "ipurun.emulator"
+    """Ignore the data source, as torch 2.0 does."""
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Gives out a module of the emulator under PopTorch's name, without loading it twice."""
+    """Loads a module of the emulator under PopTorch's name, without importing it twice."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -63,7 +61,7 @@ class _AliasLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just put the alias's spec on the module; it keeps the one it was loaded by.
+        # The import system has just set the alias's spec on the module: restore the original.
         module.__spec__ = self._own_spec
 
 
@@ -85,29 +83,29 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 
 
 def shim_folder() -> str:
-    """Return the folder that makes ``import poptorch`` mean the emulator when it is on PYTHONPATH.
+    """Return the folder that, on PYTHONPATH, makes ``import poptorch`` import the emulator.
 
-    It also has stand-ins for other modules of PopTorch's SDK, used where those are not installed.
+    It also contains replacements for other SDK modules, used if those are not installed.
     """
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 
 
 def find_real_poptorch() -> Optional[str]:
-    """Return where Graphcore's own poptorch is installed, None without it."""
+    """Return the location of Graphcore's poptorch, None if it is not installed."""
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != shim_folder()]
     spec = importlib.machinery.PathFinder.find_spec(_ALIAS, elsewhere)
-    # A folder without __init__.py is a namespace package: something else of that name.
+    # A folder without __init__.py is a namespace package, not PopTorch.
     return None if spec is None else spec.origin
 
 
 def install() -> None:
-    """Make ``import poptorch`` and its submodules mean the emulator from now on.
+    """Make ``import poptorch`` and its submodules import the emulator from now on.
 
-    Child processes inherit it through PYTHONPATH, also those started by spawn or forkserver. Calling it
-    again changes nothing.
+    Child processes inherit this through PYTHONPATH, including those started by spawn or forkserver. Calling it
+    again has no effect.
 
     Raises:
-        RuntimeError: The real poptorch was imported before.
+        RuntimeError: The real poptorch was already imported.
     """
     emulator = importlib.import_module(_TARGET)
     present = sys.modules.get(_ALIAS)
@@ -121,7 +119,7 @@ def install() -> None:
     if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AliasFinder())
     torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
-    # Programs that rewrite torch.fx graphs insert these by their names in torch.
+    # Programs that rewrite torch.fx graphs use these names.
     torch.ops.poptorch.set_attribute = set_attribute
     torch.ops.poptorch.clear_attribute = clear_attribute
     restore_removed()

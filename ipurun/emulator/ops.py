@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipurun.emulator._ops.added_ops import ctc_beam_search_decoder, dynamic_slice, dynamic_update, fps, nearest
 from ipurun.emulator._ops.annotations import (
+    MultiConv,
     NameScope,
     identity_loss,
     nop,
@@ -20,13 +22,9 @@ from ipurun.emulator._ops.blocks import (
     LegacyBeginBlockFn,
     removeBlocks,
 )
-from ipurun.emulator._ops.cluster import fps, nearest
 from ipurun.emulator._ops.control_flow import cond, for_loop
-from ipurun.emulator._ops.ctc import ctc_beam_search_decoder
 from ipurun.emulator._ops.custom_ops import CPU, custom_op, register_cpu_implementation
-from ipurun.emulator._ops.multi_conv import MultiConv
 from ipurun.emulator._ops.print_tensor import ipu_print_tensor
-from ipurun.emulator._ops.slices import dynamic_slice, dynamic_update
 
 __all__ = [
     "BeginBlock",

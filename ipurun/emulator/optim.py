@@ -1,15 +1,15 @@
-"""Optimizers that PopTorch runs on the device: torch's, with loss scaling, accumulator types and the like.
+"""Optimizers that PopTorch runs on the device: torch's, with loss scaling and accumulator types.
 
-An argument left as None takes its default and is baked into the compiled program; an argument that is given
-stays changeable through `setOptimizer`, as does what `variable_attrs.markAsVariable` names.
+An argument left as None has its default value as a constant of the compiled program; one that is given can be changed
+with `setOptimizer`, as can attributes marked with `variable_attrs.markAsVariable`.
 
-Arguments mean what they mean in torch. `foreach`, `maximize`, `capturable`, `differentiable` and `fused` are accepted
-and ignored, `amsgrad` must be False when the model is compiled. What PopTorch adds to several optimizers:
+Arguments mean the same as in torch. `foreach`, `maximize`, `capturable`, `differentiable` and `fused` are accepted
+and ignored; `amsgrad` must be False when the model is compiled. PopTorch adds these to several optimizers:
 
 - `loss_scaling`: Factor on the loss during the backward pass, divided out before the update.
 - `accum_type`: Data type in which gradients are accumulated.
 - `first_order_momentum_accum_type`, `second_order_momentum_accum_type`: Data types of the two moments.
-- `max_grad_norm`: Largest norm of all gradients together.
+- `max_grad_norm`: Upper limit for the norm of all gradients together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttr
 
 
 class SGD(Optimizer, torch.optim.SGD):
-    """Stochastic gradient descent with optional momentum; dampening acts on the first step too, unlike torch's.
+    """Stochastic gradient descent with optional momentum; unlike in torch, dampening also applies to the first step.
 
     `velocity_accum_type` is the data type of the velocity. With `use_combined_accum`, gradients and velocity are
     accumulated in one buffer, and `velocity_scaling` is a factor on the stored velocity.
@@ -89,7 +89,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
-    """Adam with decoupled weight decay; PopTorch 3.4 corrects the bias whatever `bias_correction` says."""
+    """Adam with decoupled weight decay; PopTorch 3.4 corrects the bias regardless of `bias_correction`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
-    """RMSprop, in torch's or with `use_tf_variant` in TensorFlow's definition, which has `eps` inside the root.
+    """RMSprop as in torch, or as in TensorFlow with `use_tf_variant`, which adds `eps` inside the root.
 
     `centered` must be the same in all groups.
     """
@@ -144,7 +144,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 class LAMB(Optimizer, torch.optim.Optimizer):
     """Layer-wise adaptive moments for large batches; `step` runs the same update on the host.
 
-    `max_weight_norm` is the largest norm of a weight that counts in the trust ratio, 65500 by default.
+    `max_weight_norm` limits the norm of a weight in the trust ratio, 65500 by default.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         """Update the host's parameters from their `.grad`; a compiled model does not call this.
 
         Args:
-            closure: Evaluates the model again and returns the loss.
+            closure: Re-evaluates the model and returns the loss.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:

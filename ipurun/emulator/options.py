@@ -1,4 +1,4 @@
-"""``Options``: what a user chooses about how a model is run."""
+"""``Options``: how a model is compiled and run."""
 
 from __future__ import annotations
 
@@ -62,10 +62,12 @@ __all__ = [
     "apply_file",
     "apply_json",
 ]
+_UNLIMITED_LOGS = 2**64 - 1
+_PROFILING_KEYS = ("debug.allowOutOfMemory", "autoReport.directory", "autoReport.all")
 
 
 class ConfigFileError(Exception):
-    """A line of an options file is not Python."""
+    """A line of an options file is not valid Python."""
 
 
 def _statements(filepath: str) -> List[str]:
@@ -75,16 +77,16 @@ def _statements(filepath: str) -> List[str]:
 
 
 def apply_file(options: Options, filepath: str) -> None:
-    """Run a file of statements such as ``deviceIterations(4)`` on the options.
+    """Apply a file of statements such as ``deviceIterations(4)`` to the options.
 
     Raises:
-        ConfigFileError: A line is not Python; no line was applied.
+        ConfigFileError: A line is not valid Python; no line was applied.
     """
     statements = _statements(filepath)
     try:
         code = compile("\n".join(statements), filepath, "exec")
     except SyntaxError as error:
-        # An unclosed bracket at the end is reported one line past the last on older Pythons.
+        # Older Pythons report an unclosed bracket one line after the last.
         number = min(error.lineno or 1, len(statements))
         raise ConfigFileError(
             f"{type(error).__name__} at line {number} of {os.path.basename(filepath)}: {_wording(error)}\n"
@@ -94,12 +96,12 @@ def apply_file(options: Options, filepath: str) -> None:
 
 
 def _wording(error: SyntaxError) -> str:
-    # Since 3.10 Python names the open bracket; PopTorch 3.4 runs on 3.8, whose wording programs look for.
+    # Since 3.10, Python names the open bracket; programs expect the message of 3.8, which PopTorch 3.4 runs on.
     return "unexpected EOF while parsing" if error.msg.endswith("was never closed") else error.msg
 
 
 def _converted(value: Any) -> Any:
-    """Turn "Enum.Member" into that member; leave anything else as it is."""
+    """Convert "Enum.Member" to that member; return anything else unchanged."""
     if not isinstance(value, str) or value.count(".") != 1:
         return value
     enum_name, member_name = value.split(".")
@@ -117,11 +119,8 @@ def apply_json(options: Options, string: str) -> None:
             setter(_converted(value))
 
 
-# Older programs know the storage class by this name.
+# The name that older programs use.
 _OptionsDict = OptionsDict
-
-_UNLIMITED_LOGS = 2**64 - 1
-_PROFILING_KEYS = ("debug.allowOutOfMemory", "autoReport.directory", "autoReport.all")
 
 
 def _checked(value: Any, kind: Type[Any], setter: str) -> Any:
@@ -130,7 +129,7 @@ def _checked(value: Any, kind: Type[Any], setter: str) -> Any:
 
 
 class Options(OptionsDict):
-    """Set of all options of a model; every setter returns the options, so that calls can be chained."""
+    """All options of a model; every setter returns the options, so that calls can be chained."""
 
     def __init__(self) -> None:
         self._jit = _JitOptions()
@@ -167,12 +166,12 @@ class Options(OptionsDict):
 
     @property
     def TensorLocations(self) -> _TensorLocationOptions:
-        """Where tensors live on the device."""
+        """The locations of tensors on the device."""
         return self._tensor_locations
 
     @property
     def Distributed(self) -> _DistributedOptions:
-        """Which of several processes this one is."""
+        """The number and index of processes."""
         return self._distributed
 
     @property
@@ -182,12 +181,12 @@ class Options(OptionsDict):
 
     @property
     def Precision(self) -> _PrecisionOptions:
-        """How numbers are held and computed."""
+        """Number formats in storage and computation."""
         return self._precision
 
     @property
     def Training(self) -> _TrainingOptions:
-        """Options that matter for training only."""
+        """Options for training."""
         return self._training
 
     @property
@@ -220,21 +219,21 @@ class Options(OptionsDict):
         return self
 
     def loadFromFile(self, filepath: str) -> Options:
-        """Run a file of statements such as ``deviceIterations(4)``, one a line, on the options.
+        """Apply a file of statements such as ``deviceIterations(4)``, one per line.
 
         Raises:
-            ConfigFileError: A line is not Python; no line was applied.
+            ConfigFileError: A line is not valid Python; no line was applied.
         """
         apply_file(self, filepath)
         return self
 
     def sourceLocationExcludes(self, excludes: List[str]) -> Options:
-        """Replace the path fragments that are left out when an op's source line is looked for."""
+        """Set the path fragments to skip when finding the source line of an op."""
         self._source_location_excludes = list(excludes)
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Options:
-        """Add path fragments that are left out when an op's source line is looked for."""
+        """Add path fragments to skip when finding the source line of an op."""
         self._source_location_excludes = [*self._source_location_excludes, *excludes]
         return self
 
@@ -244,7 +243,7 @@ class Options(OptionsDict):
         return self
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Options:
-        """Log unknown optimizer attributes at debug level rather than as warnings."""
+        """Log unknown optimizer attributes at debug level instead of warning."""
         self._relax_optimizer_checks = relax
         return self
 
@@ -254,22 +253,22 @@ class Options(OptionsDict):
         return self
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Options:
-        """Reserve the next power of two of IPUs when a model uses another number."""
+        """Round the number of IPUs that a model uses up to the next power of two."""
         self.set(auto_round_num_ipus=auto_round_num_ipus)
         return self
 
     def deviceIterations(self, device_iterations: int) -> Options:
-        """Set how many batches the device works on per call."""
+        """Set the number of iterations that the device runs per call."""
         self.set(device_iterations=device_iterations)
         return self
 
     def setExecutionStrategy(self, strategy: Any) -> Options:
-        """Choose how stages share the device: pipelined, sharded or phased."""
+        """Set the execution strategy: pipelined, sharded or phased."""
         self._execution_strategy = _checked(strategy, _IExecutionStrategy, "setExecutionStrategy")
         return self
 
     def setAvailableMemoryProportion(self, available_memory_proportion: Dict[str, float]) -> Options:
-        """Set the share of memory for temporary data: ``{"IPU0": 0.3}``.
+        """Set the proportion of memory for temporary data: ``{"IPU0": 0.3}``.
 
         Raises:
             AssertionError: A key does not begin with "IPU".
@@ -277,13 +276,13 @@ class Options(OptionsDict):
         """
         by_number = {}
         for key, proportion in available_memory_proportion.items():
-            assert key.startswith("IPU"), f"Keys look like 'IPU0', got {key!r}"
+            assert key.startswith("IPU"), f"Keys must look like 'IPU0', got {key!r}"
             by_number[int(key[len("IPU") :])] = proportion
         self.createOrSet(available_memory_proportion=by_number)
         return self
 
     def replicationFactor(self, replication_factor: int) -> Options:
-        """Set how many copies of the model run in this process."""
+        """Set the number of replicas of the model in this process."""
         self.set(replication_factor=replication_factor)
         return self
 
@@ -306,7 +305,7 @@ class Options(OptionsDict):
         return self
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Options:
-        """Share one copy of the buffers between replicas, or let each keep its own."""
+        """Set whether replicas share one copy of the buffers or have separate ones."""
         self.set(broadcast_buffers=broadcast_buffers)
         return self
 
@@ -316,7 +315,7 @@ class Options(OptionsDict):
         return self
 
     def maxRepeatLogs(self, max_lines: Optional[int]) -> Options:
-        """Limit how often a line is logged; None lifts the limit."""
+        """Limit how often a line is logged; None removes the limit."""
         self.set(max_repeat_logs=_UNLIMITED_LOGS if max_lines is None else max_lines)
         return self
 
@@ -326,7 +325,7 @@ class Options(OptionsDict):
         return self
 
     def enableExecutableCaching(self, path: Optional[str]) -> Options:
-        """Keep compiled models in a folder; None stops it."""
+        """Cache compiled models in a folder; None turns the cache off."""
         if path is None:
             self._popart.set("enableEngineCaching", False)
         else:
@@ -335,28 +334,28 @@ class Options(OptionsDict):
         return self
 
     def useIpuModel(self, use_model: bool) -> Options:
-        """Use the simulator rather than hardware."""
+        """Use the simulator instead of hardware."""
         self.createOrSet(use_model=use_model)
         return self
 
     def connectionType(self, connection_type: enums.ConnectionType) -> Options:
-        """Choose when a device is attached."""
+        """Set when a device is attached."""
         checked = _checked(connection_type, enums.ConnectionType, "connectionType")
         self.set(connection_type=checked.value)
         return self
 
     def syncPattern(self, sync_pattern: enums.SyncPattern) -> Options:
-        """Choose which IPUs synchronise with each other."""
+        """Set which IPUs synchronise with each other."""
         self.set(sync_pattern=_checked(sync_pattern, enums.SyncPattern, "syncPattern").value)
         return self
 
     def useIpuId(self, ipu_id: int) -> Options:
-        """Use one particular device."""
+        """Use the device with this id."""
         self.createOrSet(ipu_id=_checked(ipu_id, int, "useIpuId"))
         return self
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Options:
-        """Compile for a kind of IPU without attaching to one."""
+        """Compile for a version of the IPU without attaching to one."""
         self.connectionType(enums.ConnectionType.Never)
         self.createOrSet(ipu_version=ipu_version)
         return self
@@ -375,11 +374,11 @@ class Options(OptionsDict):
         self._values["anchored_tensors"][short_name] = [long_name, follows_model, mode, period]
 
     def outputMode(self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None) -> Options:
-        """Choose which micro-batches of a call give the outputs.
+        """Set which micro-batches of a call produce the outputs.
 
         Args:
             output_mode: All, Final, Sum or EveryN; Default means Final in training, All in inference.
-            output_return_period: For EveryN, how many batches there are to each that is returned.
+            output_return_period: For EveryN, return one of this many batches.
         """
         _checked(output_mode, enums.OutputMode, "outputMode")
         if output_mode == enums.OutputMode.EveryN:
@@ -396,7 +395,7 @@ class Options(OptionsDict):
         return bool(self.output_mode == enums.OutputMode.Default)
 
     def randomSeed(self, random_seed: int) -> Options:
-        """Seed the random numbers of the device, and torch's on the host at once."""
+        """Seed the random numbers of the device, and immediately torch's on the host."""
         self.createOrSet(random_seed=_checked(random_seed, int, "randomSeed"))
         torch.manual_seed(random_seed)
         return self
@@ -407,7 +406,7 @@ class Options(OptionsDict):
         return self
 
     def enableSyntheticData(self, enabled: bool) -> Options:
-        """Feed the device random data that it makes itself, instead of the host's."""
+        """Use random data generated on the device instead of the host's."""
         self._popart.set("syntheticDataMode", 2 if enabled else 0)
         return self
 
@@ -417,11 +416,11 @@ class Options(OptionsDict):
         return self
 
     def enableProfiling(self, profile_dir: Optional[str] = None) -> Options:
-        """Write a profile of each compiled model into a folder."""
+        """Write a profile of each compiled model to a folder."""
         from_environment = os.environ.get("POPLAR_ENGINE_OPTIONS", "")
         for key in _PROFILING_KEYS:
             if key in from_environment:
-                logger.warning("POPLAR_ENGINE_OPTIONS sets %s, which enableProfiling() sets too", key)
+                logger.warning("POPLAR_ENGINE_OPTIONS sets %s, which enableProfiling() also sets", key)
         values = ("true", "." if profile_dir is None else profile_dir, "true")
         engine_options = dict(self._popart.options.get("engineOptions", {}))
         engine_options.update(zip(_PROFILING_KEYS, values))
@@ -429,12 +428,12 @@ class Options(OptionsDict):
         return self
 
     def updatableNamedBuffers(self, buffers: List[str]) -> Options:
-        """Name the buffers that ``copyNamedBuffersToDevice`` sends to the device."""
+        """Set the buffers that ``copyNamedBuffersToDevice`` uploads."""
         self._popart.set("updatableNamedBuffers", buffers)
         return self
 
     def toDict(self) -> Dict[str, Any]:
-        """Return all settings for the backend; the output mode must be chosen by then."""
+        """Return all settings for the backend; the output mode must be set."""
         assert not self.defaultOutputMode(), "The output mode must be chosen before the options are used"
         merged = merge(dict(self._execution_strategy.backendOptions()), self._popart.options)
         merged = self.update(merged)

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class TracingMode(enum.IntEnum):
-    """The ways a model is captured; only one is left."""
+    """The ways to capture a model; only one is left."""
 
     PopART = 0
 
@@ -34,7 +34,7 @@ class TracingMode(enum.IntEnum):
 class TestErrorType(enum.IntEnum):
     """The errors that ``_throwTestError`` can raise."""
 
-    __test__ = False  # pytest would collect a class of this name
+    __test__ = False  # pytest would collect a class with this name
 
     Poptorch = 0
     Popart = 1
@@ -70,7 +70,7 @@ _TEST_FAULTS: Dict[TestErrorType, Dict[str, Any]] = {
 
 
 def _throwTestError(error_type: TestErrorType) -> None:
-    """Raise the error of one native component, as a test of error handling."""
+    """Raise an error of a native component, to test error handling."""
     message = f"This is a test error of kind {error_type.name}"
     if error_type is TestErrorType.PoplarLinkError:
         message += ". Output: -lfoo not found"
@@ -81,7 +81,7 @@ def _validateOptions(options: Dict[str, Any]) -> None:
     """Check the keys and value types of ``Options.toDict()`` as the backend does at compile time.
 
     Raises:
-        Error: For a key that the backend does not know with a value of that type.
+        Error: If the backend has no such key with that type of value.
     """
     from ipurun.emulator._options import checks
 
@@ -96,7 +96,7 @@ def importPoptorchMetadataFromFile(filename: str) -> bytes:
 
 
 def ipuHardwareVersion(num_ipus: int = 1) -> int:
-    """Return the architecture version of the attached IPUs, 0 where there are none."""
+    """Return the architecture version of the attached IPUs, 0 if there are none."""
     from ipurun.emulator._executor import device
 
     return device.hardware_version(num_ipus)
@@ -110,7 +110,7 @@ def isCompilingWithDispatcher() -> bool:
 
 
 def setCustomCodeletsPath(path: str) -> None:
-    """Accept the folder of the device code; there is no device code to find here."""
+    """Accept the folder of device code, which is not used on a CPU."""
     if not isinstance(path, str):
         raise TypeError(f"The codelets path must be a str, got {path!r}")
 
@@ -126,4 +126,4 @@ def setPopartLogLevel(level: str) -> None:
 
 
 def poptorchAtExit() -> None:
-    """Release the devices at interpreter exit; nothing is held on a CPU."""
+    """Do nothing: there are no devices to release at exit."""

@@ -27,7 +27,7 @@ class Channel:
     """A named series of tracepoints.
 
     Args:
-        name: The name that the profiler shows.
+        name: The name shown by the profiler.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ class Channel:
         self._channel = None if _pvti is None else _pvti.createTraceChannel(name)
 
     def instrument(self, obj: Any, *methods: str) -> Any:
-        """Trace every call of the object's methods of these names.
+        """Trace every call of the named methods of an object.
 
         Returns:
             The object.
@@ -45,7 +45,7 @@ class Channel:
         return obj
 
     def tracepoint(self, name: str) -> ContextManager[Any]:
-        """Return a context manager that traces what runs inside it."""
+        """Return a context manager that traces its body."""
         if _pvti is None:
             return contextlib.nullcontext()
         tracepoint: ContextManager[Any] = _pvti.Tracepoint(self._channel, f"{self._name}.{name}")

@@ -10,7 +10,7 @@ __all__ = ["allclose"]
 
 
 def allclose(ref: Any, other: Any) -> bool:
-    """Whether two results are equal within torch's tolerances; tuples and lists element by element."""
+    """Whether two results are equal within torch's tolerances, comparing tuples and lists by element."""
     if isinstance(ref, (tuple, list)):
         if not isinstance(other, (tuple, list)) or len(ref) != len(other):
             return False

@@ -28,11 +28,10 @@ from ipurun.estimate.search import (
 from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, settings_of, words_of
 from ipurun.estimate.split import Split
 from ipurun.estimate.types import Settings, StageLayout, Verdict
-from ipurun.inspect.data import is_stream
-from ipurun.inspect.facts import Facts
+from ipurun.inspect.data import first_sample, is_stream
+from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model_and_data import ModelAndData
 from ipurun.inspect.sampling import seeded
-from ipurun.inspect.structure import first_item
 from ipurun.inspect.trace import strategy_of, trace_model
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.planning import make_plan
@@ -155,16 +154,15 @@ def solve(config: RunConfig, plan: Plan, outlook: PlanEstimate) -> List[Solution
 
 
 def auto_split(
-    config: RunConfig, subject: ModelAndData, keys: Optional[Mapping[str, str]] = None, on_paper: bool = False
+    config: RunConfig, subject: ModelAndData, keys: Optional[Mapping[str, str]] = None
 ) -> Tuple[RunConfig, Facts]:
     """A config whose `pipeline.split=auto` is solved, and the facts with the solution; both as they were if it is not.
 
     Args:
         config: The config.
-        subject: Its model and data.
+        subject: Its model and data. Where no split fits and their purpose is to plan, the model is left whole, so that
+            the plan can show what it would take.
         keys: The keys that were set; None: those that differ from their defaults.
-        on_paper: Whether it is only for planning: where no split fits, the model is then left whole, so that the plan
-            can tell what it would take.
     """
     facts = subject.facts
     if not is_auto(config.pipeline.split):
@@ -183,7 +181,7 @@ def auto_split(
         return config, dataclasses.replace(facts, unsolved=f"{problem.what}: {problem.seen} ({problem.where})")
     obstacles: Dict[str, None] = {}
     found = _best_auto(config, profile, settings_of(plan), plan, subject, obstacles)
-    if found is None and on_paper:
+    if found is None and facts.purpose is Purpose.PLAN:
         note = f"pipeline.split=auto found no split that fits; shown is the model as a whole: {'; '.join(obstacles)}"
         return config, dataclasses.replace(facts, solved_split=(), is_left_whole=True, notes=(*facts.notes, note))
     if found is None:
@@ -271,7 +269,7 @@ def _is_batch_free(config: RunConfig) -> bool:
 
 def _profile(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
     data = subject.splits.get("train")
-    sample = None if data is None or is_stream(data) else first_item(data)
+    sample = None if data is None or is_stream(data) else first_sample(data)
     with seeded(config.seed):
         return trace_model(
             config,

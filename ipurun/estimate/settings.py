@@ -124,7 +124,13 @@ def phases_of(calls: Sequence[Call]) -> Dict[str, int]:
         return {}
     given = _last(calls, "setExecutionStrategy")
     phases = given.args[0].args if given is not None else ()
-    return {block: number for number, phase in enumerate(phases) for stage in phase.args for block in stage.args}
+    return {block: number for number, phase in enumerate(phases) for block in _block_ids(phase)}
+
+
+def _block_ids(phase: Any) -> List[str]:
+    """Return the block ids in a phase or stage, which may be an object, a list or one id."""
+    items = phase.args if isinstance(phase, Call) else phase
+    return [items] if isinstance(items, str) else [block for item in items for block in _block_ids(item)]
 
 
 def _recomputation(plan: Plan, calls: Sequence[Call]) -> str:

@@ -1,4 +1,4 @@
-"""What a batch looks like: which item is the target, which part of an output is meant."""
+"""The items of a batch and of a model's output: arguments, target and loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OUTPUT_KEYS = ("logits", "output", "outputs", "prediction", "predictions")
 
 
 def as_call(batch: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
-    """A batch as positional and named arguments of a call."""
+    """Return a batch as positional and named arguments of a call."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (list, tuple)):
@@ -28,16 +28,16 @@ def as_call(batch: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
 def split_target(
     args: Sequence[Any], kwargs: Mapping[str, Any], target: Optional[str]
 ) -> Tuple[Tuple[Any, ...], Dict[str, Any], Any]:
-    """Take the target out of a batch: what is left by position, by name, and the target.
+    """Split a batch into the remaining items by position, those by name, and the target.
 
     Args:
         args: Items by position.
         kwargs: Items by name.
-        target: An index or a key; None takes a key such as ``labels``, else the last item. A batch of one item
-            is its own target, as autoencoders want it.
+        target: An index or a key. None takes a key such as ``labels``, else the last item. A single item is both
+            input and target, as autoencoders need.
 
     Raises:
-        ConfigError: There is no such item; the message lists those that exist.
+        ConfigError: The batch has no such item; the message lists its items.
     """
     named = dict(kwargs)
     key = target
@@ -52,14 +52,14 @@ def split_target(
         return (items[0],), {}, items[0]
     index = _index(key, len(items))
     if index is None:
-        asked = "a target" if target is None else f"`{target}`"
-        raise _absent("loss.target", f"a batch has no item {asked}; it has {_shown(items, named)}")
+        wanted = "to use as the target" if target is None else f"`{target}`"
+        raise _absent("loss.target", f"a batch has no item {wanted}; it has {_shown(items, named)}")
     value = items.pop(index)
     return tuple(items), named, value
 
 
 def target_of(batch: Any, target: Optional[str]) -> Any:
-    """The target of a batch, None where it has none (a model that computes its own loss may need none)."""
+    """Return the target of a batch, None if it has none (a model that computes its own loss may not need one)."""
     args, kwargs = as_call(batch)
     try:
         return split_target(args, kwargs, target)[2]
@@ -68,39 +68,59 @@ def target_of(batch: Any, target: Optional[str]) -> Any:
 
 
 def pick(output: Any, which: Optional[str], *, loss: bool = False) -> Any:
-    """One part of a model's output.
+    """Return one part of a model's output.
 
     Args:
         output: A tensor, or tensors in a tuple, list or mapping.
-        which: An index or a key; None picks by convention: for the loss the key ``loss``, else the last
-            item; otherwise the key ``logits`` or the like, else the first item.
-        loss: Whether the loss is wanted.
+        which: An index or a key. None picks by convention: for the loss the key ``loss``, else the last item;
+            otherwise a key such as ``logits``, else the first item.
+        loss: Whether to pick the loss.
 
     Raises:
-        ConfigError: There is no such part; the message lists those that exist.
+        ConfigError: The output has no such part; the message lists its parts.
     """
     place = _place(output, which, loss)
     return output if place is None else output[place]
 
 
 def with_loss(output: Any, which: Optional[str], value: torch.Tensor) -> Any:
-    """A model's output with its loss (see `pick`) replaced by a value."""
+    """Return a model's output with its loss (see `pick`) replaced by a value."""
     place = _place(output, which, True)
     if place is None:
         return value
     if isinstance(output, Mapping):
-        changed: Any = copy.copy(output)  # of its own class: the outputs of transformers are mappings
+        changed: Any = copy.copy(output)  # keeps the class: outputs of transformers are mappings with attributes
         changed[place] = value
         return changed
     items = [value if index == place % len(output) else item for index, item in enumerate(output)]
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply a function to every tensor in nested tuples, lists and mappings, keeping the containers."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def leading_rows(batch: Any) -> Optional[int]:
+    """Return the number of samples in a batch: the rows of the first tensor that has any."""
+    sizes: List[int] = []
+    map_tensors(lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None, batch)
+    return sizes[0] if sizes else None
+
+
 def _place(output: Any, which: Optional[str], loss: bool) -> Any:
-    """The key or index of one part of an output, None where the output is one tensor."""
+    """Return the key or index of one part of an output, None if the output is a single tensor."""
     if isinstance(output, torch.Tensor):
         if which not in (None, "0"):
-            raise _absent("loss.output", f"the model returns one tensor, so there is no output `{which}`")
+            raise _absent("loss.output", f"the model returns a single tensor, so it has no output `{which}`")
         return None
     if isinstance(output, Mapping):
         names = (which,) if which is not None else _LOSS_KEYS if loss else _OUTPUT_KEYS
@@ -121,26 +141,6 @@ def _place(output: Any, which: Optional[str], loss: bool) -> Any:
     return index
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply a function to every tensor in nested tuples, lists and mappings, keeping the containers."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, item) for item in value)
-    return value
-
-
-def leading_rows(batch: Any) -> Optional[int]:
-    """Rows of the first tensor that has any: the number of samples in a batch."""
-    sizes: List[int] = []
-    map_tensors(lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None, batch)
-    return sizes[0] if sizes else None
-
-
 def _index(key: Optional[str], size: int) -> Optional[int]:
     if key is None:
         return size - 1 if size else None
@@ -152,7 +152,7 @@ def _index(key: Optional[str], size: int) -> Optional[int]:
 
 
 def _absent(key: str, what: str) -> ConfigError:
-    return ConfigError(f"`{key}`: {what}", fix=f"{key}=an index or a key that is there", key=key)
+    return ConfigError(f"`{key}`: {what}", fix=f"set {key} to one of these, by index or key", key=key)
 
 
 def _shown(items: Sequence[Any], named: Mapping[str, Any]) -> str:

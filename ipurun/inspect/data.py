@@ -1,4 +1,4 @@
-"""The data sets of a run, by split, from whatever `data._target_` gives."""
+"""The data sets of a run, by split, made by `data._target_`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import torch
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.targets import check_node, make
 
-__all__ = ["check_data", "check_sample", "is_stream", "length_of", "make_splits", "notes_of", "split_for_eval"]
+__all__ = [
+    "check_data",
+    "check_sample",
+    "first_sample",
+    "is_stream",
+    "length_of",
+    "make_splits",
+    "notes_of",
+    "split_for_eval",
+]
 
 _OVERRIDES = {"_eval_": "eval", "_test_": "test"}
 _ORDER = ("train", "eval", "test")
@@ -26,7 +35,7 @@ _SYNONYMS = {
 
 
 def check_data(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> List[Problem]:
-    """All problems of the data node that show without building it."""
+    """Return the problems of the data node that can be found without making the data."""
     if "_target_" not in node:
         return [
             Problem(
@@ -43,18 +52,93 @@ def check_data(node: Mapping[str, Any], engine_module: Optional[ModuleType] = No
 
 
 def check_sample(sample: Any) -> List[Problem]:
-    """Problems of a sample that torch's own collate would let pass, and no device can take."""
+    """Return the problems of a sample that torch can collate but no device can take."""
     unfit = sorted({type(leaf).__name__ for leaf in _leaves(sample) if isinstance(leaf, (str, bytes))})
     if not unfit:
         return []
     return [
         Problem(
-            "`data` gives samples with text in them, and a device takes tensors",
+            "`data` returns samples that contain text, but a device takes only tensors",
             seen=f"{', '.join(unfit)} in the first sample",
-            fix="turn it into numbers in __getitem__, or name a function that does: loader.collate=module.function",
+            fix="convert text to numbers in __getitem__, or in a function of yours: loader.collate=module.function",
             key="data",
         )
     ]
+
+
+def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> Dict[str, Any]:
+    """Make the data sets.
+
+    The target is a map-style or iterable data set, or a function that returns one, a tuple ``(train, eval)`` or
+    ``(train, eval, test)``, or a mapping of splits. ``_eval_`` and ``_test_`` hold arguments that differ for another
+    split made by the same target.
+
+    Raises:
+        ConfigError: The target failed, or did not return data.
+    """
+    splits: Dict[str, Any] = {}
+    for name, arguments in _variants(node).items():
+        key = "data" if name == "train" else f"data._{name}_"
+        made = _as_splits(make(arguments, key, engine_module=engine_module), name, key)
+        splits.update(made if name == "train" else {name: made[name]})
+    if "train" not in splits:
+        raise ConfigError(
+            "`data` has no training split", seen=", ".join(splits) or "nothing", known="train, eval, test", key="data"
+        )
+    return splits
+
+
+def split_for_eval(splits: Mapping[str, Any], asked: Optional[str]) -> Optional[str]:
+    """Return the name of the split to evaluate on, None if there is none.
+
+    Raises:
+        ConfigError: The requested split does not exist.
+    """
+    if asked is None:
+        return next((name for name in ("eval", "test") if name in splits), None)
+    name = _SYNONYMS.get(asked, asked)
+    if name not in splits:
+        raise ConfigError(
+            f"`eval.split={asked}`: the data has no split of this name",
+            known=", ".join(splits),
+            fix="eval.split=train",
+            key="eval.split",
+        )
+    return name
+
+
+def is_stream(data: Any) -> bool:
+    """Return whether a data set is iterated rather than read by index."""
+    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return isinstance(data, torch.utils.data.IterableDataset) or not by_index
+
+
+def length_of(data: Any) -> Optional[int]:
+    """Return the number of samples (or of a sampler's items), None for a stream without a length."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def first_sample(data: Any) -> Optional[Any]:
+    """Return the first sample of a data set that is read by index, None if that fails."""
+    try:
+        return data[0]
+    except Exception:  # any error of the user's code: loading will report it
+        return None
+
+
+def notes_of(*owners: Any) -> Tuple[str, ...]:
+    """Return the remarks for the user in the attribute ``notes`` of data sets and models."""
+    found: List[str] = []
+    for owner in owners:
+        notes = getattr(owner, "notes", ())
+        if isinstance(notes, str):
+            found.append(notes)
+        elif isinstance(notes, (list, tuple)):
+            found += map(str, notes)
+    return tuple(dict.fromkeys(found))
 
 
 def _leaves(sample: Any) -> Iterator[Any]:
@@ -65,68 +149,6 @@ def _leaves(sample: Any) -> Iterator[Any]:
             yield from _leaves(item)
     else:
         yield sample
-
-
-def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> Dict[str, Any]:
-    """Build the data sets.
-
-    The target may be a map-style or iterable data set, or a function that returns one, a tuple
-    ``(train, eval)`` or ``(train, eval, test)``, or a mapping of splits. ``_eval_`` and ``_test_`` hold
-    arguments that differ in another split made by the same target.
-
-    Raises:
-        ConfigError: What came back is no data, or the target failed.
-    """
-    splits: Dict[str, Any] = {}
-    for name, arguments in _variants(node).items():
-        key = "data" if name == "train" else f"data._{name}_"
-        made = _as_splits(make(arguments, key, engine_module=engine_module), name, key)
-        splits.update(made if name == "train" else {name: made[name]})
-    if "train" not in splits:
-        raise ConfigError(
-            "`data` gives no training split", seen=", ".join(splits) or "nothing", known="train, eval, test", key="data"
-        )
-    return splits
-
-
-def split_for_eval(splits: Mapping[str, Any], asked: Optional[str]) -> Optional[str]:
-    """Name of the split to evaluate on, None where there is none.
-
-    Raises:
-        ConfigError: The split that was asked for does not exist.
-    """
-    if asked is None:
-        return next((name for name in ("eval", "test") if name in splits), None)
-    name = _SYNONYMS.get(asked, asked)
-    if name not in splits:
-        raise ConfigError(
-            f"`eval.split={asked}`: the data has no such split",
-            known=", ".join(splits),
-            fix="eval.split=train",
-            key="eval.split",
-        )
-    return name
-
-
-def length_of(data: Any) -> Optional[int]:
-    """Number of samples, None for a stream that does not tell."""
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def notes_of(*subjects: Any) -> Tuple[str, ...]:
-    """Remarks that data sets or the model have for the user, from their attribute ``notes``."""
-    found: List[str] = []
-    for subject in subjects:
-        notes = getattr(subject, "notes", ())
-        found += [notes] if isinstance(notes, str) else [str(n) for n in notes] if _is_sequence(notes) else []
-    return tuple(dict.fromkeys(found))
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
 
 
 def _variants(node: Mapping[str, Any]) -> Dict[str, Dict[str, Any]]:
@@ -149,13 +171,13 @@ def _as_splits(made: Any, name: str, key: str) -> Dict[str, Any]:
     for split, data in named.items():
         if not _is_data(data):
             raise ConfigError(
-                f"`{key}` gives no data set for the split `{split}`",
+                f"`{key}` did not return a data set for the split `{split}`",
                 seen=f"an object of type {type(data).__name__}",
                 known="an object with __getitem__ and __len__, or with __iter__",
                 key=key,
             )
     if name not in named:
-        raise ConfigError(f"`{key}` gives no split `{name}`", seen=", ".join(named) or "nothing", key=key)
+        raise ConfigError(f"`{key}` did not return the split `{name}`", seen=", ".join(named) or "nothing", key=key)
     return named
 
 
@@ -163,9 +185,3 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, str, bytes, int, float)):
         return False
     return (hasattr(value, "__getitem__") and hasattr(value, "__len__")) or hasattr(value, "__iter__")
-
-
-def is_stream(data: Any) -> bool:
-    """Whether a data set is read in its own order rather than by index."""
-    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return isinstance(data, torch.utils.data.IterableDataset) or not by_index

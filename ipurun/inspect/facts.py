@@ -1,16 +1,25 @@
-"""Facts about the engine, the data and the model that a plan is made from. Plain data: nothing here needs torch."""
+"""Facts about the engine, the data and the model that a plan is made from, as plain data without torch."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-__all__ = ["EndedBlock", "Facts", "ModuleCall", "UserBlock"]
+__all__ = ["EndedBlock", "Facts", "ModuleCall", "Purpose", "UserBlock"]
+
+
+class Purpose(enum.Enum):
+    """What a config is prepared for."""
+
+    RUN = "run"
+    CHECK = "check"  # as for a run, but large models get no memory for their weights
+    PLAN = "plan"  # as CHECK, and a machine larger than one process can attach, or than exists, is fine
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module in a forward pass; `operations` is how many were done before it."""
+    """One call of a module in a forward pass, after `operations` operations."""
 
     module: str
     operations: int
@@ -21,10 +30,10 @@ class UserBlock:
     """A block that the model's own code begins.
 
     Args:
-        module: The module that begins it by ``poptorch.BeginBlock``; None where it is ``poptorch.Block`` in `forward`.
-        ipu: Its IPU; None where the code leaves it to the strategy.
-        block_id: Its name; None where PopTorch gives one.
-        operations: How many operations were done before it; None where the model was not traced.
+        module: The module that begins it with ``poptorch.BeginBlock``; None for ``poptorch.Block`` in `forward`.
+        ipu: Its IPU; None if the strategy decides.
+        block_id: Its name; None if PopTorch numbers it.
+        operations: Number of operations before it; None if the model was not traced.
     """
 
     module: Optional[str]
@@ -35,12 +44,12 @@ class UserBlock:
 
 @dataclass(frozen=True)
 class EndedBlock:
-    """A block of the model's own code that ends with a module, so that none is active behind it.
+    """A block of the model's own code that ends with a module, so that no block is active after it.
 
     Args:
         module: The module; "" is the model itself.
         block_id: Name of the block.
-        ipu: The IPU that the code asks for; None where it leaves it to the strategy.
+        ipu: The IPU that the code requests; None if the strategy decides.
     """
 
     module: str
@@ -50,31 +59,31 @@ class EndedBlock:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan needs to know beyond the config: read off the engine, the data and the model.
+    """What a plan needs beyond the config, read from the engine, the data and the model.
 
     Args:
         engine: ``ipu``, ``ipu_model`` or ``cpu``.
         engine_version: For display: ``PopTorch 3.4.0`` or ``emulator of PopTorch 3.4.0``.
-        available_ipus: IPUs that can be attached; None where any number is emulated.
+        available_ipus: IPUs that can be attached; None for the emulator, which has any number.
         train_samples: Length of the training set; None for a stream without a length.
         split_samples: Split name -> length; None for a stream without a length.
-        eval_split: Name of the split to evaluate on; None where there is none.
+        eval_split: Name of the split to evaluate on; None if the data has none.
         module_names: Dotted names of all modules of the model, in order of definition.
         parameters: Number of trainable elements.
-        changing_buffers: Names of buffers that training changes (BatchNorm statistics and the like).
+        changing_buffers: Names of buffers that training changes, such as BatchNorm statistics.
         returns_loss: Whether the model computes its own loss.
-        notes: Remarks of the data set or the model for the user ("using the 5,000-digit subset").
+        notes: Remarks for the user from the data set or the model ("using the 5,000-digit subset").
         module_kinds: Module name -> name of its class; "" is the model itself.
         parameter_shapes: Parameter name -> shape; a tied parameter under each of its names.
-        shared_parameters: Names of parameters that are one tensor, a group for each such tensor.
-        calls: Calls of modules in one forward pass, in order; empty: the model was not traced.
+        shared_parameters: Groups of parameter names that share one tensor.
+        calls: Calls of modules in one forward pass, in order; empty if the model was not traced.
         operations: Operations of the forward pass, the loss included.
         user_blocks: Blocks that the model's own code begins.
         ended_blocks: Those of them that end where a module does.
-        solved_split: What `pipeline.split=auto` stands for, as the planner solved it; None: not solved.
-        unsolved: Why it is not.
-        is_left_whole: Whether no split fits, and the plan shows the model as a whole instead.
-        on_paper: Whether nothing will run, so that a machine larger than one process can attach is fine.
+        solved_split: The split found for `pipeline.split=auto`; None if there is none.
+        unsolved: Why none was found.
+        is_left_whole: Whether no split fits and the plan shows the unsplit model instead.
+        purpose: What the plan is made for.
     """
 
     engine: str
@@ -98,4 +107,4 @@ class Facts:
     solved_split: Optional[Tuple[str, ...]] = None
     unsolved: str = ""
     is_left_whole: bool = False
-    on_paper: bool = False
+    purpose: Purpose = Purpose.RUN

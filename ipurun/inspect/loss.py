@@ -1,4 +1,4 @@
-"""What a model hears when it asks whether it is being captured, in the words that libraries of models ask with."""
+"""The loss of a config, and the module that runs a model together with its loss."""
 
 from __future__ import annotations
 
@@ -16,66 +16,14 @@ from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.inspect.batch_items import pick, split_target, with_loss
 from ipurun.inspect.targets import check_arguments, locate
 
-__all__ = ["TracingAnswer", "Loss", "ModelWithLoss", "check_loss", "make_loss"]
+__all__ = ["Loss", "ModelWithLoss", "check_loss", "make_loss"]
 
-_Result = TypeVar("_Result")
-
-
-class TracingAnswer:
-    """The answer of `torch.jit.is_tracing` while forward runs once, to be recorded.
-
-    PopTorch leaves it at False, though its capture is bound by the same rule as torch.jit's: no value may be read
-    back. Models of transformers and timm ask before they look into an attention mask for a short cut, or keep a tensor
-    for the next call; told True they leave both out, and compute the same. A few take it for a promise of torch.jit's
-    own, that sizes are tensors, and fail: they hear PopTorch's answer when they are tried again.
-    """
-
-    def __init__(self) -> None:
-        self._answer = True
-        self._matters = False
-
-    @contextlib.contextmanager
-    def given(self) -> Iterator[None]:
-        """Answer while the model runs."""
-        before, was_asked = torch.jit.is_tracing, []
-
-        def reply() -> bool:
-            was_asked.append(True)
-            return self._answer
-
-        torch.jit.is_tracing = reply
-        try:
-            yield
-        except Exception:
-            self._matters = bool(was_asked)
-            raise
-        finally:
-            torch.jit.is_tracing = before
-
-    def attempt(self, capture: Callable[[], _Result]) -> _Result:
-        """Run what captures the model, and once more with the other answer if the model asked and then failed.
-
-        Raises:
-            Exception: That of the first time, where the model fails both times.
-        """
-        self._matters = False
-        try:
-            return capture()
-        except Exception:
-            if not self._matters:
-                raise
-            self._answer = not self._answer
-            with contextlib.suppress(Exception):
-                return capture()
-            self._answer = not self._answer
-            raise
-
-
-# PyTorch's losses that PopTorch does not find in a graph by itself: they have to end in identity_loss.
+# PyTorch's losses that PopTorch does not recognise in a graph: they must end in identity_loss.
 _NEEDS_IDENTITY = frozenset(
     ("huber", "multimargin", "multilabelmargin", "multilabelsoftmargin", "gaussiannll", "tripletmarginwithdistance")
 )
 _ALSO_LOSSES = ("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div")
+_Result = TypeVar("_Result")
 
 
 class Loss:
@@ -83,7 +31,7 @@ class Loss:
 
     Args:
         function: Takes (output, target).
-        reduction: Reduction that `identity_loss` applies; None for losses that PopTorch knows by itself.
+        reduction: Reduction that `identity_loss` applies, None for losses that PopTorch recognises.
         identity_loss: The engine's function that marks a tensor as the loss.
     """
 
@@ -104,20 +52,69 @@ class Loss:
         return self.identity_loss(value, reduction=self.reduction)
 
 
-class ModelWithLoss(nn.Module):
-    """A model and its loss as one module, as PopTorch wants it.
+class TracingFlag:
+    """Make `torch.jit.is_tracing()` return True while a model is captured.
 
-    Parameter names of the user's model are those of ``step.model``; nothing else here has parameters,
-    unless the loss itself is a module that has.
+    PopTorch leaves it at False, though its capture has the same rule as torch.jit's: no value may be read back. Models
+    of transformers and timm check it before they look for a short cut in an attention mask or keep a tensor for the
+    next call. When it is True they skip both and compute the same. A few also expect sizes to be tensors, as in
+    torch.jit, and fail: `retry` captures those with PopTorch's own value.
+    """
+
+    def __init__(self) -> None:
+        self._value = True
+        self._was_read = False
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """Replace `torch.jit.is_tracing` while the model runs."""
+        before, reads = torch.jit.is_tracing, []
+
+        def is_tracing() -> bool:
+            reads.append(True)
+            return self._value
+
+        torch.jit.is_tracing = is_tracing
+        try:
+            yield
+        except Exception:
+            self._was_read = bool(reads)
+            raise
+        finally:
+            torch.jit.is_tracing = before
+
+    def retry(self, capture: Callable[[], _Result]) -> _Result:
+        """Run a capture, and run it again with the other value if the model read the flag and then failed.
+
+        Raises:
+            Exception: That of the first capture, if both fail.
+        """
+        self._was_read = False
+        try:
+            return capture()
+        except Exception:
+            if not self._was_read:
+                raise
+            self._value = not self._value
+            with contextlib.suppress(Exception):
+                return capture()
+            self._value = not self._value
+            raise
+
+
+class ModelWithLoss(nn.Module):
+    """A model and its loss as one module, as PopTorch expects.
+
+    The user's model is the submodule ``model``. Only a loss that is a module can add further parameters.
 
     Args:
         model: The user's model.
-        loss: The loss to put behind it; None for a model that returns its own.
+        loss: The loss to apply to its output, None for a model that returns its own.
         config: Which items are target, output and loss.
-        returns_output: Whether the output comes back beside the loss.
+        returns_output: Whether to return the output as well as the loss.
         identity_loss: The engine's function that marks a tensor as the loss, for training: a model's own loss may
-            be made of several, and PopTorch wants to be told that their sum is the one that counts.
-        answer: What the model hears when it asks whether it is captured; shared by the steps of one model.
+            combine several, and PopTorch must know which tensor to differentiate.
+        tracing_flag: Shared by all wrappers of one model.
     """
 
     def __init__(
@@ -127,11 +124,11 @@ class ModelWithLoss(nn.Module):
         config: LossConfig,
         returns_output: bool,
         identity_loss: Optional[Callable[..., torch.Tensor]] = None,
-        answer: Optional[TracingAnswer] = None,
+        tracing_flag: Optional[TracingFlag] = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.answer = answer or TracingAnswer()
+        self.tracing_flag = tracing_flag or TracingFlag()
         self.loss = loss.function if loss is not None and isinstance(loss.function, nn.Module) else None
         self._apply_loss = loss
         self._target = config.target
@@ -141,13 +138,13 @@ class ModelWithLoss(nn.Module):
         self._identity_loss = identity_loss
 
     def forward(self, *items: Any, **named: Any) -> Any:
-        """The loss of one micro-batch, or (output, loss)."""
+        """Return the loss of one micro-batch, or (output, loss)."""
         if self._apply_loss is None:
-            with self.answer.given():
+            with self.tracing_flag.set():
                 output = self.model(*items, **named)
             return self._own_loss(output)
         args, kwargs, target = split_target(items, named, self._target)
-        with self.answer.given():
+        with self.tracing_flag.set():
             output = self.model(*args, **kwargs)
         loss = self._apply_loss(pick(output, self._output), target)
         return (output, loss) if self._returns_output else loss
@@ -160,10 +157,12 @@ class ModelWithLoss(nn.Module):
 
 
 def check_loss(config: LossConfig, engine_module: Optional[ModuleType] = None) -> List[Problem]:
-    """All problems of the loss that show without a model."""
+    """Return the problems of the loss that can be found without a model."""
     if config.name is None:
         if config.args:
-            return [Problem("`loss.args` are set but no loss is", fix="loss.name=CrossEntropyLoss", key="loss.args")]
+            return [
+                Problem("`loss.args` is set but `loss.name` is not", fix="loss.name=CrossEntropyLoss", key="loss.args")
+            ]
         return []
     try:
         target = _find(config.name, engine_module)
@@ -175,18 +174,17 @@ def check_loss(config: LossConfig, engine_module: Optional[ModuleType] = None) -
 
 
 def make_loss(config: LossConfig, engine_module: ModuleType) -> Optional[Loss]:
-    """The loss of a config, None where the model returns its own."""
+    """Make the loss of a config, None if the model returns its own."""
     if config.name is None:
         return None
     target = _find(config.name, engine_module)
-    is_class = inspect.isclass(target)
-    function = target(**config.args) if is_class else functools.partial(target, **config.args)
-    if _is_known_to_poptorch(target):
+    function = target(**config.args) if inspect.isclass(target) else functools.partial(target, **config.args)
+    if _poptorch_recognises(target):
         return Loss(function)
     return Loss(function, config.reduction, engine_module.identity_loss)
 
 
-def _is_known_to_poptorch(target: Any) -> bool:
+def _poptorch_recognises(target: Any) -> bool:
     if getattr(target, "__module__", "") not in ("torch.nn.modules.loss", "torch.nn.functional"):
         return False
     return target.__name__.lower().replace("_", "").replace("loss", "") not in _NEEDS_IDENTITY
@@ -208,6 +206,6 @@ def _find(name: str, engine_module: Optional[ModuleType]) -> Any:
     raise ConfigError(
         f"`loss.name`: PyTorch has no loss `{name}`",
         known=", ".join(close or sorted(known)),
-        fix=f"loss.name={close[0]}" if close else "loss.name=module.my_loss for one of your own",
+        fix=f"loss.name={close[0]}" if close else "loss.name=module.my_loss for your own loss",
         key="loss.name",
     )

@@ -1,4 +1,4 @@
-"""Metrics of a config: built-in names, any target, with where they are computed."""
+"""Check and make the metrics of a config: built-in names or any target, for training or evaluation."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from ipurun.metrics import BUILT_IN, MeanOf, MetricSet
 
 __all__ = ["check_metrics", "check_monitor", "make_metrics", "monitored"]
 
-_PLACES = ("train", "eval")
+_PHASES = ("train", "eval")
 
 
 def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> List[Problem]:
-    """All problems of the metrics that show without data."""
+    """Return the problems of the metrics that can be found without data."""
     problems: List[Problem] = []
     for name, node in nodes.items():
         key = f"metrics.{name}"
-        arguments, places, _ = _parts(node)
-        wrong = [place for place in places if place not in _PLACES]
+        arguments, phases, _ = _parts(node)
+        wrong = [phase for phase in phases if phase not in _PHASES]
         if wrong:
-            problems.append(Problem(f"`{key}.on` knows no `{wrong[0]}`", known="train, eval", key=f"{key}.on"))
+            problems.append(
+                Problem(f"`{key}.on`: `{wrong[0]}` is not a phase of a run", known="train, eval", key=f"{key}.on")
+            )
         if "_target_" not in arguments:
             if name not in BUILT_IN:
                 problems.append(
-                    Problem(f"`{key}` has no `_target_`", known=f"by name alone: {', '.join(BUILT_IN)}", key=key)
+                    Problem(f"`{key}` has no `_target_`", known=f"without it: {', '.join(BUILT_IN)}", key=key)
                 )
             else:
                 problems += check_arguments(BUILT_IN[name], arguments, key)
@@ -40,14 +42,14 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
 
 
 def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any]) -> List[Problem]:
-    """The monitored metric must be one that evaluation computes."""
+    """Check that evaluation computes the monitored metric."""
     known = ["loss", *(name for name, node in nodes.items() if "eval" in _parts(node)[1])]
     if monitor is None or monitor.split("/")[0] in known:
         return []
     close = nearest(monitor, known, most=1)
     return [
         Problem(
-            f"`{key}={monitor}`: evaluation computes no such value",
+            f"`{key}={monitor}` is not one of the evaluation metrics",
             known=", ".join(known),
             fix=f"{key}={close[0]}" if close else f"metrics.{monitor}={{...}} to declare it",
             key=key,
@@ -55,24 +57,24 @@ def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any]) ->
     ]
 
 
-def make_metrics(nodes: Mapping[str, Any], place: str, engine_module: Optional[ModuleType] = None) -> MetricSet:
-    """The metrics that are computed in a place.
+def make_metrics(nodes: Mapping[str, Any], phase: str, engine_module: Optional[ModuleType] = None) -> MetricSet:
+    """Make the metrics of one phase of a run.
 
     Args:
         nodes: Metric name -> target and arguments.
-        place: ``train`` or ``eval``.
+        phase: ``train`` or ``eval``.
         engine_module: See `ipurun.inspect.targets.locate`.
     """
     made: Dict[str, Any] = {}
     for name, node in nodes.items():
-        arguments, places, higher = _parts(node)
-        if place in places:
+        arguments, phases, higher = _parts(node)
+        if phase in phases:
             made[name] = _make(name, arguments, higher, engine_module)
     return MetricSet(made)
 
 
 def monitored(monitor: Optional[str], nodes: Mapping[str, Any]) -> str:
-    """Name of the metric that tells the best checkpoint: as asked, else the first one, else the loss."""
+    """Return the metric for the best checkpoint: `monitor`, else the first one of evaluation, else the loss."""
     evaluated = [name for name in nodes if "eval" in _parts(nodes[name])[1]]
     return monitor or (evaluated[0] if evaluated else "loss")
 
@@ -93,9 +95,9 @@ def _make(name: str, arguments: Dict[str, Any], higher: Optional[bool], engine_m
 
 
 def _parts(node: Any) -> Tuple[Dict[str, Any], Tuple[str, ...], Optional[bool]]:
-    """A metric's arguments, where it is computed, and its direction where the config tells."""
+    """Split a metric's node into its arguments, the phases it is computed in, and its direction if given."""
     arguments = dict(node or {})
     # YAML 1.1 reads a bare `on` as the boolean true.
-    places = arguments.pop("on", arguments.pop(True, ("eval",)))  # type: ignore[call-overload]  # see above
+    phases = arguments.pop("on", arguments.pop(True, ("eval",)))  # type: ignore[call-overload]  # see above
     higher = arguments.pop("higher_is_better", None)
-    return arguments, (places,) if isinstance(places, str) else tuple(places), higher
+    return arguments, (phases,) if isinstance(phases, str) else tuple(phases), higher

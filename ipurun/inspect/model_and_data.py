@@ -1,10 +1,9 @@
-"""Model and data of a config, and the facts a plan needs of them. All problems of all targets are found together."""
+"""Make the model and the data of a config, and collect the facts that a plan needs. Problems are reported together."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
@@ -12,84 +11,115 @@ from torch import nn
 from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
-from ipurun.inspect.data import check_data, check_sample, is_stream, length_of, make_splits, notes_of, split_for_eval
-from ipurun.inspect.facts import Facts
+from ipurun.inspect.data import (
+    check_data,
+    check_sample,
+    first_sample,
+    is_stream,
+    length_of,
+    make_splits,
+    notes_of,
+    split_for_eval,
+)
+from ipurun.inspect.facts import Facts, Purpose
+from ipurun.inspect.forward_order import trace_forward_order
 from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
+from ipurun.inspect.model import (
+    CACHE_NOTE,
+    changing_buffers,
+    count_parameters,
+    make_meta_model,
+    make_model,
+    model_structure,
+    stop_caching,
+    uses_poptorch,
+)
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
 from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
-from ipurun.inspect.structure import (
-    CACHE_NOTE,
-    begins_blocks,
-    changing_buffers,
-    first_item,
-    stop_caching,
-    structure,
-    trace_walk,
-)
-from ipurun.inspect.targets import check_node, locate, make
-from ipurun.inspect.trace import meta_model
+from ipurun.inspect.targets import check_node, locate
+from ipurun.moved import moved_paths, new_path
 
-__all__ = ["ModelAndData", "inspect", "load_custom_ops"]
+__all__ = ["ModelAndData", "facts_without_data", "inspect", "load_custom_ops", "make_model_alone"]
 
 _LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
+# Keys of `pipeline` whose placement depends on the order in which modules run.
+_PLACING_KEYS = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks", "stages", "phases", "ipus")
 
 
 @dataclass
 class ModelAndData:
-    """The user's model and data, as they were made, and what was read off them."""
+    """The user's model and data, and the facts read from them."""
 
     model: nn.Module
     splits: Dict[str, Any]
     facts: Facts
 
 
-def inspect(config: RunConfig, engine: Engine, need_data: bool = True, on_paper: bool = False) -> ModelAndData:
-    """Make the model and the data, and read off them what a plan needs.
-
-    Args:
-        config: The run.
-        engine: The engine it is for.
-        need_data: Whether to make the data; without it the facts have no sample counts.
-        on_paper: Whether it is only for planning: a large model is then made without memory for its weights.
+def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -> ModelAndData:
+    """Make the model and the data, and read from them what a plan needs.
 
     Raises:
         ConfigError: With the problems of all targets.
     """
-    problems = load_custom_ops(config.custom_ops, engine)
-    problems += _problems_without_building(config, engine, need_data)
-    wrong = {problem.key.split(".")[0] for problem in problems}
-    model = splits = None
-    if "model" not in wrong:
-        model = _collect(lambda: _make_model(config, engine, on_paper), problems)
-    if need_data and "data" not in wrong:
-        splits = _collect(lambda: _make_data(config, engine), problems)
+    problems: List[Problem] = []
+    model = _checked_model(config, engine, purpose, problems)
+    wrong_data = check_data(config.data, engine.module)
+    problems += wrong_data
+    splits = None if wrong_data else _collect(problems, _make_data, config, engine)
+    if splits is not None:
+        problems += _check_splits(config, splits)
+    if problems or model is None or splits is None:
+        raise ConfigError(problems)
+    return ModelAndData(model, splits, _facts(config, engine, model, splits, purpose))
+
+
+def facts_without_data(config: RunConfig, engine: Engine) -> Facts:
+    """Read from the model what a plan needs when its data is missing: the facts have no sample counts.
+
+    Raises:
+        ConfigError: With the problems of all targets except the data.
+    """
+    problems: List[Problem] = []
+    model = _checked_model(config, engine, Purpose.CHECK, problems)
+    if problems or model is None:
+        raise ConfigError(problems)
+    return _facts(config, engine, model, {}, Purpose.CHECK)
+
+
+def make_model_alone(config: RunConfig, engine: Engine) -> nn.Module:
+    """Make the model of a config without its data.
+
+    Raises:
+        ConfigError: The model or a custom op is wrong.
+    """
+    problems = load_custom_ops(config.custom_ops, engine) + _model_problems(config, engine)
+    if problems:
+        raise ConfigError(problems)
+    return _make_model(config, engine, Purpose.RUN)
+
+
+def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems: List[Problem]) -> Optional[nn.Module]:
+    """Check every target except the data and make the model if possible; add what is wrong to the problems."""
+    problems += load_custom_ops(config.custom_ops, engine)
+    found = _model_problems(config, engine)
+    problems += found + _problems_without_building(config, engine)
+    model = None if found else _collect(problems, _make_model, config, engine, purpose)
     if model is not None:
         parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         problems += check_groups(config.optimizer, parameters)
-    if splits is not None:
-        problems += _check_splits(config, splits)
-    if problems or model is None:
-        raise ConfigError(problems)
-    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
-    facts = _facts(config, engine, model, splits or {})
-    return ModelAndData(model, splits or {}, dataclasses.replace(facts, notes=(*facts.notes, *cache_notes)))
+    return model
 
 
-def _problems_without_building(config: RunConfig, engine: Engine, need_data: bool) -> List[Problem]:
+def _model_problems(config: RunConfig, engine: Engine) -> List[Problem]:
+    if "_target_" in config.model:
+        return check_node(config.model, "model", engine.module)
+    fix = "model._target_=module.Net, or +recipe=mnist"
+    return [Problem("no model: `model._target_` is not set", fix=fix, key="model._target_")]
+
+
+def _problems_without_building(config: RunConfig, engine: Engine) -> List[Problem]:
     problems: List[Problem] = []
-    if "_target_" not in config.model:
-        problems.append(
-            Problem(
-                "no model: `model._target_` is not set",
-                fix="model._target_=module.Net, or +recipe=mnist",
-                key="model._target_",
-            )
-        )
-    else:
-        problems += check_node(config.model, "model", engine.module)
-    if need_data:
-        problems += check_data(config.data, engine.module)
     problems += check_loss(config.loss, engine.module)
     problems += check_optimizer(config.optimizer, engine.module)
     problems += check_schedule(config.schedule, engine.module)
@@ -100,28 +130,21 @@ def _problems_without_building(config: RunConfig, engine: Engine, need_data: boo
     return problems
 
 
-def _collect(action: Callable[[], Any], problems: List[Problem]) -> Optional[Any]:
+def _collect(problems: List[Problem], function: Callable[..., Any], *args: Any) -> Optional[Any]:
     try:
-        return action()
+        return function(*args)
     except ConfigError as error:
         problems += error.problems
         return None
 
 
-def _make_model(config: RunConfig, engine: Engine, on_paper: bool) -> nn.Module:
-    if on_paper:
-        outline = meta_model(config)
-        if sum(parameter.numel() for parameter in outline.parameters()) > _LARGEST_MADE_TO_PLAN:
-            return outline
+def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Module:
+    if purpose is not Purpose.RUN:
+        empty = make_meta_model(config)
+        if count_parameters(empty) > _LARGEST_MADE_TO_PLAN:
+            return empty
     with seeded(config.seed):
-        model = make(config.model, "model", engine_module=engine.module)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "`model._target_` gives no torch.nn.Module",
-            seen=f"an object of type {type(model).__name__}",
-            key="model._target_",
-        )
-    return model
+        return make_model(config, engine.module)
 
 
 def _make_data(config: RunConfig, engine: Engine) -> Dict[str, Any]:
@@ -135,37 +158,36 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
         for name, data in splits.items()
         if length_of(data) == 0
     ]
-    try:
-        split_for_eval(splits, config.eval.split)
-    except ConfigError as error:
-        problems += error.problems
+    _collect(problems, split_for_eval, splits, config.eval.split)
     stream = is_stream(splits["train"])
     if stream and (config.loader.sampler or config.loader.batch_sampler):
         problems.append(
-            Problem("`loader`: an iterable data set has no sampler", fix="leave loader.sampler out", key="loader")
+            Problem("`loader`: an iterable data set cannot have a sampler", fix="remove loader.sampler", key="loader")
         )
     if not stream and config.loader.collate is None:
         with seeded(config.seed):
-            problems += check_sample(first_item(splits["train"]))
+            problems += check_sample(first_sample(splits["train"]))
     return problems
 
 
-def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any]) -> Facts:
+def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose) -> Facts:
+    cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
+    own_notes = notes_of(*splits.values(), model)
     train_samples = None
-    first_sample = None
+    indexed = None
     if "train" in splits:
         train_samples = samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
         if not is_stream(splits["train"]):
-            first_sample = splits["train"]
-    parts = structure(model)
-    walk, failure = None, ""
-    if _is_placed(config, engine, model):
+            indexed = splits["train"]
+    structure = model_structure(model)
+    order, failure = None, ""
+    if _order_matters(config, engine, model):
         with seeded(config.seed):  # a sample may be drawn at random
-            sample = None if first_sample is None else first_item(first_sample)
-        walk, failure = trace_walk(config, sample)
-    if walk is not None:
-        parts["user_blocks"] += tuple(walk.blocks)
-        parts["ended_blocks"] = tuple(walk.ended)
+            sample = None if indexed is None else first_sample(indexed)
+        order, failure = trace_forward_order(config, sample)
+    if order is not None:
+        structure["user_blocks"] += tuple(order.blocks)
+        structure["ended_blocks"] = tuple(order.ended)
     return Facts(
         engine=engine.kind,
         engine_version=engine.version,
@@ -174,85 +196,76 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         split_samples={name: length_of(data) for name, data in splits.items()},
         eval_split=split_for_eval(splits, config.eval.split) if splits else None,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        changing_buffers=changing_buffers(model, first_sample, config.loss, config.seed),
+        changing_buffers=changing_buffers(model, indexed, config.loss, config.seed),
         returns_loss=config.loss.name is None,
-        notes=(*notes_of(*splits.values(), model), *_worker_notes(config, splits), *_trace_notes(failure)),
-        calls=() if walk is None else tuple(walk.calls),
-        operations=0 if walk is None else walk.operations,
-        **parts,
+        notes=(*own_notes, *_worker_notes(config, splits), *_trace_notes(failure), *cache_notes, *_moved_notes(config)),
+        calls=() if order is None else tuple(order.calls),
+        operations=0 if order is None else order.operations,
+        purpose=purpose,
+        **structure,
     )
 
 
-def _is_placed(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
-    """Whether it matters in which order the modules run."""
-    keys = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks", "stages", "phases", "ipus")
-    asked = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in keys)
-    return asked or bool(config.inference.split) or begins_blocks(model, engine.module)
+def _order_matters(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
+    """Return whether the plan depends on the order in which modules run."""
+    places = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in _PLACING_KEYS)
+    return places or bool(config.inference.split) or uses_poptorch(model, engine.module)
 
 
 def _trace_notes(failure: str) -> Tuple[str, ...]:
     if not failure:
         return ()
-    return (f"blocks are checked in the order in which modules are defined: {failure}",)
+    return (f"blocks are checked in the order in which the modules are defined, because {failure}",)
+
+
+def _moved_notes(config: RunConfig) -> Tuple[str, ...]:
+    paths = dict.fromkeys(moved_paths(asdict(config)))
+    return tuple(f"{path} is now {new_path(path)}; the old path works until the next release" for path in paths)
 
 
 def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
     if config.loader.workers < 2 or not any(is_stream(data) for data in splits.values()):
         return ()
     return (
-        f"each of the {config.loader.workers} workers reads the iterable data set; it has to take its own part by "
-        "torch.utils.data.get_worker_info, or samples come several times",
+        f"each of the {config.loader.workers} workers reads the whole iterable data set; unless the data set divides "
+        "itself with torch.utils.data.get_worker_info, samples are repeated",
     )
 
 
-_FUNCTIONS = ("forward", "backward")
-
-
 def load_custom_ops(config: CustomOpsConfig, engine: Engine) -> List[Problem]:
-    """Make custom ops known to an engine, before the model that uses them is made.
+    """Register custom ops with an engine, before the model that uses them is made.
 
     Returns:
-        What is wrong with the config, a problem for each library or op.
+        The problems of the config, one for each library or op.
     """
-    if engine.kind == "cpu":
-        each: List[Callable[[], None]] = [_registration(name, given, engine) for name, given in config.cpu.items()]
-    else:
-        each = [_loading(path) for path in config.libraries]
     problems: List[Problem] = []
-    for make_known in each:
-        try:
-            make_known()
-        except ConfigError as error:
-            problems += error.problems
+    if engine.kind == "cpu":
+        for name, given in config.cpu.items():
+            _collect(problems, _register_cpu_op, name, given, engine)
+    else:
+        for path in config.libraries:
+            _collect(problems, _load_library, path)
     return problems
 
 
-def _loading(path: str) -> Callable[[], None]:
-    def load() -> None:
-        try:
-            ctypes.CDLL(path)
-        except OSError as error:
-            fix = "build the library, and give its path from the working folder"
-            raise ConfigError(
-                "`custom_ops.libraries` cannot be loaded", seen=str(error), fix=fix, key="custom_ops.libraries"
-            ) from error
-
-    return load
+def _load_library(path: str) -> None:
+    try:
+        ctypes.CDLL(path)
+    except OSError as error:
+        key = "custom_ops.libraries"
+        fix = "build the library, and give its path from the working folder"
+        raise ConfigError(f"`{key}` cannot be loaded", seen=str(error), fix=fix, key=key) from error
 
 
-def _registration(name: str, given: Any, engine: Engine) -> Callable[[], None]:
+def _register_cpu_op(name: str, given: Any, engine: Engine) -> None:
     key = f"custom_ops.cpu.{name}"
-
-    def register() -> None:
-        domain, separator, op = name.rpartition("/")
-        if not separator or not domain or not op:
-            fix = 'custom_ops.cpu={"my.domain/MyOp": module.function}'
-            raise ConfigError("`custom_ops.cpu` names ops as DOMAIN/NAME", seen=name, fix=fix, key="custom_ops.cpu")
-        functions = {"forward": given} if isinstance(given, str) else given
-        if not isinstance(functions, Mapping) or "forward" not in functions or set(functions) - set(_FUNCTIONS):
-            fix = "module.function, or {forward: module.function, backward: module.function}"
-            raise ConfigError(f"`{key}` takes the function that computes the op", seen=repr(given), fix=fix, key=key)
-        found = {kind: locate(path, key, engine.module) for kind, path in functions.items()}
-        engine.module.ops.register_cpu_implementation(op, domain, found["forward"], found.get("backward"))
-
-    return register
+    domain, _, op = name.rpartition("/")
+    if not domain or not op:
+        fix = 'custom_ops.cpu={"my.domain/MyOp": module.function}'
+        raise ConfigError("`custom_ops.cpu` names ops as DOMAIN/NAME", seen=name, fix=fix, key="custom_ops.cpu")
+    functions = {"forward": given} if isinstance(given, str) else given
+    if not isinstance(functions, Mapping) or "forward" not in functions or set(functions) - {"forward", "backward"}:
+        fix = "module.function, or {forward: module.function, backward: module.function}"
+        raise ConfigError(f"`{key}` takes the function that computes the op", seen=repr(given), fix=fix, key=key)
+    found = {kind: locate(path, key, engine.module) for kind, path in functions.items()}
+    engine.module.ops.register_cpu_implementation(op, domain, found["forward"], found.get("backward"))

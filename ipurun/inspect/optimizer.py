@@ -1,43 +1,33 @@
-"""The optimizer and the learning-rate schedule of a config, checked; the schedule is made here too."""
+"""Check the optimizer and the learning-rate schedule of a config, and make the schedule."""
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, List, Mapping, Optional, Sequence
 
 import torch
-from torch import nn
 
 from ipurun.config.patterns import check_parameters, names_in
 from ipurun.errors import ConfigError, Findings, Problem
 from ipurun.inspect.targets import check_node, locate, make
 from ipurun.schedules import Schedule, lengths_to_fill
 
-__all__ = ["OWN_KEYS", "check_groups", "check_optimizer", "check_schedule", "make_schedule", "trainable"]
+__all__ = ["check_groups", "check_optimizer", "check_schedule", "make_schedule"]
 
-# Keys of the optimizer's node that are ipurun's and no arguments of its class.
-OWN_KEYS = ("variable", "constant", "groups")
-
-
-def trainable(step: nn.Module) -> Dict[str, nn.Parameter]:
-    """Parameters by the names they have in the user's model (``model.`` is the wrapper's)."""
-    return {
-        name[len("model.") :] if name.startswith("model.") else name: parameter
-        for name, parameter in step.named_parameters()
-        if parameter.requires_grad
-    }
+# Keys of the optimizer's node that ipurun reads and does not pass to its class.
+_OWN_KEYS = ("variable", "constant", "groups")
 
 
 def check_optimizer(node: Mapping[str, Any], engine_module: ModuleType) -> List[Problem]:
-    """All problems of the optimizer that show without the model."""
+    """Return the problems of the optimizer that can be found without the model."""
     if "_target_" not in node:
         return []
-    own = {key: value for key, value in node.items() if key not in OWN_KEYS}
+    own = {key: value for key, value in node.items() if key not in _OWN_KEYS}
     return check_node(own, "optimizer", engine_module, positional=1)
 
 
 def check_groups(node: Mapping[str, Any], parameter_names: Sequence[str]) -> List[Problem]:
-    """Problems of `optimizer.groups` that only the model shows: every pattern must match a parameter."""
+    """Return the problems of `optimizer.groups` with a model: every pattern must match a parameter."""
     found = Findings()
     for number, group in enumerate(node.get("groups") or ()):
         key = f"optimizer.groups.{number}"
@@ -47,7 +37,7 @@ def check_groups(node: Mapping[str, Any], parameter_names: Sequence[str]) -> Lis
 
 
 def check_schedule(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> List[Problem]:
-    """All problems of the schedule that show without an optimizer."""
+    """Return the problems of the schedule that can be found without an optimizer."""
     if not node:
         return []
     if "_target_" not in node:
@@ -71,10 +61,10 @@ def make_schedule(
     total_updates: Optional[int],
     engine_module: Optional[ModuleType] = None,
 ) -> Schedule:
-    """The schedule of a run, its length filled in where the config leaves it open.
+    """Make the schedule of a run; its length is filled in if the config does not set it.
 
     Raises:
-        ConfigError: The schedule needs the run's length, and a stream has none.
+        ConfigError: The schedule needs the length of the run, but the data has no length.
     """
     if not node:
         return Schedule(optimizer)
@@ -82,9 +72,11 @@ def make_schedule(
     lengths = lengths_to_fill(target, node)
     if lengths and total_updates is None:
         raise ConfigError(
-            "`schedule` needs the number of weight updates, and the data has no length",
+            "`schedule` needs the number of weight updates, but the data has no length",
             fix=f"max_steps=1000, or schedule.{lengths[0]}=1000",
             key="schedule",
         )
     filled = dict.fromkeys(lengths, total_updates)
-    return Schedule(optimizer, lambda stand_in: make(node, "schedule", stand_in, engine_module=engine_module, **filled))
+    return Schedule(
+        optimizer, lambda substitute: make(node, "schedule", substitute, engine_module=engine_module, **filled)
+    )

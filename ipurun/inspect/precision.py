@@ -1,4 +1,4 @@
-"""Half precision: of the whole model, of its inputs, and by rules with casts at a module's edges."""
+"""Half precision for a whole model, for its inputs, and for single modules with casts around them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 from ipurun.inspect.batch_items import as_call, map_tensors, split_target
 
-__all__ = ["CastingCollate", "cast_hooks", "cast_weights"]
+__all__ = ["CastingCollate", "cast_hooks", "cast_weights", "half_inputs"]
 
-_WORDS = {"16": torch.float16, "32": torch.float32}
+_DTYPES = {"16": torch.float16, "32": torch.float32}
 
 
 def cast_weights(model: nn.Module, precision: str, rules: Mapping[str, str]) -> None:
-    """Give parameters and buffers their type: by the precision's second half, then by the rules.
+    """Cast parameters and buffers by the second half of the precision, then by the rules.
 
     Args:
         model: The user's model.
@@ -28,31 +28,45 @@ def cast_weights(model: nn.Module, precision: str, rules: Mapping[str, str]) -> 
         module = model.get_submodule(name)
         if word == "32":
             module.float()
-        elif precision != "16.32":  # which keeps weights in float32 whatever computes in half
+        elif precision != "16.32":  # which keeps all weights in float32
             module.half()
 
 
 def cast_hooks(model: nn.Module, precision: str, rules: Mapping[str, str]) -> List[Any]:
-    """Put casts at the edges of every module that a rule names; gives the hooks' handles.
+    """Add casts around every module that a rule names, and return the handles of the hooks.
 
-    What flows into such a module is cast to its type, what comes out to the type that surrounds it: that of the
-    nearest ruled module around it, or the run's own.
+    Inputs of such a module are cast to its type, outputs to the type around it: that of the nearest enclosing module
+    with a rule, or the run's.
     """
     handles = []
     for name, word in _outer_first(rules):
         surrounding = _surrounding(name, rules, precision.split(".")[0])
         module = model.get_submodule(name)
-        inner, outer = _WORDS[word], _WORDS[surrounding]
+        inner, outer = _DTYPES[word], _DTYPES[surrounding]
         handles.append(module.register_forward_pre_hook(_CastInputs(inner), with_kwargs=True))
         handles.append(module.register_forward_hook(_CastOutput(outer)))
     return handles
 
 
-class CastingCollate:
-    """A collate function whose floating-point inputs come out in half precision.
+def half_inputs(batch: Any, has_target: bool, target: Optional[str]) -> Any:
+    """Cast the floating-point items of a batch to half precision, except the target, whose type the loss needs.
 
-    Casting on the host halves what crosses to the device. The target keeps its type, because losses want it
-    as it is. A class, so that worker processes can be handed one.
+    Args:
+        batch: The batch.
+        has_target: Whether one item is the target.
+        target: Its index or key, see `split_target`.
+    """
+    kept: List[int] = []
+    if has_target:
+        args, kwargs = as_call(batch)
+        map_tensors(lambda t: kept.append(id(t)), split_target(args, kwargs, target)[2])
+    return map_tensors(lambda t: t if id(t) in kept else _cast(t, torch.float16), batch)
+
+
+class CastingCollate:
+    """A collate function that returns floating-point inputs in half precision.
+
+    Casting on the host halves the traffic to the device. It is a class so that it can be sent to worker processes.
     """
 
     def __init__(self, collate: Callable[[List[Any]], Any], has_target: bool, target: Optional[str]) -> None:
@@ -61,12 +75,7 @@ class CastingCollate:
         self._target = target
 
     def __call__(self, samples: List[Any]) -> Any:
-        batch = self._collate(samples)
-        if not self._has_target:
-            return _cast(batch, torch.float16)
-        args, kwargs = as_call(batch)
-        target = split_target(args, kwargs, self._target)[2]
-        return map_tensors(lambda t: t if _is_part_of(t, target) else _cast(t, torch.float16), batch)
+        return half_inputs(self._collate(samples), self._has_target, self._target)
 
 
 class _CastInputs:
@@ -89,12 +98,6 @@ class _CastOutput:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value)
-
-
-def _is_part_of(tensor: torch.Tensor, whole: Any) -> bool:
-    found: List[bool] = []
-    map_tensors(lambda t: found.append(t is tensor), whole)
-    return any(found)
 
 
 def _outer_first(rules: Mapping[str, str]) -> List[Tuple[str, str]]:

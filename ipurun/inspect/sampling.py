@@ -1,4 +1,4 @@
-"""The order of samples: a function of the seed and the epoch alone, so that a resumed run finds its place."""
+"""Random seeds, and the order of samples: it depends only on seed and epoch, so that a run can resume exactly."""
 
 from __future__ import annotations
 
@@ -19,29 +19,36 @@ from ipurun.inspect.targets import arguments_of, check_node, first_parameter, lo
 __all__ = [
     "EpochOrder",
     "PaddedOrder",
-    "Resumable",
+    "ResumableSampler",
     "check_loader",
     "make_collate",
+    "make_sampler",
     "rows_to_fill",
     "samples_drawn",
+    "seed_everything",
     "seed_of",
     "seeded",
 ]
 
 
 def seed_of(seed: int, *parts: int) -> int:
-    """One 63-bit seed from several numbers, far apart for neighbouring ones."""
+    """Combine several numbers into one 63-bit seed; neighbouring numbers give unrelated seeds."""
     state = numpy.random.SeedSequence([abs(seed), *parts]).generate_state(2, numpy.uint32)
     return (int(state[0]) << 31) ^ int(state[1])
 
 
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """All global random states seeded inside, and as they were afterwards."""
-    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and PyTorch."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed all global generators inside, and restore their states afterwards."""
+    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    seed_everything(seed)
     try:
         yield
     finally:
@@ -50,122 +57,11 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-class EpochOrder:
-    """Indices of a data set: one permutation an epoch, or their natural order.
-
-    Args:
-        length: Samples of the data set.
-        seed: Seed of the run.
-        shuffle: Whether to permute.
-        epoch: Sets which permutation comes next; `Resumable` counts it on.
-    """
-
-    def __init__(self, length: int, seed: int, shuffle: bool, epoch: int = 0) -> None:
-        self._length = length
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of an epoch."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[int]:
-        if not self._shuffle:
-            return iter(range(self._length))
-        generator = torch.Generator().manual_seed(seed_of(self._seed, self._epoch))
-        return iter(torch.randperm(self._length, generator=generator).tolist())
-
-
-class PaddedOrder:
-    """Indices in natural order, with repeats at the end until they fill whole host calls.
-
-    What is repeated is the last, partial micro-batch, so that a mean over it stays its own where it fits.
-
-    Args:
-        length: Samples of the data set.
-        micro_batch_size: Samples of one forward pass.
-        multiple: Samples of a host call.
-    """
-
-    def __init__(self, length: int, micro_batch_size: int, multiple: int) -> None:
-        self._length = length
-        self._micro_batch_size = micro_batch_size
-        self._total = -(-length // multiple) * multiple
-
-    def __len__(self) -> int:
-        return self._total
-
-    def __iter__(self) -> Iterator[int]:
-        return rows_to_fill(self._length, self._micro_batch_size, self._total)
-
-
-def rows_to_fill(rows: int, micro_batch_size: int, wanted: int) -> Iterator[int]:
-    """Row numbers 0 to `rows`, then those of the last micro-batch in turn until there are enough."""
-    start = rows - (rows % micro_batch_size or min(micro_batch_size, rows))
-    return (row if row < rows else start + (row - start) % (rows - start) for row in range(wanted))
-
-
-class Resumable:
-    """A sampler (of samples or of batches) that can begin in the middle of an epoch.
-
-    Each iteration is one epoch, and the next iteration the next epoch, also in another process. Any sampler
-    becomes reproducible here: it draws from random states that depend on seed and epoch only.
-
-    Args:
-        inner: The sampler itself; its ``set_epoch`` is called where it has one.
-        seed: Seed of the run.
-        epoch: Epoch of the first iteration.
-        skip: Leading items that the first iteration leaves out.
-    """
-
-    def __init__(self, inner: Any, seed: int, epoch: int = 0, skip: int = 0) -> None:
-        self._inner = inner
-        self._seed = seed
-        self._epoch = epoch
-        self._skip = skip
-        if hasattr(inner, "batch_size"):
-            self.batch_size = inner.batch_size
-
-    def __len__(self) -> int:
-        return max(len(self._inner) - self._skip, 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, skip = self._epoch, self._skip
-        self._epoch, self._skip = epoch + 1, 0
-        _set_epoch(self._inner, epoch)
-        return itertools.islice(self._items(epoch), skip, None)
-
-    def _items(self, epoch: int) -> Iterator[Any]:
-        if _length(self._inner) is None:
-            return iter(self._inner)  # may be endless, so it cannot be drawn ahead under a seed of its own
-        with seeded(seed_of(self._seed, epoch)):
-            drawn: List[Any] = list(self._inner)
-        return iter(drawn)
-
-
-def _set_epoch(sampler: Any, epoch: int) -> None:
-    for owner in (sampler, getattr(sampler, "sampler", None)):
-        if owner is not None and hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
-            return
-
-
-def _length(sampler: Any) -> Optional[int]:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def check_loader(config: LoaderConfig) -> List[Problem]:
-    """All problems of the loader that show without the data."""
+    """Return the problems of the loader that can be found without the data."""
     problems: List[Problem] = []
     if config.sampler and config.batch_sampler:
-        problems.append(Problem("`loader.sampler` and `loader.batch_sampler` exclude each other", key="loader.sampler"))
+        problems.append(Problem("`loader.sampler` and `loader.batch_sampler` cannot both be set", key="loader.sampler"))
     for key, node in (("loader.sampler", config.sampler), ("loader.batch_sampler", config.batch_sampler)):
         if not node:
             continue
@@ -186,22 +82,15 @@ def check_loader(config: LoaderConfig) -> List[Problem]:
 
 
 def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
-    """The function that makes a batch of samples."""
+    """Return the function that makes a batch from a list of samples."""
     if config.collate is None:
         return default_collate
     found: Callable[[List[Any]], Any] = locate(config.collate, "loader.collate")
     return found
 
 
-def samples_drawn(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Optional[int]:
-    """Samples of one training epoch as the sampler draws them; None for a stream without a length."""
-    if is_stream(data) or not (config.sampler or config.batch_sampler):
-        return length_of(data)
-    length = length_of(make_sampler(config, data, seed, micro_batch_size))
-    return length if length is None or config.sampler else length * micro_batch_size
-
-
 def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Any:
+    """Make the sampler or batch sampler of a config, by default an `EpochOrder`."""
     order = EpochOrder(len(data), seed, config.shuffle)
     node, key = config.sampler, "loader.sampler"
     if config.batch_sampler:
@@ -216,8 +105,120 @@ def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: i
     return make(node, key, *first, **{name: values[name] for name in given})
 
 
+def samples_drawn(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Optional[int]:
+    """Return how many samples one training epoch draws, None for a stream without a length."""
+    if is_stream(data) or not (config.sampler or config.batch_sampler):
+        return length_of(data)
+    length = length_of(make_sampler(config, data, seed, micro_batch_size))
+    return length if length is None or config.sampler else length * micro_batch_size
+
+
+class EpochOrder:
+    """Indices of a data set: one permutation per epoch, or their natural order.
+
+    Args:
+        length: Samples of the data set.
+        seed: Seed of the run.
+        shuffle: Whether to permute.
+        epoch: Epoch of the next iteration; `ResumableSampler` advances it.
+    """
+
+    def __init__(self, length: int, seed: int, shuffle: bool, epoch: int = 0) -> None:
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the permutation of an epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._shuffle:
+            return iter(range(self._length))
+        generator = torch.Generator().manual_seed(seed_of(self._seed, self._epoch))
+        return iter(torch.randperm(self._length, generator=generator).tolist())
+
+
+class PaddedOrder:
+    """Indices in natural order, with repeats at the end to fill the last host call.
+
+    The last, partial micro-batch is repeated, so that a mean over it does not change if it fits in whole.
+
+    Args:
+        length: Samples of the data set.
+        micro_batch_size: Samples of one forward pass.
+        multiple: Samples of a host call.
+    """
+
+    def __init__(self, length: int, micro_batch_size: int, multiple: int) -> None:
+        self._length = length
+        self._micro_batch_size = micro_batch_size
+        self._total = -(-length // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[int]:
+        return rows_to_fill(self._length, self._micro_batch_size, self._total)
+
+
+class ResumableSampler:
+    """A sampler (of samples or of batches) that can start in the middle of an epoch.
+
+    Each iteration is one epoch. Any sampler becomes reproducible, also in another process, because it draws from
+    random states that depend only on seed and epoch.
+
+    Args:
+        inner: The wrapped sampler. If it has ``set_epoch``, that is called.
+        seed: Seed of the run.
+        epoch: Epoch of the first iteration.
+        skip: Number of leading items that the first iteration skips.
+    """
+
+    def __init__(self, inner: Any, seed: int, epoch: int = 0, skip: int = 0) -> None:
+        self._inner = inner
+        self._seed = seed
+        self._epoch = epoch
+        self._skip = skip
+        if hasattr(inner, "batch_size"):
+            self.batch_size = inner.batch_size
+
+    def __len__(self) -> int:
+        return max(len(self._inner) - self._skip, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, skip = self._epoch, self._skip
+        self._epoch, self._skip = epoch + 1, 0
+        _set_epoch(self._inner, epoch)
+        return itertools.islice(self._items(epoch), skip, None)
+
+    def _items(self, epoch: int) -> Iterator[Any]:
+        if length_of(self._inner) is None:
+            return iter(self._inner)  # may be endless, so it cannot be drawn in advance under a seed
+        with seeded(seed_of(self._seed, epoch)):
+            drawn: List[Any] = list(self._inner)
+        return iter(drawn)
+
+
+def rows_to_fill(rows: int, micro_batch_size: int, wanted: int) -> Iterator[int]:
+    """Yield row numbers 0 to `rows`, then those of the last micro-batch in turn, `wanted` in total."""
+    start = rows - (rows % micro_batch_size or min(micro_batch_size, rows))
+    return (row if row < rows else start + (row - start) % (rows - start) for row in range(wanted))
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        if owner is not None and hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
+            return
+
+
 def _filled_in(node: Dict[str, Any], key: str) -> Tuple[int, Tuple[str, ...]]:
-    """What ipurun adds to a sampler's arguments: the data (or the order) first, and a batch sampler's sizes."""
+    """Return how many positional and which named arguments ipurun adds: data or order, and a batch sampler's sizes."""
     target = locate(node["_target_"], f"{key}._target_")
     arguments = arguments_of(node)
     first = first_parameter(target)

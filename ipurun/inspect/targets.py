@@ -1,4 +1,4 @@
-"""Import what a `_target_` names and make it, with its arguments checked before anything is called."""
+"""Import the object that a `_target_` names, check its arguments, and call it."""
 
 from __future__ import annotations
 
@@ -15,115 +15,42 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipurun.config.keys import suggest_arguments
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.module_search import append_working_folder
+from ipurun.moved import new_path
 
 __all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "innermost_line", "locate", "make"]
 
+# Keys of a node that say how to call its target, rather than being arguments.
+_CALL_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+
 
 def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> Any:
-    """Import what a dotted path names.
+    """Import the object that a dotted path names.
 
     Args:
         path: Such as ``mymodel.Net`` or ``poptorch.optim.SGD``.
-        key: The config key it was found under, for messages.
-        engine_module: Answers for paths that begin with ``poptorch.``: one config serves both engines.
+        key: The config key that holds the path, for messages.
+        engine_module: Used for paths that begin with ``poptorch.``, so that one config serves both engines.
 
     Raises:
-        ConfigError: It cannot be imported; the message names the real cause, also from deep inside a module.
+        ConfigError: It cannot be imported. The message names the cause, even deep inside a module.
     """
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
             f"`{key}` is not a dotted Python path", seen=repr(path), fix=f"{key}=package.module.Name", key=key
         )
-    parts = path.split(".")
+    parts = new_path(path).split(".")
     if parts[0] == "poptorch" and engine_module is not None:
-        return _walk(engine_module, parts, 1, path, key)
+        return _attribute_of(engine_module, parts, 1, path, key)
     if len(parts) == 1:
         raise ConfigError(
-            f"`{key}` names no module", seen=path, fix=f"{key}=module.{path}, with the module's name", key=key
+            f"`{key}` does not name a module",
+            seen=path,
+            fix=f"{key}=module.{path}, with the name of its module",
+            key=key,
         )
     append_working_folder()
     module, used = _import_longest(parts, path, key)
-    return _walk(module, parts, used, path, key)
-
-
-def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, int]:
-    # The last part is never imported: where a package has a function and a module of one name, the function is meant.
-    for used in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:used])
-        try:
-            return importlib.import_module(name), used
-        except ModuleNotFoundError as error:
-            # Only the absence of this very path (or a parent that is no package) means: try a shorter one.
-            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
-        except Exception as error:
-            raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
-    raise ConfigError(
-        f"`{key}`: no module named `{parts[0]}`",
-        seen=path,
-        fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that has it",
-        key=key,
-    )
-
-
-def _loaded_from(error: Exception, parts: List[str]) -> str:
-    """The module of the path whose own code failed: asking for ``net.Model`` first runs net.py."""
-    where = innermost_line(error).rpartition(":")[0]
-    stem = os.path.basename(os.path.dirname(where) if where.endswith("__init__.py") else where)
-    name = os.path.splitext(stem)[0]
-    return ".".join(parts[: parts.index(name) + 1]) if name in parts else ""
-
-
-def _import_problem(path: str, key: str, module: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"`{key}`: {path} cannot be imported, because importing {module} fails",
-        where=innermost_line(error),
-        seen=f"{type(error).__name__}: {error}",
-        fix=f"python -c 'import {module}' shows the whole traceback",
-        key=key,
-    )
-
-
-def _walk(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
-    found = start
-    for index in range(used, len(parts)):
-        owner = ".".join(parts[:index])
-        try:
-            found = getattr(found, parts[index])
-        except AttributeError as error:
-            names = [name for name in dir(found) if not name.startswith("_")]
-            close = nearest(parts[index], names)
-            raise ConfigError(
-                f"`{key}`: {owner} has no `{parts[index]}`",
-                seen=path,
-                known=", ".join(close or names[:12]),
-                fix=f"{key}={owner}.{close[0]}" if close else "",
-                key=key,
-            ) from error
-        except Exception as error:  # packages that import their parts when they are asked for, as transformers does
-            raise ConfigError(
-                f"`{key}`: importing `{parts[index]}` from {owner} failed",
-                where=innermost_line(error),
-                seen=f"{type(error).__name__}: {error}",
-                fix=f"python -c 'from {owner} import {parts[index]}' shows the whole traceback",
-                key=key,
-            ) from error
-    return found
-
-
-def innermost_line(error: BaseException) -> str:
-    """File and line of the user's code where an error was raised, import machinery left out."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and os.path.dirname(frame.filename) != os.path.dirname(__file__)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-_OWN_WORDS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+    return _attribute_of(module, parts, used, path, key)
 
 
 def check_arguments(
@@ -134,15 +61,15 @@ def check_arguments(
     positional: int = 0,
     shown: str = "",
 ) -> List[Problem]:
-    """What is wrong with calling a target with these arguments, found without calling it.
+    """Return the problems of calling a target with these arguments, without calling it.
 
     Args:
         target: A class or function.
-        kwargs: Its arguments as the config has them; words such as ``_target_`` are left out of account.
+        kwargs: Its arguments from the config; keys such as ``_target_`` are ignored.
         key: The config key of the arguments, for messages.
-        given: Names of arguments that ipurun itself will add.
-        positional: How many leading arguments ipurun itself will pass by position.
-        shown: What to call the target in messages; its own name unless given.
+        given: Names of arguments that ipurun adds.
+        positional: Number of leading arguments that ipurun passes by position.
+        shown: Name of the target in messages, by default its qualified name.
     """
     parameters = _parameters(target)
     if parameters is None:
@@ -150,7 +77,7 @@ def check_arguments(
     by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     leading = [name for name, parameter in parameters.items() if parameter.kind in by_position]
     filled = set(leading[: positional + len(kwargs.get("_args_", ()))]) | set(given)
-    takes_any = _takes_any(parameters) or _is_wrapped_by_one_that_takes_any(target)
+    takes_any = _takes_any(parameters) or _decorator_takes_any(target)
     named = {
         name: parameter
         for name, parameter in parameters.items()
@@ -165,7 +92,7 @@ def check_arguments(
             problems.append(_unknown_argument(shown, str(name), wanted[name], free, key))
         elif name in filled and name not in given:
             problems.append(
-                Problem(f"`{key}.{name}`: ipurun itself fills in the argument `{name}` of {shown}", key=f"{key}.{name}")
+                Problem(f"`{key}.{name}`: ipurun fills in the argument `{name}` of {shown}", key=f"{key}.{name}")
             )
     if not kwargs.get("_partial_"):
         missing = [
@@ -195,7 +122,7 @@ def check_node(
     given: Sequence[str] = (),
     positional: int = 0,
 ) -> List[Problem]:
-    """All problems of a node with `_target_`, its nested targets included, without building anything."""
+    """Return the problems of a node with `_target_` and of its nested targets, without calling any."""
     problems: List[Problem] = []
     for name, value in arguments_of(node).items():
         problems += _check_nested(value, f"{key}.{name}", engine_module)
@@ -227,7 +154,7 @@ def make(
         key: Its config key, for messages.
         *positional: Leading arguments that ipurun adds.
         engine_module: See `locate`.
-        **extra: Named arguments that ipurun adds; they win.
+        **extra: Named arguments that ipurun adds; they override the node's.
 
     Raises:
         ConfigError: The target cannot be imported, the arguments do not fit, or the call fails.
@@ -236,11 +163,13 @@ def make(
     if problems:
         raise ConfigError(problems)
     target = locate(node["_target_"], f"{key}._target_", engine_module)
-    arguments = {name: _build(value, f"{key}.{name}", engine_module) for name, value in arguments_of(node).items()}
+    arguments = {
+        name: _make_nested(value, f"{key}.{name}", engine_module) for name, value in arguments_of(node).items()
+    }
     arguments.update(extra)
     leading = (
         *positional,
-        *(_build(value, f"{key}._args_", engine_module) for value in node.get("_args_", ())),
+        *(_make_nested(value, f"{key}._args_", engine_module) for value in node.get("_args_", ())),
     )
     if node.get("_partial_"):
         return functools.partial(target, *leading, **arguments)
@@ -253,7 +182,7 @@ def make(
         if refused is not None:
             raise ConfigError(refused) from error
         raise ConfigError(
-            f"`{key}`: {node['_target_']} failed when it was made",
+            f"`{key}`: calling {node['_target_']} failed",
             where=innermost_line(error),
             seen=f"{type(error).__name__}: {error}",
             fix="--debug shows the whole traceback",
@@ -262,27 +191,112 @@ def make(
 
 
 def arguments_of(node: Mapping[str, Any]) -> Dict[str, Any]:
-    """A node's arguments without the words that steer its making."""
-    return {name: value for name, value in node.items() if name not in _OWN_WORDS}
+    """Return the arguments of a node without keys such as ``_target_``."""
+    return {name: value for name, value in node.items() if name not in _CALL_KEYS}
 
 
 def first_parameter(target: Callable[..., Any]) -> Optional[str]:
-    """Name of a target's first parameter, None where it has none or does not tell."""
+    """Return the name of a target's first parameter, None if it has none or no signature."""
     parameters = _parameters(target)
     return next(iter(parameters), None) if parameters else None
+
+
+def innermost_line(error: BaseException, *skipped: ModuleType) -> str:
+    """Return file and line of the innermost frame of an error that is not ours.
+
+    Args:
+        error: The error.
+        *skipped: Packages whose frames do not count, beside this one and the import machinery.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    folders = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in skipped)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename
+        and os.path.dirname(frame.filename) != os.path.dirname(__file__)
+        and not frame.filename.startswith(folders)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, int]:
+    # The last part is not imported: if a package has a function and a module of that name, the function is meant.
+    for used in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:used])
+        try:
+            return importlib.import_module(name), used
+        except ModuleNotFoundError as error:
+            # Try a shorter path only if this one does not exist (or a parent of it is not a package).
+            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+                raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
+        except Exception as error:
+            raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
+    raise ConfigError(
+        f"`{key}`: no module named `{parts[0]}`",
+        seen=path,
+        fix=f"put {parts[0]}.py into {os.getcwd()}, or install the package that provides it",
+        key=key,
+    )
+
+
+def _loaded_from(error: Exception, parts: List[str]) -> str:
+    """Return the module of the path whose code failed: importing ``net.Model`` first runs net.py."""
+    where = innermost_line(error).rpartition(":")[0]
+    stem = os.path.basename(os.path.dirname(where) if where.endswith("__init__.py") else where)
+    name = os.path.splitext(stem)[0]
+    return ".".join(parts[: parts.index(name) + 1]) if name in parts else ""
+
+
+def _import_problem(path: str, key: str, module: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"`{key}`: {path} cannot be imported because importing {module} fails",
+        where=innermost_line(error),
+        seen=f"{type(error).__name__}: {error}",
+        fix=f"python -c 'import {module}' shows the whole traceback",
+        key=key,
+    )
+
+
+def _attribute_of(start: Any, parts: List[str], used: int, path: str, key: str) -> Any:
+    found = start
+    for index in range(used, len(parts)):
+        owner = ".".join(parts[:index])
+        try:
+            found = getattr(found, parts[index])
+        except AttributeError as error:
+            names = [name for name in dir(found) if not name.startswith("_")]
+            close = nearest(parts[index], names)
+            raise ConfigError(
+                f"`{key}`: {owner} has no `{parts[index]}`",
+                seen=path,
+                known=", ".join(close or names[:12]),
+                fix=f"{key}={owner}.{close[0]}" if close else "",
+                key=key,
+            ) from error
+        except Exception as error:  # packages that import their parts on first access, such as transformers
+            raise ConfigError(
+                f"`{key}`: importing `{parts[index]}` from {owner} failed",
+                where=innermost_line(error),
+                seen=f"{type(error).__name__}: {error}",
+                fix=f"python -c 'from {owner} import {parts[index]}' shows the whole traceback",
+                key=key,
+            ) from error
+    return found
 
 
 def _is_target(value: Any) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
 
-def _build(value: Any, key: str, engine_module: Optional[ModuleType]) -> Any:
+def _make_nested(value: Any, key: str, engine_module: Optional[ModuleType]) -> Any:
     if _is_target(value):
         return make(value, key, engine_module=engine_module)
     if isinstance(value, Mapping):
-        return {name: _build(item, f"{key}.{name}", engine_module) for name, item in value.items()}
+        return {name: _make_nested(item, f"{key}.{name}", engine_module) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_build(item, f"{key}.{index}", engine_module) for index, item in enumerate(value)]
+        return [_make_nested(item, f"{key}.{index}", engine_module) for index, item in enumerate(value)]
     return value
 
 
@@ -306,7 +320,10 @@ def _parameters(target: Callable[..., Any]) -> Optional[Mapping[str, inspect.Par
                 return {}
             return dict(list(inspect.signature(target.__init__).parameters.items())[1:])
         return inspect.signature(target).parameters
-    except (TypeError, ValueError):  # some builtins have no signature: the call itself will tell
+    except (
+        TypeError,
+        ValueError,
+    ):  # some builtins have no signature: only calling them shows whether the arguments fit
         return None
 
 
@@ -314,12 +331,12 @@ def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _is_wrapped_by_one_that_takes_any(target: Callable[..., Any]) -> bool:
-    """Whether a decorator stands before the target that may know more arguments than the signature it shows.
+def _decorator_takes_any(target: Callable[..., Any]) -> bool:
+    """Return whether a decorator of the target may accept more arguments than the signature shows.
 
-    The configs of transformers are such classes: they keep whatever else they are given (`num_labels`).
+    The config classes of transformers do: they keep any further argument (`num_labels`).
     """
-    outer = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]  # of the class itself
+    outer = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]  # the class's own
     if not hasattr(outer, "__wrapped__"):
         return False
     try:
@@ -331,7 +348,7 @@ def _is_wrapped_by_one_that_takes_any(target: Callable[..., Any]) -> bool:
 def _refused_argument(
     error: Exception, target: Callable[..., Any], node: Mapping[str, Any], key: str
 ) -> Optional[Problem]:
-    """The problem of an argument that only the call itself could refuse, None where it failed in another way."""
+    """Return the problem of an argument that the call refused, None if it failed for another reason."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
     wanted = arguments_of(node)
     if found is None or found.group(1) not in wanted:
@@ -345,8 +362,8 @@ def _unknown_argument(shown: str, name: str, value: Any, known: List[str], key: 
     close = suggest_arguments(key, name, known)
     return Problem(
         f"`{key}.{name}`: {shown} has no argument `{name}`",
-        known=", ".join(known) or "it takes none",
-        fix=f"{key}.{close[0]}={value}" if close else f"~{key}.{name} leaves it out",
+        known=", ".join(known) or "it takes no arguments",
+        fix=f"{key}.{close[0]}={value}" if close else f"~{key}.{name} removes it",
         key=f"{key}.{name}",
     )
 

@@ -1,11 +1,9 @@
-"""Tracing a model for the planner: one micro-batch through model and loss without allocating either."""
+"""Trace one micro-batch through a model and its loss, if possible without allocating either."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -16,66 +14,23 @@ import ipurun.emulator as emulator
 from ipurun.api.calls import Call, construct, last_call
 from ipurun.config.schema import RunConfig
 from ipurun.datasets.synthetic import parse_sample
-from ipurun.emulator.graph import Captured, Node, capture, is_supported
+from ipurun.emulator.graph import Captured, Node, Placement, Recorder, active_recorder, capture, is_supported
 from ipurun.errors import ConfigError, Problem
-from ipurun.inspect.batch_items import as_call, map_tensors, split_target
+from ipurun.inspect.batch_items import as_call, map_tensors
 from ipurun.inspect.loss import ModelWithLoss, make_loss
-from ipurun.inspect.precision import cast_hooks, cast_weights
-from ipurun.inspect.structure import reopen_ended_blocks, stop_caching
-from ipurun.inspect.targets import make
+from ipurun.inspect.model import count_parameters, make_meta_model, make_model, stop_caching
+from ipurun.inspect.precision import cast_hooks, cast_weights, half_inputs
+from ipurun.inspect.targets import innermost_line
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.inspect.traced_ops import read_graph
 
-__all__ = ["meta_model", "trace_model", "strategy_of"]
+__all__ = ["ended_block", "strategy_of", "trace_model"]
 
-# Above this, a model is not made for real only because it cannot be made without memory.
+# Parameters above which a model that cannot be traced on the meta device is not made on the host either.
 _LARGEST_REAL_MODEL = 500_000_000
 _TINY_MODEL = 1_000_000
-# A trace with real numbers is done on few samples and scaled.
+# A trace with real numbers uses this many samples and is scaled.
 _REAL_SAMPLES = 2
-
-
-@dataclass
-class _Trace:
-    """What is known of a trace while it runs: for the message where it fails."""
-
-    last: Optional[Node] = None
-    unsupported: Optional[Dict[str, None]] = None
-
-    def see(self, node: Node) -> None:
-        self.last = node
-        schema = getattr(node.op, "_schema", None)
-        if schema is not None and schema.name.startswith("aten::") and not is_supported(node.name):
-            self.unsupported = self.unsupported or {}
-            self.unsupported[f"{node.name} at {node.source or 'an unknown line'}"] = None
-
-
-def meta_model(config: RunConfig) -> nn.Module:
-    """The model of a config with shapes and no memory, however large it is.
-
-    A model whose constructor looks at values cannot be made that way: it is made for real, then emptied.
-
-    Raises:
-        ConfigError: It cannot be made.
-    """
-    try:
-        with torch.device("meta"):
-            model = make(config.model, "model", engine_module=emulator)
-    except ConfigError:
-        model = make(config.model, "model", engine_module=emulator).to("meta")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "`model._target_` gives no torch.nn.Module",
-            seen=f"an object of type {type(model).__name__}",
-            key="model._target_",
-        )
-    return model
-
-
-def strategy_of(calls: Sequence[Call]) -> Any:
-    """The emulator's execution strategy for the calls of a plan; None: the default."""
-    given = last_call("setExecutionStrategy", calls)
-    return None if given is None else construct(given.args[0], emulator)
 
 
 def trace_model(
@@ -90,13 +45,13 @@ def trace_model(
     """Trace the model of a config with its loss on one micro-batch.
 
     Args:
-        config: The run. Its `sample` gives the shapes of the data, unless an item of the data is at hand.
-        sample: One item of the data set, as the data set gives it.
-        model: A model on the meta device; made from the config unless given. Its types are changed.
+        config: The run. Its `sample` gives the shapes of the data when no item of the data is passed.
+        sample: One item of the data set, as the data set returns it.
+        model: A model on the meta device, made from the config by default. Its types are changed.
         training: Whether to trace the backward pass.
         module_precision: Module name -> 16 or 32, patterns resolved (`Plan.module_precision`).
-        strategy: The emulator's execution strategy, which places blocks of the model's own code; PopTorch's default
-            unless given.
+        strategy: The emulator's execution strategy, which places the blocks of the model's own code. None means
+            PopTorch's default.
 
     Raises:
         ConfigError: The model cannot be traced, with the operation and the line in the model's file.
@@ -106,59 +61,75 @@ def trace_model(
         size = config.inference.micro_batch_size
     rules = dict(module_precision or {})
     first: Optional[ConfigError] = None
-    # A model that draws and compares a number in training mode only (to skip a layer) can still be planned.
+    # A model that compares a random number in training mode only (to skip a layer) can still be planned.
     for training_mode in (True, False) if training else (False,):
-        for attempt in _attempts(config, model):
-            subject, device, samples = attempt()
-            if subject is None:
+        for make_attempt, device, samples in _attempts(config, model):
+            attempted = make_attempt()
+            if attempted is None:
                 continue
             count = min(size, samples) if samples else size
             batch = _micro_batch(config, sample, count, device)
             try:
-                traced = _trace(config, subject, batch, count, training, rules, strategy, training_mode)
+                traced = _trace(config, attempted, batch, count, training, rules, strategy, training_mode)
             except ConfigError as error:
                 first = first or error
                 continue
-            profile = traced.with_micro_batch(size)
+            traced = traced.with_micro_batch(size)
             if first is None or training_mode == training:
-                return profile
+                return traced
             refusal = first.problems[0]
-            return dataclasses.replace(profile, refused=f"{refusal.seen} ({refusal.where})")
+            return dataclasses.replace(traced, refused=f"{refusal.seen} ({refusal.where})")
     assert first is not None
     raise first
 
 
+def strategy_of(calls: Sequence[Call]) -> Any:
+    """Return the emulator's execution strategy for the calls of a plan, None for the default."""
+    given = last_call("setExecutionStrategy", calls)
+    return None if given is None else construct(given.args[0], emulator)
+
+
+def ended_block(recorder: Recorder) -> Optional[Placement]:
+    """Return the last block of a capture if it has ended and no other has begun."""
+    ended = False
+    for event in reversed(recorder.graph.events):
+        if event.kind == "begin_block":
+            return event.info["placement"] if ended else None
+        ended = ended or event.kind == "end_block"
+    return None
+
+
 def _attempts(
     config: RunConfig, model: Optional[nn.Module]
-) -> Sequence[Callable[[], Tuple[Optional[nn.Module], str, int]]]:
-    """Ways to trace a model, the cheapest first: without memory, then for real where it is small."""
+) -> Sequence[Tuple[Callable[[], Optional[nn.Module]], str, int]]:
+    """List ways to trace a model, the cheapest first: how to make it, its device, and how many samples at most."""
 
-    def tiny_for_real() -> Tuple[Optional[nn.Module], str, int]:
-        # torch's kernels for meta tensors take seconds to load, which a tiny model need not wait for.
-        made = (
-            _small_model(config, largest=_TINY_MODEL) if model is None and config.precision in ("32", "32.32") else None
-        )
-        return made, "cpu", 0
+    def tiny() -> Optional[nn.Module]:
+        # torch's kernels for meta tensors take seconds to load, which a tiny model can do without.
+        is_plain = model is None and config.precision in ("32", "32.32")
+        return _small_model(config, largest=_TINY_MODEL) if is_plain else None
 
-    def on_meta() -> Tuple[Optional[nn.Module], str, int]:
-        return (model if model is not None else meta_model(config)), "meta", 0
+    def without_memory() -> nn.Module:
+        return model if model is not None else make_meta_model(config)
 
-    def emptied() -> Tuple[Optional[nn.Module], str, int]:
-        # A table that the constructor computes is known to forward only if it was computed for real.
+    def emptied() -> Optional[nn.Module]:
+        # A table that the constructor computes is known to forward only if it was computed with real numbers.
         made = _small_model(config)
-        return (made.to("meta") if made is not None else None), "meta", 0
+        return None if made is None else made.to("meta")
 
-    def for_real() -> Tuple[Optional[nn.Module], str, int]:
-        return _small_model(config), "cpu", _REAL_SAMPLES
-
-    return (tiny_for_real, on_meta, emptied, for_real)
+    return (
+        (tiny, "cpu", 0),
+        (without_memory, "meta", 0),
+        (emptied, "meta", 0),
+        (lambda: _small_model(config), "cpu", _REAL_SAMPLES),
+    )
 
 
 def _small_model(config: RunConfig, largest: int = _LARGEST_REAL_MODEL) -> Optional[nn.Module]:
     try:
-        if sum(parameter.numel() for parameter in meta_model(config).parameters()) > largest:
+        if count_parameters(make_meta_model(config)) > largest:
             return None
-        return make(config.model, "model", engine_module=emulator)
+        return make_model(config, emulator)
     except ConfigError:
         return None
 
@@ -179,6 +150,20 @@ def _micro_batch(config: RunConfig, sample: Any, size: int, device: str) -> Any:
     return map_tensors(lambda t: t.clone(), repeated)
 
 
+@dataclass
+class _Progress:
+    """How far a capture has come, for the message if it fails."""
+
+    last: Optional[Node] = None
+    unsupported: Dict[str, None] = field(default_factory=dict)
+
+    def see(self, node: Node) -> None:
+        self.last = node
+        schema = getattr(node.op, "_schema", None)
+        if schema is not None and schema.name.startswith("aten::") and not is_supported(node.name):
+            self.unsupported[f"{node.name} at {node.source or 'an unknown line'}"] = None
+
+
 def _trace(
     config: RunConfig,
     model: nn.Module,
@@ -192,16 +177,18 @@ def _trace(
     precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
     stop_caching(model)
     cast_weights(model, precision, rules)
-    handles = [*reopen_ended_blocks(model), *cast_hooks(model, precision, rules)]
+    # Any module may end a block, so each one gets a hook; in a run `Annotations` hooks only those that do.
+    handles = [module.register_forward_hook(_reopen_ended_block) for module in model.modules()]
+    handles += cast_hooks(model, precision, rules)
     if precision.startswith("16"):
-        batch = _half_inputs(config, batch)
-    step = ModelWithLoss(model, make_loss(config.loss, emulator), config.loss, returns_output=not training)
-    step.train(training_mode)
-    trace = _Trace()
+        batch = half_inputs(batch, config.loss.name is not None, config.loss.target)
+    wrapped = ModelWithLoss(model, make_loss(config.loss, emulator), config.loss, returns_output=not training)
+    wrapped.train(training_mode)
+    progress = _Progress()
     try:
-        captured = step.answer.attempt(lambda: _capture(step, batch, training, trace, strategy))
-    except Exception as error:  # user code of any kind fails in any way
-        raise ConfigError(_problem(error, trace)) from error
+        captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
+    except Exception as error:  # the user's code can raise anything
+        raise ConfigError(_problem(error, progress.last)) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -210,11 +197,18 @@ def _trace(
         micro_batch_size=size,
         prefix="model.",
         training=training,
-        unsupported=tuple(trace.unsupported or ()),
+        unsupported=tuple(progress.unsupported),
     )
 
 
-def _capture(step: ModelWithLoss, batch: Any, training: bool, trace: _Trace, strategy: Any) -> Captured:
+def _reopen_ended_block(module: nn.Module, args: Any, output: Any) -> None:
+    recorder = active_recorder()
+    ended = None if recorder is None else ended_block(recorder)
+    if recorder is not None and ended is not None:
+        recorder.begin_block(*ended)
+
+
+def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Progress, strategy: Any) -> Captured:
     options = emulator.Options()
     if strategy is not None:
         options.setExecutionStrategy(strategy)
@@ -223,50 +217,30 @@ def _capture(step: ModelWithLoss, batch: Any, training: bool, trace: _Trace, str
     map_tensors(inputs.append, (args, kwargs))
 
     def call() -> Any:
-        result = step(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
         if training and isinstance(result, torch.Tensor) and result.numel() == 1:
-            # Whether PopTorch finds the loss by itself is for the run to tell; here it is known which it is.
+            # The run finds out whether PopTorch recognises the loss without this mark; here it is known.
             return emulator.identity_loss(result, reduction="none")
         return result
 
     return capture(
         call,
-        parameters=dict(step.named_parameters()),
-        buffers=dict(step.named_buffers()),
+        parameters=dict(wrapped.named_parameters()),
+        buffers=dict(wrapped.named_buffers()),
         inputs=inputs,
         training=training,
         options=options,
-        modules=dict(step.named_modules()),
-        check_op=trace.see,
+        modules=dict(wrapped.named_modules()),
+        check_op=progress.see,
     )
 
 
-def _half_inputs(config: RunConfig, batch: Any) -> Any:
-    kept: List[int] = []
-    if config.loss.name is not None:
-        args, kwargs = as_call(batch)
-        map_tensors(lambda t: kept.append(id(t)), split_target(args, kwargs, config.loss.target)[2])
-    return map_tensors(lambda t: t.half() if t.is_floating_point() and id(t) not in kept else t, batch)
-
-
-def _problem(error: Exception, trace: _Trace) -> Problem:
-    node = trace.last
-    line = _users_line(error) or (node.source if node is not None else "")
+def _problem(error: Exception, last: Optional[Node]) -> Problem:
+    line = innermost_line(error, torch, emulator) or (last.source if last is not None else "")
     seen = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return Problem(
-        "the model cannot be traced, so there is nothing to plan with",
-        where=f"{line} (last operation: {node.name})" if node is not None else line,
+        "the model cannot be traced, so nothing can be planned",
+        where=line if last is None else f"{line} (last operation: {last.name})",
         seen=f"{type(error).__name__}: {seen}",
-        fix="a model is captured once, with fixed shapes and without values: see the line above",
+        fix="change the line above: a model is captured once, with fixed shapes and without reading values",
     )
-
-
-def _users_line(error: Exception) -> str:
-    """File and line of the innermost frame that is neither torch's nor the tracer's."""
-    own = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep for module in (torch, emulator))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(own) and os.path.dirname(frame.filename) != os.path.dirname(__file__)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

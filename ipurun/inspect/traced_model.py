@@ -1,4 +1,4 @@
-"""The profile of a model: what one micro-batch computes, moves and keeps, as plain data."""
+"""A traced model as plain data: what one micro-batch computes, moves and keeps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class TracedOp:
         name: Name of the operation, as torch has it: ``addmm``.
         module: Dotted name of the user's module that called it, "" for the model itself or the loss.
         kind: ``matmul``, ``conv``, ``norm``, ``softmax``, ``elementwise``, ``reduce``, ``gather``, ``copy``,
-            ``pool`` or ``view`` (moves nothing and costs nothing).
+            ``pool`` or ``view`` (moves nothing, costs nothing).
         flops_forward: Floating-point operations.
-        flops_backward: Those of its share of the backward pass.
-        output_bytes: Memory that its results take; 0 for a view.
-        saved_bytes: The part of it that the backward pass reads.
-        traffic_bytes: Bytes it reads and writes, whoever they belong to.
+        flops_backward: Floating-point operations of its gradient.
+        output_bytes: Memory of its results; 0 for a view.
+        saved_bytes: The part of its results that the backward pass reads.
+        traffic_bytes: Bytes it reads and writes.
         parameters: Names of the parameters it reads.
-        inputs: Operations whose results it reads, views looked through.
-        dims: Of a matmul or convolution: (groups, rows, columns, depth, points of the kernel).
-        gradients: How many of its operands get a gradient; 0 where nothing before it is trained.
+        inputs: Operations whose results it reads, directly or through views.
+        dims: For a matmul or convolution: (groups, rows, columns, depth, kernel points).
+        gradients: How many of its operands get a gradient; 0 if nothing before it is trained.
         element_bytes: Size of one number of its result: 2 in half precision.
-        signature: Equal for operations of the same kind, shapes and attributes: a compiler shares their code.
+        signature: Equal for operations of equal kind, shapes and attributes, which share compiled code.
         source: ``file:line`` of the model that called it.
         is_batched: Whether its cost grows with the micro-batch.
-        ipu: IPU of the block that the model's own code has begun for it; None where the code begins none.
+        ipu: IPU of the block that the model's own code began; None if the code begins no blocks.
     """
 
     index: int
@@ -81,18 +81,18 @@ class TracedParameter:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model with its loss, as one micro-batch goes through it.
+    """A model with its loss, for one micro-batch.
 
     Args:
         ops: The forward pass.
         parameters: All parameters.
         buffers_bytes: Size of all buffers (running statistics, tables).
-        input_bytes: What one micro-batch takes from the host.
-        output_bytes: What one micro-batch returns.
+        input_bytes: Bytes that one micro-batch reads from the host.
+        output_bytes: Bytes that one micro-batch returns.
         micro_batch_size: Samples of the micro-batch that was traced.
         training: Whether the backward pass was traced.
-        unsupported: Operations that PopTorch is not known to support, with the line that calls them.
-        refused: Why the model cannot be captured in training mode, where it was traced in evaluation mode instead.
+        unsupported: Operations that PopTorch may not support, with the line that calls them.
+        refused: If it was traced in evaluation mode only: why it cannot be captured in training mode.
     """
 
     ops: Tuple[TracedOp, ...]
@@ -107,7 +107,7 @@ class TracedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Number of values of all parameters."""
+        """Number of values in all parameters."""
         return sum(parameter.elements for parameter in self.parameters)
 
     @property
@@ -121,7 +121,7 @@ class TracedModel:
         return {parameter.name: parameter.num_bytes for parameter in self.parameters if parameter.trainable}
 
     def with_micro_batch(self, micro_batch_size: int) -> TracedModel:
-        """The profile of another micro-batch, by proportion: exact for what is computed sample by sample."""
+        """Scale to another micro-batch; exact for what is computed sample by sample."""
         if micro_batch_size == self.micro_batch_size:
             return self
         factor = micro_batch_size / self.micro_batch_size
@@ -137,7 +137,7 @@ class TracedModel:
 def _scaled(op: TracedOp, factor: float) -> TracedOp:
     dims = op.dims
     if dims:
-        # Products that are batched (attention) get more groups, all others more rows.
+        # Batched products (attention) get more groups, all others more rows.
         grows = 0 if dims[0] > 1 and op.kind == "matmul" else 1
         dims = tuple(max(1, round(size * factor)) if axis == grows else size for axis, size in enumerate(dims))
     return replace(

@@ -1,8 +1,9 @@
-"""From a captured graph to the planner's profile: what each operation computes, moves and keeps."""
+"""Read a captured graph into a `TracedModel`: what each operation computes, moves and keeps."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Tuple
 
 import torch
@@ -30,65 +31,65 @@ _KINDS: Mapping[str, FrozenSet[str]] = {
         "adaptive_max_pool2d _adaptive_avg_pool3d",
     }.items()
 }
-# Operations of one value, where they are more than one instruction: order-of-magnitude counts.
+# Floating-point operations per value, to the order of magnitude.
 _FLOPS_PER_VALUE = {"norm": 8.0, "softmax": 5.0, "elementwise": 1.0, "reduce": 1.0, "pool": 1.0}
-# The device draws a dropout mask again from its seed and keeps none.
+# The device keeps no dropout mask: it draws it a second time from the seed.
 _MASK_OPS = frozenset(["bernoulli", "bernoulli_", "rand_like", "native_dropout"])
-# What a device has no type for comes in a smaller one.
+# Types that a device does not have are converted to smaller ones.
 _DEVICE_BYTES = {torch.int64: 4, torch.float64: 4}
 
 
 def read_graph(
     graph: Graph, *, micro_batch_size: int, prefix: str, training: bool, unsupported: Tuple[str, ...] = ()
 ) -> TracedModel:
-    """The profile of a captured forward pass, and of what its backward pass needs.
+    """Return what a captured forward pass does, and what its backward pass needs.
 
     Args:
-        graph: What was captured.
-        micro_batch_size: Samples that it was captured with.
-        prefix: Leading part of module and parameter names that is ipurun's own, such as ``model.``.
+        graph: The captured graph.
+        micro_batch_size: Samples it was captured with.
+        prefix: Leading part of module and parameter names that ipurun adds, such as ``model.``.
         training: Whether the graph has a backward pass.
         unsupported: Operations that PopTorch is not known to support.
     """
-    return _Profiler(graph, prefix, training).profile(micro_batch_size, unsupported)
+    return _GraphReader(graph, prefix, training).read(micro_batch_size, unsupported)
 
 
-class _Profiler:
+class _GraphReader:
     def __init__(self, graph: Graph, prefix: str, training: bool) -> None:
         self._graph = graph
         self._prefix = prefix
         self._training = training
         self._specs = graph.specs
         self._parameters = {self._specs[i.value].storage: i.name for i in graph.inputs_of("parameter")}
-        self._owner: Dict[int, int] = {}  # storage -> operation whose result it is
+        self._owner: Dict[int, int] = {}  # storage -> operation that wrote it
         self._size: Dict[int, int] = {}  # storage -> bytes on the device
         self._masks: Set[int] = set()
         self._fed: Set[Value] = {item.value for item in graph.inputs_of("input")}
         self._trained: Set[Value] = set()
         self._has_blocks = any(event.kind == "begin_block" for event in graph.events)
 
-    def profile(self, micro_batch_size: int, unsupported: Tuple[str, ...]) -> TracedModel:
+    def read(self, micro_batch_size: int, unsupported: Tuple[str, ...]) -> TracedModel:
         forward = [node for node in self._graph.nodes if not node.is_backward]
         backward = [node for node in self._graph.nodes if node.is_backward]
         kept = self._alias_kept_copies(forward)
         self._trained = {item.value for item in self._graph.inputs_of("parameter") if item.name in self._graph.grads}
         ops = [self._op(index, node) for index, node in enumerate(node for node in forward if id(node) not in kept)]
         saved = self._saved(backward)
-        ops = [_with_saved(op, saved.get(op.index, 0)) for op in ops]
-        buffers = sum(device_bytes(self._specs[item.value]) for item in self._graph.inputs_of("buffer"))
+        ops = [replace(op, saved_bytes=saved[op.index]) if op.index in saved else op for op in ops]
+        buffers = sum(_device_bytes(self._specs[item.value]) for item in self._graph.inputs_of("buffer"))
         return TracedModel(
             ops=tuple(ops),
-            parameters=self._parameter_profiles(ops),
+            parameters=self._traced_parameters(ops),
             buffers_bytes=buffers,
-            input_bytes=sum(device_bytes(self._specs[item.value]) for item in self._graph.inputs_of("input")),
-            output_bytes=sum(device_bytes(self._specs[value]) for value in values_in(self._graph.outputs)),
+            input_bytes=sum(_device_bytes(self._specs[item.value]) for item in self._graph.inputs_of("input")),
+            output_bytes=sum(_device_bytes(self._specs[value]) for value in values_in(self._graph.outputs)),
             micro_batch_size=micro_batch_size,
             training=self._training,
             unsupported=unsupported,
         )
 
     def _alias_kept_copies(self, forward: List[Node]) -> Set[int]:
-        """Finds copies that autograd made for itself; what reads them means the original.
+        """Let copies that only autograd reads share the original's storage, and return their nodes' ids.
 
         Copies that the model makes are read by the forward pass.
         """
@@ -118,10 +119,10 @@ class _Profiler:
             self._trained.update(node.mutated)
         costs = kind != "view"
         dims = _dims(node, kind, self._specs) if costs else ()
-        values = sum(_count(self._specs[value].shape) for value in produced[:1] or list(node.mutated)[:1])
-        traffic = sum(device_bytes(self._specs[value]) for value in (*reads, *produced)) if costs else 0
-        if kind == "gather":  # a table is not read as a whole
-            traffic = 2 * sum(device_bytes(self._specs[value]) for value in produced)
+        values = sum(math.prod(self._specs[value].shape) for value in produced[:1] or list(node.mutated)[:1])
+        traffic = sum(_device_bytes(self._specs[value]) for value in (*reads, *produced)) if costs else 0
+        if kind == "gather":  # only some rows of a table are read
+            traffic = 2 * sum(_device_bytes(self._specs[value]) for value in produced)
         flops = 2.0 * math.prod(dims) if dims else values * _FLOPS_PER_VALUE.get(kind, 0.0)
         spec = self._specs[(produced or list(node.mutated) or reads)[0]]
         names = dict.fromkeys(self._parameters[s] for s in read_storages if s in self._parameters)
@@ -139,7 +140,7 @@ class _Profiler:
             inputs=tuple(sorted(owner for owner in owners if owner < index)),
             dims=dims,
             gradients=operands if self._training else 0,
-            element_bytes=device_bytes(TensorSpec((), spec.dtype, 0)),
+            element_bytes=_device_bytes(TensorSpec((), spec.dtype, 0)),
             signature=_signature(node, reads, self._specs) if costs else "",
             source=node.source,
             is_batched=fed,
@@ -152,9 +153,9 @@ class _Profiler:
             if produced and all(self._specs[value].storage in read_storages for value in produced):
                 return "view"
             if not any(value in varying for value in produced) or node.name in ("empty_like", "new_empty"):
-                return "view"  # constants are made when compiling
+                return "view"  # constants are computed at compile time
         elif all(not self._specs[v].shape and not self._specs[v].dtype.is_floating_point for v in node.mutated):
-            return "view"  # a counter, such as BatchNorm's of batches
+            return "view"  # a counter, such as BatchNorm's num_batches_tracked
         return next((kind for kind, names in _KINDS.items() if node.name in names), "elementwise")
 
     def _register(self, index: int, node: Node, produced: List[Value], read_storages: List[int], kind: str) -> int:
@@ -167,25 +168,25 @@ class _Profiler:
             if is_mask or node.name == "empty_like":
                 self._masks.add(spec.storage)
             elif kind != "view":
-                fresh += device_bytes(spec)
+                fresh += _device_bytes(spec)
             if kind != "view":
                 self._owner[spec.storage] = index
-            self._size[spec.storage] = device_bytes(spec)
+            self._size[spec.storage] = _device_bytes(spec)
         for storage in {self._specs[value].storage for value in node.mutated}:
             self._owner[storage] = index
             if storage not in self._masks:
-                # What reads the tensor from now on reads this operation's result. Buffers are counted elsewhere.
+                # From now on the tensor holds this operation's result. Buffers are counted elsewhere.
                 fresh += self._size.get(storage, 0)
         return fresh
 
     def _gradients(self, node: Node, kind: str, reads: List[Value]) -> int:
-        """How many operands of an operation get a gradient."""
+        """Return how many operands of an operation get a gradient."""
         if kind in ("matmul", "conv"):
             return sum(value in self._trained for value in _factors(node))
         return sum(value in self._trained for value in reads)
 
     def _saved(self, backward: List[Node]) -> Dict[int, int]:
-        """Bytes of each operation's results that the backward pass reads."""
+        """Return how many bytes of each operation's results the backward pass reads."""
         read = {self._specs[value].storage for node in backward for value in node.reads()}
         saved: Dict[int, int] = {}
         for storage in read - self._masks:
@@ -194,24 +195,24 @@ class _Profiler:
                 saved[owner] = saved.get(owner, 0) + self._size.get(storage, 0)
         return saved
 
-    def _parameter_profiles(self, ops: List[TracedOp]) -> Tuple[TracedParameter, ...]:
+    def _traced_parameters(self, ops: List[TracedOp]) -> Tuple[TracedParameter, ...]:
         readers: Dict[str, List[int]] = {}
         for op in ops:
             for name in op.parameters:
                 readers.setdefault(name, []).append(op.index)
-        profiles = []
+        traced = []
         for item in self._graph.inputs_of("parameter"):
             spec, name = self._specs[item.value], self._user_name(item.name)
-            profiles.append(
+            traced.append(
                 TracedParameter(
                     name=name,
-                    elements=_count(spec.shape),
-                    element_bytes=device_bytes(TensorSpec((), spec.dtype, 0)),
+                    elements=math.prod(spec.shape),
+                    element_bytes=_device_bytes(TensorSpec((), spec.dtype, 0)),
                     trainable=item.name in self._graph.grads,
                     ops=tuple(readers.get(name, ())),
                 )
             )
-        return tuple(profiles)
+        return tuple(traced)
 
     def _user_name(self, name: str) -> str:
         return name[len(self._prefix) :] if name.startswith(self._prefix) else name
@@ -220,22 +221,14 @@ class _Profiler:
         return self._user_name(path) if path.startswith(self._prefix) else ""
 
 
-def device_bytes(spec: TensorSpec) -> int:
-    """Size of a value on the device, which has no 64-bit types."""
+def _device_bytes(spec: TensorSpec) -> int:
+    """Return the size of a value on the device, which has no 64-bit types."""
     size = _DEVICE_BYTES.get(spec.dtype) or torch.empty((), dtype=spec.dtype, device="meta").element_size()
-    return _count(spec.shape) * size
-
-
-def _with_saved(op: TracedOp, saved: int) -> TracedOp:
-    return TracedOp(**{**vars(op), "saved_bytes": saved}) if saved else op
-
-
-def _count(shape: Tuple[int, ...]) -> int:
-    return math.prod(shape)
+    return math.prod(spec.shape) * size
 
 
 def _factors(node: Node) -> Tuple[Any, ...]:
-    """The two operands of a product, without bias or sum."""
+    """Return the two operands of a product, without bias or sum."""
     start = 1 if node.name in ("addmm", "baddbmm", "addmv", "addbmm") else 0
     return tuple(value for value in node.args[start : start + 2] if isinstance(value, Value))
 
@@ -252,11 +245,11 @@ def _dims(node: Node, kind: str, specs: Dict[Value, TensorSpec]) -> Tuple[int, .
         return _convolution_dims(node, left, right, out)
     if len(right) == 1 or len(left) == 1:  # with a vector
         depth = right[0] if len(right) == 1 else left[0]
-        return (1, max(1, _count(left) // depth), max(1, _count(right) // depth), depth, 1)
+        return (1, max(1, math.prod(left) // depth), max(1, math.prod(right) // depth), depth, 1)
     depth, columns = (right[-1], right[-2]) if node.name == "linear" else (right[-2], right[-1])
     if len(right) == 2:
-        return (1, _count(left) // depth, columns, depth, 1)
-    return (_count(right[:-2]), left[-2], columns, depth, 1)
+        return (1, math.prod(left) // depth, columns, depth, 1)
+    return (math.prod(right[:-2]), left[-2], columns, depth, 1)
 
 
 def _convolution_dims(
@@ -265,8 +258,8 @@ def _convolution_dims(
     transposed: Optional[bool] = node.args[6] if len(node.args) > 6 else False
     groups = int(node.args[8]) if len(node.args) > 8 else 1
     if transposed:
-        return (groups, data[0] * _count(data[2:]), weight[1], data[1] // groups, _count(weight[2:]))
-    return (groups, out[0] * _count(out[2:]), weight[0] // groups, weight[1], _count(weight[2:]))
+        return (groups, data[0] * math.prod(data[2:]), weight[1], data[1] // groups, math.prod(weight[2:]))
+    return (groups, out[0] * math.prod(out[2:]), weight[0] // groups, weight[1], math.prod(weight[2:]))
 
 
 def _signature(node: Node, reads: List[Value], specs: Dict[Value, TensorSpec]) -> str:

@@ -1,4 +1,4 @@
-"""Folders of compiled executables and of PopVision's reports, and what fills them."""
+"""The folders of compiled executables and of PopVision's reports, and the calls and variables that fill them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
 from ipurun.config.schema import CacheConfig, ProfileConfig
 from ipurun.errors import Findings
-from ipurun.planning.options import profiling_entries
+from ipurun.planning.key_calls import KeyCalls
+from ipurun.planning.user_settings import UserSettings
 
-__all__ = ["CacheState", "Profile", "cache_root", "executable_dir", "plan_profile", "profile_dir"]
+__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "profiling_entries"]
 
 _ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PVTI_VARIABLE = "PVTI_OPTIONS"
@@ -22,12 +23,12 @@ _PVTI_VARIABLE = "PVTI_OPTIONS"
 
 @dataclass(frozen=True)
 class CacheState:
-    """What a run would find in its executable cache.
+    """Whether a run will find its executables in the cache.
 
     Args:
-        training: Of the executable of training: ``hit``, ``miss``, ``unknown``, or ``off`` without a cache.
-        executables: Executables in the folder.
-        inference: The same of the executable of inference; "" where that of training is unknown, or no file is there.
+        training: State of the executable of training: ``hit``, ``miss``, ``unknown``, or ``off`` without a cache.
+        executables: Number of executables in the folder.
+        inference: State of the executable of inference; "" where that of training is unknown or the folder is empty.
         why: Why it is unknown.
     """
 
@@ -39,29 +40,30 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Profile:
-    """The report folder, the call on Options and the environment that profiling needs."""
+    """The report folder, the call on Options and the environment variables for profiling."""
 
     directory: Optional[str]
     call: Optional[Call]
     environment: Mapping[str, str]
 
 
-def plan_profile(profile: ProfileConfig, stable_dir: str, environ: Mapping[str, str], found: Findings) -> Profile:
-    """What `profile` means.
+def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], found: Findings) -> Profile:
+    """Return what `profile` asks for.
 
-    Engine options are part of the executable cache's key, so the report folder must be the same in every run.
+    Engine options are part of the executable cache's key, so the report folder must be the same in every run; the
+    report is moved into the run's folder later.
 
     Args:
         profile: The config group.
-        stable_dir: Folder of the report unless the user names one.
-        environ: The user's environment, which is merged with and never replaced.
+        name: Name of the run.
+        environ: The user's environment, whose entries are kept.
         found: Takes the problems.
     """
     chosen = _chosen_options(profile, found)
     if profile.kind == "none" and not chosen:
         return Profile(None, None, {})
     users = _variable(_ENGINE_VARIABLE, environ, found)
-    directory = os.path.abspath(os.path.expanduser(profile.dir)) if profile.dir else stable_dir
+    directory = _absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
     environment: Dict[str, str] = {}
     options: Dict[str, str] = {}
     if profile.kind == "graph":
@@ -69,7 +71,7 @@ def plan_profile(profile: ProfileConfig, stable_dir: str, environ: Mapping[str, 
             chosen.get("autoReport.directory", "" if profile.dir else users.get("autoReport.directory", ""))
             or directory
         )
-        # An entry of the user's variable stands against our defaults, not against the config.
+        # An entry of the user's variable wins over our defaults, but not over the config.
         defaults = profiling_entries(directory)
         options = {key: users.get(key, value) for key, value in defaults.items()}
         options["autoReport.directory"] = directory
@@ -87,6 +89,57 @@ def plan_profile(profile: ProfileConfig, stable_dir: str, environ: Mapping[str, 
         origin = f"profile={profile.kind}" if profile.kind == "graph" else "profile.engine_options"
         call = Call("_Popart.setEngineOptions", (options,), origin=origin)
     return Profile(directory if profile.kind != "none" else None, call, environment)
+
+
+def profiling_entries(directory: str) -> Dict[str, str]:
+    """Return the engine options that ``enableProfiling`` sets."""
+    return {"debug.allowOutOfMemory": "true", "autoReport.directory": directory, "autoReport.all": "true"}
+
+
+def folder_calls(
+    cache: CacheConfig, name: str, profile: Profile, settings: UserSettings, environ: Mapping[str, str]
+) -> KeyCalls:
+    """Return the calls of the executable cache and the profiler, which both modes share.
+
+    Args:
+        cache: The config group.
+        name: Name of the run.
+        profile: The planned profile.
+        settings: What the user set.
+        environ: The user's environment.
+    """
+    calls = KeyCalls()
+    if cache.enabled:
+        folder = _executable_dir(cache, name, environ)
+        calls.add("enableExecutableCaching", folder, origin="cache", chosen=settings.has("cache.dir"))
+    elif environ.get("POPTORCH_CACHE_DIR") or settings.argument("enableExecutableCaching"):
+        # Options() reads the variable itself; None overrides it, and poptorch.conf.
+        calls.add("enableExecutableCaching", None, origin="cache.enabled=false")
+    if profile.call is not None:
+        calls.chosen.append(profile.call)
+    return calls
+
+
+def _executable_dir(cache: CacheConfig, name: str, environ: Mapping[str, str]) -> str:
+    # A folder for each run name, because PopART opens every file of a cache folder at each start.
+    if cache.dir:
+        return _absolute(cache.dir)
+    poptorch_dir = environ.get("POPTORCH_CACHE_DIR", "").strip()
+    if poptorch_dir and not environ.get("IPURUN_CACHE_DIR", "").strip():
+        return _absolute(poptorch_dir)
+    return _run_dir("executables", name, environ)
+
+
+def _run_dir(kind: str, name: str, environ: Mapping[str, str]) -> str:
+    """Return a run's folder in ipurun's cache folder: IPURUN_CACHE_DIR, else ``~/.cache/ipurun``."""
+    root = environ.get("IPURUN_CACHE_DIR", "").strip()
+    if not root:
+        root = os.path.join(environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache"), "ipurun")
+    return os.path.join(_absolute(root), kind, re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run")
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:
@@ -118,40 +171,3 @@ def _variable(name: str, environ: Mapping[str, str], found: Findings) -> Dict[st
         )
         return {}
     return {str(key): entry for key, entry in value.items()}
-
-
-def cache_root(environ: Mapping[str, str]) -> str:
-    """The cache folder of ipurun: IPURUN_CACHE_DIR, else ``~/.cache/ipurun``."""
-    chosen = environ.get("IPURUN_CACHE_DIR", "").strip()
-    if chosen:
-        return _absolute(chosen)
-    base = environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache")
-    return os.path.join(_absolute(base), "ipurun")
-
-
-def executable_dir(cache: CacheConfig, name: str, environ: Mapping[str, str]) -> Optional[str]:
-    """Where executables are kept, None where they are not.
-
-    A folder for each run name, because PopART opens every file of a cache folder at each start.
-    """
-    if not cache.enabled:
-        return None
-    if cache.dir:
-        return _absolute(cache.dir)
-    users = environ.get("POPTORCH_CACHE_DIR", "").strip()
-    if users and not environ.get("IPURUN_CACHE_DIR", "").strip():
-        return _absolute(users)
-    return os.path.join(cache_root(environ), "executables", _folder_name(name))
-
-
-def profile_dir(name: str, environ: Mapping[str, str]) -> str:
-    """Where profiles are recorded before they are moved into the run's folder."""
-    return os.path.join(cache_root(environ), "profiles", _folder_name(name))
-
-
-def _folder_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run"
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))

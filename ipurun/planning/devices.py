@@ -1,4 +1,4 @@
-"""How many IPUs a run takes, and how replicas share them."""
+"""How many IPUs a run uses, and how replicas share them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from ipurun.errors import Findings
+from ipurun.inspect.facts import Purpose
 from ipurun.planning.plan import Devices
 
-__all__ = ["MAX_IPUS", "Request", "is_power_of_two", "next_power_of_two", "share_devices"]
+__all__ = ["MAX_IPUS", "DeviceRequest", "is_power_of_two", "next_power_of_two", "share_devices"]
 
-MAX_IPUS = 64  # what PopTorch attaches in one process
+MAX_IPUS = 64  # the most that PopTorch attaches in one process
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked for.
+class DeviceRequest:
+    """The devices that a config asks for.
 
     Args:
         devices: Total number of IPUs, or ``auto``.
-        per_replica: IPUs that one copy of the model takes.
+        per_replica: IPUs that one replica of the model needs.
         factor: Replicas; None: as many as fit.
         auto_round: Whether PopTorch may round the number of IPUs up to a power of two.
         available: IPUs that can be attached; None where any number is emulated.
-        on_paper: Whether nothing will run: then more IPUs than one process attaches are only noted.
+        purpose: What the plan is made for; `PLAN` only notes more IPUs than one process attaches.
     """
 
     devices: Union[int, str]
@@ -31,7 +32,7 @@ class Request:
     factor: Optional[int] = None
     auto_round: bool = False
     available: Optional[int] = None
-    on_paper: bool = False
+    purpose: Purpose = Purpose.RUN
 
 
 def is_power_of_two(number: int) -> bool:
@@ -40,26 +41,32 @@ def is_power_of_two(number: int) -> bool:
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a number."""
+    """Return the smallest power of two that is at least a number."""
     return 1 << max(number - 1, 0).bit_length()
 
 
-def share_devices(request: Request, found: Findings) -> Devices:
-    """IPUs in total, per replica and idle; problems go to `found`, and the numbers then only help to go on."""
-    per_replica = _usable_per_replica(request, found)
+def share_devices(request: DeviceRequest, found: Findings) -> Devices:
+    """Return the IPUs in total, per replica and idle; after a problem they only serve to find further ones."""
+    per_replica = request.per_replica
+    if not is_power_of_two(per_replica) and not request.auto_round:
+        found.problem(
+            f"the model is split over {per_replica} IPUs, which is not a power of two",
+            seen=f"IPUs 0 to {per_replica - 1}, from the keys of `pipeline` or the model's own blocks",
+            fix="split it over 2, 4, 8, ... IPUs, or pipeline.auto_round=true (the extra IPUs stay idle)",
+        )
     total = _total(request, per_replica, found)
     if total % per_replica and not request.auto_round:
         found.problem(
-            f"`devices` is not divisible by the {per_replica} IPUs that one replica takes",
-            seen=f"devices={total}, {per_replica} IPUs by the keys of `pipeline`",
-            fix=f"devices={_ceil_to(total, per_replica)}",
+            f"`devices` is not divisible by the {per_replica} IPUs of one replica",
+            seen=f"devices={total}, {per_replica} IPUs per replica from the keys of `pipeline`",
+            fix=f"devices={-(-total // per_replica) * per_replica}",
             key="devices",
         )
     replicas = request.factor or max(total // per_replica, 1)
     used = replicas * per_replica
     if used > total and total >= per_replica:
         found.problem(
-            f"{replicas} replicas of {per_replica} IPUs need {used} IPUs, more than `devices`",
+            f"{replicas} replicas of {per_replica} IPUs need {used} IPUs, more than `devices` allows",
             seen=f"replication.factor={replicas}, devices={total}",
             fix=f"replication.factor={max(total // per_replica, 1)} or devices={next_power_of_two(used)}",
             key="devices",
@@ -74,23 +81,12 @@ def share_devices(request: Request, found: Findings) -> Devices:
         )
     idle = max((request.available or total) - used, 0)
     if idle:
-        there = f"{request.available} available" if request.available else f"{total} asked for"
-        found.note(f"{idle} of {there} IPUs stay idle: {replicas} replicas x {per_replica} IPUs = {used}")
+        there = f"{request.available} available" if request.available else f"{total} requested"
+        found.note(f"{idle} of {there} IPUs stay idle: {replicas} replicas x {per_replica} IPUs use {used}")
     return Devices(total=total, per_replica=per_replica, replicas=replicas, idle=idle)
 
 
-def _usable_per_replica(request: Request, found: Findings) -> int:
-    stages = request.per_replica
-    if not is_power_of_two(stages) and not request.auto_round:
-        found.problem(
-            f"the model is split over {stages} IPUs, which is not a power of two",
-            seen=f"IPUs 0 to {stages - 1} by the keys of `pipeline`, or by the model's own blocks",
-            fix="2, 4, 8, ... IPUs, or pipeline.auto_round=true (the IPUs rounded up stay idle)",
-        )
-    return stages
-
-
-def _total(request: Request, per_replica: int, found: Findings) -> int:
+def _total(request: DeviceRequest, per_replica: int, found: Findings) -> int:
     devices = request.devices
     if isinstance(devices, str) and devices.strip().isdigit():
         devices = int(devices)
@@ -99,10 +95,10 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
     if isinstance(devices, str):
         if devices.strip().lower() != "auto":
             found.problem(
-                "`devices` takes a number of IPUs or auto", seen=f"devices={devices}", fix="devices=1", key="devices"
+                "`devices` takes a number of IPUs, or auto", seen=f"devices={devices}", fix="devices=1", key="devices"
             )
         return _automatic_total(request, per_replica, found)
-    if devices > MAX_IPUS and request.on_paper:
+    if devices > MAX_IPUS and request.purpose is Purpose.PLAN:
         _note_several_processes(devices, found)
     elif devices < 1 or devices > MAX_IPUS:
         found.problem(
@@ -125,7 +121,7 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
     if request.available is not None and devices > request.available:
         most = 1 << (request.available.bit_length() - 1) if request.available else 0
         found.problem(
-            f"{devices} IPUs were asked for, and {request.available} can be attached",
+            f"{devices} IPUs were requested, but only {request.available} can be attached",
             seen=f"devices={devices}",
             fix=f"devices={most}" if most else "engine=cpu",
             key="devices",
@@ -133,16 +129,16 @@ def _total(request: Request, per_replica: int, found: Findings) -> int:
     return devices
 
 
-def _automatic_total(request: Request, per_replica: int, found: Findings) -> int:
-    """All IPUs that are there; where any number is emulated, what the model needs."""
+def _automatic_total(request: DeviceRequest, per_replica: int, found: Findings) -> int:
+    """Return all available IPUs, or what the model needs where any number is emulated."""
     needed = per_replica * (request.factor or 1)
     if request.auto_round:
         needed = next_power_of_two(needed)
-    if needed > MAX_IPUS and request.on_paper:
+    if needed > MAX_IPUS and request.purpose is Purpose.PLAN:
         _note_several_processes(needed, found)
     elif needed > MAX_IPUS:
         found.problem(
-            f"the run needs {needed} IPUs, and PopTorch attaches at most {MAX_IPUS} in one process",
+            f"the run needs {needed} IPUs, but PopTorch attaches at most {MAX_IPUS} in one process",
             seen=f"{request.factor or 1} replicas x {per_replica} IPUs",
             fix=f"replication.factor={max(MAX_IPUS // per_replica, 1)}",
         )
@@ -150,9 +146,9 @@ def _automatic_total(request: Request, per_replica: int, found: Findings) -> int
         return needed
     if request.available < needed:
         found.problem(
-            f"the run needs {needed} IPUs, and {request.available} can be attached",
+            f"the run needs {needed} IPUs, but only {request.available} can be attached",
             seen=f"{request.factor or 1} replicas x {per_replica} IPUs",
-            fix="engine=cpu, or a smaller pipeline.split or replication.factor",
+            fix="engine=cpu, a split over fewer IPUs, or a smaller replication.factor",
         )
         return needed
     if request.factor:
@@ -162,8 +158,4 @@ def _automatic_total(request: Request, per_replica: int, found: Findings) -> int
 
 
 def _note_several_processes(ipus: int, found: Findings) -> None:
-    found.note(f"{ipus} IPUs can be planned, not run: PopTorch attaches {MAX_IPUS} in one process, more takes PopRun")
-
-
-def _ceil_to(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    found.note(f"{ipus} IPUs can be planned but not run: PopTorch attaches {MAX_IPUS} in one process, more need PopRun")

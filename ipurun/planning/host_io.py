@@ -1,4 +1,4 @@
-"""Host I/O: rules of the data loader, what a training call returns, and overlap with computation."""
+"""Host I/O: rules of the data loader, the output mode of training, and overlap with computation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from ipurun.errors import Findings
 from ipurun.planning.plan import BatchSizes
 from ipurun.planning.user_settings import TWINS, UserSettings
 
-__all__ = ["check_loading", "check_overlap", "output_call", "output_mode", "strategy_for_overlap", "training_metrics"]
+__all__ = ["check_loading", "check_overlap", "output_call", "output_mode", "strategy_for_overlap"]
+
+_MODES = {"final": "Final", "all": "All", "sum": "Sum", "every_n": "EveryN"}
 
 
 def check_loading(loader: LoaderConfig, batch: BatchSizes, found: Findings) -> None:
-    """Refuse what PopTorch's loader would refuse after the model has been made."""
+    """Check what PopTorch's loader would refuse only after the model has been made."""
     size = loader.rebatched_worker_size
     if loader.mode != "async_rebatched":
         if size is not None:
             found.problem(
-                "`loader.rebatched_worker_size` is read in mode async_rebatched only",
+                "`loader.rebatched_worker_size` needs `loader.mode=async_rebatched`",
                 seen=f"loader.mode={loader.mode}, loader.rebatched_worker_size={size}",
                 fix="loader.mode=async_rebatched",
                 key="loader.rebatched_worker_size",
@@ -28,56 +30,42 @@ def check_loading(loader: LoaderConfig, batch: BatchSizes, found: Findings) -> N
         return
     if batch.samples_per_call == 1:
         found.problem(
-            "`loader.mode=async_rebatched` cuts batches anew, and a host call takes one sample",
+            "`loader.mode=async_rebatched` needs more than one sample per host call",
             seen="1 sample per host call",
             fix="loader.mode=async",
             key="loader.mode",
         )
     elif size is not None and size > batch.samples_per_call:
         found.problem(
-            f"`loader.rebatched_worker_size` is more than the {batch.samples_per_call} samples of a host call",
+            f"`loader.rebatched_worker_size` is larger than the {batch.samples_per_call} samples of a host call",
             seen=f"loader.rebatched_worker_size={size}",
             fix=f"loader.rebatched_worker_size={batch.samples_per_call}",
             key="loader.rebatched_worker_size",
         )
 
 
-_MODES = {"final": "Final", "all": "All", "sum": "Sum", "every_n": "EveryN"}
-
-
-def training_metrics(config: RunConfig) -> List[str]:
-    """Metrics that are computed while training, and so need the model's outputs."""
-    named = []
-    for name, node in config.metrics.items():
-        on = node.get("on") if isinstance(node, Mapping) else None
-        if on is not None and "train" in ([on] if isinstance(on, str) else list(on)):
-            named.append(str(name))
-    return named
-
-
-def output_mode(config: RunConfig, given: UserSettings, device_iterations: int, found: Findings) -> Tuple[str, int]:
-    """The mode (final, all, sum, every_n) and the period of every_n.
+def output_mode(config: RunConfig, settings: UserSettings, device_iterations: int, found: Findings) -> Tuple[str, int]:
+    """Return the output mode of training (final, all, sum, every_n) and the period of every_n.
 
     Args:
         config: The config.
-        given: What the user set; an ``outputMode`` of `options` or poptorch.conf counts unless `output.mode` was set.
+        settings: What the user set: `output.mode`, else ``outputMode`` under `options` or in poptorch.conf, counts.
         device_iterations: Weight updates per host call.
         found: Takes the problems.
     """
-    metrics = training_metrics(config)
+    metrics = _training_metrics(config)
     mode, every = config.output.mode, config.output.every
-    lifted = last_call("outputMode", given.options, given.file)
-    if lifted is not None and not given.has("output.mode"):
-        words = {name: word for word, name in _MODES.items()}
-        mode = words[str(lifted.args[0]).rpartition(".")[2]]
-        if not given.has("output.every"):
-            every = int(lifted.args[1]) if len(lifted.args) > 1 and lifted.args[1] else 1
+    written = last_call("outputMode", settings.options, settings.file)
+    if written is not None and not settings.has("output.mode"):
+        mode = {name: mode for mode, name in _MODES.items()}[str(written.args[0]).rpartition(".")[2]]
+        if not settings.has("output.every"):
+            every = int(written.args[1]) if len(written.args) > 1 and written.args[1] else 1
     if mode == "auto":
         return ("all" if metrics else "sum"), 1
     if metrics and mode != "all":
         found.problem(
-            f"metrics on training data need every output, and `output.mode` is {mode}",
-            seen=f"on train: {', '.join(metrics)}",
+            f"metrics on training data need every output, but `output.mode` is {mode}",
+            seen=f"metrics on train: {', '.join(metrics)}",
             fix="output.mode=all, or metrics on eval only",
             key="output.mode",
         )
@@ -93,35 +81,37 @@ def output_mode(config: RunConfig, given: UserSettings, device_iterations: int, 
 
 
 def output_call(mode: str, every: int, origin: str) -> Call:
-    """The ``outputMode`` call."""
+    """Return the ``outputMode`` call."""
     symbol = Symbol(f"poptorch.OutputMode.{_MODES[mode]}")
     return Call("outputMode", (symbol, every) if mode == "every_n" else (symbol,), origin=origin)
 
 
 def strategy_for_overlap(
-    config: RunConfig, placed: bool, given: UserSettings, found: Findings
+    config: RunConfig, placed: bool, settings: UserSettings, found: Findings
 ) -> Tuple[RunConfig, UserSettings]:
-    """The config with sharded execution, where overlap asks for it and the model is on one IPU.
+    """Switch a model on one IPU to sharded execution where it overlaps I/O.
 
-    PopTorch refuses to overlap under pipelined execution, its default, on a single IPU, too; there sharded execution
-    is the same.
+    PopTorch refuses overlap under pipelined execution, its default, even on one IPU, where both are the same.
 
     Args:
         config: The config.
         placed: Whether the model is split over IPUs.
-        given: What the user set; sharded execution counts as set, too.
+        settings: What the user set.
         found: Takes a note on the choice.
+
+    Returns:
+        Both, with sharded execution set where it was chosen.
     """
-    chosen = given.has(*TWINS["setExecutionStrategy"]) or given.argument("setExecutionStrategy") is not None
+    chosen = settings.has(*TWINS["setExecutionStrategy"]) or settings.argument("setExecutionStrategy") is not None
     if config.memory.overlap_io == "none" or placed or chosen:
-        return config, given
-    found.note("overlapped I/O is refused under pipelined execution, so that the one IPU runs sharded")
+        return config, settings
+    found.note("PopTorch does not overlap I/O under pipelined execution: the model runs sharded on its one IPU")
     sharded = replace(config, pipeline=replace(config.pipeline, strategy="sharded"))
-    return sharded, replace(given, keys={**given.keys, "pipeline.strategy": ""})
+    return sharded, replace(settings, keys={**settings.keys, "pipeline.strategy": ""})
 
 
 def check_overlap(config: RunConfig, mode: str, calls: Sequence[Call], found: Findings) -> None:
-    """The rules of overlapped I/O.
+    """Check the rules of overlapped I/O.
 
     Args:
         config: The config.
@@ -134,22 +124,32 @@ def check_overlap(config: RunConfig, mode: str, calls: Sequence[Call], found: Fi
     strategy = last_call("setExecutionStrategy", calls)
     if strategy is None or strategy.args[0].path.endswith("PipelinedExecution"):
         found.problem(
-            "`memory.overlap_io` does not go with pipelined execution",
+            "`memory.overlap_io` does not work with pipelined execution",
             seen=f"memory.overlap_io={config.memory.overlap_io}, pipeline.strategy=pipelined",
             fix="pipeline.strategy=sharded, or memory.overlap_io=none",
             key="memory.overlap_io",
         )
     if last_call("TensorLocations.numIOTiles", calls) is None:
         found.problem(
-            "`memory.overlap_io` needs tiles set aside for I/O",
+            "`memory.overlap_io` needs I/O tiles",
             seen="memory.io_tiles=null",
             fix="memory.io_tiles=32",
             key="memory.overlap_io",
         )
     if mode not in ("all", "sum"):
         found.problem(
-            "`memory.overlap_io` needs the output mode all or sum",
+            "`memory.overlap_io` needs `output.mode` all or sum",
             seen=f"output mode {mode}",
             fix="output.mode=sum",
             key="memory.overlap_io",
         )
+
+
+def _training_metrics(config: RunConfig) -> List[str]:
+    """Return the metrics that are computed while training and so need the model's outputs."""
+    named = []
+    for name, node in config.metrics.items():
+        on = node.get("on") if isinstance(node, Mapping) else None
+        if on is not None and "train" in ([on] if isinstance(on, str) else list(on)):
+            named.append(str(name))
+    return named

@@ -1,4 +1,4 @@
-"""Calls on `poptorch.Options` that follow from ipurun's own keys."""
+"""Calls on `poptorch.Options` that follow from ipurun's keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, List, Mapping, Optional, Tuple
 
 from ipurun.api.calls import Call, Symbol
-from ipurun.config.schema import PipelineConfig, RecomputeConfig, RunConfig
+from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
 from ipurun.planning.memory import memory_calls
@@ -14,9 +14,9 @@ from ipurun.planning.placement.layout import Layout
 from ipurun.planning.placement.stages import StageList
 from ipurun.planning.plan import BatchSizes
 from ipurun.planning.sizes import Sizes
-from ipurun.planning.user_settings import TWINS, UserSettings
+from ipurun.planning.user_settings import STRATEGIES, TWINS, UserSettings
 
-__all__ = ["KeyCalls", "input_group_type", "resolved_calls", "shared_calls", "strategy_call", "training_calls"]
+__all__ = ["KeyCalls", "batch_calls", "input_group_type", "shared_calls", "training_calls"]
 
 _REDUCTIONS = {"mean": "Mean", "sum": "Sum"}
 _MEAN_STRATEGIES = {"post": "Post", "running": "Running"}
@@ -27,23 +27,23 @@ _RECOMPUTATION = {"none": 0, "standard": 1, "norm_only": 2, "pipeline": 3, "reco
 
 @dataclass
 class KeyCalls:
-    """Calls of keys that somebody set, apart from those of defaults, which win over nothing."""
+    """Calls of the keys that were set, and of the defaults, which override nothing."""
 
     defaults: List[Call] = field(default_factory=list)
     chosen: List[Call] = field(default_factory=list)
 
     def add(self, path: str, *args: Any, origin: str, chosen: bool = True) -> None:
-        """Record one call."""
+        """Add a call."""
         (self.chosen if chosen else self.defaults).append(Call(path, args, origin=origin))
 
 
-def resolved_calls(
+def batch_calls(
     batch: BatchSizes, group_type: Symbol, training: bool, origins: Mapping[str, str], grouped: bool
 ) -> List[Call]:
-    """The numbers of the batch arithmetic, which has looked at every source already.
+    """The sizes of the batch arithmetic, which has looked at every source already.
 
     Args:
-        batch: The numbers.
+        batch: The sizes.
         group_type: How replicas form input groups.
         training: False leaves out what only training has.
         origins: What decided each number.
@@ -62,121 +62,112 @@ def resolved_calls(
     return calls
 
 
-def input_group_type(config: RunConfig, given: UserSettings) -> Symbol:
-    """How replicas form input groups: as the config says, else as `options` or poptorch.conf say."""
-    asked = given.argument("inputReplicaGrouping", 1)
-    if asked is not None and not given.has("replication.input_group_type"):
-        return Symbol(str(asked))
+def input_group_type(config: RunConfig, settings: UserSettings) -> Symbol:
+    """Return how replicas form input groups: by the config, else by `options` or poptorch.conf."""
+    wanted = settings.argument("inputReplicaGrouping", 1)
+    if wanted is not None and not settings.has("replication.input_group_type"):
+        return Symbol(str(wanted))
     return Symbol(f"poptorch.CommGroupType.{config.replication.input_group_type}")
 
 
 def shared_calls(
-    config: RunConfig, facts: Facts, numbers: Sizes, given: UserSettings, training: bool, found: Findings
+    config: RunConfig, facts: Facts, sizes: Sizes, settings: UserSettings, training: bool, found: Findings
 ) -> KeyCalls:
-    """What training and inference have in common, with the numbers of one of them."""
-    own = KeyCalls()
-    batch = numbers.training if training else numbers.inference
-    layout = numbers.layout if training else numbers.inference_layout
+    """Return the calls that training and inference have in common, with the sizes of one of them."""
+    calls = KeyCalls()
+    batch = sizes.training if training else sizes.inference
+    layout = sizes.layout if training else sizes.inference_layout
     if facts.engine == "ipu_model":
-        own.add("useIpuModel", True, origin="engine=ipu_model")
-    elif config.engine == "ipu" and given.argument("useIpuModel"):
-        own.add("useIpuModel", False, origin="engine=ipu")
-    if given.has("pipeline.auto_round"):
-        own.add("autoRoundNumIPUs", config.pipeline.auto_round, origin="pipeline.auto_round")
-    chosen = given.has(*TWINS["setExecutionStrategy"]) and given.strategy(config.pipeline) is None
+        calls.add("useIpuModel", True, origin="engine=ipu_model")
+    elif config.engine == "ipu" and settings.argument("useIpuModel"):
+        calls.add("useIpuModel", False, origin="engine=ipu")
+    if settings.has("pipeline.auto_round"):
+        calls.add("autoRoundNumIPUs", config.pipeline.auto_round, origin="pipeline.auto_round")
+    chosen = settings.has(*TWINS["setExecutionStrategy"]) and settings.strategy(config.pipeline) is None
     phased = config.pipeline.strategy.endswith("phased")
     if layout.placements or layout.auto_increment or (chosen and not phased):
-        strategy = strategy_call(config.pipeline, layout, found)
-        own.add("setExecutionStrategy", strategy, origin="pipeline", chosen=chosen)
+        strategy = _strategy_call(config.pipeline, layout, found)
+        calls.add("setExecutionStrategy", strategy, origin="pipeline", chosen=chosen)
     if config.partials is not None:
-        own.add("Precision.setPartialsType", Symbol(f"torch.{_PARTIALS[config.partials]}"), origin="partials")
-    if given.has("debug.fp_exceptions"):
+        calls.add("Precision.setPartialsType", Symbol(f"torch.{_PARTIALS[config.partials]}"), origin="partials")
+    if settings.has("debug.fp_exceptions"):
         stops = config.debug.fp_exceptions
-        own.add("Precision.enableFloatingPointExceptions", stops, origin="debug.fp_exceptions")
-    own.add("randomSeed", config.seed, origin="seed", chosen=given.has("seed"))
-    own.chosen += memory_calls(config, given, layout.ipus, batch.replicas, training, found)
-    return own
+        calls.add("Precision.enableFloatingPointExceptions", stops, origin="debug.fp_exceptions")
+    calls.add("randomSeed", config.seed, origin="seed", chosen=settings.has("seed"))
+    calls.chosen += memory_calls(config, settings, layout.ipus, batch.replicas, training, found)
+    return calls
 
 
-def training_calls(config: RunConfig, facts: Facts, numbers: Sizes, given: UserSettings, found: Findings) -> KeyCalls:
-    """What only training has."""
-    own = KeyCalls()
+def training_calls(config: RunConfig, facts: Facts, sizes: Sizes, settings: UserSettings, found: Findings) -> KeyCalls:
+    """Return the calls that only training has."""
+    calls = KeyCalls()
     replication = config.replication
-    if given.has("replication.reduction"):
+    if settings.has("replication.reduction"):
         kind = Symbol(f"poptorch.ReductionType.{_REDUCTIONS[replication.reduction]}")
-        own.add("Training.accumulationAndReplicationReductionType", kind, origin="replication.reduction")
-    if given.has("replication.mean_strategy"):
+        calls.add("Training.accumulationAndReplicationReductionType", kind, origin="replication.reduction")
+    if settings.has("replication.mean_strategy"):
         strategy = Symbol(f"poptorch.MeanReductionStrategy.{_MEAN_STRATEGIES[replication.mean_strategy]}")
-        own.add(
+        calls.add(
             "Training.setMeanAccumulationAndReplicationReductionStrategy",
             strategy,
             origin="replication.mean_strategy",
         )
     if config.stochastic_rounding is not None:
-        own.add("Precision.enableStochasticRounding", config.stochastic_rounding, origin="stochastic_rounding")
+        calls.add("Precision.enableStochasticRounding", config.stochastic_rounding, origin="stochastic_rounding")
     automatic = str(config.loss_scaling).lower() == "auto"
-    asked = given.argument("Training.setAutomaticLossScaling") is not None
-    if automatic or (asked and given.has("loss_scaling")):
-        own.add("Training.setAutomaticLossScaling", automatic, origin=f"loss_scaling={config.loss_scaling}")
-    own.chosen += _recompute_calls(config.recompute)
-    _add_broadcast(own, config, facts, numbers.training, given, found)
-    return own
-
-
-def _recompute_calls(recompute: RecomputeConfig) -> List[Call]:
-    if recompute.mode is not None:
-        mode = _RECOMPUTATION[recompute.mode]
-        return [Call("_Popart.set", ("autoRecomputation", mode), origin=f"recompute.mode={recompute.mode}")]
-    return []
+    wanted = settings.argument("Training.setAutomaticLossScaling") is not None
+    if automatic or (wanted and settings.has("loss_scaling")):
+        calls.add("Training.setAutomaticLossScaling", automatic, origin=f"loss_scaling={config.loss_scaling}")
+    mode = config.recompute.mode
+    if mode is not None:
+        calls.add("_Popart.set", "autoRecomputation", _RECOMPUTATION[mode], origin=f"recompute.mode={mode}")
+    _add_broadcast(calls, config, facts, sizes.training, settings, found)
+    return calls
 
 
 def _add_broadcast(
-    own: KeyCalls, config: RunConfig, facts: Facts, batch: BatchSizes, given: UserSettings, found: Findings
+    calls: KeyCalls, config: RunConfig, facts: Facts, batch: BatchSizes, settings: UserSettings, found: Findings
 ) -> None:
-    """Replicas cannot share buffers that training changes: PopTorch refuses to compile that."""
-    asked: Optional[bool] = config.replication.broadcast_buffers
+    """Add `broadcastBuffers`: PopTorch refuses to compile replicas that share buffers which training changes."""
+    wanted: Optional[bool] = config.replication.broadcast_buffers
     origin = "replication.broadcast_buffers"
-    if asked is None:
-        asked = given.argument("broadcastBuffers")
-        origin = given.origin("broadcastBuffers", default=origin)
+    if wanted is None:
+        wanted = settings.argument("broadcastBuffers")
+        origin = settings.origin("broadcastBuffers", default=origin)
     several = batch.distinct_replicas > 1 and bool(facts.changing_buffers)
     names = ", ".join(facts.changing_buffers[:3]) + (", ..." if len(facts.changing_buffers) > 3 else "")
-    if several and asked:
+    if several and wanted:
         found.problem(
-            "PopTorch cannot keep buffers equal over replicas while training changes them",
+            "PopTorch cannot broadcast buffers to replicas while training changes them",
             seen=f"{origin}=true, {batch.replicas} replicas, changing: {names}",
             fix="replication.broadcast_buffers=false",
             key=origin,
         )
     if config.replication.broadcast_buffers is not None:
-        own.add("broadcastBuffers", config.replication.broadcast_buffers, origin=origin)
-    elif several and asked is None:
-        own.add("broadcastBuffers", False, origin="rule: training changes buffers", chosen=False)
+        calls.add("broadcastBuffers", config.replication.broadcast_buffers, origin=origin)
+    elif several and wanted is None:
+        calls.add("broadcastBuffers", False, origin="rule: training changes buffers", chosen=False)
         found.note(
-            f"each of the {batch.replicas} replicas keeps buffers of its own (broadcastBuffers(False)), because "
-            f"training changes {names}; the first replica's are saved"
+            f"each of the {batch.replicas} replicas keeps its own buffers (broadcastBuffers(False)), because training "
+            f"changes {names}; those of the first replica are saved"
         )
 
 
-def strategy_call(pipeline: PipelineConfig, layout: Layout, found: Findings) -> Call:
-    """The execution strategy; problems of its settings go to `found`."""
-    if pipeline.strategy in ("pipelined", "sharded"):
-        if pipeline.liveness is not None or pipeline.separate_backward_phase is not None:
-            found.problem(
-                "`pipeline.liveness` and `pipeline.separate_backward_phase` belong to phased execution",
-                seen=f"pipeline.strategy={pipeline.strategy}",
-                fix="pipeline.strategy=serial_phased, or leave both out",
-                key="pipeline.separate_backward_phase" if pipeline.liveness is None else "pipeline.liveness",
-            )
-        name = "poptorch.PipelinedExecution" if pipeline.strategy == "pipelined" else "poptorch.ShardedExecution"
-        if layout.listed is not None:
-            return Call(name, tuple(_stages(layout.listed)))
-        numbering = "AutoIncrement" if layout.auto_increment else "SameAsIpu"
-        return Call(name, (Symbol(f"poptorch.AutoStage.{numbering}"),))
-    phases = _phases(layout.listed) if layout.listed is not None else ()
-    if pipeline.strategy == "serial_phased":
-        return Call("poptorch.SerialPhasedExecution", phases, chain=_serial_setters(pipeline))
-    return Call("poptorch.ParallelPhasedExecution", phases, chain=_parallel_setters(pipeline, found))
+def _strategy_call(pipeline: PipelineConfig, layout: Layout, found: Findings) -> Call:
+    name, listed = STRATEGIES[pipeline.strategy], layout.listed
+    if pipeline.strategy.endswith("phased"):
+        return Call(name, () if listed is None else _phases(listed), chain=_phase_setters(pipeline, found))
+    if pipeline.liveness is not None or pipeline.separate_backward_phase is not None:
+        found.problem(
+            "`pipeline.liveness` and `pipeline.separate_backward_phase` are for phased execution only",
+            seen=f"pipeline.strategy={pipeline.strategy}",
+            fix="pipeline.strategy=serial_phased, or remove both",
+            key="pipeline.separate_backward_phase" if pipeline.liveness is None else "pipeline.liveness",
+        )
+    if listed is not None:
+        return Call(name, tuple(_stages(listed)))
+    numbering = "AutoIncrement" if layout.auto_increment else "SameAsIpu"
+    return Call(name, (Symbol(f"poptorch.AutoStage.{numbering}"),))
 
 
 def _stages(listed: StageList) -> List[Call]:
@@ -194,32 +185,21 @@ def _phases(listed: StageList) -> Tuple[Call, ...]:
     )
 
 
-def _serial_setters(pipeline: PipelineConfig) -> Tuple[Call, ...]:
+def _phase_setters(pipeline: PipelineConfig, found: Findings) -> Tuple[Call, ...]:
+    calls = []
     liveness = pipeline.liveness
-    calls = (
-        None if liveness is None else Call("setTensorsLiveness", (Symbol(f"poptorch.Liveness.{liveness}"),)),
-        _separate(pipeline),
-    )
-    return tuple(call for call in calls if call is not None)
-
-
-def _parallel_setters(pipeline: PipelineConfig, found: Findings) -> Tuple[Call, ...]:
-    if pipeline.liveness in ("OffChipAfterFwdNoOverlap", "OffChipAfterEachPhase"):
-        found.problem(
-            f"parallel phased execution cannot keep tensors {pipeline.liveness}",
-            seen=f"pipeline.liveness={pipeline.liveness}",
-            known="AlwaysLive, OffChipAfterFwd",
-            fix="pipeline.liveness=OffChipAfterFwd",
-            key="pipeline.liveness",
-        )
-    off_chip = pipeline.liveness == "OffChipAfterFwd"
-    calls = (
-        None if pipeline.liveness is None else Call("sendTensorsOffChipAfterFwd", (off_chip,)),
-        _separate(pipeline),
-    )
-    return tuple(call for call in calls if call is not None)
-
-
-def _separate(pipeline: PipelineConfig) -> Optional[Call]:
-    use = pipeline.separate_backward_phase
-    return None if use is None else Call("useSeparateBackwardPhase", (use,))
+    if liveness is not None and pipeline.strategy == "serial_phased":
+        calls.append(Call("setTensorsLiveness", (Symbol(f"poptorch.Liveness.{liveness}"),)))
+    elif liveness is not None:
+        if liveness not in ("AlwaysLive", "OffChipAfterFwd"):
+            found.problem(
+                f"parallel phased execution does not support the liveness {liveness}",
+                seen=f"pipeline.liveness={liveness}",
+                known="AlwaysLive, OffChipAfterFwd",
+                fix="pipeline.liveness=OffChipAfterFwd",
+                key="pipeline.liveness",
+            )
+        calls.append(Call("sendTensorsOffChipAfterFwd", (liveness == "OffChipAfterFwd",)))
+    if pipeline.separate_backward_phase is not None:
+        calls.append(Call("useSeparateBackwardPhase", (pipeline.separate_backward_phase,)))
+    return tuple(calls)

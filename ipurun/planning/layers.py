@@ -1,4 +1,4 @@
-"""The repeated layers of a model: where they are, and how many of them each IPU gets."""
+"""The repeated layers of a model: where they are, and how many each IPU gets."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ __all__ = ["find_layers", "is_minor", "is_within", "named_layers", "outermost", 
 
 _REST = -1
 _CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")
-# Modules that compute next to nothing: a head does not begin at one of them.
+# Modules that compute little: a head does not begin at one of them.
 _MINOR = ("norm", "drop", "identity", "relu", "gelu", "silu", "tanh", "activation", "flatten", "pool")
 
 
 def is_within(name: str, outer: str) -> bool:
-    """Whether a module is another one, or lies in it; "" is the model itself."""
+    """Whether a module is another one or is inside it; "" is the model itself."""
     return not outer or name == outer or name.startswith(outer + ".")
 
 
 def outermost(names: Sequence[str]) -> List[str]:
-    """Names that lie in none of the others, in their order."""
+    """Return the names that are inside none of the others, in order."""
     return [name for name in names if not any(other != name and is_within(name, other) for other in names)]
 
 
 def is_minor(name: str, kinds: Mapping[str, str]) -> bool:
-    """Whether a module is a normalisation, a dropout or the like."""
+    """Whether a module computes little, such as a normalisation or a dropout."""
     kind = kinds.get(name, "").lower()
     return any(word in kind for word in _MINOR) and "pooler" not in kind
 
 
 def stacks(facts: Facts) -> Dict[str, List[str]]:
-    """Modules that hold nothing but layers of one class, each with its layers; those inside a layer are left out."""
+    """Return the modules that hold only layers of one class, with their layers, and without stacks inside a layer."""
     children: Dict[str, List[str]] = {}
     for name in facts.module_names:
         children.setdefault(name.rpartition(".")[0], []).append(name)
-    found = {
+    uniform = {
         name: layers
         for name, layers in children.items()
         if len(layers) > 1
@@ -46,17 +46,17 @@ def stacks(facts: Facts) -> Dict[str, List[str]]:
         # Two parts of a network may both be a Sequential and have nothing else in common.
         and (facts.module_kinds.get(name) in _CONTAINERS or facts.module_kinds.get(layers[0]) not in _CONTAINERS)
     }
-    return {name: found[name] for name in outermost(list(found))}
+    return {name: uniform[name] for name in outermost(list(uniform))}
 
 
 def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -> List[str]:
-    """The layers that a count by IPU is about, in order.
+    """Return the layers that a key counts, in order.
 
     Args:
-        names: What `pipeline.layers` says: stacks, layers or patterns; empty: the one obvious stack.
+        names: The value of `pipeline.layers`: stacks, layers or patterns; empty: the one obvious stack.
         facts: The model.
-        key: The key that needs them, for the message.
-        found: Takes a problem where there are none, or several stacks to choose from.
+        key: The key that counts them, for the message.
+        found: Takes a problem where there is no stack, or several to choose from.
     """
     if names:
         return named_layers(names, facts, found)
@@ -65,14 +65,14 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
         return candidates[0][1]
     if candidates:
         found.problem(
-            f"`{key}` counts layers, and the model has several stacks of them",
+            f"`{key}` counts layers, but the model has several stacks of them",
             known=listing([f"{name or 'the model'} ({len(layers)})" for name, layers in candidates]),
             fix=f"pipeline.layers={candidates[0][0]}, or pipeline.layers=[{','.join(stacks(facts))}] for all",
             key=key,
         )
     else:
         found.problem(
-            f"`{key}` counts layers, and the model has no stack of layers of one class",
+            f"`{key}` counts layers, but the model has no stack of layers of one class",
             known=listing([name for name in facts.module_names if "." not in name]),
             fix="pipeline.layers=[MODULE, ...], or pipeline.split=[MODULE, ...]",
             key=key,
@@ -81,7 +81,7 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
 
 
 def named_layers(names: Sequence[str], facts: Facts, found: Findings) -> List[str]:
-    """Layers by name: a stack stands for what it holds, any other module for itself."""
+    """Return layers by name: a stack means the layers in it, any other module itself."""
     layers: List[str] = []
     for name in names:
         if is_pattern(name):
@@ -101,16 +101,16 @@ def _layers_of(module: str, facts: Facts) -> List[str]:
 
 
 def share_layers(counts: Sequence[int], layers: int, ipus: Optional[int], key: str, found: Findings) -> Tuple[int, ...]:
-    """Layers on each IPU, with -1 replaced by an even share of what is left; empty where that is not possible.
+    """Return the layers on each IPU, with -1 replaced by an even share of the rest; empty where that is impossible.
 
-    Of layers that cannot be shared out evenly the later IPUs get one more: the earlier ones keep more activations.
+    Where the rest cannot be shared evenly, later IPUs get one more, because earlier ones keep more activations.
     """
     listed = list(counts)
     if listed == [_REST] and ipus:
         listed = [_REST] * ipus
     if ipus and len(listed) != ipus:
         found.problem(
-            f"`{key}` has {len(listed)} entries for `pipeline.ipus={ipus}`",
+            f"`{key}` has {len(listed)} entries, but `pipeline.ipus` is {ipus}",
             seen=str(listed),
             fix="pipeline.ipus=null",
             key=key,
@@ -122,9 +122,8 @@ def share_layers(counts: Sequence[int], layers: int, ipus: Optional[int], key: s
     left = layers - sum(count for count in listed if count != _REST)
     open_places = [index for index, count in enumerate(listed) if count == _REST]
     if left < 0 or (left and not open_places):
-        placed = layers - left
         found.problem(
-            f"`{key}` places {placed} layers, and the model has {layers}",
+            f"`{key}` places {layers - left} layers, but the model has {layers}",
             seen=str(listed),
             fix=f"{key}={_even(layers, len(listed), listed[0] == 0)}, or -1 for one of them",
             key=key,

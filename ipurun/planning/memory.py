@@ -1,48 +1,33 @@
-"""`memory` and `replication.tensor_sharding`: where tensors live, how much room operations get."""
+"""`memory` and `replication.tensor_sharding`: where tensors are kept, and how much memory operations may use."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, List
 
 from ipurun.api.calls import Call
 from ipurun.config.schema import RunConfig, TensorLocationConfig
 from ipurun.errors import Findings
-from ipurun.planning.user_settings import UserSettings
+from ipurun.planning.user_settings import LOCATION_FIELDS, LOCATIONS, UserSettings
 
 __all__ = ["memory_calls"]
 
-_SETTERS = {
-    "optimizer_state": "setOptimizerLocation",
-    "weights": "setWeightLocation",
-    "activations": "setActivationLocation",
-    "accumulators": "setAccumulatorLocation",
-}
-_FIELDS = {
-    "on_chip": "useOnChipStorage",
-    "sharded": "useReplicatedTensorSharding",
-    "io_tiles_to_load": "useIOTilesToLoad",
-    "io_tiles_to_store": "useIOTilesToStore",
-    "min_elements_off_chip": "minElementsForOffChip",
-    "min_elements_sharded": "minElementsForReplicatedTensorSharding",
-}
-
 
 def memory_calls(
-    config: RunConfig, given: UserSettings, ipus: int, replicas: int, training: bool, found: Findings
+    config: RunConfig, settings: UserSettings, ipus: int, replicas: int, training: bool, found: Findings
 ) -> List[Call]:
-    """The calls that `memory` means.
+    """Return the calls that follow from `memory`.
 
     Args:
         config: The config.
-        given: What the user set.
+        settings: What the user set.
         ipus: IPUs of one replica, for `memory.available_proportion`.
         replicas: Replicas, for the rules of sharding.
         training: False leaves out what only training has (optimizer state, accumulators).
         found: Takes problems and notes.
     """
     memory = config.memory
-    calls = [call for call in _location_calls(config, given, training) if call is not None]
+    calls = _location_calls(config, settings, training)
     proportions = _proportions(memory.available_proportion, ipus, training, found)
     if proportions:
         calls.append(Call("setAvailableMemoryProportion", (proportions,), origin="memory.available_proportion"))
@@ -69,26 +54,23 @@ def memory_calls(
     return calls
 
 
-def _location_calls(config: RunConfig, given: UserSettings, training: bool) -> Iterator[Optional[Call]]:
-    kinds = _SETTERS if training else ("weights", "activations")
-    for kind in kinds:
+def _location_calls(config: RunConfig, settings: UserSettings, training: bool) -> List[Call]:
+    calls = []
+    for kind in LOCATIONS if training else ("weights", "activations"):
         location: TensorLocationConfig = getattr(config.memory, kind)
-        chain = [
-            Call(setter, (getattr(location, field),))
-            for field, setter in _FIELDS.items()
-            if getattr(location, field) is not None
-        ]
+        values = {setter: getattr(location, name) for name, setter in LOCATION_FIELDS.items()}
+        chain = [Call(setter, (value,)) for setter, value in values.items() if value is not None]
         origin = f"memory.{kind}"
         sharding = config.replication.tensor_sharding
         # An explicit false is written only where another source may say true.
-        elsewhere = given.argument("TensorLocations.setOptimizerLocation") is not None
-        refused = given.has("replication.tensor_sharding") and elsewhere
-        if kind == "optimizer_state" and (sharding or refused) and location.sharded is None:
+        is_refused = settings.has("replication.tensor_sharding") and settings.argument(LOCATIONS[kind]) is not None
+        if kind == "optimizer_state" and (sharding or is_refused) and location.sharded is None:
             chain.append(Call("useReplicatedTensorSharding", (sharding,)))
             origin = f"{origin}, replication.tensor_sharding" if len(chain) > 1 else "replication.tensor_sharding"
         if chain:
-            settings = Call("poptorch.TensorLocationSettings", chain=tuple(chain))
-            yield Call(f"TensorLocations.{_SETTERS[kind]}", (settings,), origin=origin)
+            made = Call("poptorch.TensorLocationSettings", chain=tuple(chain))
+            calls.append(Call(LOCATIONS[kind], (made,), origin=origin))
+    return calls
 
 
 def _check_sharding(config: RunConfig, replicas: int, found: Findings) -> None:
@@ -99,16 +81,16 @@ def _check_sharding(config: RunConfig, replicas: int, found: Findings) -> None:
             fix="memory.optimizer_state.sharded=null",
             key="replication.tensor_sharding",
         )
-    sharded = [kind for kind in _SETTERS if getattr(config.memory, kind).sharded]
+    sharded = [kind for kind in LOCATIONS if getattr(config.memory, kind).sharded]
     if replicas == 1 and (config.replication.tensor_sharding or sharded):
-        # PopART warns ("Unable to shard tensor ... due to lack of replication") and goes on with whole tensors.
-        found.note("replicated tensor sharding needs two or more replicas: with one, PopART keeps tensors whole")
+        # PopART warns ("Unable to shard tensor ... due to lack of replication") and keeps whole tensors.
+        found.note("replicated tensor sharding needs two or more replicas; with one, PopART does not shard")
 
 
 def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict[str, float]:
-    """One number for all IPUs, one per IPU, or a mapping, as ``{"IPU0": 0.2}``.
+    """Return a number for all IPUs, a list by IPU or a mapping as ``{"IPU0": 0.2}``.
 
-    A list is written for training; inference, where it is split over fewer IPUs, takes the first entries.
+    Lists are written for training; inference on fewer IPUs uses the first entries.
     """
     if value is None:
         return {}
@@ -117,9 +99,9 @@ def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict
         shares: Dict[Any, Any] = {f"IPU{index}": share for index, share in enumerate(listed)}
         if training and len(value) != ipus:
             found.problem(
-                f"`memory.available_proportion` has {len(value)} entries for {ipus} IPUs of a replica",
+                f"`memory.available_proportion` needs one entry for each of the {ipus} IPUs of a replica",
                 seen=str(list(value)),
-                fix=f"{ipus} entries, or one number for all",
+                fix=f"write one number for all IPUs, or {ipus} entries",
                 key="memory.available_proportion",
             )
     elif isinstance(value, dict):
@@ -136,7 +118,7 @@ def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict
     }
     if wrong:
         found.problem(
-            "`memory.available_proportion` takes shares from 0 to 1, by IPU",
+            "`memory.available_proportion` takes numbers from 0 to 1, one for all IPUs or one for each",
             seen=str(value),
             fix="memory.available_proportion=0.2 or '{IPU0: 0.2, IPU1: 0.4}'",
             key="memory.available_proportion",

@@ -1,4 +1,4 @@
-"""Settings of single modules: precision, recomputation checkpoints, serialised layers and memory proportions."""
+"""Settings of modules: precision, recomputation checkpoints, serialised layers and memory proportions."""
 
 from __future__ import annotations
 
@@ -16,36 +16,31 @@ __all__ = [
     "MATMUL_MODES",
     "module_precisions",
     "module_proportions",
-    "normal_precision",
     "note_loss_scale",
     "recompute_modules",
     "serialized_layers",
 ]
 
-_SHORT = {"16": "16.16", "32": "32.32"}
-
-
-def normal_precision(precision: str, found: Findings) -> str:
-    """``<operations>.<weights>`` for any spelling of it."""
-    text = _SHORT.get(str(precision), str(precision))
-    if text not in ("32.32", "16.32", "16.16"):
-        found.problem(
-            f"`precision` cannot be `{precision}`",
-            known="32.32, 16.32, 16.16; 16 and 32 for short",
-            fix="precision=16.16",
-            key="precision",
-        )
-        return "32.32"
-    return text
+MATMUL_MODES = {
+    "input_channels": "InputChannels",
+    "reducing_dim": "ReducingDim",
+    "output_channels": "OutputChannels",
+}
+_ROWS = "rows"
+_FIELDS = ("factor", "mode", "keep_precision")
+_CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+# Classes with a weight of (outputs, inputs), and that of transformers' GPT-2 with (inputs, outputs).
+_LINEAR = ("Linear", "NonDynamicallyQuantizableLinear")
+_TRANSPOSED_LINEAR = ("Conv1D",)
 
 
 def module_precisions(config: RunConfig, module_names: Sequence[str], found: Findings) -> Dict[str, str]:
-    """Module -> 16 or 32; where two patterns fit a module, the later one counts."""
+    """Return the precision (16 or 32) of modules; the last pattern that matches one counts."""
     chosen: Dict[str, str] = {}
     for pattern, value in config.precision_rules.items():
         if str(value) not in ("16", "32"):
             found.problem(
-                f"`precision_rules` gives `{pattern}` the precision `{value}`",
+                f"`precision_rules`: the precision of `{pattern}` cannot be `{value}`",
                 known="16, 32",
                 fix=f"precision_rules: {{'{pattern}': 16}}",
                 key="precision_rules",
@@ -57,16 +52,16 @@ def module_precisions(config: RunConfig, module_names: Sequence[str], found: Fin
 
 
 def note_loss_scale(config: RunConfig, precision: str, optimizer_scale: object, found: Findings) -> None:
-    """Small gradients vanish in float16 unless the loss is scaled up."""
+    """Note loss scales that do not suit the precision: small gradients underflow in float16 unless scaled up."""
     scale = config.loss_scaling if config.loss_scaling is not None else optimizer_scale
     if precision.startswith("16") and (scale is None or scale in (1, 1.0, "1", "1.0")):
-        found.note("float16 gradients with a loss scale of 1 may underflow; loss_scaling=1024 is a usual start")
+        found.note("float16 gradients with a loss scale of 1 may underflow; loss_scaling=1024 is a common start")
     if precision == "32.32" and str(scale) == "auto":
-        found.note("loss_scaling=auto watches float16 gradients only, and precision=32.32 has none")
+        found.note("loss_scaling=auto has no effect: precision=32.32 has no float16 gradients")
 
 
 def recompute_modules(config: RunConfig, facts: Facts, layout: Layout, found: Findings) -> Tuple[str, ...]:
-    """Modules whose outputs are recomputation checkpoints, each once."""
+    """Return the modules whose outputs are recomputation checkpoints."""
     recompute = config.recompute
     modules: List[str] = []
     for pattern in recompute.checkpoints:
@@ -77,10 +72,48 @@ def recompute_modules(config: RunConfig, facts: Facts, layout: Layout, found: Fi
     pipelined = config.pipeline.strategy == "pipelined" and layout.ipus > 1
     if modules and recompute.mode in (None, "none") and not (pipelined and recompute.mode is None):
         found.note(
-            "recomputation checkpoints have no effect while nothing is recomputed: recompute.mode=recompute_all "
-            "recomputes what lies between them (a pipeline over several IPUs does so by itself)"
+            "recomputation checkpoints have no effect, because nothing is recomputed: set recompute.mode=recompute_all "
+            "(a pipeline over several IPUs recomputes without it)"
         )
     return tuple(dict.fromkeys(modules))
+
+
+def serialized_layers(config: RunConfig, facts: Facts, found: Findings) -> Tuple[Serialized, ...]:
+    """Return the layers to compute in parts; the last pattern that matches a layer counts."""
+    layers: Dict[str, Serialized] = {}
+    for pattern, entry in flat_names(config.memory.serialize, _FIELDS).items():
+        fields = _fields(pattern, entry, found)
+        if fields is None or not facts.module_names:
+            continue
+        for module in _serializable(pattern, facts, found):
+            layers[module] = _serialized(module, fields, facts, found)
+    return tuple(layer for layer in layers.values() if layer.factor > 1)
+
+
+def module_proportions(config: RunConfig, facts: Facts, found: Findings) -> Dict[str, float]:
+    """Return the share of tile memory of linear layers and convolutions; the last pattern that matches counts."""
+    shares: Dict[str, float] = {}
+    kinds = (*_LINEAR, *_TRANSPOSED_LINEAR, *_CONVOLUTIONS)
+    for pattern, share in flat_names(config.memory.module_proportion, ()).items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            found.problem(
+                f"`memory.module_proportion`: `{pattern}` takes a number from 0 to 1",
+                seen=str(share),
+                fix=f"memory.module_proportion={{{pattern}: 0.2}}",
+                key="memory.module_proportion",
+            )
+            continue
+        known = facts.module_names
+        matched = match_modules(pattern, "memory.module_proportion", known, found) if known else []
+        inside = _of_kinds(kinds, matched, facts)
+        if matched and not inside:
+            found.problem(
+                f"`memory.module_proportion`: `{pattern}` is not a linear layer or a convolution, and contains none",
+                seen=listing([f"{name}: {facts.module_kinds.get(name, 'unknown')}" for name in matched]),
+                key="memory.module_proportion",
+            )
+        shares.update({name: float(share) for name in inside})
+    return shares
 
 
 def _every_block(config: RunConfig, facts: Facts, layout: Layout, found: Findings) -> List[str]:
@@ -93,37 +126,11 @@ def _every_block(config: RunConfig, facts: Facts, layout: Layout, found: Finding
     layers = layers or [placement.module for placement in layout.placements if placement.module]
     if not layers:
         found.problem(
-            "`recompute.every=block` finds no repeated layers in the model",
+            "`recompute.every=block` found no repeated layers in the model",
             fix="pipeline.layers=[MODULE, ...], or recompute.checkpoints=[MODULE, ...]",
             key="recompute.every",
         )
     return layers
-
-
-MATMUL_MODES = {
-    "input_channels": "InputChannels",
-    "reducing_dim": "ReducingDim",
-    "output_channels": "OutputChannels",
-}
-_ROWS = "rows"
-_FIELDS = ("factor", "mode", "keep_precision")
-_CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
-# Classes with a weight of (outputs, inputs), and those of transformers' GPT-2 with (inputs, outputs).
-_LINEAR = ("Linear", "NonDynamicallyQuantizableLinear")
-_TRANSPOSED_LINEAR = ("Conv1D",)
-
-
-def serialized_layers(config: RunConfig, facts: Facts, found: Findings) -> Tuple[Serialized, ...]:
-    """Layers that are done in parts; of several patterns that fit a layer the last one counts."""
-    layers: Dict[str, Serialized] = {}
-    for pattern, entry in flat_names(config.memory.serialize, _FIELDS).items():
-        fields = _fields(pattern, entry, found)
-        if fields is None or not facts.module_names:
-            continue
-        inside = _serializable(pattern, facts, found)
-        for module in inside:
-            layers[module] = _one(module, fields, facts, found)
-    return tuple(layer for layer in layers.values() if layer.factor > 1)
 
 
 def _fields(pattern: str, entry: Any, found: Findings) -> Optional[Dict[str, Any]]:
@@ -151,17 +158,13 @@ def _fields(pattern: str, entry: Any, found: Findings) -> Optional[Dict[str, Any
 
 
 def _serializable(pattern: str, facts: Facts, found: Findings) -> List[str]:
-    """Linear layers and embeddings that a pattern names, or that lie in what it names."""
+    """Return the linear layers and embeddings that a pattern matches, or that are inside what it matches."""
     matched = match_modules(pattern, "memory.serialize", facts.module_names, found)
     kinds = (*_LINEAR, *_TRANSPOSED_LINEAR, "Embedding")
-    inside = [
-        name
-        for name in facts.module_names
-        if facts.module_kinds.get(name) in kinds and any(is_within(name, outer) for outer in matched)
-    ]
+    inside = _of_kinds(kinds, matched, facts)
     if matched and not inside:
         found.problem(
-            f"`memory.serialize`: `{pattern}` is neither a linear layer nor an embedding, and holds none",
+            f"`memory.serialize`: `{pattern}` is not a linear layer or an embedding, and contains none",
             seen=listing([f"{name}: {facts.module_kinds.get(name, 'unknown')}" for name in matched]),
             known=listing([name for name in facts.module_names if facts.module_kinds.get(name) in kinds]),
             key="memory.serialize",
@@ -169,24 +172,24 @@ def _serializable(pattern: str, facts: Facts, found: Findings) -> List[str]:
     return inside
 
 
-def _one(module: str, fields: Mapping[str, Any], facts: Facts, found: Findings) -> Serialized:
+def _serialized(module: str, fields: Mapping[str, Any], facts: Facts, found: Findings) -> Serialized:
     kind, factor = facts.module_kinds[module], int(fields["factor"])
     shape = facts.parameter_shapes.get(f"{module}.weight", ())
     if kind == "Embedding":
         if fields.get("mode") not in (None, _ROWS):
-            found.note(f"memory.serialize: {module} is an embedding, whose table is cut by rows")
+            found.note(f"memory.serialize: {module} is an embedding, whose table is split by rows")
         return Serialized(module, factor, _ROWS)
     mode = fields.get("mode") or "output_channels"
     if mode == _ROWS:
         found.problem(
-            f"`memory.serialize`: `{module}` is a linear layer, and rows are those of an embedding",
+            f"`memory.serialize`: `{module}` is a linear layer; the mode rows is for embeddings",
             known=listing(MATMUL_MODES),
             fix=f"memory.serialize={{{module}: {{factor: {factor}, mode: output_channels}}}}",
             key="memory.serialize",
         )
         return Serialized(module, 1, "output_channels")
     outputs, inputs = (shape[1], shape[0]) if kind in _TRANSPOSED_LINEAR else shape[:2] if shape else (0, 0)
-    size = {"output_channels": outputs, "reducing_dim": inputs}.get(mode, 0)  # input channels are the batch's
+    size = {"output_channels": outputs, "reducing_dim": inputs}.get(mode, 0)  # input channels depend on the batch
     if size and size % factor:
         fitting = [part for part in range(2, min(size, 64) + 1) if size % part == 0]
         found.problem(
@@ -198,32 +201,10 @@ def _one(module: str, fields: Mapping[str, Any], facts: Facts, found: Findings) 
     return Serialized(module, factor, mode, bool(fields.get("keep_precision", False)))
 
 
-def module_proportions(config: RunConfig, facts: Facts, found: Findings) -> Dict[str, float]:
-    """Linear layer or convolution -> share of tile memory; of several patterns that fit the last one counts."""
-    shares: Dict[str, float] = {}
-    kinds = (*_LINEAR, *_TRANSPOSED_LINEAR, *_CONVOLUTIONS)
-    for pattern, share in flat_names(config.memory.module_proportion, ()).items():
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            found.problem(
-                f"`memory.module_proportion`: `{pattern}` takes a share from 0 to 1",
-                seen=str(share),
-                fix=f"memory.module_proportion={{{pattern}: 0.2}}",
-                key="memory.module_proportion",
-            )
-            continue
-        if not facts.module_names:
-            continue
-        matched = match_modules(pattern, "memory.module_proportion", facts.module_names, found)
-        inside = [
-            name
-            for name in facts.module_names
-            if facts.module_kinds.get(name) in kinds and any(is_within(name, outer) for outer in matched)
-        ]
-        if matched and not inside:
-            found.problem(
-                f"`memory.module_proportion`: `{pattern}` has no matmul and no convolution of its own",
-                seen=listing([f"{name}: {facts.module_kinds.get(name, 'unknown')}" for name in matched]),
-                key="memory.module_proportion",
-            )
-        shares.update({name: float(share) for name in inside})
-    return shares
+def _of_kinds(kinds: Sequence[str], outer: Sequence[str], facts: Facts) -> List[str]:
+    """Return the modules of some classes that are in a list of modules or inside one of them."""
+    return [
+        name
+        for name in facts.module_names
+        if facts.module_kinds.get(name) in kinds and any(is_within(name, module) for module in outer)
+    ]

@@ -1,4 +1,4 @@
-"""`optimizer`: one constructor call with only what was set, because what is passed becomes variable."""
+"""`optimizer` as one constructor call, which passes only what was set: PopTorch makes what is passed variable."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings, listing, nearest
 from ipurun.planning.plan import ParameterGroup
 
-__all__ = ["OptimizerPlan", "changeable", "plan_optimizer"]
+__all__ = ["changeable", "plan_optimizer"]
 
 _POPTORCH = "poptorch.optim."
 _TORCH = "torch.optim."
 _SUPPORTED_TORCH = ("SGD", "Adam", "AdamW", "RMSprop")
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "alpha", "max_grad_norm")
 _OWN_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_", "variable", "constant", "groups")
-OptimizerPlan = Tuple[Call, Tuple[ParameterGroup, ...]]
 
 
-def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
-    """The optimizer's constructor, what is marked variable or constant, and the parameter groups."""
+def plan_optimizer(config: RunConfig, found: Findings) -> Tuple[Call, Tuple[ParameterGroup, ...]]:
+    """Return the optimizer's constructor with its marks (variable or constant), and the parameter groups."""
     node = dict(config.optimizer)
     target = str(node.get("_target_") or "")
     if target and "." not in target:
@@ -36,7 +35,7 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
                 fix="optimizer._target_=poptorch.optim.SGD",
                 key="optimizer",
             )
-        found.note("no optimizer was chosen: poptorch.optim.SGD with lr=0.01, as PopTorch does")
+        found.note("no optimizer was chosen: using poptorch.optim.SGD with lr=0.01, as PopTorch does")
         return Call(f"{_POPTORCH}SGD", kwargs={"lr": 0.01}, origin="optimizer"), ()
     described = _described(target, found)
     values = {key: value for key, value in node.items() if key not in _OWN_KEYS and value is not None}
@@ -44,7 +43,7 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
         if "default" not in entry and node.get(entry["name"], "") is None:
             name = entry["name"]
             found.problem(
-                f"`optimizer.{name}` has no value, and {target} needs one",
+                f"`optimizer.{name}` is not set, but {target} needs it",
                 fix=f"optimizer.{name}=0.01",
                 key=f"optimizer.{name}",
             )
@@ -57,13 +56,13 @@ def plan_optimizer(config: RunConfig, found: Findings) -> OptimizerPlan:
 
 
 def changeable(call: Call) -> Optional[Dict[str, List[str]]]:
-    """Return which values of an optimizer can change without compiling again, and which are compiled in.
+    """Return which values of an optimizer can change without recompiling, and which are compiled in.
 
     Args:
         call: The optimizer's constructor with its marks, from a plan.
 
     Returns:
-        Names under ``variable`` and ``constant``; None for classes outside poptorch.optim, whose values decide it.
+        Names under ``variable`` and ``constant``; None for classes outside poptorch.optim, where the values decide.
     """
     described = _described(call.path, Findings())
     if described is None:
@@ -72,13 +71,13 @@ def changeable(call: Call) -> Optional[Dict[str, List[str]]]:
     names = list(dict.fromkeys([*groups["per_group"], *groups["global_variables"]]))
     marks = {mark.args[0]: mark.path.endswith("markAsVariable") for mark in call.chain}
     variable = [name for name in names if marks.get(name, name in call.kwargs)]
-    # PopTorch has no amsgrad. Accumulator types and the like are always compiled in, and worth a word where set.
+    # PopTorch has no amsgrad. Other arguments, such as accumulator types, are always compiled in.
     fixed = [name for name in names if name not in variable and name != "amsgrad"]
     return {"variable": variable, "constant": fixed + [name for name in call.kwargs if name not in names]}
 
 
 def _described(target: str, found: Findings) -> Optional[Mapping[str, Any]]:
-    """The manifest's entry of a poptorch.optim class; None for any other class."""
+    """Return the manifest's entry of a poptorch.optim class; None for any other class."""
     classes: Mapping[str, Any] = {
         name: entry
         for name, entry in manifest.load()["modules"]["poptorch.optim"]["classes"].items()
@@ -116,7 +115,7 @@ def _arguments(
     if described is None:
         if "max_grad_norm" in values and target.startswith(_TORCH):
             _refuse_clipping(target, key, values, found)
-        return {name: _plain(value) for name, value in values.items()}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     known = {entry["name"]: entry for entry in described["init"] if entry["name"] != "params"}
     arguments: Dict[str, Any] = {}
     for name, value in values.items():
@@ -145,7 +144,7 @@ def _check_signs(values: Mapping[str, Any], key: str, found: Findings) -> None:
         value = values.get(name)
         if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
             found.problem(
-                f"`{key}.{name}` must be a number of 0 or more", seen=f"{key}.{name}={value}", key=f"{key}.{name}"
+                f"`{key}.{name}` must be a number of at least 0", seen=f"{key}.{name}={value}", key=f"{key}.{name}"
             )
 
 
@@ -164,16 +163,12 @@ def _argument(value: Any, annotation: str, key: str, found: Findings) -> Any:
         return value
 
 
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _refuse_clipping(target: str, key: str, values: Mapping[str, Any], found: Findings) -> None:
     found.problem(
         f"`{key}.max_grad_norm`: {target} cannot clip gradients",
         seen=f"{key}.max_grad_norm={values['max_grad_norm']}",
-        known="poptorch.optim.SGD, poptorch.optim.Adam and poptorch.optim.AdamW can",
-        fix=f"{key}._target_=poptorch.optim.AdamW, or leave max_grad_norm out",
+        known="poptorch.optim.SGD, poptorch.optim.Adam and poptorch.optim.AdamW clip gradients",
+        fix=f"{key}._target_=poptorch.optim.AdamW, or remove max_grad_norm",
         key=f"{key}.max_grad_norm",
     )
 
@@ -186,7 +181,7 @@ def _add_loss_scaling(
         return
     if described is None:
         found.problem(
-            "`loss_scaling` needs an optimizer of poptorch.optim",
+            "`loss_scaling` needs an optimizer from poptorch.optim",
             seen=f"optimizer._target_={config.optimizer.get('_target_')}, loss_scaling={scale}",
             fix="optimizer._target_=poptorch.optim.AdamW",
             key="loss_scaling",
@@ -197,7 +192,7 @@ def _add_loss_scaling(
         number = _scale(scale)
         if number is None:
             found.problem(
-                "`loss_scaling` takes a number above 0, or auto",
+                "`loss_scaling` takes a number greater than 0, or auto",
                 seen=f"loss_scaling={scale}",
                 fix="loss_scaling=1024",
                 key="loss_scaling",
@@ -220,7 +215,7 @@ def _scale(value: Any) -> Optional[float]:
 def _check_automatic_scaling(config: RunConfig, arguments: Mapping[str, Any], found: Findings) -> None:
     if config.replication.reduction != "mean":
         found.problem(
-            "automatic loss scaling needs gradients to be averaged",
+            "automatic loss scaling needs `replication.reduction=mean`",
             seen=f"loss_scaling=auto, replication.reduction={config.replication.reduction}",
             fix="replication.reduction=mean",
             key="loss_scaling",
@@ -245,7 +240,7 @@ def _marks(
     if described is None:
         if variable or constant:
             found.problem(
-                "`optimizer.variable` and `optimizer.constant` need an optimizer of poptorch.optim",
+                "`optimizer.variable` and `optimizer.constant` need an optimizer from poptorch.optim",
                 seen=f"optimizer._target_={node['_target_']}",
                 fix="optimizer._target_=poptorch.optim.SGD",
                 key="optimizer.variable" if variable else "optimizer.constant",
@@ -258,7 +253,7 @@ def _marks(
             if name not in allowed:
                 close = nearest(name, allowed, most=1)
                 found.problem(
-                    f"`optimizer.{key}` names `{name}`, which PopTorch cannot mark",
+                    f"`optimizer.{key}` lists `{name}`, which PopTorch cannot mark",
                     known=listing(allowed),
                     fix=f"optimizer.{key}=[{close[0]}]" if close else "",
                     key=f"optimizer.{key}",
@@ -266,17 +261,17 @@ def _marks(
     for name in variable:
         if name in constant:
             found.problem(
-                f"`optimizer` marks `{name}` variable and constant", fix="name it in one of the lists", key="optimizer"
+                f"`optimizer` marks `{name}` as both variable and constant", fix="list it once", key="optimizer"
             )
     if "lr" in constant and scheduled:
         found.problem(
-            "`optimizer.constant` names `lr`, and `schedule` changes it",
+            "`optimizer.constant` lists `lr`, but `schedule` changes it",
             seen="optimizer.constant=[lr]",
             fix="~schedule",
             key="optimizer.constant",
         )
     if "lr" not in arguments and "lr" not in variable and "lr" not in constant:
-        variable = ["lr", *variable]  # PopTorch would freeze a learning rate that was not passed
+        variable = ["lr", *variable]  # PopTorch would make a learning rate that was not passed constant
     return tuple(
         [Call("variable_attrs.markAsVariable", (name,), origin="optimizer.variable") for name in variable]
         + [Call("variable_attrs.markAsConstant", (name,), origin="optimizer.constant") for name in constant]
@@ -309,7 +304,7 @@ def _groups(
             allowed = described["attribute_groups"]["per_group"]
             for name in [name for name in values if name not in allowed]:
                 found.problem(
-                    f"`{key}` sets `{name}`, which is one value for all parameters",
+                    f"`{key}` sets `{name}`, which must be the same for all parameters",
                     seen=f"{name}={values.pop(name)}",
                     known=listing(allowed),
                     fix=f"optimizer.{name}",

@@ -1,99 +1,210 @@
-"""One list of calls on `poptorch.Options` out of several sources that may speak of the same thing.
+"""The calls on `poptorch.Options` for training and for inference, merged from all sources.
 
-Sources are layers, weakest first. Of two calls that write the same option the stronger layer's is kept. Options
-that are dictionaries (engine options, convolution options, patterns, memory proportions, tensor locations) are
-merged entry by entry, because PopTorch's own setters would overwrite one another's entries.
+Of two calls that write the same option, the one of the stronger source is kept. Options that are dictionaries (engine
+options, convolution options, patterns, memory proportions, tensor locations) are merged entry by entry, because
+PopTorch's setters would overwrite each other's entries.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from ipurun.api.calls import Call, Symbol
+from ipurun.api.calls import Call, Symbol, last_call
 from ipurun.api.setters import option_setters
+from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings
-from ipurun.planning.user_settings import Twins, UserSettings
+from ipurun.inspect.facts import Facts
+from ipurun.planning.artifacts import profiling_entries
+from ipurun.planning.host_io import output_call
+from ipurun.planning.key_calls import KeyCalls, batch_calls, input_group_type, shared_calls, training_calls
+from ipurun.planning.sizes import Sizes
+from ipurun.planning.user_settings import INFERENCE_TWINS, TWINS, Twins, UserSettings
 
-__all__ = ["Layer", "compose_layers", "profiling_entries"]
+__all__ = ["inference_options", "training_options"]
 
 _CONVOLUTION = "convolutionOptions"
 _ENGINE = "engineOptions"
+_DICTIONARY_SETTERS = (
+    "setAvailableMemoryProportion",
+    "_Popart.setPatterns",
+    "_Popart.setEngineOptions",
+    "enableProfiling",
+)
 # inputReplicaGrouping is checked against the factor that was set so far.
 _FIRST = ("deviceIterations", "replicationFactor", "Training.gradientAccumulation")
+_TRAINING_ONLY = ("Training.", "TensorLocations.setOptimizerLocation", "TensorLocations.setAccumulatorLocation")
+_TRAINING_KEYS = ("Precision.enableStochasticRounding", "broadcastBuffers")  # setters whose keys mean training only
 
 
 @dataclass(frozen=True)
-class Layer:
+class _Source:
     """Calls of one source.
 
     Args:
         calls: Its calls, in order.
-        tell: Whether a note says so when a stronger layer overrules it.
-        twins: The keys that must not disagree with its calls, by setter.
+        noted: Whether to note each of its calls that a stronger source overrides.
+        twins: The keys that must agree with its calls, by setter.
     """
 
     calls: Sequence[Call]
-    tell: bool = False
+    noted: bool = False
     twins: Twins = field(default_factory=dict)
 
 
 @dataclass
 class _Entry:
-    layer: Layer
+    source: _Source
     call: Call
     slots: Tuple[str, ...]
 
 
-class _Merged:
-    """A dictionary option under construction, with the call that gave each entry."""
+class _MergedDictionary:
+    """A dictionary option under construction, with the call that set each entry."""
 
     def __init__(self) -> None:
         self.values: Dict[str, Any] = {}
-        self._givers: Dict[str, _Entry] = {}
+        self._setters: Dict[str, _Entry] = {}
 
     def update(
-        self, target: str, values: Mapping[str, Any], giver: _Entry, given: UserSettings, found: Findings
+        self, target: str, values: Mapping[str, Any], setter: _Entry, settings: UserSettings, found: Findings
     ) -> None:
         for key, value in values.items():
-            before = self._givers.get(key)
+            before = self._setters.get(key)
             if before is not None and self.values[key] != value:
-                _report_overruled(giver, before, f" for {target}: {key}", given, found)
-            self._givers[key] = giver
+                _report_overridden(setter, before, f" for {target}: {key}", settings, found, key)
+            self._setters[key] = setter
         self.values.update(values)
 
     @property
     def origin(self) -> str:
-        return ", ".join(dict.fromkeys(giver.call.origin for giver in self._givers.values()))
+        return ", ".join(dict.fromkeys(setter.call.origin for setter in self._setters.values()))
 
 
-def compose_layers(layers: Sequence[Layer], given: UserSettings, found: Findings) -> Tuple[Call, ...]:
-    """The calls to perform, in order.
+def training_options(
+    config: RunConfig,
+    facts: Facts,
+    sizes: Sizes,
+    settings: UserSettings,
+    folders: KeyCalls,
+    output: Tuple[str, int],
+    found: Findings,
+) -> Tuple[Call, ...]:
+    """Return the calls on the options of training, in order.
 
     Args:
-        layers: Weakest first.
-        given: What the user set, and where.
-        found: Takes a problem for each key and setter that disagree, and a note for each user's setting that a
-            stronger layer overrules.
+        config: The config.
+        facts: The engine and the model.
+        sizes: Batch sizes and placement.
+        settings: What the user set, and where.
+        folders: Calls of the cache and the profiler.
+        output: Output mode and period.
+        found: Takes a problem for each key and setter that disagree, and a note for each overridden setting.
     """
+    mode, every = output
+    calls = training_calls(config, facts, sizes, settings, found)
+    shared = shared_calls(config, facts, sizes, settings, True, found)
+    call = output_call(mode, every, f"output.mode={config.output.mode}")
+    is_chosen = settings.has("output.mode") or (mode == "every_n" and settings.has("output.every"))
+    outputs = KeyCalls(chosen=[call]) if is_chosen else KeyCalls(defaults=[call])
+    grouped = settings.argument("inputReplicaGrouping") is not None
+    batch = batch_calls(sizes.training, input_group_type(config, settings), True, _origins(settings), grouped)
+    sources = (
+        _Source(shared.defaults + calls.defaults + outputs.defaults + folders.defaults),
+        _Source(settings.file, noted=True),
+        _Source(settings.options, noted=True, twins=TWINS),
+        _Source(batch + calls.chosen + shared.chosen + outputs.chosen + folders.chosen),
+    )
+    return _merge(sources, settings, found)
+
+
+def inference_options(
+    config: RunConfig, facts: Facts, sizes: Sizes, settings: UserSettings, folders: KeyCalls, found: Findings
+) -> Tuple[Call, ...]:
+    """Return the calls on the options of inference, in order; the arguments are those of `training_options`."""
+    shared = shared_calls(config, facts, sizes, settings, False, found)
+    output = output_call("all", 1, "rule: evaluation reads every output")
+    requested = last_call("outputMode", settings.inference)
+    if requested is not None and requested.args != output.args:
+        found.problem(
+            "evaluation and prediction need every output",
+            seen=f"inference.options.outputMode: {requested.args[0]}",
+            fix="inference.options.outputMode: All, or leave it out",
+            key="inference.options.outputMode",
+        )
+    has_buffers = facts.changing_buffers and sizes.inference.distinct_replicas > 1
+    broadcast = [Call("broadcastBuffers", (False,), origin="rule: training changes buffers")] if has_buffers else []
+    group_type = input_group_type(config, replace(settings, options=settings.options + settings.inference))
+    sources = (
+        _Source(shared.defaults + broadcast + folders.defaults),
+        _Source(_for_inference(settings.file, settings)),
+        _Source(_for_inference(settings.options, settings)),
+        _Source(shared.chosen + [output] + folders.chosen),
+        _Source(settings.inference, noted=True, twins=INFERENCE_TWINS),
+        _Source(batch_calls(sizes.inference, group_type, False, _inference_origins(sizes, settings), False)),
+    )
+    return _merge(sources, settings, found)
+
+
+def _origins(settings: UserSettings) -> Dict[str, str]:
+    """Return what decided each batch size of training."""
+    return {
+        "device_iterations": settings.origin("deviceIterations", "device_iterations", default="device_iterations"),
+        "replicas": settings.origin("replicationFactor", "replication.factor", default="devices"),
+        "gradient_accumulation": settings.origin(
+            "Training.gradientAccumulation",
+            "global_batch_size",
+            "gradient_accumulation",
+            default="gradient_accumulation",
+        ),
+        "input_group": settings.origin(
+            "inputReplicaGrouping", *TWINS["inputReplicaGrouping"], default="replication.input_group_size"
+        ),
+    }
+
+
+def _inference_origins(sizes: Sizes, settings: UserSettings) -> Dict[str, str]:
+    """Return what decided each batch size of inference: its own settings, else those of training."""
+    origins = _origins(settings)
+    if sizes.inference.device_iterations != sizes.training.device_iterations:
+        origins["device_iterations"] = "rule: one iteration for each pipeline stage"
+    for name, path in (("device_iterations", "deviceIterations"), ("replicas", "replicationFactor")):
+        call = last_call(path, settings.inference)
+        set_keys = [key for key in INFERENCE_TWINS[path] if settings.has(key)]
+        origins[name] = set_keys[0] if set_keys else origins[name] if call is None else call.origin
+    grouping = last_call("inputReplicaGrouping", settings.inference)
+    if grouping is not None:
+        origins["input_group"] = grouping.origin
+    return origins
+
+
+def _for_inference(calls: Sequence[Call], settings: UserSettings) -> List[Call]:
+    # Input groups of training's replicas need not fit inference, whose grouping is among its batch calls.
+    left_out = [*_TRAINING_ONLY, "inputReplicaGrouping"]
+    left_out += [path for path in _TRAINING_KEYS if settings.has(*TWINS[path])]
+    return [call for call in calls if not call.path.startswith(tuple(left_out))]
+
+
+def _merge(sources: Sequence[_Source], settings: UserSettings, found: Findings) -> Tuple[Call, ...]:
+    """Return the calls to make, in order, from sources listed weakest first."""
     entries: List[_Entry] = []
-    merged: Dict[str, _Merged] = {}
+    merged: Dict[str, _MergedDictionary] = {}
     levels: List[int] = []
-    for layer in layers:
-        for call in layer.calls:
-            entry = _Entry(layer, call, _slots(call))
+    for source in sources:
+        for call in source.calls:
+            entry = _Entry(source, call, _slots(call))
             for target, values in _dictionaries(call).items():
-                merged.setdefault(target, _Merged()).update(target, values, entry, given, found)
+                merged.setdefault(target, _MergedDictionary()).update(target, values, entry, settings, found)
             if call.path == "_Popart.setPatterns":
                 levels += [*call.args[1:], *call.kwargs.values()]
             if not _is_dictionary_only(call):
                 entries.append(entry)
-    kept = _kept(entries, given, found)
+    kept = _kept(entries, settings, found)
     calls = kept + _dictionary_calls(merged, kept, levels[-1:])
     return tuple(sorted(calls, key=lambda call: _FIRST.index(call.path) if call.path in _FIRST else len(_FIRST)))
 
 
-def _kept(entries: Sequence[_Entry], given: UserSettings, found: Findings) -> List[Call]:
+def _kept(entries: Sequence[_Entry], settings: UserSettings, found: Findings) -> List[Call]:
     calls = []
     for index, entry in enumerate(entries):
         later: Dict[str, _Entry] = {slot: other for other in entries[index + 1 :] for slot in other.slots}
@@ -103,15 +214,17 @@ def _kept(entries: Sequence[_Entry], given: UserSettings, found: Findings) -> Li
         winner = later[entry.slots[0]]
         if (winner.call.args, winner.call.kwargs) != (entry.call.args, entry.call.kwargs):
             difference = f": {_plain(winner.call.args)}, not {_plain(entry.call.args)}"
-            _report_overruled(winner, entry, difference, given, found)
+            _report_overridden(winner, entry, difference, settings, found)
     return calls
 
 
-def _report_overruled(winner: _Entry, loser: _Entry, difference: str, given: UserSettings, found: Findings) -> None:
-    if winner.layer is loser.layer:
+def _report_overridden(
+    winner: _Entry, loser: _Entry, difference: str, settings: UserSettings, found: Findings, dictionary_key: str = ""
+) -> None:
+    if winner.source is loser.source:
         return
-    problem = given.disagreement(winner.call, loser.call, loser.layer.twins)
-    if problem is None and loser.layer.tell:
+    problem = settings.disagreement(winner.call, loser.call, loser.source.twins, dictionary_key)
+    if problem is None and loser.source.noted:
         found.note(f"{winner.call.origin} wins over {loser.call.origin}{difference}")
     elif problem is not None and problem not in found.problems:
         found.problems.append(problem)
@@ -121,13 +234,8 @@ def _plain(args: Sequence[Any]) -> str:
     return ", ".join(str(value.path if isinstance(value, Call) else value) for value in args)
 
 
-def profiling_entries(directory: str) -> Dict[str, str]:
-    """The engine options that ``enableProfiling`` sets."""
-    return {"debug.allowOutOfMemory": "true", "autoReport.directory": directory, "autoReport.all": "true"}
-
-
 def _slots(call: Call) -> Tuple[str, ...]:
-    """What a call writes: two calls with the same slots exclude each other."""
+    """Return what a call writes: of two calls with the same slots only one is kept."""
     if call.path == "_Popart.set":
         return (f"popart:{call.args[0]}",)
     if call.path == "anchorTensor":
@@ -149,16 +257,8 @@ def _is_dictionary_only(call: Call) -> bool:
     return call.path in _DICTIONARY_SETTERS or call.path.startswith("TensorLocations.set")
 
 
-_DICTIONARY_SETTERS = (
-    "setAvailableMemoryProportion",
-    "_Popart.setPatterns",
-    "_Popart.setEngineOptions",
-    "enableProfiling",
-)
-
-
 def _dictionaries(call: Call) -> Dict[str, Mapping[str, Any]]:
-    """Dictionary option -> the entries that a call gives it."""
+    """Return the entries that a call adds to each dictionary option."""
     first = call.args[0] if call.args else None
     if call.path == "_Popart.set" and isinstance(call.args[1], Mapping):
         return {call.args[0]: call.args[1]}
@@ -177,25 +277,28 @@ def _dictionaries(call: Call) -> Dict[str, Mapping[str, Any]]:
     return {}
 
 
-def _dictionary_calls(merged: Mapping[str, _Merged], kept: Sequence[Call], level: Sequence[int]) -> List[Call]:
+def _dictionary_calls(
+    merged: Mapping[str, _MergedDictionary], kept: Sequence[Call], level: Sequence[int]
+) -> List[Call]:
     calls = []
     for target, entries in merged.items():
-        origin = entries.origin
+        path = target
+        args: List[Any] = [entries.values]
         if target == _ENGINE:
-            calls.append(Call("_Popart.setEngineOptions", (entries.values,), origin=origin))
+            path = "_Popart.setEngineOptions"
         elif target == "_Popart.setPatterns":
-            calls.append(Call(target, (entries.values, *level), origin=origin))
-        elif target == "setAvailableMemoryProportion":
-            calls.append(Call(target, (entries.values,), origin=origin))
+            args += level
         elif target.startswith("TensorLocations."):
-            chain = tuple(entries.values.values())
-            calls.append(Call(target, (Call("poptorch.TensorLocationSettings", chain=chain),), origin=origin))
-        elif target != _CONVOLUTION or not _written_alone(entries.values, kept):
-            calls.append(Call("_Popart.set", (target, entries.values), origin=origin))
+            args = [Call("poptorch.TensorLocationSettings", chain=tuple(entries.values.values()))]
+        elif target == _CONVOLUTION and _is_complete(entries.values, kept):
+            continue
+        elif target != "setAvailableMemoryProportion":
+            path, args = "_Popart.set", [target, entries.values]
+        calls.append(Call(path, tuple(args), origin=entries.origin))
     return calls
 
 
-def _written_alone(values: Mapping[str, Any], kept: Sequence[Call]) -> bool:
-    """Whether the setters that are called anyway leave the convolution options complete."""
+def _is_complete(convolution_options: Mapping[str, Any], kept: Sequence[Call]) -> bool:
+    """Whether one of the calls that are kept writes all convolution options, so that no other call is needed."""
     writers = [call for call in kept if _CONVOLUTION in _dictionaries(call)]
-    return len(writers) == 1 and _dictionaries(writers[0])[_CONVOLUTION] == values
+    return len(writers) == 1 and _dictionaries(writers[0])[_CONVOLUTION] == convolution_options

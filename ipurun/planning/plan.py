@@ -16,7 +16,7 @@ __all__ = ["BatchSizes", "Devices", "EvalPass", "ParameterGroup", "Placement", "
 
 @dataclass(frozen=True)
 class Devices:
-    """IPUs, and how they are shared out."""
+    """IPUs, and how replicas share them."""
 
     total: int
     per_replica: int
@@ -26,7 +26,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch arithmetic of one mode (training or inference)."""
+    """The batch sizes of one mode (training or inference)."""
 
     micro_batch_size: int
     device_iterations: int
@@ -36,17 +36,17 @@ class BatchSizes:
 
     @property
     def distinct_replicas(self) -> int:
-        """Replicas that read data of their own."""
+        """Replicas that read different data."""
         return self.replicas // self.input_group_size
 
     @property
     def samples_per_update(self) -> int:
-        """Samples that feed one weight update (the global batch)."""
+        """Samples of one weight update (the global batch)."""
         return self.micro_batch_size * self.gradient_accumulation * self.distinct_replicas
 
     @property
     def samples_per_call(self) -> int:
-        """Samples that one host call consumes (PopTorch's combined batch)."""
+        """Samples of one host call (PopTorch's combined batch)."""
         return self.samples_per_update * self.device_iterations
 
 
@@ -60,7 +60,7 @@ class Steps:
     updates_per_epoch: Optional[int]
     epochs: Optional[float]
     dropped_samples: Optional[int]  # per epoch
-    save_every_calls: Optional[int]  # from checkpoint.every_steps; saving by epoch is the loop's
+    save_every_calls: Optional[int]  # from checkpoint.every_steps; the loop saves by epoch
     eval_every_calls: Optional[int]  # from eval.every_steps, likewise
     log_every_calls: int
 
@@ -72,13 +72,13 @@ class EvalPass:
     split: str
     samples: Optional[int]
     host_calls: Optional[int]
-    padded_samples: Optional[int]  # copies that fill the last host call and are left out of every number
+    padded_samples: Optional[int]  # copies that fill the last host call, not counted in results
     dropped_samples: Optional[int]  # left out by eval.max_samples
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a module begins a block; an empty module name is the model itself."""
+    """A block that begins at a module; an empty module name is the model itself."""
 
     module: str
     ipu: int
@@ -88,13 +88,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Serialized:
-    """A matmul or an embedding that is done in parts, one after another.
+    """A matmul or an embedding that is computed in parts, one after another.
 
     Args:
         module: Name of a linear layer or an embedding.
         factor: Number of parts.
-        mode: Dimension of a matmul that is cut: ``input_channels``, ``reducing_dim`` or ``output_channels``; ``rows``
-            for an embedding, whose table is cut.
+        mode: Dimension of the matmul that is split: ``input_channels``, ``reducing_dim`` or ``output_channels``;
+            ``rows`` for an embedding, whose table is split.
         keep_precision: Whether partial sums keep the precision of the inputs (poptorch.serializedMatMul).
     """
 
@@ -106,7 +106,7 @@ class Serialized:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with optimizer values of their own: those whose name fits one of the patterns."""
+    """Parameters with separate optimizer values: those whose name matches one of the patterns."""
 
     match: Tuple[str, ...]
     values: Mapping[str, Any]
@@ -114,7 +114,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that will happen, and nothing that has happened yet."""
+    """Everything that a run will do."""
 
     name: str
     engine: str
@@ -134,16 +134,18 @@ class Plan:
     cache_dir: Optional[str]
     profile_dir: Optional[str]
     parameters: int
-    notes: Tuple[str, ...]  # decisions to know of: rounding, dropped samples, broadcastBuffers(False)
+    notes: Tuple[str, ...]  # decisions that the user should know: rounding, dropped samples, ...
     evaluation: Optional[EvalPass] = None  # None where the data has no split for it
     parameter_groups: Tuple[ParameterGroup, ...] = ()
     recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
     module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved
     stages: int = 1  # forward stages of training: 1 + switches between IPUs
     inference_stages: int = 1
-    user_blocks: Tuple[UserBlock, ...] = ()  # begun by the model's code, and kept
-    ended_blocks: Tuple[EndedBlock, ...] = ()  # ended by it, and begun again for what ipurun puts behind modules
+    user_blocks: Tuple[UserBlock, ...] = ()  # begun by the model's code
+    ended_blocks: Tuple[EndedBlock, ...] = ()  # ended by it, and re-opened for what ipurun adds after modules
     serialized: Tuple[Serialized, ...] = ()
-    module_proportions: Mapping[str, float] = field(default_factory=dict)  # linear layer, convolution -> tile memory
+    module_proportions: Mapping[str, float] = field(
+        default_factory=dict
+    )  # linear layer or convolution -> share of tile memory
     overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
-    is_left_whole: bool = False  # where no split fits, a plan shows the model on one IPU
+    is_left_whole: bool = False  # no split fits: the plan shows the model on one IPU

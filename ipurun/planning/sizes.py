@@ -1,4 +1,7 @@
-"""Devices and batches of training and inference, with what `options` and poptorch.conf say about them."""
+"""Devices, placement and batch sizes of training and inference.
+
+Keys that were set win over `options`, and those over poptorch.conf.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from ipurun.api.calls import last_call
 from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
-from ipurun.planning.devices import MAX_IPUS, Request, is_power_of_two, next_power_of_two, share_devices
+from ipurun.planning.devices import MAX_IPUS, DeviceRequest, is_power_of_two, next_power_of_two, share_devices
 from ipurun.planning.placement.layout import Layout, lay_out, names_first_block
 from ipurun.planning.plan import BatchSizes, Devices
 from ipurun.planning.user_settings import UserSettings
 
-__all__ = ["Sizes", "check_stages", "plan_sizes", "solve_accumulation"]
+__all__ = ["Sizes", "plan_sizes"]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the rest of the plan is computed from."""
+    """The numbers from which the rest of the plan is computed."""
 
     devices: Devices
     training: BatchSizes
@@ -28,39 +31,39 @@ class Sizes:
     inference_layout: Layout
 
 
-def plan_sizes(config: RunConfig, facts: Facts, given: UserSettings, found: Findings) -> Sizes:
-    """Settle all numbers; own keys that were set count before `options`, and those before poptorch.conf."""
-    strategy = given.strategy(config.pipeline)
+def plan_sizes(config: RunConfig, facts: Facts, settings: UserSettings, found: Findings) -> Sizes:
+    """Return the sizes of a run."""
+    strategy = settings.strategy(config.pipeline)
     named = names_first_block(strategy)
     before = len(found.problems)
     layout = lay_out(config.pipeline, facts, found, named_start=named, numbers_blocks=strategy is None)
-    is_laid_out = len(found.problems) == before  # else how many stages there are is not known
+    is_laid_out = len(found.problems) == before  # else the number of stages is not known
     auto_round = config.pipeline.auto_round
-    if not given.has("pipeline.auto_round"):
-        auto_round = auto_round or given.argument("autoRoundNumIPUs") is True
-    factor = config.replication.factor or given.argument("replicationFactor")
-    request = Request(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.on_paper)
+    if not settings.has("pipeline.auto_round"):
+        auto_round = auto_round or settings.argument("autoRoundNumIPUs") is True
+    factor = config.replication.factor or settings.argument("replicationFactor")
+    request = DeviceRequest(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.purpose)
     devices = share_devices(request, found)
-    group_size = _group_size(config, given, devices.replicas, found)
-    pipelined = is_laid_out and _is_pipelined(config, given)
-    training = _training_batch(config, given, devices, group_size, layout, pipelined, found)
+    group_size = _group_size(config, settings, devices.replicas, found)
+    pipelined = is_laid_out and _is_pipelined(config, settings)
+    training = _training_batch(config, settings, devices, group_size, layout, pipelined, found)
     inference_layout = layout
-    named = named or names_first_block(given.inference_argument("setExecutionStrategy"))
+    named = named or names_first_block(settings.inference_argument("setExecutionStrategy"))
     placement = _inference_placement(config)
     if placement is not None or named:
         before = len(found.problems)
-        room = "pipeline" if placement is None else "inference"
+        group = "pipeline" if placement is None else "inference"
         inference_layout = lay_out(
-            placement or config.pipeline, facts, found, room, named_start=named, numbers_blocks=strategy is None
+            placement or config.pipeline, facts, found, group, named_start=named, numbers_blocks=strategy is None
         )
         is_laid_out = len(found.problems) == before
-    stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, given) else 1
-    inference = _inference_batch(config, given, devices, training, inference_layout, stages, auto_round, found)
+    stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, settings) else 1
+    inference = _inference_batch(config, settings, devices, training, inference_layout, stages, auto_round, found)
     return Sizes(devices, training, inference, layout, inference_layout)
 
 
 def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
-    """The placement of inference where it has keys of its own."""
+    """Return the placement of inference; None where it is that of training."""
     split, layers = config.inference.split, config.inference.layers_per_ipu
     if split is None and layers is None:
         return None
@@ -69,36 +72,35 @@ def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
         return replace(
             bare, split=split, layers_per_ipu=layers or [], embedding=None, embedding_ipu=None, head=None, head_ipu=None
         )
-    # An end that training has on an IPU which inference does not use goes where it goes by itself.
+    # An embedding or head that training puts on an IPU which inference does not use gets its default place.
     embedding, head = (
         ipu if ipu is None or ipu < len(layers or ()) else None for ipu in (bare.embedding_ipu, bare.head_ipu)
     )
     return replace(bare, split=[], layers_per_ipu=layers or [], embedding_ipu=embedding, head_ipu=head)
 
 
-def _is_pipelined(config: RunConfig, given: UserSettings) -> bool:
-    """Whether the IPUs of a replica work as a pipeline."""
-    strategy = given.strategy(config.pipeline)
+def _is_pipelined(config: RunConfig, settings: UserSettings) -> bool:
+    strategy = settings.strategy(config.pipeline)
     if strategy is not None:
         return strategy.path.endswith("PipelinedExecution")
     return config.pipeline.strategy == "pipelined"
 
 
-def _infers_in_pipeline(config: RunConfig, given: UserSettings) -> bool:
-    strategy = last_call("setExecutionStrategy", given.inference)
+def _infers_in_pipeline(config: RunConfig, settings: UserSettings) -> bool:
+    strategy = last_call("setExecutionStrategy", settings.inference)
     if strategy is not None:
         return bool(strategy.args[0].path.endswith("PipelinedExecution"))
-    return _is_pipelined(config, given)
+    return _is_pipelined(config, settings)
 
 
-def _group_size(config: RunConfig, given: UserSettings, replicas: int, found: Findings) -> int:
+def _group_size(config: RunConfig, settings: UserSettings, replicas: int, found: Findings) -> int:
     size = config.replication.input_group_size
-    if not given.has("replication.input_group_size"):
-        size = given.argument("inputReplicaGrouping") or size
+    if not settings.has("replication.input_group_size"):
+        size = settings.argument("inputReplicaGrouping") or size
     if size < 1 or replicas % size:
         divisors = [part for part in range(1, replicas + 1) if replicas % part == 0]
         found.problem(
-            f"`replication.input_group_size` must divide the {replicas} replicas",
+            f"`replication.input_group_size` must be a divisor of the {replicas} replicas",
             seen=f"replication.input_group_size={size}",
             known=", ".join(map(str, divisors)),
             fix=f"replication.input_group_size={max(part for part in divisors if part <= max(size, 1))}",
@@ -110,7 +112,7 @@ def _group_size(config: RunConfig, given: UserSettings, replicas: int, found: Fi
 
 def _training_batch(
     config: RunConfig,
-    given: UserSettings,
+    settings: UserSettings,
     devices: Devices,
     group_size: int,
     layout: Layout,
@@ -118,34 +120,41 @@ def _training_batch(
     found: Findings,
 ) -> BatchSizes:
     iterations = config.device_iterations
-    if not given.has("device_iterations"):
-        iterations = given.argument("deviceIterations") or iterations
+    if not settings.has("device_iterations"):
+        iterations = settings.argument("deviceIterations") or iterations
     accumulation = config.gradient_accumulation
     if accumulation is None and config.global_batch_size is None:
-        accumulation = given.argument("Training.gradientAccumulation")
+        accumulation = settings.argument("Training.gradientAccumulation")
     stages = layout.stages if pipelined else 1
-    solved = solve_accumulation(
+    least = 2 * stages - 1  # micro-batches that fill and drain the pipeline
+    solved = _solve_accumulation(
         config.micro_batch_size,
         devices.replicas // group_size,
         accumulation,
         config.global_batch_size,
-        2 * stages - 1,
+        least,
         found,
     )
     batch = BatchSizes(config.micro_batch_size, iterations, solved, devices.replicas, group_size)
-    check_stages(batch, stages, config.global_batch_size is not None and accumulation is None, found)
+    if solved < least and (config.global_batch_size is None or accumulation is not None):
+        found.problem(
+            f"a pipeline of {stages} stages needs `gradient_accumulation` of at least {least} in training",
+            seen=f"gradient_accumulation={solved}",
+            fix=f"gradient_accumulation={least} (or pipeline.strategy=sharded)",
+            key="gradient_accumulation",
+        )
     if stages > 1:
         share = solved / (solved + 2 * stages - 2)
         found.note(
-            f"{stages} pipeline stages with gradient_accumulation {solved}: about {share:.0%} of the time is work, "
-            "the rest fills and drains the pipeline"
+            f"{stages} pipeline stages with gradient_accumulation {solved}: about {share:.0%} of the time is useful "
+            "work, the rest fills and drains the pipeline"
         )
     return batch
 
 
 def _inference_batch(
     config: RunConfig,
-    given: UserSettings,
+    settings: UserSettings,
     devices: Devices,
     training: BatchSizes,
     layout: Layout,
@@ -153,38 +162,38 @@ def _inference_batch(
     auto_round: bool,
     found: Findings,
 ) -> BatchSizes:
-    chosen = config.inference.device_iterations or given.inference_argument("deviceIterations")
+    chosen = config.inference.device_iterations or settings.inference_argument("deviceIterations")
     iterations = chosen or training.device_iterations
     if iterations < stages and chosen:
         found.problem(
-            f"a pipeline of {stages} stages needs `inference.device_iterations` of {stages} or more",
+            f"a pipeline of {stages} stages needs `inference.device_iterations` of at least {stages}",
             seen=f"inference.device_iterations={iterations}",
             fix=f"inference.device_iterations={stages}",
             key="inference.device_iterations",
         )
     elif iterations < stages:
-        found.note(f"inference runs {stages} device iterations per host call: a pipeline of {stages} stages needs them")
+        found.note(f"inference runs {stages} device iterations per host call, the least for {stages} pipeline stages")
         iterations = stages
-    replicas = config.inference.replicas or given.inference_argument("replicationFactor") or training.replicas
+    replicas = config.inference.replicas or settings.inference_argument("replicationFactor") or training.replicas
     _check_inference_devices(replicas * layout.ipus, replicas, devices, auto_round, found)
     group_size = training.input_group_size if replicas == training.replicas else 1
-    grouped = last_call("inputReplicaGrouping", given.inference)
+    grouped = last_call("inputReplicaGrouping", settings.inference)
     if grouped is not None:
         group_size = grouped.args[0]
         if replicas % group_size:
             found.problem(
-                f"`inference.options.inputReplicaGrouping` must divide the {replicas} replicas",
+                f"`inference.options.inputReplicaGrouping` must be a divisor of the {replicas} replicas",
                 seen=str(group_size),
                 fix="inference.options.inputReplicaGrouping: [1, Consecutive]",
                 key="inference.options.inputReplicaGrouping",
             )
             group_size = 1
-    accumulation = given.inference_argument("Training.gradientAccumulation")
+    accumulation = settings.inference_argument("Training.gradientAccumulation")
     if accumulation not in (None, 1):
         found.problem(
-            "inference accumulates no gradients",
+            "inference cannot accumulate gradients",
             seen=f"inference.options.Training.gradientAccumulation={accumulation}",
-            fix="leave it out",
+            fix="remove it",
             key="inference.options.Training.gradientAccumulation",
         )
     micro_batch_size = config.inference.micro_batch_size or training.micro_batch_size
@@ -195,18 +204,18 @@ def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_ro
     limit = min(max(devices.total, 1), MAX_IPUS)
     per_replica = used // replicas
     if devices.replicas * devices.per_replica > limit:
-        return  # training does not fit either, and that has been told
+        return  # training does not fit either, which has been reported
     rounded = next_power_of_two(used) if auto_round else used
     if rounded > limit:
         found.problem(
-            f"inference needs {rounded} IPUs, more than `devices`",
+            f"inference needs {rounded} IPUs, more than `devices` allows",
             seen=f"{replicas} replicas x {per_replica} IPUs, devices={devices.total}",
             fix=f"inference.replicas={limit // per_replica}" if per_replica <= limit else f"devices={rounded}",
             key="devices",
         )
     elif not is_power_of_two(rounded) and used != devices.replicas * devices.per_replica:
         found.problem(
-            f"inference takes {used} IPUs, which is not a power of two",
+            f"inference uses {used} IPUs, which is not a power of two",
             seen=f"{replicas} replicas x {per_replica} IPUs",
             fix=f"inference.replicas={next_power_of_two(replicas) // 2}"
             if is_power_of_two(per_replica)
@@ -214,7 +223,7 @@ def _check_inference_devices(used: int, replicas: int, devices: Devices, auto_ro
         )
 
 
-def solve_accumulation(
+def _solve_accumulation(
     micro_batch_size: int,
     distinct_replicas: int,
     accumulation: Optional[int],
@@ -222,11 +231,11 @@ def solve_accumulation(
     least: int,
     found: Findings,
 ) -> int:
-    """Micro-batches per weight update: as given, or as the global batch asks for.
+    """Return the micro-batches per weight update: as set, or as the global batch size requires.
 
     Args:
         micro_batch_size: Samples of one forward pass.
-        distinct_replicas: Replicas that read data of their own.
+        distinct_replicas: Replicas that read different data.
         accumulation: `gradient_accumulation`, None where it was not set.
         global_batch_size: Samples per weight update, None where it was not set.
         least: The smallest accumulation that works (2 S - 1 for a pipeline of S stages).
@@ -240,7 +249,7 @@ def solve_accumulation(
             "`global_batch_size` and `gradient_accumulation` contradict each other",
             seen=f"micro_batch_size {micro_batch_size} x gradient_accumulation {accumulation} x "
             f"{distinct_replicas} replicas = {accumulation * per_micro_step}, global_batch_size={global_batch_size}",
-            fix="gradient_accumulation=null, or global_batch_size=" + str(accumulation * per_micro_step),
+            fix=f"gradient_accumulation=null, or global_batch_size={accumulation * per_micro_step}",
             key="global_batch_size",
         )
         return accumulation
@@ -259,15 +268,3 @@ def solve_accumulation(
         key="global_batch_size",
     )
     return candidates[0]
-
-
-def check_stages(training: BatchSizes, stages: int, from_global_batch: bool, found: Findings) -> None:
-    """A pipeline of S stages has to be filled and drained: it needs 2 S - 1 micro-batches per weight update."""
-    least = 2 * stages - 1
-    if training.gradient_accumulation < least and not from_global_batch:
-        found.problem(
-            f"a pipeline of {stages} stages needs `gradient_accumulation` of {least} or more in training",
-            seen=f"gradient_accumulation={training.gradient_accumulation}",
-            fix=f"gradient_accumulation={least} (or pipeline.strategy=sharded)",
-            key="gradient_accumulation",
-        )

@@ -1,4 +1,4 @@
-"""How long training lasts: epochs and weight updates, rounded to whole host calls."""
+"""How long training and evaluation last, in whole host calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["count_evaluation", "count_steps"]
 
 
 def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], found: Findings) -> Steps:
-    """Weight updates, host calls and dropped samples.
+    """Return weight updates, host calls and dropped samples of training.
 
     Args:
         config: Epochs, step limits and intervals.
@@ -44,10 +44,10 @@ def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], fo
 
 
 def count_evaluation(config: RunConfig, batch: BatchSizes, facts: Facts) -> Optional[EvalPass]:
-    """Host calls, padding and dropped samples of one evaluation, None without a split to evaluate on.
+    """Return host calls, padding and dropped samples of one evaluation; None without a split to evaluate on.
 
     Args:
-        config: Says how many samples to use at most.
+        config: Holds the limit on samples.
         batch: The batch arithmetic of inference.
         facts: Name and length of the split.
     """
@@ -73,22 +73,22 @@ def _calls_per_epoch(config: RunConfig, batch: BatchSizes, samples: int, found: 
         found.problem("the training set is empty", seen="0 samples", fix="check `data`, or data=synthetic")
     elif calls == 0:
         found.problem(
-            "one host call takes more samples than the training set has",
+            "one host call needs more samples than the training set has",
             seen=f"{equation}; the training set has {samples}",
             fix=_smaller(batch, samples),
         )
     elif rest and not config.loader.drop_last:
         found.problem(
-            "`loader.drop_last=false` leaves a last host call that is not full, and the device runs full ones only",
+            "`loader.drop_last=false` leaves an incomplete last host call, which the device cannot run",
             seen=f"{samples} samples, {equation}, {rest} left over",
-            fix="loader.drop_last=true, or sizes whose product divides the training set",
+            fix="loader.drop_last=true, or a host call size that divides the training set",
             key="loader.drop_last",
         )
     return calls
 
 
 def _smaller(batch: BatchSizes, samples: int) -> str:
-    """The largest change of one key that leaves at least one host call; else the keys to look at."""
+    """Return the largest value of one key that leaves at least one host call; else the keys to look at."""
     others = batch.samples_per_call // batch.device_iterations
     if samples >= others:
         return f"device_iterations={samples // others}"
@@ -116,7 +116,7 @@ def _interval(steps: Optional[int], key: str, batch: BatchSizes, found: Findings
 
 
 def _log_interval(steps: int, batch: BatchSizes, found: Findings) -> int:
-    # The default of 1 means "every host call" and is no wish that rounding could disappoint.
+    # The default of 1 means every host call, so that rounding it up is not worth a note.
     return 1 if steps == 1 else _whole_calls(steps, "log_every_steps", batch, found)
 
 

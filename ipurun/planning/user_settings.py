@@ -1,7 +1,7 @@
 """What a user set: config keys with where they were set, and calls written under `options` or in poptorch.conf.
 
-A key that was set, also to its default, wins over poptorch.conf. A key and the setter under `options` that says the
-same thing may both be set as long as they agree.
+A key that was set, even to its default, wins over poptorch.conf. A key and the setter under `options` that means the
+same may both be set as long as they agree.
 """
 
 from __future__ import annotations
@@ -14,17 +14,41 @@ from ipurun.api.calls import Call, call_text, last_call
 from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Problem
 
-__all__ = ["INFERENCE_TWINS", "TWINS", "UserSettings", "Twins", "unlike_defaults"]
+__all__ = [
+    "INFERENCE_TWINS",
+    "LOCATIONS",
+    "LOCATION_FIELDS",
+    "STRATEGIES",
+    "TWINS",
+    "Twins",
+    "UserSettings",
+    "unlike_defaults",
+]
 
 Twins = Mapping[str, Tuple[str, ...]]
-_OWN_STRATEGY = ("pipeline.auto_stage", "pipeline.stages", "pipeline.phases")
-_STRATEGIES = {
+# Keys of `memory`, and the setters that they mean on Options and on poptorch.TensorLocationSettings.
+LOCATIONS = {
+    "optimizer_state": "TensorLocations.setOptimizerLocation",
+    "weights": "TensorLocations.setWeightLocation",
+    "activations": "TensorLocations.setActivationLocation",
+    "accumulators": "TensorLocations.setAccumulatorLocation",
+}
+LOCATION_FIELDS = {
+    "on_chip": "useOnChipStorage",
+    "sharded": "useReplicatedTensorSharding",
+    "io_tiles_to_load": "useIOTilesToLoad",
+    "io_tiles_to_store": "useIOTilesToStore",
+    "min_elements_off_chip": "minElementsForOffChip",
+    "min_elements_sharded": "minElementsForReplicatedTensorSharding",
+}
+STRATEGIES = {
     "pipelined": "poptorch.PipelinedExecution",
     "sharded": "poptorch.ShardedExecution",
     "serial_phased": "poptorch.SerialPhasedExecution",
     "parallel_phased": "poptorch.ParallelPhasedExecution",
 }
-# Setter -> the keys of ipurun that write the same option.
+_STRATEGY_KEYS = ("pipeline.auto_stage", "pipeline.stages", "pipeline.phases")
+# Setter -> the keys that write the same option.
 TWINS: Twins = {
     "deviceIterations": ("device_iterations",),
     "replicationFactor": ("replication.factor",),
@@ -32,7 +56,7 @@ TWINS: Twins = {
     "inputReplicaGrouping": ("replication.input_group_size", "replication.input_group_type"),
     "randomSeed": ("seed",),
     "outputMode": ("output.mode", "output.every"),
-    "setExecutionStrategy": ("pipeline.strategy", *_OWN_STRATEGY),
+    "setExecutionStrategy": ("pipeline.strategy", *_STRATEGY_KEYS),
     "autoRoundNumIPUs": ("pipeline.auto_round",),
     "broadcastBuffers": ("replication.broadcast_buffers",),
     "Training.accumulationAndReplicationReductionType": ("replication.reduction",),
@@ -41,10 +65,15 @@ TWINS: Twins = {
     "Precision.setPartialsType": ("partials",),
     "Precision.enableStochasticRounding": ("stochastic_rounding",),
     "Precision.enableFloatingPointExceptions": ("debug.fp_exceptions",),
-    "TensorLocations.setOptimizerLocation": ("memory.optimizer_state", "replication.tensor_sharding"),
-    "TensorLocations.setWeightLocation": ("memory.weights",),
-    "TensorLocations.setActivationLocation": ("memory.activations",),
-    "TensorLocations.setAccumulatorLocation": ("memory.accumulators",),
+    **{
+        f"{setter}.{field_setter}": (f"memory.{kind}.{name}",)
+        for kind, setter in LOCATIONS.items()
+        for name, field_setter in LOCATION_FIELDS.items()
+    },
+    "TensorLocations.setOptimizerLocation.useReplicatedTensorSharding": (
+        "memory.optimizer_state.sharded",
+        "replication.tensor_sharding",
+    ),
     "TensorLocations.numIOTiles": ("memory.io_tiles",),
     "setAvailableMemoryProportion": ("memory.available_proportion",),
     "_Popart.set.autoRecomputation": ("recompute.mode",),
@@ -80,43 +109,45 @@ class UserSettings:
         return any(self._inside(key) for key in keys)
 
     def argument(self, path: str, index: int = 0) -> Optional[Any]:
-        """An argument of a setter given for training and inference alike; None where nobody gave it."""
+        """Return an argument of a setter under `options` or in poptorch.conf; None where it was not set."""
         call = last_call(path, self.options, self.file)
         return call.args[index] if call is not None and len(call.args) > index else None
 
     def inference_argument(self, path: str) -> Optional[Any]:
-        """The first argument of a setter given for inference only."""
+        """Return the first argument of a setter under `inference.options`; None where it was not set."""
         call = last_call(path, self.inference)
         return call.args[0] if call is not None and call.args else None
 
     def strategy(self, pipeline: PipelineConfig) -> Optional[Call]:
-        """The execution strategy of `options` or poptorch.conf; None where there is none or `pipeline` decides."""
-        asked: Optional[Call] = self.argument("setExecutionStrategy")
-        if asked is None or self.has(*_OWN_STRATEGY):
+        """Return the strategy of `options` or poptorch.conf; None where there is none or `pipeline` decides."""
+        written: Optional[Call] = self.argument("setExecutionStrategy")
+        if written is None or self.has(*_STRATEGY_KEYS):
             return None
-        if self.has("pipeline.strategy") and asked.path != _STRATEGIES.get(pipeline.strategy):
+        if self.has("pipeline.strategy") and written.path != STRATEGIES.get(pipeline.strategy):
             return None
-        return asked
+        return written
 
     def origin(self, path: str, *keys: str, default: str) -> str:
-        """What decides a setter's value: the first of its keys that was set, else the call that the user wrote."""
+        """Return what decides a setter's value: the first of its keys that was set, else the call the user wrote."""
         call = last_call(path, self.options, self.file)
         written = default if call is None else call.origin
         return next((key for key in keys if self.has(key)), written)
 
-    def disagreement(self, winner: Call, loser: Call, twins: Twins) -> Optional[Problem]:
-        """The problem with a key and a setter that were both set to different values.
+    def disagreement(self, winner: Call, loser: Call, twins: Twins, dictionary_key: str = "") -> Optional[Problem]:
+        """Return the problem with a key and a setter that were set to different values.
 
         Args:
-            winner: The call that a key of ipurun makes.
-            loser: The call that was written as such.
+            winner: The call that follows from a key.
+            loser: The call that was written under `options` or in a file.
             twins: The keys that belong to each setter.
+            dictionary_key: The entry that differs, where the setter writes a dictionary or a settings object.
 
         Returns:
-            None where the call is not one of a key that was set, or where it is not known who set the two.
+            None where no key of the setter was set, or where it is not known who set the two.
         """
         path = f"{winner.path}.{winner.args[0]}" if winner.path == "_Popart.set" else winner.path
-        keys = [key for twin in twins.get(path, ()) for key in self._inside(twin)]
+        twin_keys = twins.get(path, twins.get(f"{path}.{dictionary_key}", ()))
+        keys = [key for twin in twin_keys for key in self._inside(twin)]
         places = [*(self.keys[key] for key in keys), *self._places(loser.origin)]
         if not keys or not all(places):
             return None
@@ -125,23 +156,24 @@ class UserSettings:
             f"{named} disagree",
             where="; ".join(dict.fromkeys(places)),
             seen=f"{call_text(winner)} and {call_text(loser)}",
-            fix=f"leave one of them out; {loser.origin}=null takes back what a file says",
+            fix=f"remove one of them; {loser.origin}=null overrides a file",
+            key=keys[0],
         )
 
     def _inside(self, key: str) -> List[str]:
-        """The keys that were set at or below a key, without the nodes above them."""
-        found = [name for name in self.keys if name == key or name.startswith(f"{key}.")]
-        return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+        """Return the keys that were set at or below a key, without the nodes above them."""
+        below = [name for name in self.keys if name == key or name.startswith(f"{key}.")]
+        return [name for name in below if not any(other.startswith(f"{name}.") for other in below)]
 
     def _places(self, key: str) -> List[str]:
-        """Where a key was set, or the nearest node above it."""
+        """Return where a key, or the nearest node above it, was set."""
         while key and not self._inside(key):
             key = key.rpartition(".")[0]
         return [self.keys[name] for name in self._inside(key)] if key else [""]
 
 
 def unlike_defaults(config: RunConfig) -> Dict[str, str]:
-    """The keys that differ from their defaults: the best guess at what was set where only the config is known."""
+    """Return the keys that differ from their defaults: a guess at what was set where only the config is known."""
     return dict.fromkeys(_unlike(dataclasses.asdict(config), dataclasses.asdict(RunConfig())), "")
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["RunFolder", "check_writable", "find_latest", "git_diff", "git_state", "new_folder", "timestamp", "versions"]
 
 
+_SCHEMA = 2  # version of the files of a run folder; 1 lacks `origins.yaml` and has paths of modules that have moved
+
+
 class RunFolder:
     """The files of one run. `create` makes a new folder, `open` takes one that exists.
 
@@ -146,19 +149,34 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Union[str, Path]) -> RunFolder:
-        """Takes an existing run folder.
+        """Take an existing run folder.
 
         Raises:
-            ConfigError: There is no run in it.
+            ConfigError: There is no run in it, or one of a newer version.
         """
         folder = cls(path)
         if folder.config_file.is_file():
+            if folder.schema > _SCHEMA:
+                raise ConfigError(
+                    f"the run folder `{path}` was written by a newer ipurun",
+                    str(folder.env_file),
+                    seen=f"schema {folder.schema}; ipurun {__version__} reads up to schema {_SCHEMA}",
+                    fix="install a newer ipurun",
+                )
             return folder
         what = f"`{path}` is not a run folder"
         seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
         parent = folder.path.parent
         runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
         raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
+
+    @property
+    def schema(self) -> int:
+        """Version of the files: 1 where none is written down."""
+        try:
+            return int(json.loads(self.env_file.read_text(encoding="utf-8"))["schema"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return 1
 
     def overrides(self) -> List[str]:
         """What was typed to start this run."""
@@ -292,6 +310,7 @@ def _unwritable(wanted: Path, seen: str) -> Problem:
 
 def _environment(engine: Engine) -> Dict[str, Any]:
     return {
+        "schema": _SCHEMA,
         "engine": {"kind": engine.kind, "version": engine.version, "available_ipus": engine.available_ipus},
         "versions": versions(),
         "git": git_state(),

@@ -18,6 +18,7 @@ from ipurun.build import Run, build_run
 from ipurun.checkpoint import Checkpoint, latest
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
+from ipurun.inspect.facts import Purpose
 from ipurun.inspect.targets import check_node, make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
@@ -41,25 +42,19 @@ class FinishedRun:
     higher_is_better: bool  # of the monitored metric
 
 
-def prepare_job(point: Point, in_sweep: bool = False, checks_only: bool = False) -> PreparedRun:
-    """Prepares a point, and checks what only a run needs: its loggers, its folder, what it goes on from.
-
-    Args:
-        point: The point.
-        in_sweep: Whether `resume` names a sweep, which is not this point's to check.
-        checks_only: Whether it will not be run: a large model is then made without memory for its weights.
+def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
+    """Prepare a point, and check what only a run needs: its loggers, its folder and the run that it resumes.
 
     Raises:
         ConfigError: With all problems.
     """
     problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
-    if not in_sweep:
-        try:
-            resumed_folder(point)
-        except ConfigError as error:
-            problems += error.problems
     try:
-        prepared = prepare(point, checks_only=checks_only)
+        resumed_folder(point)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        prepared = prepare(point, purpose)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from error
     if problems:
@@ -125,7 +120,7 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
         return None
     if resume == "auto":
         folder = find_latest(point.config.runs_dir, point.config.name or "run")
-        return folder if folder is not None and latest(folder) is not None else None
+        return RunFolder.open(folder.path) if folder is not None and latest(folder) is not None else None
     folder = RunFolder.open(resume)
     if latest(folder) is None:
         raise ConfigError(

@@ -1,14 +1,16 @@
-"""A stored run again: its config with new overrides on top, and its weights for evaluation and prediction."""
+"""Reload a stored run: its config with new overrides on top, and its weights for evaluation and prediction."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, cast
+from typing import Any, Dict, List, Mapping, Optional, Sequence, cast
 
 from omegaconf import OmegaConf
+from torch import nn
 
+from ipurun import engine as engines
 from ipurun.build import Run, build_run
 from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
 from ipurun.config import compose
@@ -17,14 +19,17 @@ from ipurun.config.compose import Point
 from ipurun.config.documents import display
 from ipurun.config.folders import builtin_folder
 from ipurun.config.patterns import widened
+from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
+from ipurun.inspect.model_and_data import make_model_alone
+from ipurun.moved import new_path
 from ipurun.planning.user_settings import unlike_defaults
 from ipurun.runs.folder import RunFolder
 from ipurun.runs.prepare import prepare
 from ipurun.training.state import load_weights
 
-__all__ = ["LoadedRun", "load_run", "split_to_use", "stored_point"]
+__all__ = ["LoadedModel", "LoadedRun", "load_model", "load_run", "split_to_use", "stored_point"]
 
 _CONFIG_NAME = "stored_run"
 
@@ -32,7 +37,7 @@ _CONFIG_NAME = "stored_run"
 def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train") -> Point:
     """Compose the config of a run folder with the words of a command line.
 
-    The stored file stands in for ipurun's primary config, so overrides are read and checked as anywhere else.
+    The stored file takes the place of ipurun's primary config, so overrides are read and checked as in any command.
 
     Args:
         folder: The run.
@@ -46,12 +51,14 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     words = parse_argv(argv)
     if words.multirun or any(word.lstrip("+").startswith("recipe=") for word in words.overrides):
         raise ConfigError(
-            "a stored run takes overrides of keys, no recipe and no sweep",
+            "a stored run takes overrides of keys, but no recipe and no sweep",
             where=f"command line: {' '.join(argv)}",
             fix="leave the recipe and -m out: the run folder has its config",
         )
     stored = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config_file)))
-    _keep_matching(stored.get("optimizer") or {})
+    if folder.schema == 1:
+        stored = _with_new_paths(stored)
+        _keep_matching(stored.get("optimizer") or {})
     groups = _groups()
     for group in groups:
         if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides):
@@ -66,7 +73,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     changed = tuple(change for change in point.changed if change.origin == "command line")
     origins = folder.origins()
     set_then = unlike_defaults(config) if origins is None else origins
-    # The stored file has every key; those that nobody had set are defaults again.
+    # The stored file has every key; those that were not set are defaults again.
     stored_in = display(file)
     set_now = {key: origin for key, origin in (point.given or {}).items() if not origin.startswith(stored_in)}
     given = {**{key: set_then[key] for key in point.given or {} if key in set_then}, **set_now}
@@ -79,11 +86,17 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     )
 
 
-def _keep_matching(optimizer: Dict[str, Any]) -> None:
-    """Let the groups of a run that an earlier version stored match what they matched then.
+def _with_new_paths(value: Any) -> Any:
+    """Return a stored config with the present paths of everything that has moved."""
+    if isinstance(value, dict):
+        return {key: _with_new_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_new_paths(inner) for inner in value]
+    return new_path(value) if isinstance(value, str) else value
 
-    In runs of this version nothing changes: a pattern that would match more with wide wildcards was refused.
-    """
+
+def _keep_matching(optimizer: Dict[str, Any]) -> None:
+    """Let the patterns of parameter groups match what they matched in the first edition."""
     for group in optimizer.get("groups") or ():
         match = group.get("match") if isinstance(group, dict) else None
         if isinstance(match, str):
@@ -116,29 +129,64 @@ def load_run(
     use_best: bool = False,
     command: str = "eval",
 ) -> LoadedRun:
-    """Builds the run of a folder and loads its weights.
+    """Build the run of a folder and load its weights.
 
     Args:
         folder: The run folder.
         argv: Overrides on top of the config that the run stored.
         checkpoint_file: A checkpoint of the folder; None: the newest one.
         use_best: Take the best checkpoint instead of the newest.
-        command: The command that asks, for advice.
+        command: The command, for advice.
 
     Raises:
-        ConfigError: The config does not stand, or there is no such checkpoint, or it is of another model.
+        ConfigError: Invalid config, or missing or mismatched checkpoint.
         RunError: The checkpoint is damaged.
     """
     point = stored_point(folder, argv, f"{command} {folder}")
     checkpoint = _checkpoint(folder, checkpoint_file, use_best)
     prepared = prepare(point)
     run = build_run(point.config, prepared.plan, prepared.subject, prepared.engine)
-    load_weights(run, checkpoint)
+    load_weights(run.user_model, checkpoint)
     return LoadedRun(run, folder, checkpoint)
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """The model of a run, on the CPU and in evaluation mode.
+
+    Args:
+        model: The model with its weights.
+        config: The config of the run.
+        step: Weight updates behind the weights.
+        metrics: Values of the last evaluation before the checkpoint; empty where there was none.
+        folder: The run folder.
+        checkpoint: The file that the weights are from.
+    """
+
+    model: nn.Module
+    config: RunConfig
+    step: int
+    metrics: Mapping[str, float]
+    folder: Path
+    checkpoint: Path
+
+
+def load_model(
+    folder: RunFolder, argv: Sequence[str], checkpoint_file: Optional[str] = None, use_best: bool = False
+) -> LoadedModel:
+    """Make the model of a run and load its weights, as plain torch: neither data nor devices are needed.
+
+    Args and exceptions as for `load_run`.
+    """
+    point = stored_point(folder, argv, f"eval {folder}")
+    checkpoint = _checkpoint(folder, checkpoint_file, use_best)
+    model = make_model_alone(point.config, engines.load("cpu"))
+    progress = load_weights(model, checkpoint)
+    return LoadedModel(model.eval(), point.config, progress.step, progress.metrics, folder.path, checkpoint.path)
+
+
 def split_to_use(run: Run, asked: Optional[str]) -> str:
-    """The split that was asked for, else the one the config names, else test, else eval.
+    """Return the wanted split, else the one the config names, else test, else eval.
 
     Raises:
         ConfigError: There is no such split.

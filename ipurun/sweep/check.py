@@ -1,4 +1,4 @@
-"""Every point is inspected and planned before the first one starts."""
+"""Inspect and plan every point of a sweep before the first one starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ipurun import engine as engines
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import check_data
-from ipurun.inspect.model_and_data import inspect
+from ipurun.inspect.facts import Purpose
+from ipurun.inspect.model_and_data import facts_without_data
 from ipurun.planning import make_plan
 from ipurun.planning.plan import Plan
 from ipurun.runs.job import prepare_job
@@ -34,7 +35,7 @@ class Checked:
 
 
 def check_points(points: Sequence[Point]) -> List[Checked]:
-    """Inspects and plans all points.
+    """Inspect and plan all points.
 
     A point whose data is not there is right and cannot run: it becomes a failed row. Anything else that is wrong stops
     the sweep before it starts.
@@ -59,7 +60,7 @@ def check_points(points: Sequence[Point]) -> List[Checked]:
 
 
 def planned(points: Sequence[Point]) -> List[PreparedRun]:
-    """Every point, inspected and planned, for showing.
+    """Inspect and plan every point, to show it.
 
     Raises:
         ConfigError: With the problems of all points.
@@ -68,7 +69,7 @@ def planned(points: Sequence[Point]) -> List[PreparedRun]:
     problems = _Problems()
     for point in points:
         try:
-            prepared.append(prepare(point, on_paper=True))
+            prepared.append(prepare(point, Purpose.PLAN))
         except ConfigError as error:
             problems.add(point, error)
     problems.raise_any()
@@ -76,8 +77,10 @@ def planned(points: Sequence[Point]) -> List[PreparedRun]:
 
 
 def _check(point: Point, identity: str) -> Checked:
+    # `resume` names the sweep, not a run of this point.
+    alone = replace(point, config=replace(point.config, resume=None))
     try:
-        return Checked(point, identity, prepare_job(point, in_sweep=True).plan)
+        return Checked(point, identity, prepare_job(alone, Purpose.CHECK).plan)
     except ConfigError as error:
         if point.problems or not _only_data_is_missing(point):
             raise
@@ -85,11 +88,11 @@ def _check(point: Point, identity: str) -> Checked:
 
 
 def _only_data_is_missing(point: Point) -> bool:
-    """Whether all that can be told without the data is in order."""
+    """Return whether everything that can be checked without the data is right."""
     try:
         engine = engines.load(point.config.engine)
-        facts = inspect(point.config, engine, need_data=False).facts
-        # How much data there will be is unknown: what only a small amount would break is no config error yet.
+        facts = facts_without_data(point.config, engine)
+        # How much data there will be is unknown: what only a small amount would break is not yet a config error.
         make_plan(point.config, replace(facts, train_samples=_PLENTY), keys=point.given)
     except ConfigError:
         return False
@@ -97,7 +100,7 @@ def _only_data_is_missing(point: Point) -> bool:
 
 
 class _Problems:
-    """Problems of many points, each told once with the points it is in."""
+    """Problems of many points, each once with the points it occurs in."""
 
     def __init__(self) -> None:
         self._places: Dict[Problem, List[str]] = {}

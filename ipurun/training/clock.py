@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes, by kind, and throughput without what is not training."""
+"""Wall time of a run by kind, and the throughput of training alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Clock:
         self._spent: Dict[str, float] = dict.fromkeys(("compile", "train", "data_wait", "eval", "checkpoint"), 0.0)
 
     def add(self, kind: str, seconds: float) -> None:
-        """Count some seconds."""
+        """Add seconds to a kind."""
         self._spent[kind] += seconds
 
     @contextlib.contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Count the time spent inside."""
+        """Add the time spent inside to a kind."""
         begun = time.perf_counter()
         try:
             yield
@@ -30,7 +30,7 @@ class Clock:
             self.add(kind, time.perf_counter() - begun)
 
     def seconds(self) -> Dict[str, float]:
-        """All kinds, and the total wall time."""
+        """Return the seconds of all kinds and the total wall time."""
         return {**self._spent, "total": time.perf_counter() - self._begun}
 
     @property
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Window:
-    """What happened since the last record: calls, their time, their losses."""
+    """The host calls since the last record: their number, time and losses."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -50,7 +50,7 @@ class Window:
         self.loss = 0.0
 
     def add(self, samples: int, call_seconds: float, wait_seconds: float, loss: float) -> None:
-        """Count one host call."""
+        """Add one host call."""
         self.calls += 1
         self.samples += samples
         self.call_seconds += call_seconds

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: a split through the inference model in full batches, padding left out of every result."""
+"""Evaluation and prediction: run a split through the inference model in full batches, and drop the padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
 from ipurun.training.events import CompileEnd, CompileStart, Observer
 from ipurun.training.failures import explained
 
-__all__ = ["Evaluation", "InferenceCall", "evaluate", "gathered", "inference_calls", "predict"]
+__all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict"]
 
 
 @dataclass(frozen=True)
@@ -28,32 +28,22 @@ class Evaluation:
     compile_seconds: float
 
 
-@dataclass(frozen=True)
-class InferenceCall:
-    """One host call of inference, padding still in it."""
-
-    batch: Any
-    result: Any
-    real: int  # leading rows that are samples of the split
-    compile_seconds: float
-
-
 def evaluate(
     run: Run, observer: Observer, split: Optional[str] = None, should_stop: Callable[[], bool] = lambda: False
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
     Args:
-        run: The run; its device is inference's afterwards.
-        observer: Hears of compilation.
-        split: Name of the split; None takes the run's own.
-        should_stop: Asked after every host call.
+        run: The run; its device is switched to inference.
+        observer: Notified of compilation.
+        split: Name of the split, by default the run's `eval_split`.
+        should_stop: Called after every host call.
 
     Returns:
-        The result, None where it was stopped.
+        The result, None if it was stopped.
 
     Raises:
-        ConfigError: There is no such split.
+        ConfigError: The data has no such split.
         RunError: Compiling or running failed.
     """
     name = split or run.eval_split
@@ -61,7 +51,7 @@ def evaluate(
     compiling, samples = 0.0, 0
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
-    for call in inference_calls(run, observer, name):
+    for call in _inference_calls(run, observer, name):
         if should_stop():
             return None
         compiling += call.compile_seconds
@@ -71,15 +61,53 @@ def evaluate(
         total_weight += weight
         if run.eval_metrics:
             rows = run.plan.inference.samples_per_call
-            outputs = trimmed(output_of(run, call.result), call.real, rows)
-            targets = trimmed(target_of(call.batch, run.config.loss.target), call.real, rows)
+            outputs = _without_padding(output_of(run, call.result), call.real, rows)
+            targets = _without_padding(target_of(call.batch, run.config.loss.target), call.real, rows)
             with explained(run.engine.module, "computing metrics"):
                 run.eval_metrics.update(outputs, targets)
     values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
     return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling)
 
 
-def inference_calls(run: Run, observer: Observer, split: Optional[str]) -> Iterator[InferenceCall]:
+def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
+    """Yield the model's outputs for a split, one host call at a time, in the order of the data, without padding.
+
+    Args:
+        run: The run, with its weights loaded.
+        split: Name of the split.
+        observer: Notified of compilation.
+
+    Raises:
+        ConfigError: The data has no such split.
+        RunError: Compiling or running failed.
+    """
+    for call in _inference_calls(run, observer, split):
+        result = call.result[0] if run.loss is not None else _without_loss(run, call.result)
+        yield map_tensors(torch.clone, _without_padding(result, call.real, run.plan.inference.samples_per_call))
+
+
+def gathered(parts: Iterator[Any]) -> Any:
+    """Join the outputs of all host calls: tensors along their first dimension, inside equal containers."""
+    listed = list(parts)
+    return _join(listed) if listed else None
+
+
+def output_of(run: Run, result: Any) -> Any:
+    """Return the part of an executor's result that metrics compare with the target."""
+    return pick(result[0], run.config.loss.output) if run.loss is not None else pick(result, None)
+
+
+@dataclass(frozen=True)
+class _InferenceCall:
+    """One host call of inference, with padding."""
+
+    batch: Any
+    result: Any
+    real: int  # number of leading rows that are samples, not padding
+    compile_seconds: float
+
+
+def _inference_calls(run: Run, observer: Observer, split: Optional[str]) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
     if split not in run.eval_loaders:
         raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
@@ -95,20 +123,11 @@ def inference_calls(run: Run, observer: Observer, split: Optional[str]) -> Itera
         args, kwargs = as_call(batch)
         with explained(run.engine.module, "running inference"):
             result = run.inference_model(*args, **kwargs)
-        yield InferenceCall(batch, result, real, compiling)
+        yield _InferenceCall(batch, result, real, compiling)
 
 
-def output_of(run: Run, result: Any) -> Any:
-    """The part of an inference result that metrics compare with the target."""
-    if run.loss is not None:
-        return pick(result[0], run.config.loss.output)
-    if isinstance(result, torch.Tensor):
-        return result
-    return pick(result, None)
-
-
-def trimmed(value: Any, real: int, rows: int) -> Any:
-    """Tensors without the rows that were added to fill a host call."""
+def _without_padding(value: Any, real: int, rows: int) -> Any:
+    """Drop the rows that were added to fill a host call from all tensors."""
     if real == rows:
         return value
 
@@ -127,17 +146,17 @@ def _compile_if_needed(run: Run, observer: Observer, batch: Any) -> float:
     observer.on_compile_start(CompileStart("inference"))
     begun = time.perf_counter()
     with explained(run.engine.module, "compiling the model for inference"):
-        run.step.answer.attempt(lambda: run.inference_model.compile(*args, **kwargs))
+        run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs))
     seconds = time.perf_counter() - begun
     observer.on_compile_end(CompileEnd("inference", seconds))
     return seconds
 
 
-def _loss_of(run: Run, call: InferenceCall) -> tuple[float, float]:
-    """The losses of a host call summed with their weights, and the sum of the weights.
+def _loss_of(run: Run, call: _InferenceCall) -> tuple[float, float]:
+    """Return the weighted sum of a host call's losses, and the sum of the weights.
 
-    The device gives one loss for each micro-batch. The one that holds samples and padding is computed again on the host
-    from its real rows, or, where the model keeps its loss to itself, counted by its share of real rows.
+    The device returns one loss per micro-batch. For a micro-batch with padding the host recomputes it from the real
+    rows; if the model computes its own loss, it is weighted by its share of real rows instead.
     """
     rows = run.plan.inference.samples_per_call
     size = run.plan.inference.micro_batch_size
@@ -166,31 +185,8 @@ def _loss_of(run: Run, call: InferenceCall) -> tuple[float, float]:
     return total + partial * left, weight + left
 
 
-def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
-    """The model's outputs for a split, one host call at a time, in the order of the data, without padding.
-
-    Args:
-        run: The run, with its weights loaded.
-        split: Name of the split.
-        observer: Hears of compilation.
-
-    Raises:
-        ConfigError: There is no such split.
-        RunError: Compiling or running failed.
-    """
-    for call in inference_calls(run, observer, split):
-        result = call.result[0] if run.loss is not None else _without_loss(run, call.result)
-        yield map_tensors(torch.clone, trimmed(result, call.real, run.plan.inference.samples_per_call))
-
-
-def gathered(parts: Iterator[Any]) -> Any:
-    """All host calls' outputs in one: tensors joined along their first dimension, containers kept."""
-    listed = list(parts)
-    return _join(listed) if listed else None
-
-
 def _without_loss(run: Run, result: Any) -> Any:
-    """Outputs of a model that computes its own loss, that loss left out where it can be told apart."""
+    """Return the outputs of a model that computes its own loss, without the loss if it can be identified."""
     output = run.config.loss.output
     if isinstance(result, Mapping):
         name = output or "loss"

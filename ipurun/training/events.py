@@ -1,4 +1,4 @@
-"""What a run tells its observers, as plain frozen data: loggers and the console know nothing else of it."""
+"""Events of a run as plain frozen data: the only link between a run and its loggers and console."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Note:
 
 @dataclass(frozen=True)
 class RunStart:
-    """Training begins, or goes on after ``start_step`` weight updates."""
+    """Training starts, or resumes after ``start_step`` weight updates."""
 
     name: str
     folder: str
@@ -40,14 +40,14 @@ class RunStart:
 
 @dataclass(frozen=True)
 class CompileStart:
-    """The engine begins to compile for ``mode``: ``training`` or ``inference``."""
+    """The engine starts to compile for ``mode``: ``training`` or ``inference``."""
 
     mode: str
 
 
 @dataclass(frozen=True)
 class CompileEnd:
-    """The engine has compiled. ``from_cache`` is None where the engine does not tell."""
+    """The engine has compiled. ``from_cache`` is None if unknown."""
 
     mode: str
     seconds: float
@@ -56,7 +56,7 @@ class CompileEnd:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """One host call is done; numbers cover what happened since the last such event.
+    """A host call is done; the values cover the time since the last such event.
 
     Args:
         step: Weight updates done so far.
@@ -68,10 +68,10 @@ class StepEnd:
         metrics: Values of the metrics declared with ``on: [train]``.
         samples_per_second: Throughput without compile, evaluation and checkpoint time.
         call_seconds: Mean duration of a host call.
-        data_wait: Share of the time that was spent waiting for data, 0 to 1.
+        data_wait: Share of the time spent waiting for data, 0 to 1.
         eta_seconds: Estimated time to the end; None while unknown.
         total_steps: Weight updates of the whole run, None for a stream without an end.
-        logged: True where `log_every_steps` asks for a record; the console may show the others as well.
+        logged: Whether `log_every_steps` asks for a record; the console may show the others as well.
         checkpoint: Path of the newest checkpoint, if any.
     """
 
@@ -121,19 +121,19 @@ class Summary:
 
     Args:
         status: ``done``, ``interrupted`` or ``failed``.
-        step: Weight updates done, those before a resume included.
+        step: Weight updates done, including those before a resume.
         epoch: Passes over the data done.
         samples: Samples trained on in this process.
         loss: Last mean training loss.
-        metrics: Last evaluation's values.
-        monitor: Name of the watched metric.
+        metrics: Values of the last evaluation.
+        monitor: Name of the monitored metric.
         best: Its best value.
-        best_step: Weight updates at which it was reached.
+        best_step: Weight updates done when it was reached.
         samples_per_second: Mean throughput of this process.
         seconds: Wall time by kind: compile, train, data_wait, eval, checkpoint, total.
         checkpoint: Path of the newest checkpoint.
         best_checkpoint: Path of the best one.
-        resume_command: What to type to go on.
+        resume_command: The command that resumes the run.
     """
 
     status: str
@@ -152,7 +152,7 @@ class Summary:
     resume_command: str = ""
 
     def to_dict(self) -> Dict[str, object]:
-        """The summary as JSON-ready data."""
+        """Return the summary as JSON-ready data."""
         plain = dict(vars(self))
         plain["metrics"] = dict(self.metrics)
         plain["seconds"] = dict(self.seconds)
@@ -160,35 +160,35 @@ class Summary:
 
 
 class Observer:
-    """Base of everything that listens to a run; override what is of interest."""
+    """Base class for observers of a run; override the methods you need."""
 
     def on_start(self, event: RunStart) -> None:
-        """Training begins."""
+        """Handle the start of training."""
 
     def on_note(self, event: Note) -> None:
-        """There is something to say."""
+        """Handle a remark for the user."""
 
     def on_compile_start(self, event: CompileStart) -> None:
-        """The engine begins to compile."""
+        """Handle the start of a compilation."""
 
     def on_compile_end(self, event: CompileEnd) -> None:
-        """The engine has compiled."""
+        """Handle the end of a compilation."""
 
     def on_step(self, event: StepEnd) -> None:
-        """A host call is done."""
+        """Handle the end of a host call."""
 
     def on_eval(self, event: EvalEnd) -> None:
-        """An evaluation is done."""
+        """Handle the end of an evaluation."""
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
-        """A checkpoint is on disk."""
+        """Handle a saved checkpoint."""
 
     def on_end(self, event: Summary) -> None:
-        """The run is over, also when it was interrupted."""
+        """Handle the end of the run, even if it was interrupted."""
 
 
 class Observers(Observer):
-    """Several observers as one, told in their order."""
+    """Several observers as one, notified in order."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._all: Tuple[Observer, ...] = tuple(observers)

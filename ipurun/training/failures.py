@@ -1,4 +1,4 @@
-"""What goes wrong in an engine, in data and in models, told as one readable problem."""
+"""Turn failures of the engine, the data and the model into one readable problem."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["explained"]
 
 _REMOTE = "Original Traceback"
 _RESETS = {
-    "IPU_RESET": "the IPUs have to be reset (PopTorch does that when it attaches again)",
-    "LINK_RESET": "the links between the IPUs have to be reset (`gc-reset`, or the partition's administrator)",
-    "PARTITION_RESET": "the partition has to be reset (`vipu reset partition NAME`)",
-    "FULL_RESET": "the machine needs a power cycle by its administrator",
+    "IPU_RESET": "the IPUs must be reset (PopTorch does that when it attaches again)",
+    "LINK_RESET": "the links between the IPUs must be reset (`gc-reset`, or ask the partition's administrator)",
+    "PARTITION_RESET": "the partition must be reset (`vipu reset partition NAME`)",
+    "FULL_RESET": "the machine needs a power cycle: ask its administrator",
 }
 
 
@@ -25,15 +25,15 @@ _RESETS = {
 def explained(
     engine_module: ModuleType, doing: str, checkpoint: Optional[str] = None, resume_command: str = ""
 ) -> Iterator[None]:
-    """Turn whatever fails inside into a `RunError` that says what was being done.
+    """Turn any failure inside into a `RunError` that says what was being done.
 
     Args:
         engine_module: Has the engine's error classes.
         doing: Such as ``compiling the model for training``.
         checkpoint: Path of the newest checkpoint, if any.
-        resume_command: What to type to go on from it.
+        resume_command: The command that resumes from it.
     """
-    go_on = f"{resume_command} goes on from {checkpoint}" if checkpoint else "there is no checkpoint to go on from"
+    resume = f"{resume_command} resumes from {checkpoint}" if checkpoint else "start again: no checkpoint was saved"
     try:
         yield
     except (IpurunError, KeyboardInterrupt, SystemExit):
@@ -41,15 +41,15 @@ def explained(
     except engine_module.RecoverableError as error:
         action = str(getattr(error, "recovery_action", "") or "unknown")
         raise RunError(
-            f"the IPU system failed while {doing}, and can recover: {action}",
+            f"the IPU system failed while {doing}, but can recover: {action}",
             seen=str(error),
-            fix=f"{_RESETS.get(action, 'see the recovery action')}; then {go_on}",
+            fix=f"{_RESETS.get(action, 'see the recovery action')}; then {resume}",
         ) from error
     except engine_module.UnrecoverableError as error:
         raise RunError(
-            f"the IPU system failed while {doing}, and cannot recover by itself",
+            f"the IPU system failed while {doing}, and cannot recover",
             seen=str(error),
-            fix=f"tell the machine's administrator; afterwards {go_on}",
+            fix=f"contact the machine's administrator; then {resume}",
         ) from error
     except engine_module.Error as error:
         raise RunError(f"PopTorch failed while {doing}", seen=str(error)) from error
@@ -57,13 +57,13 @@ def explained(
         raise RunError(
             f"{doing} failed",
             where=_where(error),
-            seen=_told(error),
+            seen=_one_line(error),
             fix="--debug shows the whole traceback",
         ) from error
 
 
-def _told(error: BaseException) -> str:
-    """The error in a line. What failed in a loader's worker comes with that process's traceback in its text."""
+def _one_line(error: BaseException) -> str:
+    """Return the error as one line; the text of an error in a loader's worker contains that process's traceback."""
     lines = str(error).rstrip().splitlines()
     if any(line.startswith(_REMOTE) for line in lines):
         return f"{lines[-1]} (in a worker process of the loader)"
@@ -71,12 +71,12 @@ def _told(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line that is neither PyTorch's nor ipurun's: most likely the user's own."""
+    """Return the innermost line that is neither PyTorch's nor ipurun's: most likely the user's."""
     remote = re.findall(r'File "([^"]+)", line (\d+)', str(error)) if _REMOTE in str(error) else []
     if remote:
         return ":".join(remote[-1])
     frames = traceback.extract_tb(error.__traceback__)
-    named = [f for f in frames if not f.filename.startswith("<")]  # `<frozen os>` is no file to look into
+    named = [f for f in frames if not f.filename.startswith("<")]  # `<frozen os>` is not a file
     own = [f for f in named if "/torch/" not in f.filename and "/ipurun/" not in f.filename]
     chosen = (own or named or frames)[-1]
     return f"{chosen.filename}:{chosen.lineno}"

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one asks the loop to save and end, the second one ends at once."""
+"""Ctrl-C: the first one makes the loop save and stop, the second one stops at once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """A context in which the first interrupt only sets `asked`.
+    """A context in which the first interrupt only sets `requested`.
 
-    Until `arm` is called there is nothing worth saving, and an interrupt ends the run at once. SIGTERM, which batch
-    systems send before they kill a job, and SIGHUP, sent when a connection is lost, count as interrupts; under `nohup`
-    a lost connection does not matter.
+    Before `arm` is called there is nothing to save, and an interrupt stops the run at once. SIGTERM, which batch
+    systems send before they kill a job, and SIGHUP, sent when a connection is lost, count as interrupts. Under `nohup`
+    a lost connection is ignored.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._armed = False
         self._before: Dict[int, Any] = {}
 
     def arm(self) -> None:
-        """From now on an interrupt waits for the end of the host call."""
+        """Let interrupts wait for the end of the host call from now on."""
         self._armed = True
 
     def __enter__(self) -> Interrupts:
@@ -46,14 +46,14 @@ class Interrupts:
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
         if number == signal.SIGHUP:
-            _write_nowhere_instead_of_a_lost_terminal()
-        if self.asked or not self._armed:
+            _discard_output_to_lost_terminal()
+        if self.requested or not self._armed:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
 
-def _write_nowhere_instead_of_a_lost_terminal() -> None:
-    """Keeps the run's last words from failing: its log file has them too."""
+def _discard_output_to_lost_terminal() -> None:
+    """Keep the last messages of the run, which are also in its log file, from raising an error."""
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
             null = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""The training loop: host calls, evaluations and checkpoints, told to observers."""
+"""The training loop: host calls, evaluations and checkpoints, reported to observers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder
 from ipurun.errors import RunError
 from ipurun.inspect.batch_items import as_call, pick, target_of
+from ipurun.inspect.sampling import seed_everything
 from ipurun.training.clock import Clock, Window
-from ipurun.training.evaluate import evaluate
+from ipurun.training.evaluate import evaluate, output_of
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
@@ -26,7 +27,7 @@ from ipurun.training.events import (
 from ipurun.training.failures import explained
 from ipurun.training.interrupts import Interrupts
 from ipurun.training.saving import Saver, falls_due
-from ipurun.training.state import Progress, restore, restore_device, restore_host_randomness, seed_everything
+from ipurun.training.state import Progress, restore, restore_device, restore_random_state
 
 __all__ = ["train"]
 
@@ -37,16 +38,16 @@ def train(
     observers: Sequence[Observer] = (),
     resume_from: Optional[Checkpoint] = None,
 ) -> Summary:
-    """Train to the planned end, or until Ctrl-C, and save what is needed to go on.
+    """Train to the planned end or until Ctrl-C, and save what is needed to resume.
 
     Args:
         run: The engine objects.
-        folder: The run folder; checkpoints go below it.
-        observers: Hear of everything.
-        resume_from: A checkpoint to go on from.
+        folder: The run folder, which holds the checkpoints.
+        observers: Notified of all events.
+        resume_from: A checkpoint to resume from.
 
     Raises:
-        RunError: The run failed; the newest checkpoint is as it was.
+        RunError: The run failed; the newest checkpoint is intact.
     """
     with Interrupts() as interrupts:
         try:
@@ -87,17 +88,17 @@ class _Trainer:
         resumed = None if self._resumed_from is None else str(self._resumed_from)
         total = run.plan.steps.total_updates
         self._observer.on_start(RunStart(run.plan.name, self._saver.folder_path, progress.step, total, resumed))
-        self._say_what_to_know()
+        self._report_notes()
         if progress.owes_evaluation:
             self._saver.save_if_due(False, self._is_done(), self._evaluate())
         if not self._is_done():
             run.enter_training()
             run.train_loader.start(progress.epoch, progress.position)
             if self._restored is not None:
-                restore_host_randomness(self._restored)
-        while not self._is_done() and not self._interrupts.asked:
+                restore_random_state(self._restored["random"])  # after opening the data, before reading from it
+        while not self._is_done() and not self._interrupts.requested:
             self._one_epoch()
-        is_cut_short = self._interrupts.asked and (progress.owes_evaluation or not self._is_done())
+        is_cut_short = self._interrupts.requested and (progress.owes_evaluation or not self._is_done())
         return self._finish("interrupted" if is_cut_short else "done")
 
     def _one_epoch(self) -> None:
@@ -109,10 +110,10 @@ class _Trainer:
             if ends_epoch:
                 self._count_epoch()
             self._evaluate_and_save(ends_epoch)
-            if ends_epoch or self._interrupts.asked or self._is_done():
+            if ends_epoch or self._interrupts.requested or self._is_done():
                 return
         if progress.call == before and not progress.position:
-            raise RunError("the training data gave no batch in a whole epoch", fix="check `data`")
+            raise RunError("the training data returned no batch in a whole epoch", fix="check `data`")
         self._count_epoch()
         self._evaluate_and_save(ends_epoch=True)
 
@@ -154,7 +155,7 @@ class _Trainer:
         self._check_finite(loss, lr)
         if run.train_metrics:
             with self._explained("computing metrics"):
-                run.train_metrics.update(self._output(result), target_of(batch, run.config.loss.target))
+                run.train_metrics.update(output_of(run, result), target_of(batch, run.config.loss.target))
         if run.schedule.advance(sizes.device_iterations):
             run.training_model.setOptimizer(run.optimizer)
         self._window.add(sizes.samples_per_call, seconds, self._waited, loss)
@@ -165,7 +166,7 @@ class _Trainer:
         self._observer.on_compile_start(CompileStart("training"))
         begun = time.perf_counter()
         with self._explained("compiling the model for training"):
-            run.step.answer.attempt(lambda: run.training_model.compile(*args, **kwargs))
+            run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs))
             if self._restored is not None:
                 restore_device(run, self._restored)
                 self._restored = None
@@ -215,14 +216,14 @@ class _Trainer:
         fresh = wants_eval and progress.evaluated_step != progress.step
         improved = fresh and run.eval_split is not None and self._evaluate()
         self._saver.save_if_due(ends_epoch, done, improved)
-        if not done and not self._interrupts.asked:
+        if not done and not self._interrupts.requested:
             run.enter_training()
 
     def _evaluate(self) -> bool:
-        """Evaluate; tells whether the monitored metric is better than ever."""
+        """Evaluate, and return whether the monitored metric is the best so far."""
         run, progress = self._run, self._progress
         begun = time.perf_counter()
-        result = evaluate(run, self._observer, should_stop=lambda: self._interrupts.asked)
+        result = evaluate(run, self._observer, should_stop=lambda: self._interrupts.requested)
         progress.owes_evaluation = result is None
         if result is None:
             return False
@@ -232,7 +233,7 @@ class _Trainer:
         value = result.metrics.get(run.monitor)
         if value is None:
             known = ", ".join(result.metrics)
-            raise RunError(f"`monitor={run.monitor}` is no value of the evaluation", known=known, key="monitor")
+            raise RunError(f"`monitor={run.monitor}` is not one of the evaluation metrics", known=known, key="monitor")
         improved = self._saver.note_value(value)
         if run.schedule.report(value):
             run.training_model.setOptimizer(run.optimizer)
@@ -274,14 +275,14 @@ class _Trainer:
         self._observer.on_end(summary)
         return summary
 
-    def _say_what_to_know(self) -> None:
+    def _report_notes(self) -> None:
         run = self._run
         if run.eval_split is None:
             self._observer.on_note(Note("the data has no eval or test split: nothing is evaluated"))
         if self._calls_differ:
             self._observer.on_note(
                 Note(
-                    "host calls have another size than before the resume: the epoch goes on at the nearest whole call",
+                    "samples per host call changed since the checkpoint; resuming at the nearest whole call",
                     level="warning",
                 )
             )
@@ -306,20 +307,16 @@ class _Trainer:
             return mean
         return mean / (run.plan.training.device_iterations * run.plan.training.gradient_accumulation)
 
-    def _output(self, result: Any) -> Any:
-        config = self._run.config.loss
-        return pick(result[0], config.output) if self._run.loss is not None else pick(result, None)
-
     def _check_finite(self, loss: float, lr: float) -> None:
         if math.isfinite(loss) or not self._run.config.debug.stop_on_nonfinite:
             return
         newest = self._saver.newest_path
-        last = "no checkpoint was saved before" if newest is None else f"last checkpoint: {newest}"
+        last = "no checkpoint saved yet" if newest is None else f"last checkpoint: {newest}"
         raise RunError(
             f"the loss became {loss} at step {self._progress.step}",
             seen=f"lr {lr:g}, precision {self._run.plan.precision}; {last}",
             fix="a smaller optimizer.lr, or another loss_scaling; debug=nonfinite stops at the first operation "
-            "that gives one; debug.stop_on_nonfinite=false goes on",
+            "whose result is not finite; debug.stop_on_nonfinite=false continues training",
         )
 
     def _explained(self, doing: str) -> ContextManager[None]:

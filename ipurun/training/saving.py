@@ -1,4 +1,4 @@
-"""When a run saves, and under which circumstances a checkpoint is its best one."""
+"""Decide when a run saves a checkpoint and which one is the best."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder, best, save
 from ipurun.training.clock import Clock
 from ipurun.training.events import CheckpointSaved, Observer
-from ipurun.training.state import Progress, gather
+from ipurun.training.state import Progress, collect_state
 
 __all__ = ["Saver", "falls_due"]
 
 
 class Saver:
-    """Writes the checkpoints of a run.
+    """Writer of a run's checkpoints.
 
     Args:
         run: The run.
         folder: Its folder.
-        progress: How far it has come; kept up to date by the loop.
-        observer: Hears of checkpoints.
-        clock: Counts the time they take.
+        progress: Its progress, kept up to date by the loop.
+        observer: Notified of checkpoints.
+        clock: Measures the time they take.
         newest: The checkpoint the run was resumed from.
     """
 
@@ -45,12 +45,12 @@ class Saver:
 
     @property
     def newest_path(self) -> Optional[str]:
-        """Path of the newest checkpoint."""
+        """Path of the newest checkpoint, None if there is none."""
         return None if self.newest is None else str(self.newest)
 
     @property
     def best_path(self) -> Optional[str]:
-        """Path of the best checkpoint."""
+        """Path of the best checkpoint, None if there is none."""
         found = best(self._folder)
         return None if found is None else str(found)
 
@@ -62,16 +62,16 @@ class Saver:
 
     @property
     def folder_path(self) -> str:
-        """The run folder as a user types it."""
+        """The run folder as the user would type it."""
         return str(getattr(self._folder, "path", self._folder.checkpoints))
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on from the newest checkpoint; empty where there is none."""
+        """The command that resumes from the newest checkpoint, empty if there is none."""
         return f"ipurun train resume={self.folder_path}" if self.newest is not None else ""
 
     def note_value(self, value: float) -> bool:
-        """Take in a value of the monitored metric; tells whether it is the best so far."""
+        """Record a value of the monitored metric, and return whether it is the best so far."""
         progress = self._progress
         if math.isnan(value):
             return False
@@ -82,7 +82,7 @@ class Saver:
         return True
 
     def save_if_due(self, ends_epoch: bool, is_done: bool, improved: bool) -> None:
-        """Save where the config asks for it after a host call."""
+        """Save after a host call if the config asks for it."""
         config, progress = self._run.config.checkpoint, self._progress
         if (
             (ends_epoch and falls_due(config.every_epochs, progress.epoch))
@@ -93,7 +93,7 @@ class Saver:
             self.save(improved)
 
     def save(self, is_best: bool = False) -> None:
-        """Save now, unless this very step is on disk already."""
+        """Save now, unless this step is already saved."""
         progress = self._progress
         if self.newest is not None and self.newest.step == progress.step and not is_best:
             return
@@ -102,7 +102,7 @@ class Saver:
             self.newest = save(
                 self._folder,
                 progress.step,
-                gather(self._run, progress),
+                collect_state(self._run, progress),
                 keep=self._run.config.checkpoint.keep,
                 info={
                     "epoch": progress.epoch,
@@ -118,5 +118,5 @@ class Saver:
 
 
 def falls_due(every: Optional[int], count: int) -> bool:
-    """Whether an interval ends at a count; None never does."""
+    """Return whether an interval ends at a count; None never does."""
     return bool(every) and count % int(every or 1) == 0

@@ -1,4 +1,4 @@
-"""What a run has to remember to go on exactly: gathered for a checkpoint, and put back."""
+"""Collect the state that a run needs to resume exactly, and restore it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ from typing import Any, Dict, Mapping, Optional
 
 import numpy
 import torch
+from torch import nn
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
 from ipurun.errors import ConfigError
 from ipurun.planning.plan import BatchSizes
 
-__all__ = [
-    "Progress",
-    "gather",
-    "load_weights",
-    "random_state",
-    "restore",
-    "restore_device",
-    "restore_host_randomness",
-    "restore_random_state",
-    "seed_everything",
-]
+__all__ = ["Progress", "collect_state", "load_weights", "restore", "restore_device", "restore_random_state"]
 
 
 @dataclass
@@ -38,12 +29,12 @@ class Progress:
         position: Host calls done in the current epoch.
         samples: Samples trained on.
         best: Best value of the monitored metric.
-        best_step: Weight updates at which it was reached.
+        best_step: Weight updates done when it was reached.
         loss: Last mean training loss.
         metrics: Values of the last evaluation.
-        evaluated_step: Weight updates at which it was made.
-        owes_evaluation: Whether an interrupt kept a due evaluation from being made.
-        samples_per_call: Size of the host calls that `call` and `position` count.
+        evaluated_step: Weight updates done at the last evaluation.
+        owes_evaluation: Whether an interrupt prevented a due evaluation.
+        samples_per_call: Samples of each host call in `call` and `position`.
     """
 
     step: int = 0
@@ -59,65 +50,60 @@ class Progress:
     owes_evaluation: bool = False
     samples_per_call: int = 0
 
-    def recount(self, batch: BatchSizes) -> bool:
-        """Go over to host calls of another size, rounding down; tells whether they differed."""
-        if self.samples_per_call in (0, batch.samples_per_call):
-            self.samples_per_call = batch.samples_per_call
+    def recount(self, sizes: BatchSizes) -> bool:
+        """Convert the counts to host calls of another size, rounding down; return whether the size differed."""
+        before, self.samples_per_call = self.samples_per_call, sizes.samples_per_call
+        if before in (0, sizes.samples_per_call):
             return False
-        self.position = self.position * self.samples_per_call // batch.samples_per_call
-        self.call = self.step // batch.device_iterations
-        self.samples_per_call = batch.samples_per_call
+        self.position = self.position * before // sizes.samples_per_call
+        self.call = self.step // sizes.device_iterations
         return True
 
 
-def gather(run: Run, progress: Progress) -> Dict[str, Any]:
-    """Everything of a run, as tensors and plain values."""
+def collect_state(run: Run, progress: Progress) -> Dict[str, Any]:
+    """Return the whole state of a run as tensors and plain values."""
     if run.training_model.isCompiled():
         run.training_model.copyWeightsToHostIfNeeded()
+    loss = run.model_with_loss.loss
     return {
         "model": _plain(run.user_model.state_dict()),
-        "loss": _plain(run.step.loss.state_dict()) if run.step.loss is not None else {},
+        "loss": _plain(loss.state_dict()) if loss is not None else {},
         "optimizer": _plain(run.optimizer.state_dict()),
         "schedule": run.schedule.state_dict(),
         "progress": asdict(progress),
-        "random": random_state(),
+        "random": _random_state(),
         "device_random": _device_random(run),
     }
 
 
 def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]:
-    """Put a checkpoint's weights, optimizer and schedule into a run that has not compiled yet.
+    """Restore weights, optimizer and schedule of a run that has not compiled yet.
 
     Returns:
-        How far the run had come, and the whole state for the random states.
+        The progress of the run, and the whole state, from which the random states are restored later.
 
     Raises:
-        ConfigError: The checkpoint is of another model.
+        ConfigError: The checkpoint belongs to another model.
         RunError: It is damaged.
     """
     state = load(checkpoint)
-    _load_model(run, state, checkpoint)
-    if run.step.loss is not None and state["loss"]:
-        run.step.loss.load_state_dict(state["loss"])
+    _load_model(run.user_model, state, checkpoint)
+    if run.model_with_loss.loss is not None and state["loss"]:
+        run.model_with_loss.loss.load_state_dict(state["loss"])
     _load_optimizer(run, state["optimizer"], checkpoint)
     run.schedule.load_state_dict(state["schedule"])
     return Progress(**state["progress"]), state
 
 
-def restore_host_randomness(state: Mapping[str, Any]) -> None:
-    """Put back the host's random states; the data must be open by now and not yet read from."""
-    restore_random_state(state["random"])
-
-
 def restore_device(run: Run, state: Mapping[str, Any]) -> None:
-    """Put back the device's random state and the optimizer's values; the training model has compiled by now."""
+    """Restore the device's random state and the optimizer's values, after the training model has compiled."""
     if state["device_random"] is not None:
         run.training_model.rng_state = list(state["device_random"])
     marks = getattr(run.optimizer, "variable_attrs", None)
     if marks is not None and marks.isConstant("lr"):
         return
-    # Optimizer state carries the values it was saved with, rounded as the device keeps them. PopTorch sends the host's
-    # only when they differ from those it sent last, so something else is sent in between.
+    # The optimizer state holds the values it was saved with, rounded by the device. PopTorch sends the host's values
+    # only if they differ from those it sent last, so other ones are sent in between.
     groups = run.optimizer.param_groups
     rates = [group["lr"] for group in groups]
     for change in (1.0, 0.0):
@@ -126,21 +112,30 @@ def restore_device(run: Run, state: Mapping[str, Any]) -> None:
         run.training_model.setOptimizer(run.optimizer)
 
 
-def load_weights(run: Run, checkpoint: Checkpoint) -> Progress:
-    """Put only a checkpoint's weights into a run, for evaluation and prediction.
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Restore the global generators from the ``random`` part of a state."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> Progress:
+    """Load a checkpoint's weights into a model, for evaluation and prediction.
 
     Raises:
-        ConfigError: The checkpoint is of another model.
+        ConfigError: The checkpoint belongs to another model.
         RunError: It is damaged.
     """
     state = load(checkpoint)
-    _load_model(run, state, checkpoint)
+    _load_model(model, state, checkpoint)
     return Progress(**state["progress"])
 
 
-def _load_model(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+def _load_model(model: nn.Module, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     try:
-        run.user_model.load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
     except (RuntimeError, KeyError) as error:
         raise ConfigError(
             "the checkpoint does not fit the model",
@@ -162,7 +157,7 @@ def _load_optimizer(run: Run, state: Mapping[str, Any], checkpoint: Checkpoint) 
             fix="resume with the config the run was started with",
         ) from error
     for group, values in zip(run.optimizer.param_groups, fresh):
-        group.update(values)  # what the config says now counts; the schedule's own values follow
+        group.update(values)  # the current config wins; the schedule restores its own values
 
 
 def _device_random(run: Run) -> Optional[Any]:
@@ -173,7 +168,7 @@ def _device_random(run: Run) -> Optional[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Copies without the engine's tensor classes, so that any PyTorch can read them."""
+    """Copy tensors without the engine's tensor classes, so that any PyTorch can read them."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone().as_subclass(torch.Tensor)
     if isinstance(value, Mapping):
@@ -183,27 +178,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's global generators."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def random_state() -> Dict[str, Any]:
-    """The states of all three generators."""
+def _random_state() -> Dict[str, Any]:
+    """Return the states of the global generators of Python, NumPy and PyTorch as plain values."""
     kind, keys, position, has_gauss, cached = numpy.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": (kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
     }
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with states that `random_state` gave."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])

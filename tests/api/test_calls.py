@@ -37,7 +37,7 @@ def test_strategies_with_stages():
     assert strategy.stage("C").blocks == ("B", "C")
 
 
-def test_construct_takes_what_only_the_builder_has():
+def test_construct_takes_further_arguments_from_the_builder():
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     call = Call("torch.optim.SGD", kwargs={"lr": 0.5})
     optimizer = construct(call, emulator, parameters, momentum=0.9)

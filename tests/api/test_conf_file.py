@@ -36,7 +36,7 @@ def conf(tmp_path):
     return write
 
 
-def test_a_file_means_what_poptorch_makes_of_it(conf):
+def test_a_file_means_the_same_as_in_poptorch(conf):
     path = conf(ACCEPTED)
     calls, problems = read_conf(path)
     assert problems == []
@@ -62,18 +62,18 @@ def test_phased_strategies(conf):
     }
 
 
-def test_none_switches_caching_off(conf):
+def test_none_turns_caching_off(conf):
     calls, problems = read_conf(conf("enableExecutableCaching(None)"))
     assert problems == []
     assert apply_calls(emulator.Options(), calls, emulator)._Popart.options["enableEngineCaching"] is False
 
 
-def test_each_call_knows_its_line(conf):
+def test_the_origin_of_a_call_is_its_line(conf):
     path = conf("\n# one\ndeviceIterations(4)\n")
     assert read_conf(path)[0][0].origin == f"{path}:3"
 
 
-def test_nothing_is_ever_run(conf, tmp_path):
+def test_nothing_is_executed(conf, tmp_path):
     victim = tmp_path / "victim"
     lines = [
         f"logDir(open({str(victim)!r}, 'w').name)",
@@ -114,7 +114,7 @@ def test_nothing_is_ever_run(conf, tmp_path):
         ("loadFromFile('other.conf')", "no setter", ""),
     ],
 )
-def test_a_bad_line_is_named(conf, line, what, shown):
+def test_a_bad_line_is_reported(conf, line, what, shown):
     path = conf(f"logDir('fine')\n\n{line}\n")
     calls, problems = read_conf(path)
     assert [call.path for call in calls] == ["logDir"]
@@ -125,13 +125,13 @@ def test_a_bad_line_is_named(conf, line, what, shown):
     assert shown in problems[0].known + problems[0].fix
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     calls, problems = read_conf(str(tmp_path / "none.conf"))
     assert calls == []
     assert "none.conf" in problems[0].seen
 
 
-def test_json_is_pointed_to_the_command_that_reads_it(conf):
+def test_json_is_reported_with_the_command_that_reads_it(conf):
     path = conf('{"layers_per_ipu": [1, 2]}')
     calls, problems = read_conf(path)
     assert calls == [] and len(problems) == 1

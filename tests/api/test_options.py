@@ -98,7 +98,7 @@ def test_popart_options(written):
     assert isinstance(calls[1][1][1], float)  # PopART finds a key by the type of its value
 
 
-def test_engine_options_are_texts():
+def test_engine_options_are_strings():
     assert calls_of({"_Popart": {"setEngineOptions": {"a": {"b": True}, "c.d": 4}}}) == [
         ("_Popart.setEngineOptions", ({"a.b": "true", "c.d": "4"},))
     ]
@@ -111,7 +111,7 @@ def test_setters_without_arguments_are_switches():
     assert calls_of({"autoRoundNumIPUs": False}) == [("autoRoundNumIPUs", (False,))]  # a bool is its argument
 
 
-def test_null_unsets():
+def test_null_unsets_an_option():
     assert calls_of({"deviceIterations": None, "Training": None, "Precision": {"setPartialsType": None}}) == []
     assert calls_of({"maxRepeatLogs": None}) == [("maxRepeatLogs", (None,))]  # here it means: no limit
 
@@ -146,9 +146,9 @@ def test_anchors(written):
         ({"deviceIterations": True}, "a whole number", ""),
         ({"deviceIterations": 2.5}, "a whole number", ""),
         ({"deviceIterations": [2]}, "a whole number", ""),
-        ({"deviceIterations": 0}, "from 1 on", "1"),
+        ({"deviceIterations": 0}, "of at least 1", "1"),
         ({"broadcastBuffers": 1}, "true or false", ""),
-        ({"logDir": 3}, "a text", ""),
+        ({"logDir": 3}, "a string", ""),
         ({"outputMode": "Som"}, "a member of OutputMode", "Sum"),
         ({"outputMode": "ReductionType.Sum"}, "a member of OutputMode", "Final"),
         ({"outputMode": "EveryN"}, "a period", "[EveryN, 2]"),
@@ -156,7 +156,7 @@ def test_anchors(written):
         ({"outputMode": ["Sum", 1, 2]}, "2 arguments", "output_return_period"),
         ({"inputReplicaGrouping": [2]}, "`input_group_type` as well", ""),
         ({"inputReplicaGrouping": [2, "All"]}, "Consecutive or Orthogonal", ""),
-        ({"setAvailableMemoryProportion": {"ipu0": 0.1}}, "shares from 0 to 1", "IPU0"),
+        ({"setAvailableMemoryProportion": {"ipu0": 0.1}}, "numbers from 0 to 1", "IPU0"),
         ({"setAvailableMemoryProportion": 0.1}, "a mapping", ""),
         ({"Precision": {"setPartialsType": "int8"}}, "a dtype", "float16"),
         ({"TensorLocations": {"numIOTiles": 33}}, "32 to 192", "32"),
@@ -181,13 +181,13 @@ def test_anchors(written):
         ({"Training": 3}, "`options.Training`", "Training."),
     ],
 )
-def test_what_is_refused(options, what, shown):
+def test_bad_options_are_refused(options, what, shown):
     problem = problem_of(options)
     assert what in problem.what
     assert shown in problem.known + " " + problem.fix
 
 
-def test_all_problems_come_together():
+def test_all_problems_are_reported_together():
     calls, problems = read_setters({"logDir": 1, "deviceIterations": 2, "modelName": 3})
     assert [call.path for call in calls] == ["deviceIterations"]
     assert len(problems) == 2
@@ -209,7 +209,7 @@ def test_the_how_to_lists_every_setter():
     assert [path for path in option_setters() if f"`{path}`" not in page] == []
 
 
-def test_options_of_poptorch_itself_are_not_popart_keys():
+def test_poptorchs_own_options_are_not_popart_keys():
     keys = popart_keys()
     assert {
         "enableOutlining": "bool",

@@ -1,4 +1,4 @@
-"""Blocks and recomputation marks on models that know nothing of IPUs."""
+"""Blocks and recomputation marks on models written without PopTorch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ipurun.planning.plan import Placement
 
 
 def _blocks(model: nn.Module) -> List[str]:
-    """Modules that begin a block, as PopTorch shows them."""
+    """Return the modules that begin a block, in PopTorch's own terms."""
     text = emulator.module_repr(model)
     return [line.strip() for line in text.splitlines() if "BeginBlock" in line]
 
 
-def test_blocks_are_put_on_modules_and_taken_away() -> None:
+def test_blocks_are_installed_and_removed() -> None:
     net = Net()
     annotations = Annotations(net, emulator, "32.32", {}, ())
     annotations.install([Placement("first", 0, "A"), Placement("second", 1, "B")])
@@ -40,7 +40,7 @@ def test_the_model_itself_can_begin_a_block() -> None:
     assert len(net._forward_pre_hooks) == 0
 
 
-def test_blocks_of_the_author_stay() -> None:
+def test_blocks_of_the_models_author_stay() -> None:
     net = nn.Sequential(Net(), nn.Linear(3, 3))
     emulator.BeginBlock(net[0].second, user_id="own", ipu_id=0)
     annotations = Annotations(net, emulator, "32.32", {}, ())

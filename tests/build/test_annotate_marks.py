@@ -1,4 +1,4 @@
-"""Marks on a model, as the engine meets them: blocks, parts of matmuls, memory shares, overlapped I/O."""
+"""Marks on a model as the engine sees them: blocks, split matmuls, memory shares, overlapped I/O."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def own(model: str, **changes: Any) -> Dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["InForward", "AtModules"])
-def test_blocks_of_the_models_code_count(model: str) -> None:
+def test_blocks_of_the_models_code_are_used(model: str) -> None:
     run = built(**own(model))
     assert (run.plan.stages, run.plan.devices.per_replica) == (2, 2)
     assert any("in the model's own code" in line for line in calls_text(run.plan))
     assert ipus_of(run, "addmm")[-1] == 1
 
 
-def test_blocks_of_the_models_code_and_of_the_config_go_together() -> None:
+def test_blocks_of_the_models_code_and_of_the_config_combine() -> None:
     settings = config(**own("AtModules", pipeline__blocks={"middle": 2}, gradient_accumulation=5))
     settings.pipeline.auto_round = True
     plan = make_plan(settings, inspected(settings).facts)
@@ -67,7 +67,7 @@ def test_blocks_of_the_models_code_and_of_the_config_go_together() -> None:
         ("Unplaced", {"pipeline__stages": ["a", {"blocks": ["b", "c"], "ipu": 1}]}, [0, 1, 1]),
     ],
 )
-def test_the_planner_sees_own_blocks_where_they_run(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
+def test_the_estimate_places_user_blocks_where_they_run(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
     settings = config(**own(model, **{**changes, "gradient_accumulation": 7}))
     settings.pipeline.auto_round = True
     subject = inspected(settings)
@@ -87,7 +87,7 @@ def test_the_planner_sees_own_blocks_where_they_run(model: str, changes: Dict[st
         ("EnclosedLayers", {"precision_rules": {"first": "16"}}, [0, 1]),
     ],
 )
-def test_what_follows_a_block_that_ends_goes_on_in_it(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
+def test_operations_after_an_ended_block_stay_in_it(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
     settings = config(**own(model, **{**changes, "gradient_accumulation": 5}))
     settings.pipeline.auto_round = True
     subject = inspected(settings)
@@ -105,7 +105,7 @@ def test_what_follows_a_block_that_ends_goes_on_in_it(model: str, changes: Dict[
     placed = run.training_model.placements()
     assert [place.ipu_id for name, place, _ in placed if name == "addmm"] == ipus
     assert {place.ipu_id for name, place, _ in placed if name == "nll_loss_forward"} == {ipus[-1]}
-    assert len({place.block_id for _, place, _ in placed}) <= 3  # that of the loss is no block of its own
+    assert len({place.block_id for _, place, _ in placed}) <= 3  # the loss is in no separate block
     plain = type(run.user_model)()
     plain.load_state_dict(before)
     expected = [functional.cross_entropy(plain(x), y) for x, y in zip(features.split(2), classes.split(2))]
@@ -122,14 +122,14 @@ def test_what_follows_a_block_that_ends_goes_on_in_it(model: str, changes: Dict[
         ({"pipeline__phases": ["first", {"blocks": ["second"], "ipu": 1}]}, (0, 1), (0, 1)),
     ],
 )
-def test_the_planner_sees_phases(keys: Dict[str, Any], phases: Tuple[int, ...], ipus: Tuple[int, ...]) -> None:
+def test_the_estimate_has_the_phases(keys: Dict[str, Any], phases: Tuple[int, ...], ipus: Tuple[int, ...]) -> None:
     settings = config(**PLACED, pipeline__strategy="serial_phased", **keys)
     subject = inspected(settings)
     situation = estimate_plan(settings, make_plan(settings, subject.facts), subject).situation
     assert (situation.layout.phase_of_stage, situation.layout.ipu_of_stage) == (phases, ipus)
 
 
-def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
+def test_no_other_split_is_suggested_for_a_model_that_splits_itself() -> None:
     settings = config(**own("Returning", gradient_accumulation=7))
     subject = inspected(settings)
     plan = make_plan(settings, subject.facts)
@@ -139,13 +139,13 @@ def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
         solve(settings, plan, outlook)
 
 
-def test_a_module_with_a_block_of_its_own_cannot_begin_another() -> None:
+def test_a_module_that_already_begins_a_block_cannot_begin_another() -> None:
     settings = config(**own("AtModules", pipeline__split=["second"]))
-    with pytest.raises(ConfigError, match="in the model's code already"):
+    with pytest.raises(ConfigError, match="already begins a block in the model's code"):
         make_plan(settings, inspected(settings).facts)
 
 
-def test_products_in_parts_with_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serialised_products_with_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: List[Tuple[Any, ...]] = []
     product = emulator.serializedMatMul
 
@@ -175,7 +175,7 @@ def test_products_in_parts_with_a_share_of_memory(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("rows", [8, 9, 3])
 @pytest.mark.parametrize("padding", [None, 0, 2])
-def test_a_table_in_parts_gives_the_same_rows_and_gradients(rows: int, padding: Any) -> None:
+def test_a_serialised_table_gives_the_same_rows_and_gradients(rows: int, padding: Any) -> None:
     table = nn.Embedding(rows, 4, padding_idx=padding)
     indices = torch.randint(0, rows, (3, 5))
     expected = functional.embedding(indices, table.weight, padding)
@@ -186,7 +186,7 @@ def test_a_table_in_parts_gives_the_same_rows_and_gradients(rows: int, padding: 
     torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), table.weight)[0], gradient)
 
 
-def test_a_table_that_renormalises_cannot_be_cut() -> None:
+def test_a_table_that_renormalises_cannot_be_serialised() -> None:
     net = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
     with pytest.raises(ConfigError, match="max_norm"):
         Annotations(net, emulator, "32.32", {}, (), (Serialized("0", 2, "rows"),)).install(())
@@ -224,9 +224,9 @@ class TestOverlappedIo:
     @pytest.mark.parametrize(
         ("changes", "said"),
         [
-            ({"pipeline__split": ["second"]}, "does not go with pipelined"),
-            ({"memory__io_tiles": None}, "needs tiles"),
-            ({"output__mode": "final"}, "output mode all or sum"),
+            ({"pipeline__split": ["second"]}, "does not work with pipelined"),
+            ({"memory__io_tiles": None}, "needs I/O tiles"),
+            ({"output__mode": "final"}, "needs `output.mode` all or sum"),
         ],
     )
     def test_what_poptorch_would_refuse(self, changes: Dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Placement and marks on models of libraries, whose code knows nothing of them."""
+"""Placement and marks on models of libraries that do not know PopTorch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def assert_same_as(run: Run, whole: Run) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_layers_and_ends_are_found(model: str) -> None:
+def test_layers_embedding_and_head_are_found(model: str) -> None:
     stack, head = MODELS[model]
     settings = config(**keys_of(model, pipeline__layers_per_ipu=[0, 2, 2], pipeline__head_ipu=0))
     settings.pipeline.auto_round = True
@@ -105,31 +105,31 @@ def t5_keys(counts: List[int], **model: Any) -> Dict[str, Any]:
 def test_the_embedding_of_a_decoder_runs_where_its_weight_is(counts: List[int]) -> None:
     run = built(**t5_keys(counts))
     assert {one.module: one.ipu for one in run.plan.placements}["decoder.embed_tokens"] == 0
-    note = "decoder.embed_tokens runs on IPU 0, because its weight is that of encoder.embed_tokens"
+    note = "decoder.embed_tokens runs on IPU 0, because it shares its weight with encoder.embed_tokens"
     assert note in run.plan.notes
     assert_same(run, "T5ForConditionalGeneration", **T5_BATCH)
 
 
 @pytest.mark.parametrize("ipus", [2, 4])
 @pytest.mark.parametrize("one_module", [False, True])
-def test_a_solved_split_has_all_uses_of_a_table_on_one_ipu(one_module: bool, ipus: int) -> None:
+def test_a_solved_split_keeps_all_uses_of_a_table_on_one_ipu(one_module: bool, ipus: int) -> None:
     model = {"_target_": "lookalikes.T5ForConditionalGeneration", "layers": 4, "one_module": one_module}
     keys = {**keys_of("T5ForConditionalGeneration", **T5_BATCH), "model": model}
     settings = config(**keys, pipeline__split="auto", pipeline__ipus=ipus)
-    subject = inspected(settings)
-    settings, facts = auto_split(settings, subject)
+    made = inspected(settings)
+    settings, facts = auto_split(settings, made)
     plan = make_plan(settings, facts)
     placed = {one.module: one.ipu for one in plan.placements}
     assert plan.devices.per_replica == ipus
     assert placed.get("decoder", 0) == placed["lm_head"] == 0
     assert set(placed.values()) == set(range(ipus))
-    run = build_run(settings, plan, subject, engine.load("cpu"))
+    run = build_run(settings, plan, made, engine.load("cpu"))
     assert_same_as(run, built(**keys))
 
 
 def test_a_table_that_runs_twice_stays_on_one_ipu() -> None:
     settings = config(**t5_keys([1, 1, 1, 1], one_module=True))
-    with pytest.raises(ConfigError, match="`shared` runs several times"):
+    with pytest.raises(ConfigError, match="`shared` runs on IPUs"):
         make_plan(settings, inspected(settings).facts)
 
 
@@ -147,12 +147,12 @@ def test_serialised_layers_compute_the_same() -> None:
     assert_same(run, model)
 
 
-def test_a_serialised_embedding_keeps_its_padding_out_of_the_gradient() -> None:
+def test_a_serialised_embedding_gives_padding_no_gradient() -> None:
     model = "BertForSequenceClassification"
     assert_same(built(**keys_of(model, memory__serialize={"bert.embeddings": 4})), model)
 
 
-def test_all_marks_can_be_taken_away() -> None:
+def test_all_marks_can_be_removed() -> None:
     run = built(
         **keys_of(
             "GPT2LMHeadModel",
@@ -184,11 +184,11 @@ def _marks(model: nn.Module) -> List[Tuple[str, int, int, bool]]:
         ("GPT2LMHeadModel", {"pipeline__split": ["transformer.h.2"]}, "are one tensor"),
         ("TimmViT", {"pipeline__split": ["head_dist"]}, "does not run in `forward`"),
         ("TimmViT", {"pipeline__split": ["blocks", "blocks.0"]}, "has no operations"),
-        ("TimmViT", {"memory__serialize": {"norm": 2}}, "neither a linear layer nor an embedding"),
+        ("TimmViT", {"memory__serialize": {"norm": 2}}, "is not a linear layer or an embedding"),
         ("TimmViT", {"memory__serialize": {"head": 3}}, "3 parts do not divide the 20 output channels"),
     ],
 )
-def test_what_cannot_be_placed_is_told_before_compiling(model: str, changes: Dict[str, Any], said: str) -> None:
+def test_impossible_placements_are_reported_before_compiling(model: str, changes: Dict[str, Any], said: str) -> None:
     settings = config(**keys_of(model, pipeline__auto_round=True, **changes))
     with pytest.raises(ConfigError, match=said):
         make_plan(settings, inspected(settings).facts)
@@ -200,7 +200,7 @@ def test_a_block_may_begin_at_a_module_that_computes_nothing() -> None:
     assert_same(run, "TimmViT")
 
 
-def test_the_order_of_running_is_that_of_training() -> None:
+def test_modules_are_ordered_as_they_run_in_training() -> None:
     settings = config(**keys_of("AuxiliaryNet", pipeline__split=["body", "head", "aux"]))
     facts = inspected(settings).facts
     assert [call.module for call in facts.calls] == ["", "embed", "body", "head", "aux"]

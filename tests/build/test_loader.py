@@ -15,14 +15,14 @@ from ipurun import emulator
 from ipurun.build.loader import TrainLoader
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
-from ipurun.inspect.sampling import EpochOrder, PaddedOrder, Resumable, seed_of, seeded
+from ipurun.inspect.sampling import EpochOrder, PaddedOrder, ResumableSampler, seed_of, seeded
 from ipurun.planning.plan import BatchSizes
 
 SAMPLERS = "torch.utils.data."
 
 
 def _labels(run: Any, epochs: int = 1) -> List[List[float]]:
-    """First coordinates of every batch, which tell the samples apart."""
+    """Return the first coordinates of every batch, which identify the samples."""
     return [batch[0][:, 0].tolist() for _ in range(epochs) for batch in run.train_loader.epoch()]
 
 
@@ -36,7 +36,7 @@ def test_batches_hold_a_whole_host_call() -> None:
     assert _labels(run) == [_coordinates(list(range(16))), _coordinates(list(range(16, 32)))]
 
 
-def test_shuffle_is_a_function_of_seed_and_epoch() -> None:
+def test_shuffling_depends_only_on_seed_and_epoch() -> None:
     first, second, other = built(), built(), built(seed=1)
     for run in (first, second, other):
         run.train_loader.start()
@@ -48,7 +48,7 @@ def test_shuffle_is_a_function_of_seed_and_epoch() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("epoch", "skip"), [(0, 0), (0, 3), (1, 0), (2, 7)])
-def test_any_position_gives_the_same_batches(workers: int, epoch: int, skip: int) -> None:
+def test_batches_are_the_same_from_any_position(workers: int, epoch: int, skip: int) -> None:
     straight, resumed = built(), built(loader__workers=workers)
     straight.train_loader.start()
     everything = _labels(straight, 3)
@@ -90,7 +90,7 @@ def test_a_sampler_by_target() -> None:
     assert run.plan.steps.calls_per_epoch == 4
 
 
-def test_a_sampler_that_takes_no_data_set() -> None:
+def test_a_sampler_without_a_data_set() -> None:
     sampler = {"_target_": SAMPLERS + "SubsetRandomSampler", "indices": [1, 5, 9, 13]}
     run = built(loader__sampler=sampler)
     run.train_loader.start()
@@ -127,12 +127,12 @@ def test_epochs_of_a_batch_sampler_are_shuffled() -> None:
         ({"loader__sampler": {"_target_": SAMPLERS + "WeightedRandomSampler", "weights": [1.0]}}, "num_samples"),
         (
             {"loader__sampler": {"_target_": "run_toys.EveryOther"}, "loader__batch_sampler": {"_target_": "a.b"}},
-            "exclude each other",
+            "cannot both be set",
         ),
         ({"loader__collate": "run_toys.nothing"}, "nothing"),
         (
             {"loader__sampler": {"_target_": "run_toys.EveryOther"}, "data": {"_target_": "run_toys.Stream"}},
-            "an iterable data set has no sampler",
+            "an iterable data set cannot have a sampler",
         ),
     ],
 )
@@ -141,17 +141,17 @@ def test_wrong_loaders(changes: Any, part: str) -> None:
         inspected(config(**changes))
 
 
-def test_a_collate_function_of_ones_own() -> None:
-    run = built(loader__collate="collate_for_tests.twice", loader__shuffle=False)
+def test_a_users_collate_function() -> None:
+    run = built(loader__collate="run_toys.doubled", loader__shuffle=False)
     run.train_loader.start()
     assert _labels(run)[0] == [2 * value for value in _coordinates([0, 1, 2, 3])]
 
 
-def test_what_the_engine_refuses_is_a_config_error() -> None:
-    batch = BatchSizes(micro_batch_size=1, device_iterations=1, gradient_accumulation=1, replicas=1)
+def test_settings_that_poptorch_refuses_are_a_config_error() -> None:
+    sizes = BatchSizes(micro_batch_size=1, device_iterations=1, gradient_accumulation=1, replicas=1)
     settings = LoaderConfig(mode="async_rebatched")
-    loader = TrainLoader(emulator, emulator.Options(), Points(32), settings, batch, 0, default_collate)
-    with pytest.raises(ConfigError, match="cannot be opened"):
+    loader = TrainLoader(emulator, emulator.Options(), Points(32), settings, sizes, 0, default_collate)
+    with pytest.raises(ConfigError, match="cannot load the data with these settings"):
         loader.start()
 
 
@@ -162,16 +162,16 @@ def test_orders() -> None:
     assert list(PaddedOrder(4, 2, 8)) == [0, 1, 2, 3, 2, 3, 2, 3]
     assert list(PaddedOrder(8, 4, 4)) == list(range(8))
     assert list(PaddedOrder(1, 4, 3)) == [0, 0, 0]
-    order = Resumable(EpochOrder(4, 0, shuffle=False), seed=0, skip=3)
+    order = ResumableSampler(EpochOrder(4, 0, shuffle=False), seed=0, skip=3)
     assert len(order) == 1 and list(order) == [3] and len(order) == 4 and list(order) == [0, 1, 2, 3]
 
 
-def test_seeds_of_neighbours_differ() -> None:
+def test_neighbouring_seeds_differ() -> None:
     assert len({seed_of(seed, epoch) for seed in range(20) for epoch in range(20)}) == 400
     assert seed_of(1, 2) != seed_of(2, 1)
 
 
-def test_seeded_leaves_the_global_state_alone() -> None:
+def test_seeded_restores_the_global_state() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -11,21 +11,13 @@ from typing import Any, Iterator
 import numpy
 import pytest
 import torch
+from user_project import enter_project
 
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
 from ipurun.runs.folder import RunFolder
 
 CODE = """
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 3)
-    def forward(self, x):
-        return self.inner(x)
-
 def points(samples, seed):
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 4, generator=random)
@@ -38,30 +30,13 @@ def splits(test=10):
     return made
 """
 
-RECIPE = """
-# @package _global_
-model: {_target_: evaluated_code.Net}
-data: {_target_: evaluated_code.splits}
-loss: {name: CrossEntropyLoss}
-optimizer: {_target_: poptorch.optim.SGD, lr: 0.1}
-metrics: {accuracy: {_target_: ipurun.metrics.Accuracy}}
-micro_batch_size: 4
-epochs: 2
-engine: cpu
-cache: {enabled: false}
-"""
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with one trained run in it."""
     folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", [str(folder), *sys.path])
-        Path("evaluated_code.py").write_text(CODE)
-        Path("conf/recipe").mkdir(parents=True)
-        Path("conf/recipe/tiny.yaml").write_text(RECIPE.lstrip())
+        enter_project(folder, patch, "evaluated_code", CODE, "epochs: 2\n")
         assert main(["train", "+recipe=tiny", "hydra.run.dir=run", "checkpoint.keep=0"]) == 0
         yield folder
     sys.modules.pop("evaluated_code", None)

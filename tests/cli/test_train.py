@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
+from user_project import enter_project
 
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
@@ -23,16 +24,6 @@ from ipurun.cli.train import _set_environment
 from ipurun.runs.folder import RunFolder
 
 CODE = """
-import time
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 3)
-    def forward(self, x):
-        return self.inner(x)
-
 class Points(torch.utils.data.Dataset):
     def __init__(self, samples=24, seconds=0.0, bad=False):
         random = torch.Generator().manual_seed(1)
@@ -52,28 +43,10 @@ def splits(samples=24, seconds=0.0, bad=False):
     return {"train": Points(samples, seconds, bad), "test": Points(10)}
 """
 
-RECIPE = """
-# @package _global_
-model: {_target_: tiny_code.Net}
-data: {_target_: tiny_code.splits}
-loss: {name: CrossEntropyLoss}
-optimizer: {_target_: poptorch.optim.SGD, lr: 0.1}
-metrics: {accuracy: {_target_: ipurun.metrics.Accuracy}}
-micro_batch_size: 4
-epochs: 2
-engine: cpu
-cache: {enabled: false}
-"""
-
 
 @pytest.fixture(autouse=True)
 def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "tiny_code", raising=False)
-    Path("tiny_code.py").write_text(CODE)
-    Path("conf/recipe").mkdir(parents=True)
-    Path("conf/recipe/tiny.yaml").write_text(RECIPE.lstrip())
+    enter_project(tmp_path, monkeypatch, "tiny_code", CODE, "epochs: 2\n")
 
 
 def _train(*argv: str) -> int:
@@ -146,7 +119,8 @@ def test_the_run_folder_holds_everything() -> None:
 
 
 def test_quiet_is_one_line(capsys: Any) -> None:
-    Path("tiny_code.py").write_text(CODE.replace('print("a data set may print")', "pass"))
+    code = Path("tiny_code.py")
+    code.write_text(code.read_text().replace('print("a data set may print")', "pass"))
     assert _train("--quiet") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 and lines[0].startswith("tiny: finished after 12 steps, loss ")

@@ -1,4 +1,4 @@
-"""What tests of several parts of the emulator share."""
+"""Fixtures shared by several parts of the emulator's tests."""
 
 import os
 
@@ -9,7 +9,7 @@ import ipurun
 
 @pytest.fixture
 def child_environment():
-    """Environment for a child Python that can import ipurun and nothing of this process's poptorch."""
+    """Return an environment for a child Python that can import ipurun, without this process's poptorch settings."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(ipurun.__file__)))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("POPTORCH_", "PVTI_"))}
     kept.update(PYTHONPATH=root, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")

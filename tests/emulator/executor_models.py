@@ -1,4 +1,4 @@
-"""Small models that the tests of the executor share, and hand-written torch loops to compare with."""
+"""Small models shared by the tests of the executor, and hand-written torch loops to compare with."""
 
 import copy
 
@@ -53,12 +53,12 @@ def last_loss(result):
 
 
 def assert_trains_like_torch(model, inputs, steps=3, lr=0.05, tolerance=1e-5):
-    """Trains a model on the executor and a copy by hand, one micro-batch for each update."""
+    """Train a model on the executor and a copy by hand, with one micro-batch per update."""
     reference = copy.deepcopy(model)
     executor = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
     optimizer = torch.optim.SGD(reference.parameters(), lr=lr)
     for step in range(steps):
-        # Other values each time: what was captured must not hold those of the first call.
+        # Other values each time: the capture must not contain those of the first call.
         varied = [t * (1 + 0.1 * step) if t.is_floating_point() else t.roll(step, 0) for t in inputs]
         got = last_loss(executor(*varied))
         optimizer.zero_grad()

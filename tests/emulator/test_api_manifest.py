@@ -1,4 +1,4 @@
-"""The emulator's names, parameters, defaults and enum values against the manifest of PopTorch 3.4."""
+"""The emulator's names, parameters, defaults and enum values compared with the manifest of PopTorch 3.4."""
 
 import abc
 import enum
@@ -16,24 +16,24 @@ MODULES = {
     name: importlib.import_module(name.replace("poptorch", "ipurun.emulator", 1)) for name in MANIFEST["modules"]
 }
 
-# Public names of the package that PopTorch 3.4 does not have, and why they are there.
+# Public names of the package that PopTorch 3.4 does not have, with the reason.
 EXTRA_NAMES = {
     "autocast": "PopTorch up to 3.0, for older programs",
     "autocasting": "PopTorch up to 3.0, for older programs",
-    "coverage": "tells what is emulated",
+    "coverage": "lists what is emulated",
     "exec": "runs an unmodified PopTorch program",
     "graph": "captured graphs, for tools that inspect models",
-    "install": "makes `import poptorch` mean the emulator",
-    "logger": "PopTorch imports it for itself, and its own examples write to it",
+    "install": "makes `import poptorch` import the emulator",
+    "logger": "imported by PopTorch for internal use, and used by its examples",
     "register_cpu_implementation": "Python code of a custom op",
-    "shim": "stands for poptorch in child processes",
-    "testing": "PopTorch has it too, once it was imported",
+    "shim": "provides poptorch in child processes",
+    "testing": "also an attribute of PopTorch once imported",
 }
 EXTRA_METHODS = {
     ("poptorch.options", "_PrecisionOptions"): {"autocastEnabled", "autocastPolicy"},
     ("poptorch.options", "_IExecutionStrategy"): {"stage_manager"},
     ("poptorch", "PoplarExecutor"): {"placements"},
-    ("poptorch.optim", "Optimizer"): {"add_param_group"},  # torch has it on the second base
+    ("poptorch.optim", "Optimizer"): {"add_param_group"},  # inherited from torch, the second base
 }
 
 
@@ -140,7 +140,7 @@ def test_version_names_poptorch_and_a_snapshot():
     assert snapshot
 
 
-def test_no_public_name_beyond_the_extras():
+def test_no_other_public_names_except_the_extras():
     root = MANIFEST["modules"]["poptorch"]
     known = set(root["classes"]) | set(root["functions"]) | set(root["variables"])
     known.update(name for names in root["re_exported"].values() for name in names)
@@ -162,7 +162,7 @@ def public_methods(owner):
 
 
 @pytest.mark.parametrize(("module", "name", "entry"), list(classes()))
-def test_no_public_method_beyond_the_extras(module, name, entry):
+def test_no_other_public_methods_except_the_extras(module, name, entry):
     owner = getattr(MODULES[module], name)
     if entry["kind"] == "enum":
         assert set(owner.__members__) == set(entry["members"])
@@ -177,7 +177,7 @@ def test_native_enums(name):
     assert list(getattr(poptorch.poptorch_core, name).__members__) == MANIFEST["native_core"]["enums"][name]
 
 
-def test_private_names_that_programs_touch():
+def test_private_names_that_programs_use():
     core = poptorch.poptorch_core
     for name in ("Error", "TestErrorType", "_throwTestError", "_validateOptions", "isCompilingWithDispatcher"):
         assert hasattr(core, name)

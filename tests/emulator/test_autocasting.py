@@ -1,4 +1,4 @@
-"""Automatic casting of PopTorch up to 3.0: it works, and warns once (semantics 24)."""
+"""Automatic casting of PopTorch up to 3.0: it works, and warns once."""
 
 import copy
 
@@ -99,7 +99,7 @@ def test_policies(policy, function, expected):
     assert poptorch.inferenceModel(Mixed(function), options)(X, X.half()).dtype == expected
 
 
-def test_policy_takes_layers():
+def test_policy_accepts_layers():
     options = poptorch.Options()
     options.Precision.autocastPolicy(autocasting.Policy(fp16=[torch.nn.Linear]))
     model = Mixed(lambda x, y: model.layer(x))

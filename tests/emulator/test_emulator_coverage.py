@@ -1,4 +1,4 @@
-"""The table of emulated names: what it says, and that the page in docs is the one of this tree."""
+"""The table of emulated names: its contents, and that the page in docs is up to date."""
 
 import os
 
@@ -35,7 +35,7 @@ def test_recorded_and_executed_names(statuses):
     assert statuses["poptorch.optim", "LAMB"].status == "executed"
 
 
-def test_missing_names_and_tests_are_told(tmp_path):
+def test_missing_names_and_tests_are_reported(tmp_path):
     (tmp_path / "test_some.py").write_text("def helper():\n    nop\n\ndef test_it():\n    helper()\n")
     manifest = {
         "version": "3.4.0",

@@ -1,4 +1,4 @@
-"""Small functions of the package root: hardware, printing, argument parsers, testing (semantics 5, 22)."""
+"""Small functions of the package root: hardware, printing, argument parsers, testing."""
 
 import datetime
 import sys
@@ -32,7 +32,7 @@ def test_no_hardware_by_default(hardware):
         poptorch.ipuHardwareVersion()
 
 
-def test_standing_in_for_hardware(hardware):
+def test_simulated_hardware(hardware):
     hardware.setenv("POPTORCH_EMULATOR_HARDWARE", "1")
     assert poptorch.ipuHardwareIsAvailable(16) is True
     assert poptorch.ipuHardwareVersion() == 2
@@ -62,7 +62,7 @@ def annotated_model():
     return model
 
 
-def test_module_repr_is_torchs_plus_blocks():
+def test_module_repr_adds_blocks_to_torchs():
     model = annotated_model()
     plain = repr(model)
     shown = poptorch.module_repr(model)
@@ -71,7 +71,7 @@ def test_module_repr_is_torchs_plus_blocks():
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Transformer(4, 1, 1, 1, 4)])
-def test_module_repr_without_blocks_is_torchs(module):
+def test_module_repr_without_blocks_equals_torchs(module):
     assert poptorch.module_repr(module) == repr(module)
 
 
@@ -162,7 +162,7 @@ def test_attributes_of_custom_ops_by_id():
             poptorch.accessAttributes(wrong)
 
 
-def test_ipu_tensor_ids_exist_during_capture_only():
+def test_ipu_tensor_ids_exist_only_during_capture():
     numbers = []
 
     class Net(torch.nn.Module):
@@ -177,7 +177,7 @@ def test_ipu_tensor_ids_exist_during_capture_only():
         poptorch.getIpuTensorId(torch.ones(1))
 
 
-def test_running_on_ipu_is_true_while_captured_only():
+def test_running_on_ipu_is_true_only_during_capture():
     class Net(torch.nn.Module):
         def forward(self, x, y):
             return x + y if poptorch.isRunningOnIpu() else x * y
@@ -210,7 +210,7 @@ def test_progress_bar_times_a_compilation(monkeypatch):
     assert bar.compilation_time >= datetime.timedelta(0)
 
 
-def test_removed_names_say_when_they_went():
+def test_removed_names_report_when_they_were_removed():
     with pytest.raises(AttributeError, match=r"IPUScope was removed in PopTorch 3\.1"):
         poptorch.IPUScope  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'fly'"):
@@ -249,7 +249,7 @@ def test_blocks_begin_at_plain_functions():
     assert double(torch.ones(1)).item() == 2.0
 
 
-def test_weights_are_fetched_when_needed_only():
+def test_weights_are_copied_only_when_needed():
     class Net(torch.nn.Linear):
         def forward(self, x):
             y = super().forward(x)

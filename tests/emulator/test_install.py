@@ -1,4 +1,4 @@
-"""``import poptorch`` answered by the emulator, here and in child processes, and programs run by it."""
+"""``import poptorch`` imports the emulator, here and in child processes, and in programs that it runs."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def write(folder, name, text):
     return str(path)
 
 
-def test_install_answers_poptorch_and_submodules(run):
+def test_install_provides_poptorch_and_submodules(run):
     ran = run(
         [
             "-c",
@@ -124,7 +124,7 @@ def test_child_of_a_module_imports_poptorch(run, tmp_path):
     assert "spawn True" in ran.stdout
 
 
-def test_script_sees_what_python_would_show_it(run, tmp_path):
+def test_script_runs_in_the_same_environment_as_with_python(run, tmp_path):
     write(tmp_path, "beside.py", "NAME = 'beside'")
     script = write(
         tmp_path,
@@ -156,7 +156,7 @@ def test_exit_codes(run, tmp_path, how, ending, code, stderr):
     assert (ran.returncode, ran.stderr) == (code, stderr)
 
 
-def test_traceback_is_the_programs_own(run, tmp_path):
+def test_traceback_shows_only_the_program(run, tmp_path):
     script = write(tmp_path, "failing.py", "def f():\n    raise ValueError('boom')\n\nf()\n")
     ran = run(["-c", RUN.format("script"), script])
     plain = run([script])
@@ -164,7 +164,7 @@ def test_traceback_is_the_programs_own(run, tmp_path):
     assert ran.stderr == plain.stderr
 
 
-def test_syntax_error_is_shown_as_python_shows_it(run, tmp_path):
+def test_syntax_error_is_shown_as_by_python(run, tmp_path):
     script = write(tmp_path, "broken.py", "x = (\n")
     ran = run(["-c", RUN.format("script"), script])
     assert ran.returncode == 1
@@ -204,7 +204,7 @@ def test_pytest_runs_poptorch_tests(run, tmp_path):
     assert "1 passed" in ran.stdout
 
 
-def test_a_program_starts_the_python_that_it_runs_on(run, tmp_path):
+def test_a_program_starts_the_same_python(run, tmp_path):
     other = tmp_path / "other" / "python3"
     other.parent.mkdir()
     other.write_text("#!/bin/sh\necho another python\n")
@@ -249,7 +249,7 @@ def test_a_user_can_forbid_loading_whole_models(run, tmp_path):
     assert "Weights only load failed" in ran.stderr
 
 
-def test_samplers_pass_on_their_data_source_as_in_torch_2_0(run, tmp_path):
+def test_samplers_accept_a_data_source_as_in_torch_2_0(run, tmp_path):
     program = """
         import poptorch
         from torch.utils.data import DataLoader, Sampler
@@ -280,7 +280,7 @@ def test_pva_can_be_imported_and_refuses_to_open_reports(run):
             print(error)
         """
     ran = run(["-c", program])
-    assert "writes no PopVision reports" in ran.stdout, ran.stderr
+    assert "does not write PopVision reports" in ran.stdout, ran.stderr
 
 
 POPDIST = """if True:
@@ -295,7 +295,7 @@ POPDIST = """if True:
     """
 
 
-def test_popdist_answers_as_a_program_of_one_process(run):
+def test_popdist_reports_a_single_process(run):
     program = """
     import copy, poptorch, torch
     assert isinstance(opts, poptorch.Options)
@@ -308,7 +308,7 @@ def test_popdist_answers_as_a_program_of_one_process(run):
     assert ran.stdout == "0 1 1\ntorch.Size([4, 3])\n", ran.stderr
 
 
-def test_popdist_options_refuse_what_the_launcher_decides(run):
+def test_popdist_options_refuse_settings_of_the_launcher(run):
     program = """
     distributed = opts.Distributed
     for call in (

@@ -1,4 +1,4 @@
-"""Error classes, their attributes and texts (semantics 21)."""
+"""Error classes, their attributes and texts."""
 
 import pickle
 import re
@@ -29,7 +29,7 @@ def test_classes():
     assert poptorch.poptorch_core.Error is poptorch.Error
 
 
-def test_error_types_are_the_manifest_s():
+def test_error_types_match_the_manifest():
     assert list(TestErrorType.__members__) == MANIFEST["native_core"]["enums"]["TestErrorType"]
 
 
@@ -65,7 +65,7 @@ def test_native_error_classes(error_type, expected_class, expected_type):
     assert caught.value.type == expected_type
 
 
-def test_recoverable_errors_say_what_helps():
+def test_recoverable_errors_name_the_recovery_action():
     with pytest.raises(poptorch.RecoverableError) as caught:
         _throwTestError(TestErrorType.PoplarRecoverableFullReset)
     assert caught.value.recovery_action == "FULL_RESET"
@@ -78,7 +78,7 @@ def test_native_errors_name_the_line_that_raised():
     assert error.location == ""
 
 
-def test_errors_pickle_with_their_attributes():
+def test_errors_are_pickled_with_their_attributes():
     error = _impl.createNativeError("lost", type="poplar_recoverable_runtime_error", recovery_action="IPU_RESET")
     read_back = pickle.loads(pickle.dumps(error))
     assert type(read_back) is poptorch.RecoverableError

@@ -1,4 +1,4 @@
-"""profiling.Channel: silent without PVTI, and what it tells PVTI when there is one (semantics 22)."""
+"""profiling.Channel: does nothing without PVTI, and its calls of PVTI."""
 
 import subprocess
 import sys

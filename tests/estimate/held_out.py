@@ -15,6 +15,7 @@ from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.settings import layout_of_plan, machine_of, settings_of
 from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
+from ipurun.inspect.facts import Purpose
 from ipurun.inspect.trace import trace_model
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.runs.prepare import PreparedRun, prepare
@@ -82,7 +83,7 @@ def machine(chip: str) -> Machine:
 @functools.lru_cache(maxsize=None)
 def _situation(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     row = next(row for row in rows() if row["id"] == name)
-    prepared = prepare(one(words_of(row["model"], row["run"])), on_paper=True)
+    prepared = prepare(one(words_of(row["model"], row["run"])), Purpose.PLAN)
     profile = _profile(prepared, row["run"])
     return profile, layout_of_plan(profile, prepared.plan), settings_of(prepared.plan)
 

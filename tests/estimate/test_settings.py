@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ipurun.config.compose import one
-from ipurun.estimate.settings import machine_of, settings_of, words_of
+from ipurun.estimate.settings import machine_of, phases_of, settings_of, words_of
 from ipurun.estimate.types import Settings
 from ipurun.inspect.facts import Facts
 from ipurun.planning import make_plan
@@ -32,6 +32,14 @@ def _settings(*words: str) -> Settings:
 def test_optimizer_state_by_class_and_types(words: Any, state_bytes: float, tensors: int) -> None:
     found = _settings(*words)
     assert (found.state_bytes, found.state_tensors) == (state_bytes, tensors)
+
+
+@pytest.mark.parametrize("phases", ["[first,fc1]", "[[first],[fc1]]"])
+def test_phases_of_a_strategy_under_options(phases: str) -> None:
+    words = ["pipeline.split=[fc1]", f"options.setExecutionStrategy={{SerialPhasedExecution: {phases}}}"]
+    config = one(["+recipe=mnist", *words]).config
+    facts = Facts("cpu", "emulator", train_samples=4000, module_names=("conv1", "fc1"))
+    assert phases_of(make_plan(config, facts).training_options) == {"first": 0, "fc1": 1}
 
 
 def test_accumulators_exist_only_where_gradients_accumulate() -> None:

@@ -1,7 +1,4 @@
-"""Models with the module trees and the habits of well-known libraries, written by hand at toy size.
-
-Their code knows nothing of IPUs or of ipurun.
-"""
+"""Hand-written toy models with the module names and conventions of well-known libraries, without any IPU code."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ WIDTH, VOCAB, LENGTH = 8, 20, 6
 
 @dataclasses.dataclass
 class ModelOutput(OrderedDict):
-    """An ordered mapping whose items are attributes as well, as transformers returns them."""
+    """An ordered mapping whose items are also attributes, as in transformers."""
 
     last_hidden_state: Optional[torch.Tensor] = None
     pooler_output: Optional[torch.Tensor] = None
@@ -34,7 +31,7 @@ class ModelOutput(OrderedDict):
 
 
 class Conv1D(nn.Module):
-    """transformers' linear layer of GPT-2, with its weight the other way round."""
+    """GPT-2's linear layer in transformers, with a transposed weight."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -123,7 +120,7 @@ class BertModel(nn.Module):
 
 
 class BertForSequenceClassification(nn.Module):
-    """``bert.encoder.layer.0``, layers called by keyword that return tuples, an output with attributes."""
+    """``bert.encoder.layer.0``: layers that are called by keyword and return tuples, an output with attributes."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -147,7 +144,7 @@ class ViTBlock(nn.Module):
 
 
 class TimmViT(nn.Module):
-    """timm's names: a Sequential of blocks that is called as one, identities around it, a module that never runs."""
+    """timm's names: one call of a Sequential of blocks, identities around it, a module that never runs."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -181,7 +178,7 @@ class T5Stack(nn.Module):
 
 
 class T5ForConditionalGeneration(nn.Module):
-    """An encoder and a decoder that look their tokens up in one table, which is the head's weight as well.
+    """An encoder and a decoder that share one embedding table, which is also the head's weight.
 
     Args:
         one_module: Whether the table is one module with two callers, as in older versions, or two with one weight.
@@ -218,7 +215,7 @@ def tokens() -> Tuple[Tokens, Tokens]:
 
 
 class AuxiliaryNet(nn.Module):
-    """Has a second head in training only, as GoogLeNet has, and defines its modules in another order than they run."""
+    """Has a second head in training only, like GoogLeNet; its modules run in another order than defined."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Builds runs from keyword arguments, as the commands do from YAML, and records what they tell."""
+"""Build runs from keyword arguments, as the commands do from YAML, and record their events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOYS = "run_toys"
 
 
 def config(**changes: Any) -> RunConfig:
-    """A config of the toy model on 32 points in micro-batches of 4, changed by keys such as ``loader__shuffle``."""
+    """Return a config of the toy model on 32 points in micro-batches of 4, with changes such as ``loader__shuffle``."""
     made = RunConfig(
         engine="cpu",
         micro_batch_size=4,
@@ -47,12 +47,12 @@ def inspected(settings: RunConfig) -> ModelAndData:
 def built(settings: Optional[RunConfig] = None, **changes: Any) -> Run:
     settings = settings or config(**changes)
     chosen = engine.load("cpu")
-    subject = inspect(settings, chosen)
-    return build_run(settings, make_plan(settings, subject.facts), subject, chosen)
+    made = inspect(settings, chosen)
+    return build_run(settings, make_plan(settings, made.facts), made, chosen)
 
 
 class Folder:
-    """As much of a run folder as the loop wants."""
+    """The part of a run folder that the loop needs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,12 +1,12 @@
-"""Small models, data sets and losses that the tests of build and train name as targets."""
+"""Small models, data sets, losses and metrics that tests use as targets."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 
 class Net(nn.Module):
@@ -23,7 +23,7 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    """Parameters at two depths: encoder.0.bias and encoder.1.inner.bias."""
+    """Has parameters at two depths: encoder.0.bias and encoder.1.inner.bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Deep(nn.Module):
 
 
 class NormNet(nn.Module):
-    """Has buffers that training changes, and one that it does not."""
+    """Has buffers that training changes, and one that it does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class NormNet(nn.Module):
 
 
 class CountingNet(nn.Module):
-    """Changes a buffer of its own in forward."""
+    """Changes a buffer in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Points(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same points one after another, without a length."""
+    """The same points as an iterable data set without a length."""
 
     def __init__(self, length: int = 32) -> None:
         self.points = Points(length)
@@ -132,7 +132,7 @@ class Stream(IterableDataset):
 
 
 class PlainIterable:
-    """Something to iterate over that is no torch class and tells no length."""
+    """An iterable that is not a torch class and has no length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(Stream())
@@ -167,7 +167,7 @@ def no_data() -> int:
 
 
 def margin(output: torch.Tensor, target: torch.Tensor, power: float = 1.0) -> torch.Tensor:
-    """A loss of nobody's library: it needs identity_loss."""
+    """A custom loss, which needs identity_loss."""
     return (1 - output.gather(1, target.unsqueeze(1)).squeeze(1)).abs() ** power
 
 
@@ -187,3 +187,17 @@ class EveryOther(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(0, len(self.data) // 2 * 2, 2))
+
+
+class HalfFrozen(Net):
+    """A model whose first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+def doubled(samples: List[Any]) -> Any:
+    """A user's collate function."""
+    x, y = default_collate(samples)
+    return 2 * x, y

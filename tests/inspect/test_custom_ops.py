@@ -1,4 +1,4 @@
-"""Custom ops from the config: Python functions on the CPU engine, shared libraries where an IPU runs."""
+"""Custom ops of a config: Python functions on the CPU engine, shared libraries on an IPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_recipe")
-def test_a_run_on_the_cpu_computes_the_op_with_the_function(capsys: Any) -> None:
+def test_the_cpu_engine_computes_the_op_with_the_function(capsys: Any) -> None:
     assert main(["train", "+recipe=cubed", "--json"]) == 0
     # One sample: (2x)^3 = 8 against 4, squared.
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(16.0)
@@ -73,13 +73,13 @@ def test_a_run_on_the_cpu_computes_the_op_with_the_function(capsys: Any) -> None
         ('custom_ops.cpu={"com.acme/Cube": {backward: custom_net.cube}}', "takes the function"),
     ],
 )
-def test_a_function_that_is_not_there_is_one_problem(word: str, what: str, capsys: Any) -> None:
+def test_a_missing_function_is_one_problem(word: str, what: str, capsys: Any) -> None:
     assert main(["validate", "+recipe=cubed", word]) == 2
     error = capsys.readouterr().err
     assert error.count("error:") == 1 and what in error
 
 
-def test_libraries_are_loaded_where_an_ipu_runs() -> None:
+def test_libraries_are_loaded_on_an_ipu() -> None:
     engine = Engine(SimpleNamespace(), "ipu", "test")  # type: ignore[arg-type]  # no name of it is needed
     there = ctypes.util.find_library("c")
     problems = load_custom_ops(CustomOpsConfig(libraries=[str(there), "build/libnone.so"]), engine)

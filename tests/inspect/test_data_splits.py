@@ -1,4 +1,4 @@
-"""Every form of data a config may name."""
+"""All forms of data that a config can name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_forms_of_data(node: Any, lengths: Any) -> None:
     assert {name: length_of(data) for name, data in make_splits(node).items()} == lengths
 
 
-def test_eval_takes_the_train_arguments_unless_they_differ() -> None:
+def test_the_eval_split_inherits_the_train_arguments() -> None:
     splits = make_splits({"_target_": "run_toys.Points", "jitter": 0.5, "_eval_": {"jitter": 0.0, "offset": 3}})
     assert splits["train"].jitter == 0.5 and splits["eval"].jitter == 0.0
     assert splits["eval"].x[0].equal(splits["train"].x[3])
@@ -64,12 +64,12 @@ def test_wrong_arguments_of_the_eval_split() -> None:
 @pytest.mark.parametrize(
     ("target", "part"),
     [
-        ("run_toys.no_data", "no data set for the split `train`"),
-        (f"{HERE}.only_eval", "no split `train`"),
-        (f"{HERE}.half_broken", "no data set for the split `eval`"),
+        ("run_toys.no_data", "did not return a data set for the split `train`"),
+        (f"{HERE}.only_eval", "did not return the split `train`"),
+        (f"{HERE}.half_broken", "did not return a data set for the split `eval`"),
     ],
 )
-def test_what_is_no_data(target: str, part: str) -> None:
+def test_targets_that_do_not_return_data(target: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         make_splits({"_target_": target})
 
@@ -82,7 +82,7 @@ def test_which_split_is_evaluated() -> None:
     assert split_for_eval({"train": 1}, "train") == "train"
 
 
-def test_notes_are_gathered_once() -> None:
+def test_notes_are_collected_once() -> None:
     class Noted:
         notes = ("a subset",)
 
@@ -95,7 +95,7 @@ def test_notes_are_gathered_once() -> None:
 @pytest.mark.parametrize("sample", [("a word", 1), {"text": "a word", "label": 1}, (b"raw", 1), ([1, ["deep"]], 1)])
 def test_text_in_a_sample_is_refused(sample: Any) -> None:
     (problem,) = check_sample(sample)
-    assert "takes tensors" in problem.what
+    assert "takes only tensors" in problem.what
     assert "loader.collate" in problem.fix
 
 

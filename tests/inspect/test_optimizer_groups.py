@@ -1,4 +1,4 @@
-"""The optimizer: only what was set, groups by parameter name, values that stay variable."""
+"""The optimizer: only set arguments, groups by parameter name, variable and constant values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_pattern_means_the_same_as_in_a_pipeline() -> None:
     assert [len(group["params"]) for group in built(model=model, optimizer=node).optimizer.param_groups] == [2, 2]
 
 
-def test_a_group_without_names_is_reported_and_not_a_failure() -> None:
+def test_a_group_without_names_is_reported() -> None:
     node = {"_target_": SGD, "lr": 0.1, "groups": [{"match": None, "lr": 0.2}]}
     with pytest.raises(ConfigError, match="needs `match`"):
         built(optimizer=node)
@@ -66,12 +66,12 @@ def test_torch_optimizers() -> None:
     assert isinstance(built(optimizer={"_target_": "torch.optim.AdamW", "lr": 0.1}).optimizer, torch.optim.AdamW)
 
 
-def test_frozen_parameters_stay_out() -> None:
-    run = built(model={"_target_": "frozen_toy.HalfFrozen"})
+def test_frozen_parameters_are_left_out() -> None:
+    run = built(model={"_target_": "run_toys.HalfFrozen"})
     assert sum(len(group["params"]) for group in run.optimizer.param_groups) == 2
 
 
-def test_a_model_without_parameters_is_told() -> None:
+def test_a_model_without_parameters_is_reported() -> None:
     with pytest.raises(ConfigError, match="no parameter to train"):
         built(model={"_target_": "torch.nn.Flatten"})
 

@@ -1,4 +1,4 @@
-"""Targets: real causes, nearest names, and nothing called before everything fits."""
+"""Targets: real causes, nearest names, and no call before all arguments are checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plain:
 
 
 def keeps_the_rest(function: Any) -> Any:
-    """A decorator as the configs of transformers have it: what the function does not know is kept all the same."""
+    """A decorator like that of transformers' configs: it keeps arguments that the function does not have."""
 
     @functools.wraps(function)
     def outer(self: Any, width: int, **rest: Any) -> None:
@@ -76,7 +76,7 @@ def test_locates_classes_functions_and_attributes() -> None:
     assert locate("torch.nn.functional.relu", "x").__name__ == "relu"
 
 
-def test_a_function_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_preferred_to_a_module_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "zoo_of_one_name"
     package.mkdir()
     (package / "__init__.py").write_text("from zoo_of_one_name.lenet import *\n")
@@ -85,7 +85,7 @@ def test_a_function_comes_before_a_module_of_its_name(tmp_path: Path, monkeypatc
     assert locate("zoo_of_one_name.lenet", "model._target_")() == 5
 
 
-def test_poptorch_is_answered_by_the_engine() -> None:
+def test_poptorch_paths_resolve_in_the_engine() -> None:
     from ipurun import emulator
 
     assert locate("poptorch.optim.SGD", "optimizer._target_", emulator) is emulator.optim.SGD
@@ -94,7 +94,7 @@ def test_poptorch_is_answered_by_the_engine() -> None:
     assert "SGD" in caught.value.problems[0].known
 
 
-def test_a_missing_module_is_named_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_is_reported_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         locate("my_absent_module.Net", "model._target_")
@@ -118,7 +118,7 @@ def test_code_beside_the_recipe_is_found(tmp_path: Path, monkeypatch: pytest.Mon
         ("def broken(:\n", "SyntaxError"),
     ],
 )
-def test_the_real_cause_of_a_failing_import(
+def test_a_failing_import_is_reported_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, cause: str
 ) -> None:
     (tmp_path / "outer_of_targets.py").write_text("from inner_of_targets import Net\n")
@@ -140,7 +140,7 @@ def test_a_missing_attribute_suggests_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("path", ["", "a b", "1.2", "Net", "torch..nn", None, 3])
-def test_what_is_no_path(path: Any) -> None:
+def test_values_that_are_not_paths(path: Any) -> None:
     with pytest.raises(ConfigError):
         locate(path, "model._target_")
 
@@ -163,7 +163,7 @@ def test_an_unknown_argument_suggests_the_nearest() -> None:
 
 def test_a_class_without_arguments() -> None:
     (problem,) = check_arguments(Plain, {"width": 1}, "model")
-    assert problem.known == "it takes none"
+    assert problem.known == "it takes no arguments"
 
 
 def test_generic_classes_have_their_own_signature() -> None:
@@ -216,12 +216,12 @@ def test_not_callable() -> None:
     assert "not callable" in problem.what
 
 
-def test_a_decorator_may_know_more_arguments_than_it_shows() -> None:
+def test_a_decorator_may_accept_more_arguments_than_its_signature_shows() -> None:
     made = make({"_target_": f"{__name__}.Decorated", "width": 2, "num_labels": 3}, "model")
     assert (made.width, made.rest) == (2, {"num_labels": 3})
 
 
-def test_an_argument_that_only_the_call_refuses_is_told_like_any_other() -> None:
+def test_an_argument_that_only_the_call_refuses_is_reported_like_any_other() -> None:
     with pytest.raises(ConfigError) as caught:
         make({"_target_": f"{__name__}.widget", "width": 2, "widht": 3}, "model")
     problem = caught.value.problems[0]

@@ -1,4 +1,4 @@
-"""Models of transformers itself, made from their configs at toy size: traced, split, and equal to plain torch."""
+"""Real models of transformers at toy size: traced, split, and equal to plain torch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_large_sizes_are_traced_without_memory(model: str) -> None:
     assert layers == pytest.approx(8 * 12 * 1024**2, rel=0.01)
 
 
-def test_layers_that_are_dropped_at_random_are_told() -> None:
+def test_layers_dropped_at_random_are_reported() -> None:
     settings = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32}
     keys = keys_of("GPT2LMHeadModel")
     target = {"_target_": "transformers.OPTConfig", "vocab_size": VOCAB, "word_embed_proj_dim": 16, **settings}

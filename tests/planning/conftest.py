@@ -9,7 +9,7 @@ NAMES = ("conv1", "conv2", "body", "body.0", "body.1", "body.1.norm", "fc")
 
 
 def config_of(keys):
-    """A config with dotted keys set."""
+    """Return a config with dotted keys set."""
     config = RunConfig()
     for key, value in keys.items():
         node = config
@@ -23,23 +23,23 @@ def config_of(keys):
 
 @pytest.fixture
 def plan_of():
-    """Plans a config given as dotted keys; `facts` and `environ` are the surroundings."""
+    """Return a function that plans a config given as dotted keys, with some facts, environment and places of keys."""
 
-    def plan(keys=None, facts=None, environ=None):
+    def plan(keys=None, facts=None, environ=None, places=None):
         surroundings = {"engine": "cpu", "engine_version": "test", "train_samples": 1000, "module_names": NAMES}
         surroundings.update(facts or {})
-        return make_plan(config_of(keys or {}), Facts(**surroundings), environ or {"HOME": "/home/somebody"})
+        return make_plan(config_of(keys or {}), Facts(**surroundings), environ or {"HOME": "/home/somebody"}, places)
 
     return plan
 
 
 @pytest.fixture
 def problems_of(plan_of):
-    """The problems of a config that cannot be planned."""
+    """Return a function that gives the problems of a config that cannot be planned."""
 
-    def problems(keys, facts=None, environ=None):
+    def problems(keys, facts=None, environ=None, places=None):
         with pytest.raises(ConfigError) as raised:
-            plan_of(keys, facts, environ)
+            plan_of(keys, facts, environ, places)
         return raised.value.problems
 
     return problems
@@ -47,7 +47,7 @@ def problems_of(plan_of):
 
 @pytest.fixture
 def composed(plan_of):
-    """`poptorch.Options` of a planned config, on the emulator: ("training", ...) or ("inference", ...)."""
+    """Return a function that gives the emulator's `Options` of a planned config, for training or inference."""
 
     def compose(keys=None, mode="training", **more):
         from ipurun import emulator

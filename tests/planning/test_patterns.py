@@ -1,4 +1,4 @@
-"""One grammar of names and patterns for every key that takes modules or parameters."""
+"""One grammar of names and patterns for all keys that take modules or parameters."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NAMES = (
         (r"re:encoder\.\d\.bias", ["encoder.0.bias"]),
     ],
 )
-def test_modules_and_parameters_are_matched_alike(pattern: str, expected: List[str]) -> None:
+def test_modules_and_parameters_are_matched_the_same_way(pattern: str, expected: List[str]) -> None:
     found = Findings()
     assert match_modules(pattern, "pipeline.split", NAMES, found) == expected
     assert match_parameters(pattern, NAMES) == expected
     assert found.problems == []
 
 
-def test_a_parameter_pattern_that_ends_in_a_wildcard_takes_what_lies_inside() -> None:
+def test_a_parameter_pattern_that_ends_in_a_wildcard_matches_parameters_inside() -> None:
     assert match_parameters("*norm*", NAMES) == ["encoder.0.norm1.weight", "encoder.1.norm1.bias"]
     assert match_parameters("encoder.0.*", NAMES) == list(NAMES[:4])
 
@@ -52,7 +52,7 @@ def test_a_pattern_that_would_match_fewer_parameters_than_before_is_refused() ->
     assert problem.key == "optimizer.groups.0"
     assert problem.seen.startswith("1 of 3 parameters match") and "encoder.0.attn.bias" in problem.seen
     wide, exact = "encoder.**.bias", r"re:encoder\.([^.]*)\.bias"
-    assert f"`{wide}` for all 3" in problem.fix and f"`{exact}` for the 1 alone" in problem.fix
+    assert f"`{wide}` for all 3" in problem.fix and f"`{exact}` for only the 1" in problem.fix
     assert len(match_parameters(wide, NAMES)) == 3 and match_parameters(exact, NAMES) == ["encoder.0.bias"]
 
 

@@ -1,4 +1,4 @@
-"""Every way to write a placement, and the blocks, stages and strategies that it means."""
+"""Every form of a placement, and the blocks, stages and strategies that follow from it."""
 
 import pytest
 from trees import gpt, resnet, traced
@@ -55,7 +55,7 @@ def test_several_stacks_are_named_in_the_order_of_the_model(problems_of):
     assert "pipeline.layers=[layer1,layer2,layer3,layer4] for all" in problem.fix
 
 
-def test_the_head_comes_back_to_the_embedding(plan_of):
+def test_the_head_may_return_to_the_embeddings_ipu(plan_of):
     keys = {"pipeline.layers_per_ipu": [0, 3, 3], "pipeline.embedding_ipu": 0, "pipeline.head_ipu": 0, **ENOUGH}
     for known in (gpt(), traced(gpt())):
         plan = plan_of(keys, facts=known)
@@ -64,7 +64,7 @@ def test_the_head_comes_back_to_the_embedding(plan_of):
         assert strategy(plan).args[0].name == "poptorch.AutoStage.AutoIncrement"
 
 
-def test_ascending_ipus_are_stages_by_themselves(plan_of):
+def test_ascending_ipus_number_the_stages(plan_of):
     plan = plan_of({"pipeline.layers_per_ipu": [3, 3], **ENOUGH}, facts=gpt(tied=False))
     assert strategy(plan).args[0].name == "poptorch.AutoStage.SameAsIpu"
 
@@ -78,7 +78,7 @@ def test_a_norm_before_the_head_stays_with_the_last_layer(plan_of):
     assert (ipus["h.5"], ipus["ln_f"], ipus["lm_head"]) == (2, 2, 0)
 
 
-def test_a_tied_head_follows_the_embedding_by_itself(plan_of):
+def test_a_tied_head_follows_the_embedding(plan_of):
     plan = plan_of({"pipeline.layers_per_ipu": [0, 3, 3], **ENOUGH}, facts=gpt())
     assert blocks(plan)[-1] == ("lm_head", 0)
     assert any("wte.weight" in note and "one tensor" in note for note in plan.notes)
@@ -86,7 +86,7 @@ def test_a_tied_head_follows_the_embedding_by_itself(plan_of):
     assert blocks(plan_of(embedding_elsewhere, facts=gpt())) == [("", 1), ("h.0", 0), ("h.3", 1)]
 
 
-def test_ends_may_be_named(plan_of):
+def test_embedding_and_head_may_be_named(plan_of):
     keys = {
         "pipeline.layers_per_ipu": [3, 3],
         "pipeline.embedding": "wpe",
@@ -97,7 +97,7 @@ def test_ends_may_be_named(plan_of):
     }
     plan = plan_of(keys, facts=traced(gpt(tied=False)))
     assert blocks(plan) == [("", 0), ("wpe", 1), ("h.0", 0), ("h.3", 1), ("ln_f", 0), ("lm_head", 0)]
-    # wpe and h.0 begin on other IPUs than what runs before; ln_f and lm_head are one stage
+    # wpe and h.0 begin on another IPU than what runs before; ln_f and lm_head are one stage
     assert plan.stages == 5
     assert [call.args for call in strategy(plan).args] == [
         ("first",),
@@ -108,7 +108,7 @@ def test_ends_may_be_named(plan_of):
     ]
 
 
-def test_blocks_of_one_name_are_one_block(plan_of):
+def test_blocks_with_one_id_are_one_block(plan_of):
     written = {"h.[1-4]": {"ipu": 1, "id": "layer{}"}, "re:(ln_f|lm_head)": {"ipu": 0, "id": "head"}}
     plan = plan_of({"pipeline.blocks": written, **ENOUGH}, facts=gpt())
     assert plan.stages == 3
@@ -124,7 +124,7 @@ def test_blocks_of_one_name_are_one_block(plan_of):
     [
         {"h.2": {"ipu": 1, "id": "B"}, "h.4": {"ipu": 2}},
         {"h.2": {"ipu_id": 1, "user_id": "B"}, "h.4": 2},
-        {"h": {"2": {"ipu": 1, "id": "B"}, "4": {"ipu": 2}}},  # what pipeline.blocks.h.2.ipu=1 makes
+        {"h": {"2": {"ipu": 1, "id": "B"}, "4": {"ipu": 2}}},  # from pipeline.blocks.h.2.ipu=1
         [{"module": "h.2", "ipu": 1, "id": "B"}, {"layer_to_call": "h.4", "ipu_id": 2}],
     ],
 )
@@ -142,7 +142,7 @@ def test_explicit_blocks(plan_of, written):
         ("<{name}>", ["<h.3>", "<h.4>"]),
     ],
 )
-def test_block_names_by_template(plan_of, template, expected):
+def test_block_ids_by_template(plan_of, template, expected):
     keys = {"pipeline.blocks": {"h.[34]": {"ipu": 1, "id": template}}, **ENOUGH}
     assert [one.block_id for one in plan_of(keys, facts=gpt(tied=False)).placements] == expected
 
@@ -229,14 +229,14 @@ def test_layers_per_ipu_are_phases_under_phased_execution(plan_of):
     assert len(strategy(plan).args) == 3
 
 
-def test_inference_has_layers_of_its_own(plan_of):
+def test_inference_may_have_other_layers_per_ipu(plan_of):
     keys = {"pipeline.layers_per_ipu": [0, 2, 2, 2], "inference.layers_per_ipu": [2, 4], **ENOUGH}
     plan = plan_of(keys, facts=gpt())
     assert [(one.module, one.ipu) for one in plan.inference_placements] == [("h.2", 1), ("lm_head", 0)]
     assert (plan.stages, plan.inference_stages, plan.inference.device_iterations) == (5, 3, 3)
 
 
-def test_blocks_of_the_models_code_are_kept_and_shown(plan_of):
+def test_blocks_in_the_models_code_are_kept_and_shown(plan_of):
     from ipurun.log.plan_text import calls_text
 
     own = (UserBlock("h.3", 1, "own"), UserBlock(None, 2, "late", 20))
@@ -248,14 +248,14 @@ def test_blocks_of_the_models_code_are_kept_and_shown(plan_of):
     assert "block 'late' on IPU 2 begins in forward" in shown
 
 
-def test_own_blocks_without_an_ipu_are_numbered_as_they_come(plan_of):
+def test_blocks_in_the_models_code_without_an_ipu_are_numbered_in_order(plan_of):
     own = (UserBlock("h.3", None, "own"), UserBlock(None, None, "late", 20))
     plan = plan_of(ENOUGH, facts={**traced(gpt(tied=False)), "user_blocks": own})
     assert strategy(plan).args[0].name == "poptorch.AutoStage.AutoIncrement"
     assert (plan.devices.per_replica, plan.stages) == (3, 3)
 
 
-def test_order_of_running_counts_not_order_of_definition(plan_of):
+def test_the_order_of_running_counts_not_that_of_definition(plan_of):
     facts = traced(gpt(2, tied=False), calls=["", "lm_head", "h.1", "h.1.mlp.c_fc", "h.0", "h.0.mlp.c_fc"])
     plan = plan_of({"pipeline.split": ["h.1", "h.0"], **ENOUGH}, facts=facts)
     assert strategy(plan).args[0].name == "poptorch.AutoStage.SameAsIpu"
@@ -269,7 +269,7 @@ def test_every_layer_is_a_checkpoint(plan_of):
     assert len(plan_of({**keys, "recompute.checkpoints": ["fc"]}, facts=resnet()).recompute) == 17
 
 
-def test_idle_ipus_of_rounding_are_told(plan_of):
+def test_ipus_left_idle_by_rounding_are_noted(plan_of):
     plan = plan_of({"pipeline.layers_per_ipu": [2, 2, 2], **ENOUGH}, facts=gpt(tied=False))
     assert (plan.devices.total, plan.devices.per_replica, plan.devices.idle) == (4, 3, 1)
     assert any("1 of 4" in note and "idle" in note for note in plan.notes)

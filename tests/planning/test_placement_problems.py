@@ -1,4 +1,4 @@
-"""Placements that PopTorch or PopART would refuse, minutes later or never: each is one clear block."""
+"""Placements that PopTorch or PopART would refuse minutes later, or never: one clear problem for each."""
 
 import pytest
 from trees import gpt, resnet, traced
@@ -36,23 +36,23 @@ def test_every_name_must_match(problems_of, keys, name, near):
     assert near in problem.known
 
 
-def test_a_pattern_is_mended_as_a_pattern(problems_of):
+def test_the_fix_for_a_pattern_is_a_pattern(problems_of):
     assert the_problem(problems_of, {"recompute.checkpoints": ["h.*.atn"]}).fix.startswith("`h.*.attn` instead")
 
 
-def test_a_number_of_ipus_that_is_no_power_of_two_is_one_problem(problems_of):
+def test_a_number_of_ipus_that_is_not_a_power_of_two_is_one_problem(problems_of):
     problem = the_problem(problems_of, {"pipeline.layers_per_ipu": [2, 2, 2], "pipeline.auto_round": False})
     assert "3 IPUs" in problem.what and "pipeline.auto_round=true" in problem.fix
 
 
 def test_stages_of_a_broken_placement_are_not_counted(problems_of):
-    """How much accumulation a pipeline needs is not known while one of its names is."""
+    """The accumulation that a pipeline needs is not known while one of its names is wrong."""
     keys = {"pipeline.split": ["nope", "h.3"], "inference.device_iterations": 1}
     (problem,) = problems_of({"pipeline.auto_round": True, **keys}, facts=UNTIED)
     assert "`nope`" in problem.what
 
 
-def test_own_blocks_need_an_ipu_where_it_is_their_stage(problems_of):
+def test_blocks_in_the_models_code_need_an_ipu_where_it_is_their_stage(problems_of):
     facts = {**traced(UNTIED), "user_blocks": (UserBlock("h.2", None, "own"),)}
     problem = the_problem(problems_of, {"pipeline.auto_stage": "same_as_ipu"}, facts)
     assert "own has none" in problem.seen and "pipeline.auto_stage=auto" in problem.fix
@@ -77,13 +77,13 @@ def test_a_broken_expression(problems_of):
 @pytest.mark.parametrize(
     ("keys", "what", "fix"),
     [
-        ({"pipeline.layers_per_ipu": [3, 4]}, "7 layers, and the model has 6", "[3,3]"),
-        ({"pipeline.layers_per_ipu": [0, 2, 2]}, "4 layers, and the model has 6", "[0,3,3]"),
+        ({"pipeline.layers_per_ipu": [3, 4]}, "7 layers, but the model has 6", "[3,3]"),
+        ({"pipeline.layers_per_ipu": [0, 2, 2]}, "4 layers, but the model has 6", "[0,3,3]"),
         ({"pipeline.layers_per_ipu": [9, -1]}, "9 layers", "[3,3]"),
         ({"pipeline.layers_per_ipu": [3, -2]}, "numbers of layers, or -1", ""),
         ({"pipeline.layers_per_ipu": [3, 3], "pipeline.ipus": 4}, "2 entries", "pipeline.ipus=null"),
         ({"pipeline.layers_per_ipu": [3, 3], "pipeline.split": ["h.1"]}, "contradict", "pipeline.split=[]"),
-        ({"pipeline.split": "h.1"}, "takes module names, or auto", "pipeline.split=[h.1]"),
+        ({"pipeline.split": "h.1"}, "takes a list of module names, or auto", "pipeline.split=[h.1]"),
         ({"pipeline.split": {"a": 1}}, "takes a module name or a list", ""),
         ({"pipeline.blocks": {"h.1": {"id": "B"}}}, "has no IPU", "pipeline.stages"),
         ({"pipeline.blocks": {"h.1": {"ipu": -1}}}, "takes an IPU", ""),
@@ -93,25 +93,30 @@ def test_a_broken_expression(problems_of):
             "cannot be filled in",
             "{index}",
         ),
-        ({"pipeline.head": "lm_head"}, "its IPU is not", "pipeline.head_ipu"),
+        ({"pipeline.head": "lm_head"}, "`pipeline.head_ipu` is not", "pipeline.head_ipu"),
         ({"pipeline.stages": [3.5, "h.1"]}, "takes a block", ""),
-        ({"pipeline.phases": ["h.1"]}, "does not go with", "pipeline.stages"),
+        ({"pipeline.phases": ["h.1"]}, "does not work with", "pipeline.stages"),
         ({"pipeline.stages": [["h.1"], ["h.1"]]}, "twice", ""),
     ],
 )
-def test_keys_that_make_no_sense(problems_of, keys, what, fix):
+def test_keys_that_make_no_sense_are_refused(problems_of, keys, what, fix):
     problems = problems_of({**ENOUGH, **keys}, facts=UNTIED)
     assert what in problems[0].what
     assert fix in problems[0].fix
 
 
-def test_several_stacks_have_to_be_told_apart(problems_of):
+def test_a_wrong_number_of_layers_keeps_the_number_of_ipus(problems_of):
+    keys = {"pipeline.layers_per_ipu": [0, 3, 4], "memory.available_proportion": [0.1, 0.2, 0.2]}
+    assert "7 layers" in the_problem(problems_of, keys).what
+
+
+def test_one_of_several_stacks_must_be_chosen(problems_of):
     problem = the_problem(problems_of, {"pipeline.layers_per_ipu": [8, 8]}, resnet())
     assert "layer3 (6)" in problem.known
     assert "pipeline.layers=" in problem.fix
 
 
-def test_two_parts_of_one_container_class_are_no_stack(problems_of):
+def test_two_parts_of_one_container_class_are_not_a_stack(problems_of):
     kinds = {"": "AlexNet", "features": "Sequential", "features.0": "Conv2d", "classifier": "Sequential"}
     kinds["classifier.0"] = "Linear"
     facts = {"module_names": tuple(name for name in kinds if name), "module_kinds": kinds}
@@ -175,7 +180,7 @@ def test_an_ipu_on_which_nothing_runs(problems_of, keys, empty):
     assert problem.what.endswith(empty)
 
 
-def test_shared_weights_on_one_ipu(problems_of, plan_of):
+def test_shared_weights_must_be_on_one_ipu(problems_of, plan_of):
     for facts in (gpt(), traced(gpt())):
         problem = the_problem(problems_of, {"pipeline.split": ["h.3"]}, facts)
         assert "`wte.weight` and `lm_head.weight` are one tensor" in problem.what
@@ -190,7 +195,7 @@ def test_shared_weights_on_one_ipu(problems_of, plan_of):
 def test_a_module_that_runs_on_two_ipus(problems_of):
     calls = ["", "wte", "h.0", "h.0.mlp", "h.0.mlp.c_fc", "h.1", "h.1.mlp", "h.1.mlp.c_fc", "wte", "lm_head"]
     problem = the_problem(problems_of, {"pipeline.split": ["h.1"]}, traced(UNTIED, calls=calls))
-    assert "`wte` runs several times, on IPUs 0, 1" in problem.what
+    assert "`wte` runs on IPUs 0, 1, but" in problem.what
 
 
 def test_accumulation_counts_switches_between_ipus(problems_of, plan_of):
@@ -209,7 +214,7 @@ def test_blocks_on_one_ipu_are_one_stage(plan_of):
     assert plan_of(keys, facts=UNTIED).stages == 2
 
 
-def test_stages_have_to_ascend(problems_of):
+def test_stages_must_ascend(problems_of):
     keys = {"pipeline.layers_per_ipu": [0, 3, 3], "pipeline.head_ipu": 0, "pipeline.auto_stage": "same_as_ipu"}
     assert "pipeline.auto_stage=auto" in the_problem(problems_of, keys).fix
     keys = {"pipeline.stages": [["h.1"], ["lm_head"], ["h.4"]]}
@@ -224,26 +229,26 @@ def test_a_block_that_runs_again_cannot_be_pipelined(problems_of, plan_of):
     assert plan_of({**ENOUGH, **keys, "pipeline.strategy": "sharded"}, facts=traced(UNTIED, calls=calls))
 
 
-def test_parallel_phases_alternate(problems_of):
+def test_parallel_phases_must_alternate(problems_of):
     keys = {"pipeline.strategy": "parallel_phased", "pipeline.phases": ["wte", {"blocks": "h.0", "ipu": 2}]}
     problem = problems_of({**ENOUGH, **keys}, facts=UNTIED)[0]
     assert "phase 1" in problem.seen and "IPU 2" in problem.seen
 
 
-def test_every_block_is_in_a_stage(problems_of):
+def test_every_block_must_be_in_a_stage(problems_of):
     keys = {"pipeline.blocks": {"h.1": {"id": "B"}, "h.2": {"id": "C"}}, "pipeline.stages": ["first", "B"]}
     assert "C" in the_problem(problems_of, keys).seen
     keys = {"pipeline.blocks": {"h.1": 1, "h.2": 2}, "pipeline.stages": ["first", ["h.1", "h.2"]]}
     assert "several IPUs" in problems_of({**ENOUGH, **keys}, facts=UNTIED)[0].what
 
 
-def test_blocks_of_the_models_code_are_in_a_stage_too(problems_of, plan_of):
+def test_blocks_in_the_models_code_must_be_in_a_stage_too(problems_of, plan_of):
     written = {**UNTIED, "user_blocks": (UserBlock("h.4", 1, "own"),)}
     assert "own" in the_problem(problems_of, {"pipeline.stages": ["first", "h.2"]}, written).seen
     assert plan_of({**ENOUGH, "pipeline.stages": ["first", ["h.2", "own"]]}, facts=written).stages == 2
 
 
-def test_all_problems_at_once(problems_of):
+def test_all_problems_are_reported_together(problems_of):
     keys = {
         "pipeline.layers_per_ipu": [3, 4],
         "pipeline.head": "haed",
@@ -257,6 +262,6 @@ def test_all_problems_at_once(problems_of):
         assert word in text
 
 
-def test_a_model_that_could_not_be_made_gives_no_problems_of_names(plan_of):
+def test_without_a_model_names_are_not_checked(plan_of):
     keys = {"pipeline.layers_per_ipu": [0, 3, 3, 3], "pipeline.head_ipu": 0, "memory.serialize": {"lm_head": 2}}
     assert plan_of({**ENOUGH, **keys}, facts={"module_names": ()}).devices.per_replica == 4

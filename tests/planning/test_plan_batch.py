@@ -8,7 +8,7 @@ def test_the_batch_equation(plan_of):
     assert plan.inference.samples_per_call == 4 * 2 * 2  # no accumulation
 
 
-def test_accumulation_is_solved_for(plan_of, composed):
+def test_accumulation_follows_from_the_global_batch_size(plan_of, composed):
     keys = {"devices": 4, "micro_batch_size": 8, "global_batch_size": 256}
     assert plan_of(keys).training.gradient_accumulation == 8
     assert composed(keys).Training.gradient_accumulation == 8
@@ -44,7 +44,7 @@ def test_replicas_that_share_input_count_once(plan_of, composed):
         ),
     ],
 )
-def test_a_global_batch_that_cannot_be(problems_of, keys, fix):
+def test_an_impossible_global_batch_size_is_refused(problems_of, keys, fix):
     problems = problems_of(keys)
     assert len(problems) == 1
     assert "global_batch_size" in problems[0].what
@@ -57,7 +57,7 @@ def test_an_input_group_must_divide_the_replicas(problems_of):
     assert problem.fix == "replication.input_group_size=2"
 
 
-def test_inference_has_numbers_of_its_own(plan_of, composed):
+def test_inference_may_have_other_sizes(plan_of, composed):
     keys = {
         "devices": 4,
         "device_iterations": 2,
@@ -74,7 +74,7 @@ def test_inference_has_numbers_of_its_own(plan_of, composed):
     assert composed(keys).replication_factor == 4
 
 
-def test_inference_cannot_take_more_than_the_devices(problems_of):
+def test_inference_cannot_use_more_than_the_devices(problems_of):
     problem = problems_of({"devices": 4, "inference.replicas": 8})[0]
     assert problem.fix == "inference.replicas=4"
 
@@ -84,7 +84,7 @@ class TestPipelines:
         problem = problems_of({"pipeline.split": ["conv2", "body", "fc"], "gradient_accumulation": 6})[0]
         assert problem.fix.startswith("gradient_accumulation=7")  # 2 x 4 - 1
 
-    def test_sharded_models_do_not(self, plan_of):
+    def test_sharded_models_need_no_minimum(self, plan_of):
         plan = plan_of({"pipeline.split": ["fc"], "pipeline.strategy": "sharded"})
         assert plan.training.gradient_accumulation == 1
 
@@ -97,6 +97,6 @@ class TestPipelines:
         keys = {"pipeline.split": ["fc"], "gradient_accumulation": 3, "inference.device_iterations": 1}
         assert problems_of(keys)[0].fix == "inference.device_iterations=2"
 
-    def test_the_share_of_useful_time_is_told(self, plan_of):
+    def test_the_share_of_useful_time_is_noted(self, plan_of):
         notes = plan_of({"pipeline.split": ["fc"], "gradient_accumulation": 8}).notes
         assert any("80%" in note for note in notes)  # 8 / (8 + 2)

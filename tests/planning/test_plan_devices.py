@@ -1,7 +1,9 @@
 import pytest
 
+from ipurun.inspect.facts import Purpose
 
-def test_devices_are_the_total_and_replicas_are_derived(plan_of):
+
+def test_replicas_are_derived_from_the_total_of_devices(plan_of):
     plan = plan_of({"devices": 8, "pipeline.split": ["fc"], "gradient_accumulation": 4})
     assert (plan.devices.total, plan.devices.per_replica, plan.devices.replicas, plan.devices.idle) == (8, 2, 4, 0)
     assert plan.training.replicas == 4
@@ -10,7 +12,7 @@ def test_devices_are_the_total_and_replicas_are_derived(plan_of):
 @pytest.mark.parametrize(
     ("available", "split", "expected"),
     [
-        (None, [], (1, 1, 0)),  # the CPU: what the model needs
+        (None, [], (1, 1, 0)),  # the CPU: as many as the model needs
         (None, ["conv2", "body", "fc"], (4, 1, 0)),
         (16, [], (16, 16, 0)),
         (16, ["fc"], (16, 8, 0)),
@@ -18,7 +20,7 @@ def test_devices_are_the_total_and_replicas_are_derived(plan_of):
         (128, [], (64, 64, 64)),  # the most that one process attaches
     ],
 )
-def test_auto_takes_all_that_are_there(plan_of, available, split, expected):
+def test_auto_uses_all_available_ipus(plan_of, available, split, expected):
     plan = plan_of(
         {"pipeline.split": split, "gradient_accumulation": 8},
         {"available_ipus": available, "engine": "ipu" if available else "cpu"},
@@ -26,13 +28,13 @@ def test_auto_takes_all_that_are_there(plan_of, available, split, expected):
     assert (plan.devices.total, plan.devices.replicas, plan.devices.idle) == expected
 
 
-def test_fewer_replicas_leave_ipus_idle_and_say_so(plan_of):
+def test_ipus_left_idle_by_fewer_replicas_are_noted(plan_of):
     plan = plan_of({"devices": 8, "replication.factor": 2})
     assert (plan.devices.replicas, plan.devices.idle) == (2, 6)
     assert any("6 of 8" in note and "idle" in note for note in plan.notes)
 
 
-def test_devices_may_come_as_text(plan_of):
+def test_devices_may_be_a_string(plan_of):
     assert plan_of({"devices": "4"}).devices.total == 4
 
 
@@ -44,7 +46,7 @@ def test_devices_may_come_as_text(plan_of):
         ({"devices": 0}, {}, "power of two", "devices=1"),
         ({"devices": -4}, {}, "power of two", "devices=1"),
         ({"devices": 128}, {}, "64", "devices=64"),
-        ({"devices": "all"}, {}, "number of IPUs or auto", "devices=1"),
+        ({"devices": "all"}, {}, "number of IPUs, or auto", "devices=1"),
         ({"devices": 16}, {"available_ipus": 4, "engine": "ipu"}, "4 can be attached", "devices=4"),
         (
             {"devices": 2, "pipeline.split": ["conv2", "body", "fc"], "gradient_accumulation": 8},
@@ -56,7 +58,7 @@ def test_devices_may_come_as_text(plan_of):
         ({"devices": 4, "replication.factor": 3}, {}, "not a power of two", "replication.factor=4"),
     ],
 )
-def test_devices_that_cannot_be(problems_of, keys, facts, what, fix):
+def test_impossible_devices_are_refused(problems_of, keys, facts, what, fix):
     problem = problems_of({"micro_batch_size": 1, **keys}, facts)[0]
     assert what in problem.what
     assert fix in problem.fix
@@ -74,12 +76,12 @@ def test_three_stages_need_rounding_up(plan_of, problems_of, composed):
     assert composed(keys).auto_round_num_ipus is True
 
 
-def test_a_replication_factor_of_options_counts(plan_of):
+def test_a_replication_factor_under_options_counts(plan_of):
     plan = plan_of({"devices": 8, "options": {"replicationFactor": 4}})
     assert (plan.devices.replicas, plan.devices.idle) == (4, 4)
 
 
-def test_all_problems_come_together(problems_of):
+def test_all_problems_are_reported_together(problems_of):
     problems = problems_of(
         {
             "devices": 3,
@@ -115,12 +117,12 @@ def test_single_values_out_of_range_do_not_hide_other_problems(problems_of):
     assert len(problems) == 8
 
 
-def test_inference_is_not_told_of_what_training_was_told(problems_of):
-    told = problems_of({"pipeline.split": ["fc"], "devices": 1, "gradient_accumulation": 8})
-    assert [problem.fix for problem in told] == ["devices=2"]
+def test_a_problem_of_training_is_not_repeated_for_inference(problems_of):
+    problems = problems_of({"pipeline.split": ["fc"], "devices": 1, "gradient_accumulation": 8})
+    assert [problem.fix for problem in problems] == ["devices=2"]
 
 
-def test_more_than_one_process_attaches_can_be_planned_on_paper(plan_of):
-    plan = plan_of({"devices": 256, "micro_batch_size": 1}, {"on_paper": True})
+def test_more_ipus_than_one_process_attaches_can_be_planned(plan_of):
+    plan = plan_of({"devices": 256, "micro_batch_size": 1}, {"purpose": Purpose.PLAN})
     assert plan.devices.replicas == 256
     assert any("PopRun" in note for note in plan.notes)

@@ -18,7 +18,7 @@ class TestCache:
             ({"name": "x"}, {"POPTORCH_CACHE_DIR": "/users", "IPURUN_CACHE_DIR": "/data"}, "/data/executables/x"),
         ],
     )
-    def test_is_a_stable_folder(self, plan_of, composed, keys, environ, folder):
+    def test_folder_is_stable(self, plan_of, composed, keys, environ, folder):
         environ = environ or {"PATH": "/bin"}
         assert plan_of(keys, environ=environ).cache_dir == folder
         for mode in ("training", "inference"):
@@ -29,12 +29,12 @@ class TestCache:
         assert plan_of({"cache.enabled": False}).cache_dir is None
         assert "cachePath" not in composed({"cache.enabled": False})._Popart.options
 
-    def test_off_takes_poptorchs_variable_back(self, composed, plan_of):
+    def test_off_overrides_poptorchs_variable(self, composed, plan_of):
         environ = {"POPTORCH_CACHE_DIR": "/users"}
         assert plan_of({"cache.enabled": False}, environ=environ).cache_dir is None
         assert composed({"cache.enabled": False}, environ=environ)._Popart.options["enableEngineCaching"] is False
 
-    def test_relative_folders_do_not_move_with_the_working_folder(self, plan_of, tmp_path, monkeypatch):
+    def test_relative_folders_become_absolute(self, plan_of, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         assert plan_of({"cache.dir": "here"}).cache_dir == str(tmp_path / "here")
 
@@ -71,7 +71,7 @@ class TestProfile:
         kept = composed(keys, environ=environ)._Popart.options["engineOptions"]
         assert kept["autoReport.directory"] == "/users"
 
-    def test_a_folder_of_the_config_wins_over_the_variable(self, plan_of):
+    def test_the_configs_folder_wins_over_the_variable(self, plan_of):
         environ = {"POPLAR_ENGINE_OPTIONS": '{"autoReport.directory": "/users"}'}
         plan = plan_of({"profile.kind": "graph", "profile.dir": "/mine"}, environ=environ)
         assert plan.profile_dir == "/mine"
@@ -88,7 +88,7 @@ class TestProfile:
         assert plan.profile_dir == "/data/profiles/n"
         assert "engineOptions" not in composed(keys)._Popart.options
 
-    def test_a_variable_that_is_no_json(self, problems_of):
+    def test_a_variable_that_is_not_json_is_refused(self, problems_of):
         problem = problems_of({"profile.kind": "graph"}, environ={"POPLAR_ENGINE_OPTIONS": "autoReport.all=true"})[0]
         assert "POPLAR_ENGINE_OPTIONS" in problem.what
         assert problem.seen == "autoReport.all=true"

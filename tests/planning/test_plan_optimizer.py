@@ -16,7 +16,7 @@ def test_only_what_was_set_is_passed(plan_of):
     assert (call.path, dict(call.kwargs), call.chain) == ("poptorch.optim.SGD", {"lr": 0.1, "momentum": 0.9}, ())
 
 
-def test_a_bare_name_is_one_of_poptorch(plan_of):
+def test_a_bare_name_is_from_poptorch(plan_of):
     assert plan_of({"optimizer": {"_target_": "LAMB", "lr": 1}}).optimizer.path == "poptorch.optim.LAMB"
 
 
@@ -57,7 +57,7 @@ def test_torch_optimizers_are_passed_as_they_are(plan_of):
     assert (call.path, dict(call.kwargs), call.chain) == ("torch.optim.SGD", {"lr": 0.1, "nesterov": True}, ())
 
 
-def test_no_optimizer_is_poptorchs_own(plan_of):
+def test_the_default_is_that_of_poptorch(plan_of):
     call = plan_of({}).optimizer
     assert (call.path, dict(call.kwargs)) == ("poptorch.optim.SGD", {"lr": 0.01})
 
@@ -71,7 +71,7 @@ def test_groups(plan_of, problems_of):
 
 
 class TestLossScaling:
-    def test_is_the_optimizers(self, plan_of, composed):
+    def test_is_passed_to_the_optimizer(self, plan_of, composed):
         assert plan_of({**optimizer(), "loss_scaling": 128}).optimizer.kwargs["loss_scaling"] == 128.0
         assert "loss_scaling" not in plan_of(optimizer()).optimizer.kwargs
 
@@ -94,12 +94,12 @@ class TestLossScaling:
             ({"loss_scaling": "high"}, "loss_scaling=1024"),
         ],
     )
-    def test_what_cannot_be(self, problems_of, keys, fix):
+    def test_impossible_values_are_refused(self, problems_of, keys, fix):
         assert problems_of({**optimizer(), **keys})[0].fix == fix
 
     def test_torch_optimizers_have_none(self, problems_of):
         keys = {"optimizer": {"_target_": "torch.optim.Adam"}, "loss_scaling": 2}
-        assert "needs an optimizer of poptorch.optim" in problems_of(keys)[0].what
+        assert "needs an optimizer from poptorch.optim" in problems_of(keys)[0].what
 
     def test_float16_without_it_is_noted(self, plan_of):
         def warned(keys):
@@ -126,11 +126,11 @@ class TestLossScaling:
         ({"_target_": "poptorch.optim.Adam", "accum_type": "int8"}, "a dtype", "optimizer.accum_type=float16"),
         ({"_target_": "poptorch.optim.Adam", "variable": ["momentum"]}, "cannot mark", ""),
         ({"_target_": "poptorch.optim.Adam", "variable": ["lr"], "constant": ["lr"]}, "variable and constant", ""),
-        ({"_target_": "torch.optim.Adam", "constant": ["eps"]}, "need an optimizer of poptorch", ""),
+        ({"_target_": "torch.optim.Adam", "constant": ["eps"]}, "need an optimizer from poptorch", ""),
         ({"lr": 0.1}, "no `_target_`", "optimizer._target_="),
     ],
 )
-def test_bad_optimizers(problems_of, node, what, fix):
+def test_bad_optimizers_are_refused(problems_of, node, what, fix):
     problem = problems_of({"optimizer": node})[0]
     assert what in problem.what
     assert fix in problem.fix
@@ -143,14 +143,14 @@ def test_a_scheduled_learning_rate_cannot_be_constant(problems_of):
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum"])
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
-def test_values_that_no_optimizer_takes(problems_of, name, value):
+def test_values_that_no_optimizer_takes_are_refused(problems_of, name, value):
     (problem,) = problems_of(optimizer(**{name: value}))
-    assert problem.what == f"`optimizer.{name}` must be a number of 0 or more"
+    assert problem.what == f"`optimizer.{name}` must be a number of at least 0"
 
 
-def test_a_learning_rate_taken_away_from_sgd(problems_of):
+def test_sgd_without_a_learning_rate_is_refused(problems_of):
     (problem,) = problems_of(optimizer(lr=None))
-    assert problem.what == "`optimizer.lr` has no value, and poptorch.optim.SGD needs one"
+    assert problem.what == "`optimizer.lr` is not set, but poptorch.optim.SGD needs it"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_learning_rate_taken_away_from_sgd(problems_of):
         {"_target_": "poptorch.optim.RMSprop", "lr": 0.1, "alpha": 0.9},
     ],
 )
-def test_changeable_values_are_those_that_the_engine_takes_for_variable(plan_of, keys):
+def test_changeable_values_are_those_that_the_engine_makes_variable(plan_of, keys):
     plan = plan_of({"optimizer": keys})
     made = construct(plan.optimizer, emulator, [nn.Parameter(torch.zeros(1))])
     found = changeable(plan.optimizer)

@@ -5,11 +5,11 @@ import torch
 
 
 def stored(options):
-    """Everything the backend is told."""
+    """Return everything that the backend gets."""
     return options.toDict()
 
 
-def test_a_plain_config_changes_only_what_it_says(composed):
+def test_a_plain_config_changes_only_what_it_sets(composed):
     from ipurun import emulator
 
     plain = emulator.Options().outputMode(emulator.OutputMode.Sum)
@@ -63,18 +63,18 @@ def test_a_plain_config_changes_only_what_it_says(composed):
         ),
     ],
 )
-def test_own_keys(composed, keys, storage, value):
+def test_keys_set_their_options(composed, keys, storage, value):
     assert stored(composed(keys))[storage] == value
 
 
-def test_sharding_over_one_replica_is_told(plan_of):
-    """PopART goes on without sharding, with a warning for each tensor; published configs have it."""
+def test_sharding_over_one_replica_is_noted(plan_of):
+    """PopART continues without sharding, with a warning for each tensor; published configs have it."""
 
-    def told(devices):
+    def noted(devices):
         notes = plan_of({"replication.tensor_sharding": True, "devices": devices}).notes
-        return [note for note in notes if "PopART keeps tensors whole" in note]
+        return [note for note in notes if "with one, PopART does not shard" in note]
 
-    assert told(1) and not told(2)
+    assert noted(1) and not noted(2)
 
 
 def test_every_n(composed, problems_of):
@@ -115,7 +115,7 @@ class TestInference:
             assert storage not in kept
             assert storage in stored(composed(keys))
 
-    def test_its_own_options_win(self, composed):
+    def test_its_options_win(self, composed):
         keys = {
             "partials": "half",
             "options": {"logDir": "both", "syncPattern": "SinglePipeline"},
@@ -126,7 +126,7 @@ class TestInference:
         assert (training["partialsTypeMatMuls"], inference["partialsTypeMatMuls"]) == ("half", "float")
         assert inference["sync_pattern"] == 1
 
-    def test_numbers_of_its_options_are_lifted(self, plan_of):
+    def test_sizes_under_its_options_count(self, plan_of):
         plan = plan_of({"inference.options": {"deviceIterations": 6}, "device_iterations": 2})
         assert (plan.inference.device_iterations, plan.training.device_iterations) == (6, 2)
 
@@ -137,14 +137,14 @@ class TestInference:
 
 
 class TestPrecedence:
-    def test_options_lift_numbers_that_the_config_leaves_at_their_default(self, plan_of, composed):
+    def test_sizes_under_options_count_where_their_keys_are_not_set(self, plan_of, composed):
         keys = {"options": {"deviceIterations": 4, "Training": {"gradientAccumulation": 5}}, "devices": 2}
         plan = plan_of(keys)
         assert plan.training.samples_per_call == 4 * 5 * 2
         options = composed(keys)
         assert (options.device_iterations, options.Training.gradient_accumulation) == (4, 5)
 
-    def test_own_keys_win_and_say_so(self, plan_of, composed):
+    def test_keys_win_with_a_note(self, plan_of, composed):
         keys = {"options": {"deviceIterations": 4, "randomSeed": 3}, "device_iterations": 8, "seed": 5}
         options = composed(keys)
         assert (options.device_iterations, options.random_seed) == (8, 5)
@@ -169,10 +169,22 @@ class TestPrecedence:
         assert options.Training.gradient_accumulation == 3
         assert plan_of(keys).training.gradient_accumulation == 3
 
-    def test_a_strategy_of_options_replaces_the_default_one(self, plan_of, composed):
+    def test_a_strategy_under_options_replaces_the_default(self, plan_of, composed):
         keys = {"pipeline.split": ["fc"], "options": {"setExecutionStrategy": "ShardedExecution"}}
         assert plan_of(keys).training.gradient_accumulation == 1  # no pipeline, no minimum
         assert composed(keys)._execution_strategy.backendOptions()["execution_mode"] == 1
+
+    def test_a_disagreement_names_only_the_key_that_disagrees(self, problems_of):
+        keys = {
+            "memory.optimizer_state.on_chip": False,
+            "memory.optimizer_state.min_elements_off_chip": 5,
+            "options": {"TensorLocations": {"setOptimizerLocation": {"useOnChipStorage": True}}},
+        }
+        setter = "options.TensorLocations.setOptimizerLocation"
+        places = {**dict.fromkeys(keys, "mine.yaml:1"), setter: "mine.yaml:2"}
+        (problem,) = problems_of(keys, places=places)
+        assert problem.what == f"`memory.optimizer_state.on_chip` and `{setter}` disagree"
+        assert (problem.key, problem.where) == ("memory.optimizer_state.on_chip", "mine.yaml:1; mine.yaml:2")
 
 
 class TestMerging:
@@ -187,7 +199,7 @@ class TestMerging:
         kept = stored(composed({"partials": "half", "options": {"_Popart": popart}}))
         assert kept["convolutionOptions"] == {"partialsType": "half", "availableMemoryProportion": "0.1"}
 
-    def test_engine_options_of_all_sources(self, composed, tmp_path):
+    def test_engine_options_of_all_sources_are_merged(self, composed, tmp_path):
         conf = tmp_path / "poptorch.conf"
         conf.write_text(
             "_Popart.set('engineOptions', {'opt.useAutoloader': 'true', 'target.deterministicWorkers': 'x'})\n"
@@ -244,18 +256,18 @@ class TestBuffers:
         assert composed(keys, facts=self.facts).broadcast_buffers is True
 
     @pytest.mark.parametrize("keys", [{"replication.broadcast_buffers": True}, {"options": {"broadcastBuffers": True}}])
-    def test_equal_buffers_are_refused(self, problems_of, keys):
+    def test_broadcast_buffers_are_refused(self, problems_of, keys):
         problem = problems_of({"devices": 2, **keys}, self.facts)[0]
         assert problem.fix == "replication.broadcast_buffers=false"
 
 
 @pytest.mark.parametrize("tiles", [31, 33, 194])
-def test_io_tiles_out_of_range(problems_of, tiles):
+def test_io_tiles_out_of_range_are_refused(problems_of, tiles):
     assert "even number from 32 to 192" in problems_of({"memory.io_tiles": tiles})[0].what
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, [0.1, 0.2], {"ipu0": 0.1}, "much"])
-def test_memory_proportions_that_cannot_be(problems_of, value):
+def test_impossible_memory_proportions_are_refused(problems_of, value):
     assert "memory.available_proportion" in problems_of({"memory.available_proportion": value})[0].what
 
 
@@ -370,7 +382,7 @@ def test_every_setter_of_poptorch_can_be_reached(composed):
     assert made._source_location_excludes == ["a", "b"]
 
 
-def test_dtypes_are_names_until_the_engine_is_there(plan_of):
+def test_dtypes_are_names_until_an_engine_is_loaded(plan_of):
     from ipurun import emulator
     from ipurun.api.calls import resolve
 

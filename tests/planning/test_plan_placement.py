@@ -14,7 +14,7 @@ def test_each_named_module_begins_the_next_ipu(plan_of, composed):
     assert type(strategy).__name__ == "PipelinedExecution"
 
 
-def test_inference_may_be_split_otherwise(plan_of):
+def test_inference_may_have_another_split(plan_of):
     plan = plan_of({"pipeline.split": ["conv2", "body", "fc"], "gradient_accumulation": 7, "inference.split": []})
     assert plan.inference_placements == ()
     assert len(plan.placements) == 3
@@ -24,24 +24,24 @@ def test_inference_may_be_split_otherwise(plan_of):
 @pytest.mark.parametrize(
     ("name", "near"), [("fcc", "fc"), ("conv_2", "conv2"), ("body.1.nrom", "body.1.norm"), ("norm", "body.1.norm")]
 )
-def test_an_unknown_module_is_named_with_the_nearest(problems_of, name, near):
+def test_an_unknown_module_is_reported_with_the_nearest(problems_of, name, near):
     problem = problems_of({"pipeline.split": [name], "gradient_accumulation": 3})[0]
     assert f"`{name}`" in problem.what
     assert near in problem.known
     assert f"`{near}`" in problem.fix
 
 
-def test_a_module_named_twice(problems_of):
+def test_a_module_named_twice_is_refused(problems_of):
     keys = {"pipeline.split": ["fc", "fc"], "pipeline.auto_round": True, "gradient_accumulation": 8}
     assert "twice" in problems_of(keys)[0].what
 
 
-def test_an_order_against_the_definition_is_noted(plan_of):
+def test_an_order_other_than_that_of_definition_is_noted(plan_of):
     keys = {"pipeline.split": ["fc", "body", "conv2"], "gradient_accumulation": 8}
     assert any("order" in note for note in plan_of(keys).notes)
 
 
-def test_a_model_that_places_itself_says_how_many_ipus_it_takes(plan_of, problems_of):
+def test_pipeline_ipus_counts_for_a_model_that_places_itself(plan_of, problems_of):
     plan = plan_of({"devices": 8, "pipeline.ipus": 4, "gradient_accumulation": 7})
     assert (plan.devices.per_replica, plan.devices.replicas, plan.placements) == (4, 2, ())
     assert plan.inference.device_iterations == 4
@@ -84,7 +84,7 @@ def test_serial_phases_run_on_one_ipu_and_cover_the_whole_model(plan_of, compose
     }
 
 
-def test_a_strategy_of_options_may_name_the_beginning(plan_of, composed):
+def test_a_strategy_under_options_may_name_the_first_block(plan_of, composed):
     keys = {
         "pipeline.split": ["fc"],
         "options": {"setExecutionStrategy": {"ShardedExecution": ["first", "fc"]}},
@@ -115,7 +115,7 @@ def test_parallel_phases_alternate_between_two_ipus(plan_of):
         ),
     ],
 )
-def test_phased_settings_that_do_not_fit(problems_of, keys, fix):
+def test_phased_settings_that_do_not_fit_are_refused(problems_of, keys, fix):
     if "pipeline.split" not in keys and "pipeline.strategy" not in keys:
         keys = {**keys, "pipeline.split": ["fc"], "gradient_accumulation": 3}
     assert fix in problems_of(keys)[0].fix
@@ -128,7 +128,7 @@ def test_recomputation(plan_of, composed, problems_of):
     assert "layer*" in problems_of({"recompute.checkpoints": ["layer*"]})[0].what
 
 
-def test_precision_rules_name_modules(plan_of, problems_of):
+def test_precision_rules_match_modules(plan_of, problems_of):
     plan = plan_of({"precision_rules": {"body.*": "16", "body.1.norm": "32"}})
     assert plan.module_precision == {"body.0": "16", "body.1": "16", "body.1.norm": "32"}
     problems = problems_of({"precision_rules": {"bodi": "16", "fc": "8"}})

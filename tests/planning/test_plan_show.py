@@ -46,7 +46,7 @@ def test_a_plan_reads_like_a_poptorch_program(plan_of):
         assert expected in lines
 
 
-def test_the_shown_options_are_the_composed_ones(plan_of, composed):
+def test_the_shown_options_are_those_that_are_composed(plan_of, composed):
     """The text, run as Python on the emulator, gives the options that the builder composes."""
     import torch
 

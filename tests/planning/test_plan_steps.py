@@ -9,11 +9,11 @@ def test_epochs_and_dropped_samples(plan_of):
     assert any("40 of 1000 samples are dropped" in note for note in plan.notes)
 
 
-def test_one_epoch_unless_told(plan_of):
+def test_one_epoch_by_default(plan_of):
     assert plan_of({"micro_batch_size": 10}).steps.total_updates == 100
 
 
-def test_steps_round_up_to_whole_host_calls_and_say_so(plan_of):
+def test_steps_rounded_up_to_whole_host_calls_are_noted(plan_of):
     plan = plan_of(
         {
             "device_iterations": 8,
@@ -57,14 +57,14 @@ def test_a_stream_has_no_epochs(plan_of):
         ({"micro_batch_size": 2000}, 1000, "micro_batch_size=1000"),
     ],
 )
-def test_a_host_call_larger_than_the_data(problems_of, keys, samples, fix):
+def test_a_host_call_larger_than_the_data_is_refused(problems_of, keys, samples, fix):
     problem = problems_of(keys, {"train_samples": samples})[0]
     assert "more samples than the training set has" in problem.what
     assert str(samples) in problem.seen
     assert problem.fix == fix
 
 
-def test_no_data(problems_of):
+def test_an_empty_training_set_is_refused(problems_of):
     assert "empty" in problems_of({}, {"train_samples": 0})[0].what
 
 
@@ -74,7 +74,7 @@ def test_keeping_a_partial_host_call_is_refused(problems_of, plan_of):
     assert plan_of({**keys, "micro_batch_size": 50}).steps.dropped_samples == 0
 
 
-def test_a_schedule_moves_once_per_host_call(plan_of):
+def test_a_schedule_that_changes_once_per_host_call_is_noted(plan_of):
     schedule = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.9}
     assert any(
         "every 4 weight updates" in note for note in plan_of({"schedule": schedule, "device_iterations": 4}).notes
@@ -99,8 +99,9 @@ def test_loader_settings_that_poptorch_refuses(problems_of, keys, fix):
 
 def test_several_processes_are_noted(plan_of):
     notes = plan_of({"options": {"Distributed": {"configureProcessId": [0, 2]}}}).notes
-    assert any("there are 2" in note for note in notes)
-    assert any("there are 4" in note for note in plan_of({}, environ={"OMPI_COMM_WORLD_SIZE": "4"}).notes)
+    assert any("one of the 2 processes" in note for note in notes)
+    launched = plan_of({}, environ={"OMPI_COMM_WORLD_SIZE": "4"}).notes
+    assert any("one of the 4 processes" in note for note in launched)
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ def _facts(kinds: Dict[str, str], shapes: Dict[str, Tuple[int, ...]]) -> Dict[st
 
 
 def traced(facts: Dict[str, Any], calls: Optional[Iterable[str]] = None, silent: Sequence[str] = ()) -> Dict[str, Any]:
-    """The facts with a trace: modules called in order of definition, or as given, with an operation in every leaf.
+    """Add a trace to facts: modules called in order of definition, or as given, with an operation in every leaf.
 
     Args:
         facts: The facts.
         calls: Names in order of their calls.
-        silent: Leaves that do nothing.
+        silent: Leaves that compute nothing.
     """
     containers = ("ModuleList", "ModuleDict")
     order = calls or ["", *(name for name in facts["module_names"] if facts["module_kinds"][name] not in containers)]

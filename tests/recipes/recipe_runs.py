@@ -1,4 +1,4 @@
-"""Recipes run through the command line, and the same training written out in plain torch."""
+"""Run recipes through the command line, and the same training in plain torch."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from ipurun.cli.main import main
 from ipurun.config.compose import one
 from ipurun.inspect.model_and_data import inspect
 
-# Nothing but weights, gradients and a learning rate, and samples in their order.
+# Plain SGD with a constant learning rate, on samples in their order.
 PLAIN = ["optimizer=default", "optimizer.lr=0.1", "schedule=constant", "loader.shuffle=false", "eval.at_end=false"]
 
 
 def trained(words):
-    """Train in the working folder: the losses of all steps, and the weights at the end."""
+    """Train in the working folder; return the losses of all steps and the final weights."""
     assert main(["train", *words, "cache=off", "runs_dir=trained", "--quiet"]) == 0
     [folder] = Path("trained").rglob("summary.json")
     lines = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
@@ -26,7 +26,7 @@ def trained(words):
 
 
 def plainly_trained(words, loss_of, steps):
-    """What `trained` has to give: an update by the mean gradient of all micro-batches, in plain torch, unsplit.
+    """Return what `trained` should: train in plain torch, unsplit, with the mean gradient of all micro-batches.
 
     Args:
         words: A recipe and overrides that contain `PLAIN`.
@@ -34,8 +34,8 @@ def plainly_trained(words, loss_of, steps):
         steps: Number of weight updates.
     """
     config = one(words).config
-    subject = inspect(config, engine.load("cpu"))
-    model, data = subject.model.train(), subject.splits["train"]
+    made = inspect(config, engine.load("cpu"))
+    model, data = made.model.train(), made.splits["train"]
     size, accumulation = config.micro_batch_size, config.gradient_accumulation
     optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer["lr"])
     losses, begin = [], 0
@@ -52,7 +52,7 @@ def plainly_trained(words, loss_of, steps):
 
 
 def assert_same_training(words, loss_of, steps=2):
-    """The run gives the losses and weights of plain torch."""
+    """Check that a run has the losses and weights of plain torch."""
     words = [*words, *PLAIN]
     losses, weights = trained([*words, f"max_steps={steps}"])
     expected_losses, expected_weights = plainly_trained(words, loss_of, steps)
@@ -63,13 +63,13 @@ def assert_same_training(words, loss_of, steps=2):
 
 
 def assert_learns(words, steps, falls_by):
-    """The loss falls by at least so much, from the first steps to the last."""
+    """Check that the loss falls by more than `falls_by` from the first steps to the last."""
     losses, _ = trained([*words, f"max_steps={steps}", "eval.at_end=false"])
     assert sum(losses[:3]) / 3 - sum(losses[-3:]) / 3 > falls_by
 
 
 def parameters_of(option):
-    """Number of parameters of an option of the group `model`, made without memory for them."""
+    """Return the number of parameters of an option of the group `model`, made without memory."""
     config = one([f"model={option}"]).config.model
     arguments = {name: value for name, value in config.items() if name != "_target_"}
     module, _, name = config["_target_"].rpartition(".")

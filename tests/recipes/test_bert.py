@@ -28,7 +28,7 @@ def test_sizes_are_the_published_ones(option, published):
     assert parameters_of(option) == published
 
 
-def test_attention_is_torchs_own_without_the_padding():
+def test_attention_equals_torch_without_the_padding():
     torch.manual_seed(0)
     attention = SelfAttention(16, 4, 0.0)
     hidden, mask = torch.randn(2, 6, 16), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -52,7 +52,7 @@ def pretraining_batch(**changes):
     return {**batch, **changes}
 
 
-def test_the_loss_is_that_of_masked_words_and_of_the_next_sentence():
+def test_the_loss_is_the_sum_for_masked_words_and_next_sentence():
     batch = pretraining_batch()
     words, follows, loss = BertForPretraining(**SMALL)(**batch)
     assert (words.shape, follows.shape) == ((2, 3, 20), (2, 2))
@@ -87,14 +87,14 @@ def test_the_head_shares_its_weight_with_the_embedding():
     assert model.predictions.decoder.weight is model.embeddings.word_embeddings.weight
 
 
-def test_sizes_that_do_not_go_together_are_refused():
+def test_incompatible_sizes_are_refused():
     with pytest.raises(ValueError, match="in ascending order"):
         BertForPretraining(sequence_length=1024)
     with pytest.raises(ValueError, match="768 cannot be divided among 5 heads"):
         BertForPretraining(num_heads=5)
 
 
-def test_words_are_numbered_by_how_often_they_occur():
+def test_words_are_numbered_by_frequency():
     words = [word for sentence in sentences_of("It's late. A cat; a cat, a dog!") for word in sentence]
     assert words == ["it's", "late", ".", "a", "cat", ";", "a", "cat", ",", "a", "dog", "!"]
     vocabulary = Vocabulary(words, size=len(SPECIAL) + 2)
@@ -103,7 +103,7 @@ def test_words_are_numbered_by_how_often_they_occur():
 
 
 def restored(sample):
-    """The words of a sample as they were before masking."""
+    """Return the words of a sample before masking."""
     words = sample["input_ids"].clone()
     count = int((sample["labels"] != IGNORED).sum())
     words[sample["masked_positions"][:count]] = sample["labels"][:count]
@@ -111,7 +111,7 @@ def restored(sample):
 
 
 def test_a_sample_is_two_stretches_of_text_with_padding():
-    # Each sentence counts on from the one before, so that what follows can be told.
+    # Sentences are numbered consecutively, so that the following one can be recognised.
     sentences = [[5 + 3 * index, 6 + 3 * index, 7 + 3 * index] for index in range(40)]
     data = SentencePairs(sentences, vocab_size=125, sequence_length=18, mask_tokens=4, length=200, seed=0)
     labels = []
@@ -132,7 +132,7 @@ def test_a_sample_is_two_stretches_of_text_with_padding():
     assert 70 < sum(labels) < 130
 
 
-def test_masks_follow_the_recipe_of_bert():
+def test_masks_follow_the_bert_paper():
     data = splits(vocab_size=2048, sequence_length=64, mask_tokens=10)["train"]
     kinds = {"masked": 0, "kept": 0, "other": 0}
     for index in range(400):
@@ -150,7 +150,7 @@ def test_masks_follow_the_recipe_of_bert():
     assert 0.06 < kinds["other"] / total < 0.14
 
 
-def test_samples_depend_on_index_and_seed_alone():
+def test_samples_depend_only_on_index_and_seed():
     arguments = {"vocab_size": 2048, "sequence_length": 32, "mask_tokens": 5}
     again = splits(**arguments)["train"][7]
     for name, value in splits(**arguments)["train"][7].items():
@@ -159,7 +159,7 @@ def test_samples_depend_on_index_and_seed_alone():
     assert not torch.equal(other["input_ids"], again["input_ids"])
 
 
-def test_data_that_cannot_be_made_are_refused_at_once(tmp_path):
+def test_impossible_data_are_refused_at_once(tmp_path):
     (tmp_path / "short.txt").write_text("One. Two. Three.", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         splits(vocab_size=3, sequence_length=4, mask_tokens=1, file=str(tmp_path / "short.txt"))
@@ -167,7 +167,7 @@ def test_data_that_cannot_be_made_are_refused_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["bert_tiny", "bert_large"])
-def test_the_declared_sample_is_what_the_data_give(model):
+def test_the_declared_sample_matches_the_data(model):
     config = one(["+recipe=bert", f"model={model}"]).config
     declared = parse_sample(config.sample)
     arguments = {name: value for name, value in config.data.items() if name != "_target_"}
@@ -183,7 +183,7 @@ def loss_of(model, batch):
 
 @pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("strategy", ["pipelined", "sharded"])
-def test_with_the_head_back_on_the_first_ipu_the_numbers_are_those_of_plain_torch(strategy):
+def test_training_with_the_head_on_the_first_ipu_equals_plain_torch(strategy):
     layout = ["pipeline.layers_per_ipu=[1,1]", "pipeline.head_ipu=0", f"pipeline.strategy={strategy}"]
     sizes = ["model.hidden_size=16", "model.vocab_size=200", "micro_batch_size=2", "gradient_accumulation=5"]
     assert_same_training(["+recipe=bert", *layout, *sizes], loss_of)

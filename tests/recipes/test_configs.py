@@ -1,4 +1,4 @@
-"""Every config file that ships: found by globbing, composed for real."""
+"""Every shipped config file, found by globbing and composed."""
 
 import re
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_every_optimizer_of_poptorch_can_be_picked():
     assert picked == {"SGD", "Adam", "AdamW", "RMSprop", "LAMB"}
 
 
-def test_an_optimizer_of_ones_own_choice_takes_nothing_from_the_recipes():
+def test_a_chosen_optimizer_takes_no_arguments_from_the_recipe():
     assert set(one(["+recipe=mnist", "optimizer=adam"]).config.optimizer) <= {"_target_", "lr"}
 
 
@@ -58,7 +58,7 @@ def test_debug_fast_shortens_any_recipe():
     assert (config.max_steps, config.checkpoint.at_end) == (2, False)
 
 
-def test_no_group_is_named_like_a_key_with_plain_values():
+def test_no_group_has_the_name_of_a_key_with_plain_values():
     """A folder `conf/precision` would make Hydra refuse `precision=16.16`."""
     nodes = {key.path.split(".")[0] for key in walk_keys(RunConfig) if "." in key.path or key.is_open}
     groups = {path.parent.name for path in CONF.glob("*/*.yaml")} - {"recipe"}

@@ -1,4 +1,4 @@
-"""`ipurun cp` of recipes whose model options say more than the model, and whose code is several modules."""
+"""`ipurun cp` of recipes with several modules and with model options that also set other keys."""
 
 import sys
 from pathlib import Path

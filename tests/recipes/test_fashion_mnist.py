@@ -31,13 +31,13 @@ def test_the_settings_are_those_of_the_porting_tutorial():
     assert (config.micro_batch_size, config.epochs) == (16, 5)
 
 
-def test_pixels_go_from_minus_one_to_one():
+def test_pixels_range_from_minus_one_to_one():
     images = splits(root=str(SAME_FORMAT))["train"].images
     assert (images.min(), images.max()) == (-1, 1)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_without_its_data_it_says_where_to_get_them(capsys, tmp_path, monkeypatch, command):
+def test_without_data_it_says_where_to_get_them(capsys, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     assert main([command, "+recipe=fashion_mnist"]) == 2
     message = capsys.readouterr().err

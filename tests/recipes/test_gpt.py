@@ -26,7 +26,7 @@ def test_sizes_are_the_published_ones(option, published):
     assert parameters_of(option) == published
 
 
-def test_gpt3_is_made_without_its_memory():
+def test_gpt3_is_made_without_memory():
     # Weights of a layer (12 d^2) with their biases and norms (13 d), both embeddings and the last norm.
     width, layers = 12288, 96
     expected = layers * (12 * width**2 + 13 * width) + (50257 + 2048) * width + 2 * width
@@ -34,7 +34,7 @@ def test_gpt3_is_made_without_its_memory():
     assert round(expected / 1e9) == 175
 
 
-def test_attention_is_torchs_own():
+def test_attention_equals_torch():
     torch.manual_seed(0)
     attention = CausalSelfAttention(16, 4, 0.0)
     hidden = torch.randn(3, 7, 16)
@@ -44,7 +44,7 @@ def test_attention_is_torchs_own():
     torch.testing.assert_close(attention(hidden), expected)
 
 
-def test_a_position_does_not_see_what_follows():
+def test_a_position_does_not_depend_on_later_ones():
     torch.manual_seed(0)
     model = GPT(**SMALL)
     tokens = torch.randint(11, (1, 8))
@@ -61,7 +61,7 @@ def test_the_head_shares_its_weight_with_the_embedding():
     assert "lm_head.weight" not in dict(model.named_parameters())
 
 
-def test_heads_have_to_divide_the_width():
+def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match="16 cannot be divided among 3 heads"):
         GPT(hidden_size=16, num_heads=3)
 
@@ -83,7 +83,7 @@ def test_each_character_is_followed_by_the_next():
     assert decode(data["eval"][1][0]) == decode(data["eval"].tokens)[16:32]
 
 
-def test_every_piece_of_the_text_can_be_had_and_no_more():
+def test_samples_cover_the_text_exactly():
     data = splits(16)
     for split in data.values():
         assert all(len(item) == 16 for item in split[len(split) - 1])
@@ -100,11 +100,11 @@ def test_the_text_that_ships_has_no_unknown_characters_and_is_named():
     assert "Alice's Adventures" in data["train"].notes[0]
 
 
-def test_characters_outside_of_ascii_become_question_marks():
+def test_non_ascii_characters_become_question_marks():
     assert decode(encode("caf\u00e9 \u2014 ok\n")) == "caf? ? ok\n"
 
 
-def test_another_text_is_read_without_a_remark(tmp_path):
+def test_another_text_is_read_without_a_note(tmp_path):
     (tmp_path / "own.txt").write_text("abc " * 100, encoding="utf-8")
     data = splits(8, file=str(tmp_path / "own.txt"))
     assert decode(data["train"][0][0]) == "abc abc "
@@ -120,7 +120,7 @@ def test_a_text_that_is_missing_or_too_short_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "gpt2_xl"])
-def test_the_declared_sample_is_what_the_data_give(model):
+def test_the_declared_sample_matches_the_data(model):
     config = one(["+recipe=gpt", f"model={model}"]).config
     declared = parse_sample(config.sample)
     real = splits(config.data["sequence_length"])["train"][0]
@@ -142,7 +142,7 @@ def loss_of(model, batch):
     ],
     ids=["pipelined", "sharded", "phased"],
 )
-def test_over_several_ipus_the_numbers_are_those_of_plain_torch(layout):
+def test_training_over_several_ipus_equals_plain_torch(layout):
     sizes = ["model.max_positions=16", "model.hidden_size=32", "micro_batch_size=2", "gradient_accumulation=9"]
     assert_same_training(["+recipe=gpt", *layout, *sizes], loss_of)
 

@@ -12,7 +12,7 @@ from ipurun.recipes.mnist.model import DigitNet
 SUBSET = Path(__file__).parents[2] / "recipes" / "mnist" / "data"
 
 
-def test_without_a_root_the_subset_is_used_and_said_to_be():
+def test_without_a_root_the_subset_is_used_with_a_note():
     data = splits()
     assert (len(data["train"]), len(data["test"])) == (4000, 1000)
     counts = torch.bincount(data["test"].labels)
@@ -28,7 +28,7 @@ def test_digits_are_normalised_to_mean_zero_and_deviation_one():
     assert abs(images.std() - 1) < 0.05
 
 
-def test_a_given_root_is_used_without_a_remark(tmp_path):
+def test_a_given_root_is_used_without_a_note(tmp_path):
     data = splits(root=str(SUBSET))
     assert len(data["train"]) == 4000
     assert data["train"].notes == ()
@@ -42,13 +42,13 @@ def test_a_given_root_that_is_missing_or_incomplete_is_an_error(tmp_path):
         splits(root=str(tmp_path))
 
 
-def test_download_fills_the_root_that_was_given(tmp_path):
+def test_download_fills_the_given_root(tmp_path):
     for path in SUBSET.glob("*.gz"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert len(splits(root=str(tmp_path), download=True)["test"]) == 1000
 
 
-def test_the_declared_sample_is_what_the_data_give():
+def test_the_declared_sample_matches_the_data():
     declared = parse_sample(one(["+recipe=mnist"]).config.sample)
     real = splits()["train"][0]
     assert [(item.shape, item.dtype) for item in declared] == [(tuple(item.shape), item.dtype) for item in real]
@@ -61,5 +61,5 @@ def test_eight_ipus_with_32_device_iterations_make_a_whole_step():
     assert samples_per_call <= len(splits()["train"])
 
 
-def test_the_model_gives_one_score_per_class():
+def test_the_model_returns_one_score_per_class():
     assert DigitNet(channels=4, hidden=8)(torch.zeros(3, 1, 28, 28)).shape == (3, 10)

@@ -1,4 +1,4 @@
-"""What the page of a recipe tells people to type."""
+"""The commands and tables on the pages of recipes."""
 
 import re
 import shlex

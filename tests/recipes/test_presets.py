@@ -1,4 +1,4 @@
-"""Published layouts, against the numbers that were published."""
+"""Presets against the published numbers."""
 
 import pytest
 
@@ -18,7 +18,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("recipe", "model", "preset"), list(PUBLISHED))
-def test_a_preset_is_what_was_published(recipe, model, preset):
+def test_a_preset_has_the_published_numbers(recipe, model, preset):
     layers, micro_batch, global_batch = PUBLISHED[recipe, model, preset]
     point = one([f"+recipe={recipe}", f"model={model}", f"pipeline={preset}"])
     config = point.config
@@ -42,7 +42,7 @@ def test_resnet50_is_replicated_sixteen_times():
     assert config.pipeline.split == []
 
 
-def test_a_preset_keeps_its_word_about_an_optimizer_of_ones_own_choice():
+def test_a_preset_keeps_its_settings_with_another_optimizer():
     config = one(["+recipe=bert", "model=bert_large", "pipeline=bert_large_4ipu", "optimizer=adam"]).config
     # The learning rate is that of conf/optimizer/adam.yaml; the recipe's own is for AdamW.
     assert config.optimizer == {"_target_": "poptorch.optim.Adam", "lr": 0.001, "accum_type": "float16"}

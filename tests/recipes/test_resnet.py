@@ -46,7 +46,7 @@ def test_modules_are_named_as_in_torchvision():
 
 
 @pytest.mark.parametrize(("size", "before_the_first_stage"), [(32, 32), (224, 56)])
-def test_small_pictures_keep_their_size_in_the_stem(size, before_the_first_stage):
+def test_the_stem_keeps_the_size_of_small_pictures(size, before_the_first_stage):
     model = ResNet(18, image_size=size, width=4, num_classes=7)
     seen = []
     model.layer1.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
@@ -75,7 +75,7 @@ def test_a_bottleneck_strides_in_its_middle():
     assert block(torch.zeros(1, 8, 6, 6)).shape == (1, 8, 3, 3)
 
 
-def test_group_norm_treats_each_picture_by_itself():
+def test_group_norm_normalises_each_picture_separately():
     torch.manual_seed(0)
     pictures = torch.randn(4, 3, 32, 32)
     model = ResNet(18, image_size=32, width=4, norm="group")
@@ -91,7 +91,7 @@ def test_unknown_kinds_are_refused(arguments, message):
         ResNet(**arguments)
 
 
-def test_without_a_root_pictures_are_made_up_and_said_to_be():
+def test_without_a_root_pictures_are_synthetic_with_a_note():
     data = splits(image_size=16, num_classes=3)
     image, label = data["train"][4]
     assert (image.shape, label) == ((3, 16, 16), 1)
@@ -103,7 +103,7 @@ def test_without_a_root_pictures_are_made_up_and_said_to_be():
 
 
 def cifar_pixels(batch):
-    """Three records of a batch: their labels, and pixels that tell picture, colour and row."""
+    """Return three records of a batch: labels, and pixels that encode picture, colour and row."""
     labels = np.array([batch, 7, 9], np.uint8)
     pixels = np.arange(3 * 3072).reshape(3, 3072) // 32 % 251
     return labels, pixels.astype(np.uint8)
@@ -126,7 +126,7 @@ def write_pickled(folder):
 
 @pytest.mark.parametrize("write", [write_binary, write_pickled])
 @pytest.mark.parametrize("below", ["", "cifar-10-batches-bin", "cifar-10-batches-py"])
-def test_cifar_is_read_in_both_its_formats(tmp_path, write, below):
+def test_cifar_is_read_in_both_formats(tmp_path, write, below):
     write(tmp_path / "root" / below)
     data = splits(root=str(tmp_path / "root"))
     assert data["train"].labels.tolist() == [label for batch in range(5) for label in (batch, 7, 9)]
@@ -177,7 +177,7 @@ def test_a_pickle_cannot_run_code(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model", ["resnet_tiny", "resnet50"])
-def test_the_declared_sample_is_what_the_data_give(model):
+def test_the_declared_sample_matches_the_data(model):
     config = one(["+recipe=resnet", f"model={model}"]).config
     declared = parse_sample(config.sample)
     arguments = {name: value for name, value in config.data.items() if name != "_target_"}
@@ -192,7 +192,7 @@ def loss_of(model, batch):
 
 @pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("strategy", ["pipelined", "sharded"])
-def test_over_several_ipus_the_numbers_are_those_of_plain_torch(strategy):
+def test_training_over_several_ipus_equals_plain_torch(strategy):
     layout = ["pipeline.split=[layer3]", f"pipeline.strategy={strategy}"]
     sizes = ["model.image_size=16", "model.width=4", "micro_batch_size=4", "gradient_accumulation=3"]
     assert_same_training(["+recipe=resnet", *layout, *sizes], loss_of)

@@ -22,7 +22,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def summary():
-    """How the one run of this folder ended."""
+    """Return the summary of the only run in this folder."""
     [file] = Path("runs").rglob("summary.json")
     return json.loads(file.read_text())
 
@@ -35,7 +35,7 @@ def test_every_recipe_trains_on_synthetic_data(recipe):
 
 
 def test_mnist_learns_its_digits():
-    """The recipe as it is takes twice as long and ends at about 97.5%."""
+    """Without overrides the recipe takes twice as long and ends at about 97.5%."""
     assert main(["train", "+recipe=mnist", "epochs=2", "--quiet"]) == 0
     assert summary()["metrics"]["accuracy"] > 0.93
 

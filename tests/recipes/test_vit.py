@@ -20,7 +20,7 @@ def test_sizes_are_the_published_ones(option, published):
     assert parameters_of(option) == published
 
 
-def test_attention_is_torchs_own():
+def test_attention_equals_torch():
     torch.manual_seed(0)
     attention = Attention(16, 4, 0.0)
     hidden = torch.randn(3, 5, 16)
@@ -38,7 +38,7 @@ def test_patches_go_row_by_row():
     assert embed(image[None, None]).flatten().tolist() == [4, 8, 12, 16]
 
 
-def test_the_order_of_patches_matters_only_by_their_places():
+def test_only_position_embeddings_depend_on_the_order_of_patches():
     torch.manual_seed(0)
     model = VisionTransformer(**SMALL).eval()
     image = torch.randn(2, 3, 8, 8)
@@ -55,7 +55,7 @@ def test_sizes_that_do_not_divide_are_refused():
         VisionTransformer(hidden_size=16, num_heads=3)
 
 
-def test_digits_come_as_they_are_or_scaled_to_the_model():
+def test_digits_are_unscaled_or_scaled_to_the_model():
     plain = mnist_splits()["test"]
     digit, label = splits()["test"][3]
     assert torch.equal(digit, plain[3][0]) and label == plain[3][1]
@@ -68,7 +68,7 @@ def test_digits_come_as_they_are_or_scaled_to_the_model():
 
 
 @pytest.mark.parametrize("words", [[], ["model=vit_base"], ["model=vit_cifar", "data=cifar10"]])
-def test_the_declared_sample_is_what_the_data_give(words):
+def test_the_declared_sample_matches_the_data(words):
     config = one(["+recipe=vit", *words]).config
     declared = parse_sample(config.sample)
     size, colours = config.data["image_size"], config.data["in_channels"]
@@ -84,7 +84,7 @@ def loss_of(model, batch):
 
 @pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("strategy", ["pipelined", "sharded"])
-def test_over_several_ipus_the_numbers_are_those_of_plain_torch(strategy):
+def test_training_over_several_ipus_equals_plain_torch(strategy):
     layout = ["pipeline.layers_per_ipu=[1,1,1,1]", f"pipeline.strategy={strategy}"]
     sizes = ["model.hidden_size=16", "micro_batch_size=2", "gradient_accumulation=7"]
     assert_same_training(["+recipe=vit", *layout, *sizes], loss_of)

@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+from user_project import enter_project
 
 from ipurun.cli.main import main
 from ipurun.runs.folder import RunFolder
 
 CODE = """
-import os, signal, time
-import torch
-
-class Net(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-
 class Points(torch.utils.data.Dataset):
     # The sweep process also creates the data, to plan the points: only the points fail.
     def __init__(self, mode):
@@ -53,30 +47,13 @@ def splits(mode="ok"):
     return {"train": Points(mode), "test": torch.utils.data.Subset(Points("ok"), range(8))}
 """
 
-RECIPE = """
-# @package _global_
-model: {_target_: swept_code.Net}
-data: {_target_: swept_code.splits}
-loss: {name: CrossEntropyLoss}
-optimizer: {_target_: poptorch.optim.SGD, lr: 0.1}
-metrics: {accuracy: {_target_: ipurun.metrics.Accuracy}}
-micro_batch_size: 4
-engine: cpu
-cache: {enabled: false}
-"""
-
 
 @pytest.fixture(autouse=True)
 def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "swept_code", raising=False)
+    enter_project(tmp_path, monkeypatch, "swept_code", CODE)
     monkeypatch.setenv("SWEEP_TEST_PID", str(os.getpid()))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    Path("swept_code.py").write_text(CODE)
-    Path("conf/recipe").mkdir(parents=True)
-    Path("conf/recipe/tiny.yaml").write_text(RECIPE.lstrip())
 
 
 def _sweep(*argv: str) -> int:
@@ -151,8 +128,9 @@ def test_a_point_that_hangs_is_ended(capsys: Any) -> None:
 
 
 def test_missing_data_is_a_failed_row(capsys: Any) -> None:
-    recipe = RECIPE.lstrip().replace("swept_code.splits", "ipurun.recipes.fashion_mnist.dataset.splits")
-    Path("conf/recipe/nodata.yaml").write_text(recipe)
+    recipe = Path("conf/recipe/tiny.yaml").read_text()
+    absent = recipe.replace("swept_code.splits", "ipurun.recipes.fashion_mnist.dataset.splits")
+    Path("conf/recipe/nodata.yaml").write_text(absent)
     assert main(["train", "-m", "+recipe=nodata,tiny", "max_steps=1", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert [point["status"] for point in document["points"]] == ["finished", "failed"]

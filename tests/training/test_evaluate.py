@@ -1,4 +1,4 @@
-"""Evaluation and prediction: exact over every sample, whatever does not fill a host call."""
+"""Evaluation and prediction: exact for every sample, even if the last host call is not full."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _expected(model_class: type = Net, samples: int = 10) -> tuple[torch.Tensor,
         (10, {"loader__workers": 1}),
     ],
 )
-def test_padding_is_left_out_of_every_number(samples: int, sizes: Any) -> None:
+def test_padding_is_left_out_of_loss_and_metrics(samples: int, sizes: Any) -> None:
     run = built(data={"_target_": "run_toys.pair", "evaluation": samples}, **sizes)
     result = evaluate(run, Recorder())
     outputs, targets = _expected(samples=samples)
@@ -80,7 +80,7 @@ def test_a_limit_on_a_stream() -> None:
 
 @pytest.mark.parametrize("samples", [8, 10, 9])
 def test_model_with_its_own_loss(samples: int) -> None:
-    """A last micro-batch of 2 or 1 is repeated to fill 4 rows, which leaves its mean as it is."""
+    """A last micro-batch of 2 or 1 is repeated to fill 4 rows, which does not change its mean."""
     run = built(
         model={"_target_": "run_toys.OwnLossNet"},
         loss__name=None,
@@ -130,7 +130,7 @@ def test_the_test_split_by_name() -> None:
     assert built(data={"_target_": "run_toys.triple"}, eval__split="test").eval_split == "test"
 
 
-def test_an_unknown_split_is_told() -> None:
+def test_an_unknown_split_is_reported() -> None:
     with pytest.raises(ConfigError, match="no split `tset`"):
         evaluate(built(), Recorder(), "tset")
     with pytest.raises(ConfigError, match=r"eval\.split=tset"):
@@ -143,7 +143,7 @@ def test_a_metric_that_fails_is_explained() -> None:
         evaluate(run, Recorder())
 
 
-def test_predictions_come_in_the_order_of_the_data() -> None:
+def test_predictions_are_in_the_order_of_the_data() -> None:
     for sizes in ({}, {"device_iterations": 2, "devices": 2}):
         run = built(**sizes)
         assert torch.allclose(gathered(predict(run, "eval", Recorder())), _expected()[0], atol=1e-6)
@@ -163,7 +163,7 @@ def test_weights_of_a_checkpoint_are_used(tmp_path: Path) -> None:
     trained_run = built(epochs=1)
     train(trained_run, Folder(tmp_path), [])
     run = built()
-    progress = load_weights(run, latest(tmp_path / "checkpoints"))
+    progress = load_weights(run.user_model, latest(tmp_path / "checkpoints"))
     assert progress.step == 8
     expected = Net()
     expected.load_state_dict(trained_run.user_model.state_dict())

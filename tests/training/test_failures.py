@@ -1,4 +1,4 @@
-"""What a failing model or data set is told as."""
+"""Failures of a model or data set as one readable problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Torn(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_read_is_one_line_with_its_place(workers: int) -> None:
+def test_an_unreadable_sample_is_reported_in_one_line_with_its_source(workers: int) -> None:
     with pytest.raises(RunError) as caught, explained(emulator, "reading the training data"):
         next(iter(DataLoader(_Torn(), num_workers=workers)))
     (problem,) = caught.value.problems

@@ -18,7 +18,7 @@ from ipurun.training.loop import train
 
 
 def _plain_torch(batches: int, size: int, lr: Any = 0.1, accumulation: int = 1) -> tuple[list, nn.Module]:
-    """SGD with momentum over the points in their order, `batches` updates of `size` samples."""
+    """Train with SGD and momentum on the points in order: `batches` updates of `size` samples."""
     with seeded(0):
         model = Net()
     rate = lr if callable(lr) else lambda step: lr
@@ -75,7 +75,7 @@ def test_training_metrics_come_from_the_same_batches(tmp_path: Path) -> None:
     assert recorder.losses == pytest.approx([losses[s : s + 8].mean().item() for s in range(0, 32, 8)], abs=1e-5)
 
 
-def test_schedule_moves_once_per_weight_update(tmp_path: Path) -> None:
+def test_the_schedule_advances_once_per_weight_update(tmp_path: Path) -> None:
     _, _, recorder = trained(
         tmp_path,
         loader__shuffle=False,
@@ -134,7 +134,7 @@ def test_shuffling_differs_by_epoch_and_not_by_run(tmp_path: Path) -> None:
     second, _, _ = trained(tmp_path / "b")
     loaded = first.train_loader._data.loaded
     assert loaded == second.train_loader._data.loaded
-    loaded = loaded[1:]  # the first was looked at while the data was inspected
+    loaded = loaded[1:]  # inspection read the first one
     assert sorted(loaded[:32]) == sorted(loaded[32:64]) == list(range(32))
     assert loaded[:32] != loaded[32:64]
 
@@ -153,7 +153,7 @@ def test_a_stream_trains_until_its_end(tmp_path: Path) -> None:
     assert any("nothing is evaluated" in note.text for note in recorder.events["note"])
 
 
-def test_a_stream_with_max_steps_begins_again(tmp_path: Path) -> None:
+def test_a_stream_with_max_steps_restarts(tmp_path: Path) -> None:
     _, summary, _ = trained(tmp_path, data={"_target_": "run_toys.Stream"}, epochs=None, max_steps=11)
     assert summary.step == 11 and summary.epoch == 1
 
@@ -203,14 +203,14 @@ def test_nonfinite_loss_stops_with_step_and_key(tmp_path: Path) -> None:
     assert "nan at step 1" in text and "debug.stop_on_nonfinite" in text
 
 
-def test_nonfinite_loss_goes_on_when_told(tmp_path: Path) -> None:
+def test_training_continues_after_a_nonfinite_loss_if_configured(tmp_path: Path) -> None:
     _, summary, _ = trained(
         tmp_path, model={"_target_": "run_toys.ExplodingNet"}, debug__stop_on_nonfinite=False, epochs=1
     )
     assert summary.status == "done" and summary.step == 8
 
 
-def test_a_data_set_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_failing_data_set_is_reported_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         trained(tmp_path, data={"_target_": "run_toys.Broken"}, loader__shuffle=False)
     text = str(caught.value)
@@ -230,7 +230,7 @@ def test_unwritable_checkpoint_folder_is_one_clear_error(tmp_path: Path) -> None
         trained(tmp_path)
 
 
-def test_recoverable_error_tells_what_to_do(tmp_path: Path) -> None:
+def test_a_recoverable_error_says_what_to_do(tmp_path: Path) -> None:
     run = built(epochs=3)
     errors = run.engine.module
 
@@ -258,14 +258,14 @@ def test_recoverable_error_tells_what_to_do(tmp_path: Path) -> None:
     assert "PARTITION_RESET" in text and "step-00000008.pt" in text and f"resume={tmp_path}" in text
 
 
-def test_engine_error_has_no_traceback_but_a_cause(tmp_path: Path) -> None:
+def test_an_engine_error_has_a_cause_but_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         trained(tmp_path, loss__name=None, loss__output="0", epochs=1, metrics={}, data={"_target_": "run_toys.pair"},
                 model={"_target_": "run_toys.Net"})  # fmt: skip
     assert isinstance(caught.value.__cause__, Exception)
 
 
-def test_torch_optimizer_says_that_resume_is_not_exact(tmp_path: Path) -> None:
+def test_a_torch_optimizer_warns_that_resuming_is_not_exact(tmp_path: Path) -> None:
     _, _, recorder = trained(tmp_path, optimizer={"_target_": "torch.optim.SGD", "lr": 0.1}, epochs=1)
     assert any("poptorch.optim resumes exactly" in note.text for note in recorder.events["note"])
 
@@ -284,7 +284,7 @@ def test_best_checkpoint_survives_pruning(tmp_path: Path) -> None:
     assert summary.best_checkpoint == str(tmp_path / "checkpoints" / f"step-{summary.best_step:08d}.pt")
 
 
-def test_compile_time_is_kept_out_of_throughput(tmp_path: Path) -> None:
+def test_throughput_excludes_compile_time(tmp_path: Path) -> None:
     _, summary, recorder = trained(tmp_path, epochs=1)
     assert [event.mode for event in recorder.events["compile_end"]] == ["training", "inference"]
     expected = summary.samples / (summary.seconds["train"] + summary.seconds["data_wait"])
@@ -319,14 +319,14 @@ def test_pipelined_training_equals_plain_torch(tmp_path: Path) -> None:
     assert summary.metrics["accuracy"] >= 0
 
 
-def test_options_are_written_into_the_log_when_asked_for(tmp_path: Path) -> None:
+def test_options_are_logged_on_request(tmp_path: Path) -> None:
     folder, lines = Folder(tmp_path), []
     folder.log = lines.append
     train(built(epochs=1, device_iterations=4, debug__print_options=True), folder, [])
     assert len(lines) == 1 and "training Options(" in lines[0] and "device_iterations=4" in lines[0]
 
 
-def test_events_begin_and_end(tmp_path: Path) -> None:
+def test_events_start_and_end(tmp_path: Path) -> None:
     recorder = Recorder()
     settings = config(epochs=1)
     summary = train(built(settings), Folder(tmp_path), [recorder])

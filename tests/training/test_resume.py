@@ -1,4 +1,4 @@
-"""Stopping and going on: N steps straight equal N/2, a stop, and N/2 more, bit for bit."""
+"""Resuming: N steps equal N/2 steps, a stop and N/2 more, bit for bit."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_resume_is_exact_with_dropout_augmentation_and_device_iterations(tmp_pat
         {"device_iterations": 2, "gradient_accumulation": 2, "devices": 2, "micro_batch_size": 1},
     ],
 )
-def test_resume_is_exact_with_several_micro_batches_a_call(tmp_path: Path, sizes: Dict[str, int]) -> None:
-    """The engine may compute micro-batches together, and must round alike before and after a stop."""
+def test_resume_is_exact_with_several_micro_batches_per_call(tmp_path: Path, sizes: Dict[str, int]) -> None:
+    """The engine may compute micro-batches together, and must round equally before and after a stop."""
     _assert_equal_runs(*_straight_and_resumed(tmp_path, 3, **sizes))
 
 
@@ -156,7 +156,7 @@ def test_resuming_a_finished_run_does_nothing(tmp_path: Path) -> None:
     assert "step" not in seen.events and [c.step for c in listed(folder)] == [8]
 
 
-def test_a_finished_run_goes_on_with_more_epochs(tmp_path: Path) -> None:
+def test_a_finished_run_resumes_with_more_epochs(tmp_path: Path) -> None:
     folder, straight = Folder(tmp_path / "parts"), Recorder()
     train(built(epochs=2), Folder(tmp_path / "whole"), [straight])
     seen = Recorder()
@@ -165,7 +165,7 @@ def test_a_finished_run_goes_on_with_more_epochs(tmp_path: Path) -> None:
     assert seen.losses == straight.losses and summary.epoch == 2
 
 
-def test_first_ctrl_c_saves_and_tells_how_to_go_on(tmp_path: Path) -> None:
+def test_first_ctrl_c_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     seen = Recorder()
     summary = train(built(), folder, [seen, _PressCtrlC(3)])
@@ -176,12 +176,12 @@ def test_first_ctrl_c_saves_and_tells_how_to_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_save_as_ctrl_c_does(tmp_path: Path, how: int) -> None:
+def test_other_signals_save_like_ctrl_c(tmp_path: Path, how: int) -> None:
     summary = train(built(), Folder(tmp_path), [_PressCtrlC(3, how=how)])
     assert summary.status == "interrupted" and latest(tmp_path / "checkpoints").step == 3
 
 
-def test_under_nohup_a_lost_connection_does_not_matter(tmp_path: Path) -> None:
+def test_under_nohup_a_lost_connection_is_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         summary = train(built(epochs=1), Folder(tmp_path), [_PressCtrlC(3, how=signal.SIGHUP)])
@@ -197,7 +197,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert latest(folder) is None
 
 
-def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_is_done_on_resume(tmp_path: Path) -> None:
     """Ctrl-C in the last step: the evaluation at the end waits for the resume."""
     folder = Folder(tmp_path)
     summary = train(built(epochs=1), folder, [_PressCtrlC(8)])
@@ -214,12 +214,12 @@ def test_resume_with_host_calls_of_another_size(tmp_path: Path) -> None:
     resumed = built(device_iterations=2)
     summary = train(resumed, folder, [seen], resume_from=latest(folder))
     assert summary.step == 16 and summary.epoch == 2
-    assert any("another size" in note.text for note in seen.events["note"])
+    assert any("samples per host call changed" in note.text for note in seen.events["note"])
     assert sorted(resumed.train_loader._data.loaded[9:]) == list(range(32))
 
 
 def test_ctrl_c_while_workers_load_still_saves(tmp_path: Path) -> None:
-    """A terminal sends Ctrl-C to the workers as well; they must outlive it."""
+    """A terminal sends Ctrl-C to the workers as well; they must survive it."""
     root = Path(__file__).resolve().parents[2]
     code = """
 import os, signal, sys
@@ -253,7 +253,7 @@ if __name__ == "__main__":
     assert latest(tmp_path / "run" / "checkpoints").step == 3
 
 
-def test_handlers_are_put_back(tmp_path: Path) -> None:
+def test_signal_handlers_are_restored(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     train(built(epochs=1), Folder(tmp_path), [])
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -275,7 +275,7 @@ def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         train(built(optimizer=groups), folder, [], resume_from=latest(folder))
 
 
-def test_a_new_learning_rate_counts_after_a_resume(tmp_path: Path) -> None:
+def test_a_new_learning_rate_is_used_after_a_resume(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     train(built(epochs=1), folder, [])
     before = load(latest(folder))["model"]

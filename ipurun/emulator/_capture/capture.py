@@ -1,4 +1,4 @@
-"""Capture a model: one run of forward, and of backward in training, becomes a graph."""
+"""Capture a model: run forward (and backward in training) once and record a graph."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.structures import rebuild, tensors_in
 
-__all__ = ["Captured", "capture", "forget_history"]
-
 
 class _PlainFunction:
-    """Replacement for the autograd function of `use_reentrant=True`."""
+    """Call the checkpointed function directly, in place of the autograd function of `use_reentrant=True`."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -41,7 +39,7 @@ def _plain_call(function: Callable[..., Any], preserve_rng_state: bool, *args: A
     return function(*args, **kwargs)
 
 
-# `checkpoint` itself cannot be replaced: models import it by name. It looks these up when it is called.
+# `checkpoint` itself cannot be replaced: models import it by name. It looks these names up at each call.
 _STAND_INS: Dict[str, Any] = {
     "CheckpointFunction": _PlainFunction,
     "_checkpoint_without_reentrant_generator": _plain_generator,
@@ -54,8 +52,8 @@ def plain_checkpoints() -> Iterator[None]:
     """Make `torch.utils.checkpoint.checkpoint` call its function and nothing else.
 
     The backend chooses what a device keeps for the backward pass (`autoRecomputation`,
-    `poptorch.recomputationCheckpoint`). Torch's own ways of running a part of the model twice do not survive a capture:
-    one refuses to work with `torch.autograd.grad`, the other draws new random numbers.
+    `poptorch.recomputationCheckpoint`). Torch's ways of running a part of the model twice do not work in a capture:
+    one rejects `torch.autograd.grad`, the other draws new random numbers.
     """
     module = torch.utils.checkpoint
     originals = {name: getattr(module, name) for name in _STAND_INS if hasattr(module, name)}
@@ -75,7 +73,7 @@ class Captured:
     Attributes:
         graph: The captured program.
         returned: The structure that forward returned, with empty tensors.
-        output_values: The value of each tensor of the structure, in order.
+        output_values: The value of each tensor in the structure, in order.
         reference: Results of the captured run: outputs, then gradients by name.
     """
 
@@ -106,12 +104,12 @@ def capture(
         inputs: The tensors that differ between calls.
         training: Whether to look for the loss and add the backward pass.
         options: The options of the executor.
-        modules: The modules by name, to tell which of them an operation belongs to.
+        modules: The modules by name, to find the one that an operation belongs to.
         check_op: Raises for an operation that cannot be lowered.
         before_backward: Called with the recorder and the result of forward before the backward pass.
 
     Raises:
-        Error: If the model does what a graph cannot hold, or if no loss is found in training.
+        Error: If a graph cannot represent what the model does, or if training finds no loss.
     """
     recorder = Recorder(training, options, check_op)
     for name, tensor in parameters.items():
@@ -126,7 +124,7 @@ def capture(
     plain = _without_mask_check(modules)
     with constants, _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules), plain:
         with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
-            # Autograd watches in inference too: a model may look at `grad_fn` and `is_leaf`.
+            # Autograd is on in inference too: a model may read `grad_fn` and `is_leaf`.
             with torch.enable_grad(), SavedTensors(keep=training) as saved, FunctionWatcher(recorder, saved):
                 returned = call()
                 tensors = list(tensors_in(returned))
@@ -171,7 +169,7 @@ def _backward(
 def _gradients(
     loss: torch.Tensor, parameters: List[torch.Tensor], seed: torch.Tensor
 ) -> Sequence[Optional[torch.Tensor]]:
-    """Do what `torch.autograd.grad` does, without its check of the seed's shape, which loads sympy."""
+    """Call `torch.autograd.grad` without its check of the seed's shape, which loads sympy."""
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if run is None:
         return torch.autograd.grad(loss, parameters, grad_outputs=seed, allow_unused=True)
@@ -179,7 +177,7 @@ def _gradients(
 
 
 def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a Python function or a hook of a parameter takes part in the backward pass of a loss."""
+    """Whether the backward pass of a loss calls a Python function or a hook of a parameter."""
     if any(parameter._backward_hooks for parameter in parameters):
         return True
     seen: Set[Any] = set()
@@ -196,15 +194,15 @@ def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -
 
 
 def forget_history(tensor: torch.Tensor) -> None:
-    """Make a tensor a leaf again that a capture changed in place by something autograd watched."""
+    """Make a tensor a leaf again after a capture changed it in place under autograd."""
     if tensor.grad_fn is not None:
         tensor.detach_()
 
 
 class _ConstantGuard:
-    """Puts plain tensors back that the model changed by what a device computes: there they are constants.
+    """Restores plain tensors that the model overwrote with device results: on a device they are constants.
 
-    What the model makes of plain tensors alone runs on the host, once for each compile, and the host keeps it.
+    Operations on plain tensors alone run on the host, once per compile, and their changes are kept.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -249,9 +247,9 @@ def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> It
 
 @contextlib.contextmanager
 def _without_mask_check(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
-    """Keep torch's transformers from comparing a mask with the causal one, which reads its values.
+    """Stop torch's transformers from comparing a mask with the causal one, which would read its values.
 
-    The comparison only picks a faster kernel: the mask is applied all the same.
+    The comparison only selects a faster kernel; the mask is applied either way.
     """
     flags = {torch.nn.TransformerEncoder: "is_causal", torch.nn.TransformerDecoder: "tgt_is_causal"}
     handles = []
@@ -259,7 +257,7 @@ def _without_mask_check(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
         flag = next((flag for kind, flag in flags.items() if isinstance(module, kind)), None)
         parameters = list(inspect.signature(module.forward).parameters) if flag is not None else []
         if flag in parameters:
-            hook = functools.partial(_say_not_causal, flag, parameters.index(flag))
+            hook = functools.partial(_pass_not_causal, flag, parameters.index(flag))
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         yield
@@ -268,7 +266,7 @@ def _without_mask_check(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def _say_not_causal(
+def _pass_not_causal(
     flag: str, position: int, module: torch.nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Optional[Tuple[Tuple[Any, ...], Dict[str, Any]]]:
     if len(args) > position or kwargs.get(flag) is not None:
@@ -278,7 +276,7 @@ def _say_not_causal(
 
 @contextlib.contextmanager
 def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
-    """Keep LSTM layers in plain operations: the fused one passes its workspace on invisibly."""
+    """Run LSTM layers as plain operations: the fused one passes its workspace to backward invisibly."""
     enabled = torch._C._get_mkldnn_enabled()
     recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules.values())
     torch._C._set_mkldnn_enabled(enabled and not recurrent)
@@ -302,10 +300,10 @@ def _without_validation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """Keep Python from collecting garbage: it would clear the weak references by which tensors are known.
+    """Turn garbage collection off: it would clear the weak references that identify tensors.
 
-    A tensor in a garbage cycle (a closure that calls itself is one) lives on if autograd still needs it, but
-    without its weak references.
+    A tensor in a garbage cycle (such as a closure that calls itself) survives if autograd still needs it, but
+    loses its weak references.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -318,7 +316,7 @@ def _collector_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded_by_options() -> Iterator[None]:
-    """Let forward call `torch.manual_seed` without effect: a device draws from the seed of the options."""
+    """Ignore calls of `torch.manual_seed` in forward: a device uses the seed of the options."""
     original = torch.manual_seed
     torch.manual_seed = torch.random.manual_seed = lambda seed: torch.default_generator
     try:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch.nn import functional
 
-from ipurun.emulator._capture.op_kinds import names_in
+from ipurun.emulator._capture.op_kinds import names_in, written_arguments
 
-__all__ = [
-    "HalfThroughFloat",
-    "StochasticRounding",
-    "cast_weights",
-    "holds_half",
-    "kept_in_32_bits",
-    "round_to_nearest",
-    "run_op",
-    "with_boxed_numbers",
-    "wrapped",
-]
-
+_NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32}
 _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
     functional.linear: ((1, "weight"), (2, "bias")),
     functional.batch_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
     functional.group_norm: ((2, "weight"), (3, "bias")),
     functional.layer_norm: ((2, "weight"), (3, "bias")),
     functional.instance_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
-    # Its projections are calls of `linear` that capture does not see one by one.
+    # Its projections are calls of `linear` that capture cannot see separately.
     functional.multi_head_attention_forward: (
         (5, "in_proj_weight"),
         (6, "in_proj_bias"),
@@ -42,6 +31,29 @@ _WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
 }
 for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
     _WEIGHT_ARGUMENTS[getattr(functional, _name)] = ((1, "weight"), (2, "bias"))
+# Torch's half kernels for these are up to 200 times slower than its float32 kernels, which accumulate as IPUs do.
+_SLOW_IN_HALF = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("addmm", "addmv", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv")
+)
+# Their other results are statistics, which stay in float32.
+_ONLY_FIRST_RESULT_HALF = frozenset(["native_batch_norm", "native_group_norm", "native_layer_norm"])
+# Integers stay int64, which torch's kernels need for indices, but values beyond 32 bits wrap around, as on a device.
+# These operations can leave the range; their in-place variants end in "_".
+_MAY_OVERFLOW = names_in(
+    "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
+    "mv neg pow prod rsub scatter_add square sub sum"
+)
+_EXPONENT_BITS = 0x7F800000
+_HALF_EPSILON = 2.0**-10
+_SUBNORMAL_STEP = 2.0**-24
+_LARGEST_STEP = 2.0**5  # for 32768 and above; values above 65504 become infinite in any case
+_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
+
+
+def narrowed(dtype: torch.dtype) -> torch.dtype:
+    """Return the 32-bit type that a device has in place of a 64-bit one."""
+    return _NARROWED.get(dtype, dtype)
 
 
 def cast_weights(
@@ -66,19 +78,12 @@ def cast_weights(
 
 
 def substitute_for(op: Any, arguments: Any) -> Optional[HalfThroughFloat]:
-    """Return a replacement for an operation that failed on half arguments, None if none are half."""
+    """Return a replacement for an operation that failed on half arguments, None if no argument is half."""
     return HalfThroughFloat(op) if holds_half(arguments) else None
 
 
-# Torch's half kernels of these take up to two hundred times as long as float32 ones, which accumulate as IPUs do.
-_SLOW_IN_HALF = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("addmm", "addmv", "baddbmm", "bmm", "convolution", "convolution_backward", "mm", "mv")
-)
-
-
 def is_slow_in_half(op: Any, arguments: Tuple[Any, ...]) -> bool:
-    """Whether the CPU may have a half kernel for the operation, but one far slower than the way through float32."""
+    """Whether the CPU may have a half kernel for the operation that is far slower than computing in float32."""
     first = arguments[0] if arguments else None
     return (
         isinstance(first, torch.Tensor)
@@ -89,7 +94,7 @@ def is_slow_in_half(op: Any, arguments: Tuple[Any, ...]) -> bool:
 
 
 def holds_half(item: Any) -> bool:
-    """Whether a half tensor or type is among the arguments."""
+    """Whether the arguments contain a half tensor or type."""
     if isinstance(item, torch.Tensor):
         return item.dtype == torch.float16
     if isinstance(item, dict):
@@ -99,17 +104,13 @@ def holds_half(item: Any) -> bool:
     return item is torch.float16
 
 
-# Their further results are statistics, which stay in float32.
-_ONLY_FIRST_RESULT_HALF = frozenset(["native_batch_norm", "native_group_norm", "native_layer_norm"])
-
-
 def to_nearest_half(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in half precision, each value rounded to the nearest."""
+    """Round a tensor to the nearest values in half precision."""
     return tensor.to(torch.float16)
 
 
 class HalfThroughFloat:
-    """An aten operation computed in float32 and rounded to half, with half arguments and results.
+    """An aten operation on half tensors, computed in float32 and rounded to half.
 
     Args:
         op: The operation that has no half kernel here.
@@ -121,15 +122,6 @@ class HalfThroughFloat:
         self._to_half = to_half
         self._schema = op._schema
         self.__name__ = op._schema.name
-
-    def _written(self, args: Tuple[Any, ...]) -> List[Any]:
-        if self._schema.name == "aten::native_batch_norm":
-            return list(args[3:5])  # its schema does not say that it updates the running statistics
-        return [
-            given
-            for argument, given in zip(self._schema.arguments, args)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         widened: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
@@ -144,7 +136,10 @@ class HalfThroughFloat:
         wide_kwargs = {name: _map_leaves(widen, item) for name, item in kwargs.items()}
         result = self.widened(*[_map_leaves(widen, item) for item in args], **wide_kwargs)
         originals = {id(wide): original for original, wide in widened.values()}
-        for given in self._written(args):
+        written = written_arguments(self._schema, args, kwargs)
+        if self._schema.name == "aten::native_batch_norm":
+            written += args[3:5]  # its schema does not say that it updates the running statistics
+        for given in written:
             if id(given) in widened:
                 given.copy_(self._to_half(widened[id(given)][1]))
         if kwargs.get("dtype") is torch.float32:
@@ -162,8 +157,8 @@ class HalfThroughFloat:
 
 
 def _map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
-    """Return nested lists and tuples with every item replaced by what the function makes of it."""
-    # Not a function inside __call__ that calls itself: it would keep the tensors alive until the next collection.
+    """Return nested lists and tuples with the function applied to every item."""
+    # A recursive closure inside __call__ would keep the tensors alive until the next garbage collection.
     if isinstance(item, (list, tuple)):
         return type(item)([_map_leaves(function, entry) for entry in item])
     return function(item)
@@ -173,7 +168,7 @@ def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Ca
     """Run an operation.
 
     Returns:
-        What was called in its place, with which positional arguments, and the result.
+        The operation that was actually called, its positional arguments, and the result.
     """
     if is_slow_in_half(func, args):
         func = HalfThroughFloat(func)
@@ -193,9 +188,9 @@ def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Ca
 
 
 def with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, ...]]:
-    """Put numbers in tensors where the operation wants tensors; None if there is nothing to do.
+    """Wrap numbers in tensors where the operation expects tensors; return None if there are none.
 
-    Torch 2.0 hands a number that an operator such as `^` wrapped in a tensor over as a plain number.
+    Torch 2.0 unwraps numbers that an operator such as `^` had wrapped in a tensor.
     """
     numbers = [
         str(argument.type) == "Tensor" and isinstance(given, (bool, int, float))
@@ -206,21 +201,13 @@ def with_boxed_numbers(func: Any, args: Tuple[Any, ...]) -> Optional[Tuple[Any, 
     return tuple(torch.tensor(given) if number else given for number, given in zip(numbers, args))
 
 
-# Integers stay int64, the type that torch's kernels want for indices, but values outside 32 bits wrap around, as on a
-# device. These operations can leave the range; in place their names end in "_".
-_MAY_OVERFLOW = names_in(
-    "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
-    "mv neg pow prod rsub scatter_add square sub sum"
-)
-
-
 def wrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return an int64 tensor with its values wrapped into the range of int32."""
     return tensor.to(torch.int32).to(torch.int64)
 
 
 def kept_in_32_bits(op: Callable[..., Any], name: str, result: Any) -> Tuple[Callable[..., Any], Any]:
-    """Return an operation and its result, both as they are on a device.
+    """Return an operation and its result with int64 values wrapped to 32 bits, as on a device.
 
     Args:
         op: The operation that was run.
@@ -253,30 +240,23 @@ class _Wrapping:
         return _wrap(self._op(*args, **kwargs), self._in_place)
 
 
-_EXPONENT_BITS = 0x7F800000
-_HALF_EPSILON = 2.0**-10
-_SUBNORMAL_STEP = 2.0**-24
-_LARGEST_STEP = 2.0**5  # of the numbers from 32768 on; what is larger than 65504 is infinite in any case
-_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
-
-
 def round_to_nearest(destination: torch.Tensor, result: torch.Tensor) -> None:
-    """Store with the usual rounding."""
+    """Store a result, rounded to nearest."""
     destination.copy_(result)
 
 
 class StochasticRounding:
-    """Rounds up or down with the probability that keeps the expected value.
+    """Rounds up or down at random such that the expected value is unchanged.
 
     Args:
-        seed: Start of the random stream; it is the rounding's own, torch's global one is left alone.
+        seed: Seed of a private random stream; torch's global one is not used.
     """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, destination: torch.Tensor, result: torch.Tensor) -> None:
-        """Store `result` in `destination`, at random when that is half precision."""
+        """Store `result` in `destination`, rounded at random if that is half precision."""
         if destination.dtype != torch.float16:
             destination.copy_(result)
             return
@@ -287,11 +267,11 @@ class StochasticRounding:
         destination.copy_(rounded.view_as(destination))
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
-        """Return each value or one of its two neighbours among the half numbers, in float32."""
+        """Return each value rounded to one of its two neighbours in half precision, as float32."""
         power_of_two = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
         step = power_of_two.mul_(_HALF_EPSILON).clamp_(_SUBNORMAL_STEP, _LARGEST_STEP)
         steps = values / step
         below = steps.floor()
-        # Compared rather than added: a sum would be rounded itself, and move values that need no rounding.
+        # Compare rather than add: a sum would itself be rounded, and change values that need no rounding.
         upwards = torch.rand(values.shape, generator=self._generator) < steps.sub_(below)
         return below.add_(upwards).mul_(step)

@@ -1,4 +1,4 @@
-"""Torch functions that capture watches or replaces before torch takes them apart."""
+"""Watch or replace torch functions before torch decomposes them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createNativeError, createPoptorchError
 
-__all__ = ["FunctionWatcher", "attention_by_parts", "refuse_backward"]
+_HOOKS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("register_hook", "register_post_accumulate_grad_hook")
+    if hasattr(torch.Tensor, name)
+)
+_MARKS_LEAF = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])
+_LEAVES_GRAPH = {torch.Tensor.numpy: "numpy()", torch.Tensor.tolist: "tolist()"}
+_MOVES = frozenset([torch.Tensor.to, torch.Tensor.type_as])
+_TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
 
 
 def attention_by_parts() -> Any:
-    """Keep scaled-dot-product attention in matmuls and softmax, which can be batched and placed."""
+    """Decompose scaled-dot-product attention into matmuls and softmax, which can be batched and placed."""
     attention = getattr(torch.nn, "attention", None)
     if attention is None or not hasattr(attention, "sdpa_kernel"):
         return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
@@ -29,13 +37,13 @@ def attention_by_parts() -> Any:
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attention by parts, also where the model itself asks for one of torch's fused kernels."""
+    """Compute attention in parts, even if the model requests one of torch's fused kernels."""
     with attention_by_parts():
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """One-hot rows; torch itself reads the values back to check them and to count the classes."""
+    """Return one-hot rows without reading the values back, as torch does to check them and count classes."""
     if num_classes < 0:
         raise createNativeError("OneHot num classes must be specified and must be constant.")
     classes = torch.arange(num_classes, dtype=tensor.dtype, device=tensor.device)
@@ -49,7 +57,7 @@ def _rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Draw the slopes in a separate operation: torch's writes them into a tensor that backward has saved."""
+    """Draw the slopes in a separate operation: torch writes them to a tensor that backward has saved."""
     if training:
         slopes: Union[torch.Tensor, float] = torch.empty_like(input, requires_grad=False).uniform_(lower, upper)
     else:
@@ -68,7 +76,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Leave the running statistics alone in an inference model: the backend updates them with the weights."""
+    """Do not update running statistics in an inference model: the backend updates them with the weights."""
     recorder = current()
     if training and recorder is not None and not recorder.training:
         running_mean = running_var = None
@@ -82,7 +90,7 @@ def _group_norm(
     bias: Optional[torch.Tensor] = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Group norm; with the backend's strided grouping channel c belongs to group c % num_groups."""
+    """Compute group norm; with the backend's strided grouping, channel c belongs to group c % num_groups."""
     recorder = current()
     assert recorder is not None
     if recorder.options is None or not recorder.options._Popart.options.get("groupNormStridedChannelGrouping", False):
@@ -107,21 +115,12 @@ REPLACED_FUNCTIONS: Dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-_HOOKS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("register_hook", "register_post_accumulate_grad_hook")
-    if hasattr(torch.Tensor, name)
-)
-_MARKS_LEAF = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])
-_LEAVES_GRAPH = {torch.Tensor.numpy: "numpy()", torch.Tensor.tolist: "tolist()"}
-
-
 class FunctionWatcher(TorchFunctionMode):
     """Watches the torch functions that the model calls while a recorder is active.
 
     Args:
         recorder: The recorder of the compile.
-        saved: What autograd saves meanwhile.
+        saved: The tensors that autograd saves meanwhile.
     """
 
     def __init__(self, recorder: Recorder, saved: SavedTensors) -> None:
@@ -137,7 +136,7 @@ class FunctionWatcher(TorchFunctionMode):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         if isinstance(func, torch._ops.OpOverload):
-            # A dispatch mode hands it on: the function that the model calls is still the one above it, or none.
+            # A dispatch mode calls it: the function that the model called is still the outer one, or none.
             return self._call(func, args, kwargs or {})
         host = self._recorder.host
         outer, host.function = host.function, func
@@ -150,7 +149,7 @@ class FunctionWatcher(TorchFunctionMode):
         kwargs = _on_cpu(given)
         if func in _LEAVES_GRAPH and any(self._recorder.varies(t) for t in tensors_in(args)):
             raise createPoptorchError(
-                f"{_LEAVES_GRAPH[func]} is called on a tensor of the model at {calling_line()}: the values are "
+                f"{_LEAVES_GRAPH[func]} was called on a tensor of the model at {calling_line()}: the values are "
                 "on the device while the model runs. Return the tensor and use it on the host instead."
             )
         if func is torch.Tensor.backward and not self._recorder.in_backward:
@@ -175,16 +174,12 @@ class FunctionWatcher(TorchFunctionMode):
         return result
 
     def _names_device(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> bool:
-        """Whether the arguments of `Tensor.to` name a device, by itself or as that of another tensor."""
+        """Whether the arguments of `Tensor.to` name a device, directly or through another tensor."""
         if "device" in kwargs or any(isinstance(argument, (str, torch.device)) for argument in args):
             return True
         recorder = self._recorder
         others = (recorder.graph.specs[recorder.value_of(tensor)] for tensor in tensors_in((args, kwargs)))
         return any(not recorder.host.holds(other) for other in others)
-
-
-_MOVES = frozenset([torch.Tensor.to, torch.Tensor.type_as])
-_TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
 
 
 def _without_ipu(argument: Any) -> Any:
@@ -202,7 +197,7 @@ def _on_cpu(kwargs: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def refuse_backward(*args: Any, **kwargs: Any) -> None:
-    """Replace the backward method of returned tensors.
+    """Raise in place of the backward method of returned tensors.
 
     Raises:
         Error: Always.

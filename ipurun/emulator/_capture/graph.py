@@ -8,23 +8,9 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 import torch
 
-__all__ = [
-    "Event",
-    "Graph",
-    "GraphInput",
-    "Node",
-    "Placement",
-    "TensorSpec",
-    "Value",
-    "map_values",
-    "needed_nodes",
-    "prune",
-    "values_in",
-]
-
 
 class Value(int):
-    """The number of a tensor of the captured program."""
+    """The number of a tensor in the captured program."""
 
     __slots__ = ()
 
@@ -33,7 +19,7 @@ class Value(int):
 
 
 class TensorSpec(NamedTuple):
-    """Shape and type of a value, all that is known of it without running."""
+    """Shape, type and storage of a value."""
 
     shape: Tuple[int, ...]
     dtype: torch.dtype
@@ -59,11 +45,11 @@ class Placement(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A fact noted between two operations: a mark on a value, a scope, an attribute."""
+    """An event between two operations: a mark on a value, a scope or an attribute."""
 
     kind: str
     position: int
-    """Number of nodes that were recorded before it."""
+    """Number of nodes recorded before it."""
     value: Optional[Value]
     info: Dict[str, Any]
 
@@ -90,12 +76,12 @@ class Node:
         module_path: Dotted path of the module whose forward called it, "" for the model itself.
         source: `file:line` of the model that called it, "" where unknown.
         is_backward: Whether it computes gradients.
-        grad_enabled: Whether autograd was watching when it was called.
+        grad_enabled: Whether autograd was on when it was called.
         mutated: Values that it changes in place.
         is_random: Whether it draws random numbers.
-        name: What to call it in messages.
+        name: Its name in messages.
         is_recomputed: Whether it repeats a forward operation for the backward pass.
-        bodies: For a branch, the graphs that it chooses from when it runs.
+        bodies: The graphs that a branch chooses between at run time.
     """
 
     op: Callable[..., Any]
@@ -126,18 +112,18 @@ class Node:
 
 @dataclasses.dataclass
 class Graph:
-    """A captured forward pass and, in training, the backward pass that belongs to it.
+    """A captured forward pass and, in training, its backward pass.
 
     Attributes:
         nodes: The operations in the order they ran.
         inputs: The tensors read from outside.
-        constants: The tensors that were baked in, by value.
+        constants: The tensors compiled in as constants, by value.
         outputs: What forward returned, a `Value` for each tensor.
         specs: Shape and type of every value.
         loss: The value that training minimises, None in inference.
         grads: The gradient of each trained parameter, by parameter name.
         events: Marks and scopes.
-        has_own_gradients: Whether hooks or functions of the user's own took part in the backward pass.
+        has_own_gradients: Whether the backward pass called hooks or autograd functions of the user.
         varying: Values that depend on an input, a parameter, a buffer or a random draw.
     """
 
@@ -166,7 +152,7 @@ class Graph:
 
 
 def map_values(function: Callable[[Value], Any], structure: Any) -> Any:
-    """Return the structure with every value replaced by what the function makes of it."""
+    """Return the structure with the function applied to every value."""
     if isinstance(structure, Value):
         return function(structure)
     if isinstance(structure, (list, tuple)):
@@ -192,7 +178,7 @@ def values_in(structure: Any) -> Iterator[Value]:
 
 
 def prune(graph: Graph) -> None:
-    """Remove, in place, the nodes that reach no output, no gradient, and no tensor that outlives a run."""
+    """Remove the nodes that affect no output, gradient or persistent tensor, in place."""
     needed: Set[Value] = set(values_in(graph.outputs)) | set(graph.grads.values())
     if graph.loss is not None:
         needed.add(graph.loss)
@@ -209,12 +195,12 @@ def prune(graph: Graph) -> None:
 
 
 def needed_nodes(graph: Graph, nodes: Sequence[Node], results: Sequence[Value]) -> List[Node]:
-    """Return those of the nodes that the results, or a tensor that outlives a run, depend on."""
+    """Return the nodes that the results or persistent tensors depend on."""
     return _select(graph, nodes, set(results))
 
 
 def _select(graph: Graph, nodes: Sequence[Node], needed: Set[Value]) -> List[Node]:
-    """Return the nodes that compute the needed values, and add to those values what the nodes themselves need."""
+    """Return the nodes that compute the needed values, and add the values those nodes read."""
     storages = {graph.specs[value].storage for value in needed}
     storages |= {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "input")}
     kept = []

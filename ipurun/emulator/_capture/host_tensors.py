@@ -1,4 +1,4 @@
-"""Tensors that stay on the host during a capture, which no operation may mix with those of the device.
+"""Track tensors that stay on the host during a capture; no operation may mix them with device tensors.
 
 PopTorch moves parameters, buffers and inputs to the IPU, and tensors made by `torch.tensor` and similar functions are
 on the IPU too. Any other tensor (from a closure, a global, `torch.LongTensor`, `torch.from_numpy`) stays on the host.
@@ -16,13 +16,11 @@ from ipurun.emulator._capture.graph import TensorSpec
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 
-__all__ = ["HostTensors", "attribute_tensors", "scalar_type_name"]
-
-# Torch moves what these take to the other tensor's device: indices, and values that are assigned.
+# Torch moves indices and assigned values of these to the other tensor's device.
 _MIX_DEVICES = frozenset(["copy_", "fill_", "index", "index_put", "index_put_", "_index_put_impl_"])
-# PopTorch makes the results of these on the device whatever they are like.
+# PopTorch creates the results of these on the device, wherever their arguments are.
 _MADE_ON_DEVICE = frozenset(["full_like", "zeros_like"])
-# Functions that wrap data of the host without moving it.
+# Functions that wrap host data without moving it.
 _WRAP_HOST_DATA = frozenset(getattr(torch, name) for name in ("as_tensor", "asarray", "frombuffer"))
 _MAX_ATTRIBUTE_DEPTH = 3
 _SCALAR_TYPES = {
@@ -39,12 +37,12 @@ _SCALAR_TYPES = {
 
 
 def scalar_type_name(dtype: torch.dtype) -> str:
-    """Return what torch's native layer calls a type: Float, Long, Bool."""
+    """Return the name of a type in torch's native layer: Float, Long, Bool."""
     return _SCALAR_TYPES.get(dtype, str(dtype).split(".")[-1].capitalize())
 
 
 class HostTensors:
-    """Knows by their memory which tensors of a capture are on the host.
+    """Knows which tensors of a capture are on the host, by their storage.
 
     Attributes:
         function: The torch function that the model is calling, None between two calls.
@@ -56,11 +54,11 @@ class HostTensors:
         self._attributes: Dict[int, str] = {}
 
     def declare_attributes(self, attributes: Mapping[str, torch.Tensor]) -> None:
-        """Accept plain tensors that modules hold: they become constants of the graph."""
+        """Accept plain tensors held by modules as constants of the graph."""
         self._attributes = {id(tensor): name for name, tensor in attributes.items()}
 
     def found(self, tensor: torch.Tensor, storage: int) -> None:
-        """Note a tensor that the capture has not seen being made."""
+        """Note a tensor that was created before or outside the capture."""
         name = self._attributes.get(id(tensor))
         if name is None:
             self._storages.add(storage)
@@ -72,8 +70,8 @@ class HostTensors:
         )
 
     def lifted(self, spec: TensorSpec) -> None:
-        """Note that torch made a tensor of Python data: on the device, unless a legacy constructor did."""
-        # Legacy constructors and from_numpy are not torch functions, and torch itself makes scalars in several places.
+        """Note a tensor that torch created from Python data: on the device, unless a legacy constructor did it."""
+        # Legacy constructors and from_numpy are not torch functions, and torch creates scalars in several places.
         by_legacy_constructor = self.function is None and spec.shape != ()
         if not by_legacy_constructor and self.function not in _WRAP_HOST_DATA:
             self.moved(spec)
@@ -96,10 +94,10 @@ class HostTensors:
         Args:
             op: Name of the operation.
             arguments: Its tensors.
-            source: The line that calls it, for the message.
+            source: The calling line, for the message.
 
         Raises:
-            Error: If it takes tensors of the host and of the device.
+            Error: If it mixes tensors of the host and of the device.
         """
         ours = [spec for spec in arguments if self.holds(spec)]
         if not ours or op in _MADE_ON_DEVICE:
@@ -115,10 +113,10 @@ def _explain(op: str, spec: TensorSpec, source: str) -> str:
     return (
         f"Expected an IPU tensor but got tensor(device=cpu, shape={list(spec.shape)}, "
         f"dtype={scalar_type_name(spec.dtype)}).\nConstant tensors should be moved explicitly to the IPU, via "
-        f'cpu_tensor.to("ipu"). In {op} at {source or "an unknown line"}: only inputs, parameters, buffers and what '
-        "torch.tensor(), torch.zeros() and the like make inside forward are on the IPU. Keep a constant of the model "
-        "with register_buffer() instead of a closure or a global, and write torch.tensor() instead of "
-        "torch.LongTensor(), torch.Tensor() or torch.from_numpy()."
+        f'cpu_tensor.to("ipu"). In {op} at {source or "an unknown line"}: only inputs, parameters, buffers and '
+        "tensors created inside forward by functions such as torch.tensor() and torch.zeros() are on the IPU. Keep "
+        "constants of the model with register_buffer() instead of a closure or a global, and write torch.tensor() "
+        "instead of torch.LongTensor(), torch.Tensor() or torch.from_numpy()."
     )
 
 

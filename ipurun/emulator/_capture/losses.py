@@ -1,4 +1,4 @@
-"""Find the loss of a captured training model, and give losses the shapes of a device."""
+"""Find the loss of a captured training model, and give losses their shapes on a device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch.nn import functional
 from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._impl import createNativeError, createPoptorchError
-
-__all__ = ["LOSS_FUNCTIONS", "check_loss_arguments", "find_loss", "give_device_shapes"]
 
 LOSS_FUNCTIONS = frozenset(
     [
@@ -42,6 +40,7 @@ LOSS_FUNCTIONS = frozenset(
         torch.ctc_loss,
     ]
 )
+_KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
 
 
 def check_loss_arguments(function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
@@ -87,17 +86,14 @@ def find_loss(recorder: Recorder, returned: Sequence[torch.Tensor]) -> torch.Ten
     return loss
 
 
-_KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
-
-
 def give_device_shapes(graph: Graph) -> List[int]:
-    """Make vectors of the outputs that are vectors of one element on a device, in place, and return their indices.
+    """Reshape outputs that are one-element vectors on a device, in place, and return their indices.
 
     PopTorch lowers an `identity_loss` with a reduction inside another loss to a reduction of the flattened tensor along
-    its one long dimension, which leaves a vector of one element where torch has a number. Elementwise ops keep it.
+    its one long dimension, which leaves a one-element vector where torch has a scalar. Elementwise ops preserve it.
     """
     if graph.loss is None:
-        return []  # in inference losses are plain reductions
+        return []  # in inference, losses are plain reductions
     vectors = _one_element_vectors(graph)
     num_forward = sum(not node.is_backward for node in graph.nodes)
     changed = [index for index, value in enumerate(graph.outputs) if value in vectors]
@@ -117,7 +113,7 @@ def give_device_shapes(graph: Graph) -> List[int]:
 
 
 def _one_element_vectors(graph: Graph) -> Set[Value]:
-    """Return the values without dimensions that have one on a device."""
+    """Return the scalar values that have one dimension on a device."""
     found = {
         event.value
         for event in graph.events

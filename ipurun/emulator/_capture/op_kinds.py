@@ -1,6 +1,6 @@
-"""Kinds of aten operations: random, data-dependent, and those that PopTorch cannot lower.
+"""Classify aten operations: random, data-dependent, in-place, and not supported by PopTorch.
 
-Operations that PopTorch cannot lower are refused, so that what runs here compiles on an IPU too.
+Operations that PopTorch cannot lower are refused, so that a model that runs here also compiles on an IPU.
 `POPTORCH_EMULATOR_STRICT=0` turns the refusal into a warning.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from typing import Callable, FrozenSet, Optional, Sequence
+from typing import Any, Callable, FrozenSet, List, Mapping, Optional, Sequence
 
 import torch
 
@@ -18,19 +18,16 @@ from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 
-__all__ = [
-    "DATA_DEPENDENT_OPS",
-    "RANDOM_OPS",
-    "explain_data_dependence",
-    "is_supported",
-    "names_in",
-    "op_checker",
-    "refuse_mask_index",
-]
+_TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supported_ops.json")
+# Names that PopTorch knows but rejects.
+_REFUSED = {
+    "upsample_linear1d": "Unsupported upsample mode 'linear': in one dimension only 'nearest' is supported.",
+    "upsample_trilinear3d": "Unsupported upsample mode 'trilinear': in three dimensions only 'nearest' is supported.",
+}
 
 
 def names_in(text: str) -> FrozenSet[str]:
-    """Return the words of a text."""
+    """Return the set of words in a text."""
     return frozenset(text.split())
 
 
@@ -50,17 +47,26 @@ RANDOM_OPS: FrozenSet[str] = names_in("""
 """)
 
 
+def written_arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Any]:
+    """Return the arguments that an operation changes in place according to its schema."""
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
 def explain_data_dependence(op: str) -> str:
-    """Return the message for an operation whose result the graph cannot hold."""
+    """Return the error message for an operation whose result depends on data."""
     line = calling_line()
     if "site-packages" in line:
         advice = (
-            "The line is a library's: look for a setting or an argument that spares it the question. Models of "
+            "The line belongs to a library: look for a setting or an argument that avoids the check. Models of "
             "transformers take an attention mask of four dimensions (batch, 1, queries, keys) as it is."
         )
     else:
         advice = (
-            "Use torch.where or a mask multiplied in instead of a branch or a selection, poptorch.cond or "
+            "Use torch.where or multiply by a mask instead of branching or selecting, poptorch.cond or "
             "poptorch.for_loop for control flow in inference, or return the tensor and decide on the host."
         )
     return (
@@ -70,10 +76,10 @@ def explain_data_dependence(op: str) -> str:
 
 
 def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
-    """Raise if a selection depends on a mask, because the shape of its result would.
+    """Raise if an index is a mask, because the shape of the result would depend on its values.
 
     Raises:
-        Error: If one of the indices is of booleans or bytes.
+        Error: If an index is a boolean or byte tensor.
     """
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         raise createNativeError(
@@ -83,9 +89,7 @@ def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
         )
 
 
-_TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supported_ops.json")
-
-# What torch's CPU dispatcher makes of operations that PopTorch takes whole, or that move no data on a device.
+# Operations that torch's CPU dispatcher derives from supported ones, or that move no data on a device.
 _PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
     _adaptive_avg_pool2d _adaptive_avg_pool3d _copy_from _ctc_loss _embedding_bag_forward_only
     _fused_dropout _index_put_impl _local_scalar_dense _native_batch_norm_legit
@@ -100,12 +104,6 @@ _PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
     split_copy sym_size threshold_ type_as uniform unsafe_split unsafe_split_with_sizes
     upsample_bilinear2d_aa view_as xlogy zero
 """)
-
-# PopTorch knows these names only to refuse them.
-_REFUSED = {
-    "upsample_linear1d": "Unsupported upsample mode 'linear': in one dimension only 'nearest' is supported.",
-    "upsample_trilinear3d": "Unsupported upsample mode 'trilinear': in three dimensions only 'nearest' is supported.",
-}
 
 
 @functools.lru_cache(maxsize=None)
@@ -138,7 +136,7 @@ def op_checker() -> Callable[[Node], None]:
             f"{_REFUSED.get(node.name, 'PopTorch 3.4 cannot lower this unsupported operation to the IPU.')}"
         )
         if strict:
-            raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU all the same.")
+            raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU anyway.")
         if node.name not in warned:
             warned.add(node.name)
             logger.warning(text)

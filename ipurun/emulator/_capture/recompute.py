@@ -1,8 +1,8 @@
-"""Recomputation: values that the backward pass needs are computed again instead of being kept.
+"""Recompute values that the backward pass needs instead of keeping them.
 
 What is kept follows the backend's setting `autoRecomputation`: inputs of pipeline stages (Pipeline, the default
 of a pipelined model on several IPUs), results of convolutions and matrix products (Standard), all but norms
-(NormOnly), nothing (RecomputeAll); and always what went through `poptorch.recomputationCheckpoint`.
+(NormOnly), nothing (RecomputeAll); tensors passed to `poptorch.recomputationCheckpoint` are always kept.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any, Dict, Iterator, List, Set
 from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, prune, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
-
-__all__ = ["add_recomputation", "recomputation_mode"]
 
 _PRODUCTS = names_in("addbmm addmm addmv baddbmm bmm convolution dot mm mv")
 _NORMS = names_in("native_batch_norm native_group_norm native_layer_norm")
@@ -33,7 +31,7 @@ class Recomputation(enum.IntEnum):
 
 
 def recomputation_mode(graph: Graph, options: Any) -> Recomputation:
-    """Return the setting that the options ask for, or the default for the strategy."""
+    """Return the setting from the options, or the default for the strategy."""
     setting = options._Popart.options.get("autoRecomputation")
     if setting is not None:
         return Recomputation(int(setting))
@@ -74,7 +72,7 @@ def _recomputable(graph: Graph, mode: Recomputation) -> Dict[Value, Node]:
         touched = {graph.specs[value].storage for value in (*reads, *values_in(node.outputs))}
         if node.is_backward or node.is_random or touched & written or not hasattr(node.op, "_schema"):
             continue
-        # What an operation hands on as it came (torch.tensor ends in one that does) is not of its making.
+        # An operation does not compute a value that it returns unchanged (as the last one in torch.tensor does).
         found.update({value: node for value in values_in(node.outputs) if value not in kept and value not in reads})
     return found
 
@@ -102,7 +100,7 @@ def _compute_again(
     nodes: List[Node],
     numbers: Iterator[int],
 ) -> None:
-    """Append copies of the nodes that compute a value from what is kept; their values get new numbers."""
+    """Append copies, with new value numbers, of the nodes that compute a value from kept ones."""
     pending = [wanted]
     while pending:
         value = pending[-1]

@@ -13,18 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipurun.emulator._capture.dtypes import kept_in_32_bits, run_op
 from ipurun.emulator._capture.graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._capture.host_tensors import HostTensors
-from ipurun.emulator._capture.op_kinds import DATA_DEPENDENT_OPS, RANDOM_OPS, explain_data_dependence, refuse_mask_index
+from ipurun.emulator._capture.op_kinds import (
+    DATA_DEPENDENT_OPS,
+    RANDOM_OPS,
+    explain_data_dependence,
+    refuse_mask_index,
+    written_arguments,
+)
 from ipurun.emulator._capture.sources import calling_line
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["Recorder", "current"]
-
 
 class TensorNumbers:
-    """Gives every tensor, and every storage that tensors share, a unique number, without keeping tensors alive.
+    """Assigns unique numbers to tensors and storages without keeping tensors alive.
 
-    A tensor is identified by its Python object, which torch preserves while anything refers to the tensor. When it is
-    gone its entry is dropped, so that a new object at the same address is not mistaken for it.
+    A tensor is identified by its Python object, which torch preserves while anything refers to the tensor. Its entry
+    is dropped with the object, so that a new object at the same address is not mistaken for it.
     """
 
     def __init__(self) -> None:
@@ -59,7 +63,7 @@ class TensorNumbers:
         return self._storage_of[tensor.untyped_storage()._cdata]
 
     def tensor(self, value: Value) -> torch.Tensor:
-        """Return the tensor of a number; it must be alive."""
+        """Return the tensor with a number; it must be alive."""
         found = self._references[value]()
         assert found is not None, f"the tensor number {int(value)} is gone"
         return found
@@ -119,10 +123,10 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing compiles this class, and torch's guard against it would load seconds' worth of torch._dynamo.
+        # Nothing compiles this class, and torch's guard against it would load torch._dynamo, which takes seconds.
         return False
 
-    # A mask says what a value depends on: bit 0 is "varies between runs", bit i+1 is "loss number i".
+    # Bits of a mask: what a value depends on. Bit 0: varies between runs; bit i+1: loss number i.
 
     def __enter__(self) -> Recorder:
         _active.append(self)
@@ -133,7 +137,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exc)
 
     def add_input(self, kind: str, name: str, tensor: torch.Tensor) -> Value:
-        """Declare a tensor as an input of the program; a tensor declared twice keeps its first name."""
+        """Declare a tensor as a program input; one declared twice keeps its first name."""
         known = self._numbers.find(tensor)
         if known is not None:
             return known
@@ -143,7 +147,7 @@ class Recorder(TorchDispatchMode):
         return value
 
     def begin_block(self, stage_id: int, phase_id: int, ipu_id: int, user_id: str) -> None:
-        """Place the operations that follow."""
+        """Set the placement of the operations that follow."""
         self._placement = Placement(stage_id, phase_id, ipu_id, user_id)
         self.record_event("begin_block", placement=self._placement)
 
@@ -153,11 +157,11 @@ class Recorder(TorchDispatchMode):
         self.record_event("end_block")
 
     def record_event(self, kind: str, **info: Any) -> None:
-        """Note a fact between two operations."""
+        """Record an event between two operations."""
         self.graph.events.append(Event(kind, len(self.graph.nodes), None, info))
 
     def mark(self, tensor: torch.Tensor, kind: str, **info: Any) -> torch.Tensor:
-        """Note a fact about a tensor and return the tensor."""
+        """Record an event for a tensor and return the tensor."""
         value = self.value_of(tensor)
         self.graph.events.append(Event(kind, len(self.graph.nodes), value, info))
         if kind == "identity_loss":
@@ -165,7 +169,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def mark_loss(self, tensor: torch.Tensor) -> None:
-        """Declare the tensor to be a loss; losses it was made of no longer count by themselves."""
+        """Declare a tensor to be a loss; it replaces the losses that it was computed from."""
         value = self.value_of(tensor)
         before = self._mask_of(value)
         self._loss_dependencies.append(before >> 1)
@@ -174,7 +178,7 @@ class Recorder(TorchDispatchMode):
         self._masks[value] = before | 1 << len(self.loss_values)
 
     def independent_losses(self, returned: Sequence[torch.Tensor]) -> List[Value]:
-        """Return the losses that a returned tensor depends on and no other such loss contains."""
+        """Return the losses that the returned tensors depend on, without those contained in another one."""
         live = 0
         for tensor in returned:
             live |= self._mask_of(self.value_of(tensor)) >> 1
@@ -199,8 +203,8 @@ class Recorder(TorchDispatchMode):
                 `is_random` and `graphs` (bodies), if it has them, describe the operation.
             tensors: The arguments.
             backward: Called with (tensors, outputs, gradients of the outputs), each a tuple, and returns the
-                gradient of each tensor, None where there is none. Without it no gradient flows.
-            name: What messages call the operation.
+                gradient of each tensor, None where there is none. Without it, no gradient flows.
+            name: Name of the operation in messages.
         """
         if backward is None and self.training:
             with torch.no_grad():
@@ -208,7 +212,7 @@ class Recorder(TorchDispatchMode):
         return _OpaqueFunction.apply(self, fn, backward, name, *tensors)
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the number of a tensor; one never seen before becomes a constant."""
+        """Return the number of a tensor; an unknown one becomes a constant."""
         known = self._numbers.find(tensor)
         if known is not None:
             return known
@@ -217,7 +221,7 @@ class Recorder(TorchDispatchMode):
                 "The capture lost track of a tensor between forward and backward "
                 f"(shape {tuple(tensor.shape)}); the gradients would be wrong."
             )
-        is_alias = self._numbers.has_storage(tensor)  # of a tensor that is known, as `.data` is
+        is_alias = self._numbers.has_storage(tensor)  # shares storage with a known tensor, as `.data` does
         value = self._register(tensor, 0)
         if not is_alias:
             self.host.found(tensor, self.graph.specs[value].storage)
@@ -228,7 +232,7 @@ class Recorder(TorchDispatchMode):
         return value
 
     def tensor_of(self, value: Value) -> torch.Tensor:
-        """Return the tensor that got this number."""
+        """Return the tensor with this number."""
         return self._numbers.tensor(value)
 
     def varies(self, tensor: torch.Tensor) -> bool:
@@ -238,7 +242,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let operations run without being recorded."""
+        """Run operations without recording them."""
         self._paused += 1
         try:
             yield
@@ -246,7 +250,7 @@ class Recorder(TorchDispatchMode):
             self._paused -= 1
 
     def finish(self) -> Graph:
-        """Close the graph and release every tensor that was seen."""
+        """Close the graph and release all tensors."""
         self.graph.varying = {value for value in self.graph.specs if self._mask_of(value) & 1}
         self._kept.clear()
         self._numbers.clear()
@@ -275,7 +279,7 @@ class Recorder(TorchDispatchMode):
                     "Block ended and before the next one begins. All the operations must be in a Block."
                 )
             if self._check_op is not None and (mask & 1 or node.is_random):
-                self._check_op(node)  # what depends on constants alone is computed on the host
+                self._check_op(node)  # operations on constants alone run on the host
         node.op, args, result = run_op(func, args, kwargs)
         if mask & 1:
             node.op, result = kept_in_32_bits(node.op, base_name, result)
@@ -298,14 +302,14 @@ class Recorder(TorchDispatchMode):
             self.host.runs_here(node.name, self._specs(node.reads()), node.source)
         with self.paused():
             result = fn(*tensors)
-            # An output that is one of the arguments would take that argument's number.
+            # An output that is one of the arguments would get that argument's number.
             result = _map_tensors(lambda t: t.clone() if any(t is x for x in tensors) else t, result)
         node.op = fn if not tensors else _never_aliasing(fn)
         self._append(node, result, mask | int(node.is_random), ())
         return result
 
     def _node(self, op: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any], name: str) -> Node:
-        """Describe an operation that is called now; its outputs are not known yet."""
+        """Return a node for an operation that is about to run; its outputs are not known yet."""
         return Node(
             op=op,
             args=args,
@@ -369,7 +373,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _OpaqueFunction(torch.autograd.Function):
-    """Gives an opaque operation the backward function it came with."""
+    """Attaches the given backward function to an opaque operation."""
 
     @staticmethod
     def forward(  # type: ignore[override]  # the extra arguments are not tensors
@@ -414,11 +418,7 @@ def _map_tensors(function: Callable[[torch.Tensor], Any], structure: Any) -> Any
 
 def _mutated(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Value, ...]:
     schema = func._schema
-    found: List[Value] = []
+    written = written_arguments(schema, args, kwargs)
     if schema.name == "aten::native_batch_norm" and args[5]:
-        found.extend(values_in(args[3:5]))  # its schema does not say that it updates the running statistics
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            found.extend(values_in((given,)))
-    return tuple(found)
+        written += args[3:5]  # its schema does not say that it updates the running statistics
+    return tuple(values_in(written))

@@ -1,22 +1,21 @@
-"""Tensors that autograd saves for the backward pass while a model is captured."""
+"""Protect the tensors that autograd saves during a capture from later writes."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipurun.emulator._capture.dtypes import with_boxed_numbers
+from ipurun.emulator._capture.op_kinds import written_arguments
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["SavedTensors"]
-
 
 class _Saved:
-    """One tensor that autograd saved; None if it was dropped."""
+    """A tensor that autograd saved, or None if it was dropped."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -25,15 +24,15 @@ class _Saved:
 
 
 class SavedTensors(TorchDispatchMode):
-    """Keeps what autograd saves as it was, whatever the model writes to it later.
+    """Preserves the tensors that autograd saves when the model overwrites them later.
 
-    In a device's graph each value is its own, so a model may change in place what the backward pass needs.
-    Memory is known by its storage: torch's own `allow_mutation_on_saved_tensors` goes by addresses, misses writes
-    through views that start elsewhere, and may take a new tensor for one that was there before.
+    In a device's graph every value is separate, so a model may overwrite what the backward pass needs.
+    Tensors are matched by storage: torch's `allow_mutation_on_saved_tensors` compares addresses, so it misses writes
+    through views with an offset, and may mistake a new tensor for an old one.
 
     Args:
-        keep: Whether a backward pass will come. If not, nothing is kept until `keep` is set: a forward that
-            computes gradients itself marks a tensor for them first.
+        keep: Whether a backward pass follows. If not, nothing is kept until `keep` is set, which happens when
+            forward calls `requires_grad_` to compute gradients itself.
     """
 
     def __init__(self, keep: bool) -> None:
@@ -44,7 +43,7 @@ class SavedTensors(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # for the reason that the recorder has
+        return False  # for the same reason as in Recorder
 
     def __enter__(self) -> SavedTensors:
         self._hooks.__enter__()
@@ -58,7 +57,7 @@ class SavedTensors(TorchDispatchMode):
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _written(func, args, kwargs):
+        for tensor in tensors_in(written_arguments(func._schema, args, kwargs)):
             self._copy_what_shares(tensor)
         try:
             return func(*args, **kwargs)
@@ -72,7 +71,7 @@ class SavedTensors(TorchDispatchMode):
         if not self.keep:
             return _Saved(None)
         saved = _Saved(tensor)
-        # The tensor that is kept here keeps its storage, so that no other storage takes its place.
+        # The saved tensor keeps its storage alive, so its address is not reused.
         self._saved_in.setdefault(_storage(tensor), weakref.WeakSet()).add(saved)
         return saved
 
@@ -89,19 +88,11 @@ class SavedTensors(TorchDispatchMode):
 def _restore(saved: _Saved) -> torch.Tensor:
     if saved.tensor is None:
         raise createPoptorchError(
-            "An inference model takes a gradient inside forward of a tensor that it did not mark with "
-            "requires_grad_() there. Mark it, or use a training model."
+            "forward of an inference model computes the gradient of a tensor without calling requires_grad_() on "
+            "it first. Call it inside forward, or use a training model."
         )
     return saved.tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _written(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> List[torch.Tensor]:
-    written: List[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.extend(tensors_in((args[index] if index < len(args) else kwargs.get(argument.name),)))
-    return written

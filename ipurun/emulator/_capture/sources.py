@@ -9,17 +9,15 @@ from typing import Dict, Optional, Sequence, Tuple
 
 import torch
 
-__all__ = ["calling_line"]
-
 _TORCH_FOLDER = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-# The emulator, and what torch puts between a function and its dispatch.
+# The emulator, and the frames of torch between a function and its dispatch.
 _OWN_FILES: Tuple[str, ...] = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
     *(_TORCH_FOLDER + name for name in ("_dynamo", "_compile.py", "_ops.py", "overrides.py")),
     os.path.join(_TORCH_FOLDER, "utils", "_python_dispatch.py"),
 )
-# What PopTorch calls torch's own files in its list of excludes, wherever torch is installed.
+# Matches torch's own files in PopTorch's list of excludes, wherever torch is installed.
 _TORCH_EXCLUDE = "site-packages/torch"
 _excluded: Dict[Tuple[str, Tuple[str, ...]], bool] = {}
 
@@ -28,7 +26,7 @@ def calling_line(excludes: Sequence[str] = (_TORCH_EXCLUDE,)) -> str:
     """Return `file:line` of the innermost caller that is not excluded, "" if there is none.
 
     Args:
-        excludes: Parts of the paths to pass over (Options.sourceLocationExcludes); the emulator always is.
+        excludes: Parts of paths to skip (Options.sourceLocationExcludes); the emulator is always skipped.
     """
     key = tuple(excludes)
     frame: Optional[FrameType] = sys._getframe(1)

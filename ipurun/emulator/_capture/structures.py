@@ -1,4 +1,4 @@
-"""Find the tensors in nested arguments and results, and put others in their place."""
+"""Find and replace the tensors in nested arguments and results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
-
-__all__ = [
-    "ICustomArgParser",
-    "custom_parser_of",
-    "rebuild",
-    "registerCustomArgParser",
-    "registerGeometricCustomArgParsers",
-    "tensors_in",
-]
 
 
 class ICustomArgParser(abc.ABC):
@@ -40,7 +31,7 @@ def registerCustomArgParser(arg_data_type: Type[Any], arg_parser: Optional[ICust
 
     Args:
         arg_data_type: The class of the arguments or results.
-        arg_parser: How to take its instances apart; None forgets the class.
+        arg_parser: The parser for its instances; None unregisters the class.
 
     Raises:
         Error: If the parser is not an `ICustomArgParser`.
@@ -56,7 +47,7 @@ def registerCustomArgParser(arg_data_type: Type[Any], arg_parser: Optional[ICust
 
 
 def custom_parser_of(item: Any) -> Optional[ICustomArgParser]:
-    """Return the parser registered for the item's class or for a base of it, None without one."""
+    """Return the parser registered for the item's class or a base of it, or None."""
     exact = _custom_parsers.get(type(item))
     if exact is not None:
         return exact
@@ -104,14 +95,14 @@ def _like_dict(original: Dict[Any, Any], entries: Dict[Any, Any]) -> Any:
         return entries
     try:
         return type(original)(entries)
-    except TypeError:  # a class whose constructor takes something else, such as defaultdict
+    except TypeError:  # a class with another constructor, such as defaultdict
         copied = original.copy()
         copied.update(entries)
         return copied
 
 
 class _GeometricParser(ICustomArgParser):
-    """Graphs of torch_geometric: the tensors of all their stores, in a fixed order."""
+    """Handles torch_geometric graphs: the tensors of all their stores, in a fixed order."""
 
     @staticmethod
     def _entries(struct: Any) -> Iterator[Tuple[Any, str]]:

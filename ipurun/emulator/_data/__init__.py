@@ -1,1 +1,1 @@
-"""Read data for ``DataLoader``, in this process or ahead in another."""
+"""Load data for ``DataLoader``, in this process or in a background process."""

@@ -1,4 +1,4 @@
-"""Read a dataset ahead in a background process."""
+"""Prefetch a dataset in a background process."""
 
 from __future__ import annotations
 
@@ -20,34 +20,31 @@ from ipurun.emulator._data.worker import WorkerSettings, worker_main
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger
 
-__all__ = ["AsynchronousDataAccessor"]
-
-# How the process is started, and how torch shares memory with it (None: its default).
+# Start method of the process, and how torch shares memory with it (None: its default).
 _STRATEGIES: Mapping[enums.SharingStrategy, Tuple[str, Optional[str]]] = {
     enums.SharingStrategy.SharedMemory: ("spawn", None),
     enums.SharingStrategy.FileSystem: ("spawn", "file_system"),
     enums.SharingStrategy.Fork: ("fork", None),
     enums.SharingStrategy.ForkServer: ("forkserver", None),
 }
-_PACKAGE = __name__.rpartition(".")[0]
 _SECONDS_TO_FINISH = 2.0
 _SECONDS_TO_CLEAN_UP = 5.0
 
 
 class AsynchronousDataAccessor:
-    """Iterates over a dataset or data loader that a separate process reads ahead.
+    """Iterates over a dataset or data loader that a background process prefetches.
 
-    Tensors are views of shared memory that hold until the next item is fetched: clone what must last longer.
-    Lists and tuples come back as lists.
+    Tensors are views of shared memory, valid until the next item is fetched: clone them to keep them longer.
+    Lists and tuples are returned as lists.
 
     Args:
-        dataset: What to read.
-        buffer_size: Number of items that are read ahead.
-        miss_sleep_time_in_ms: Time between two looks when the next item is not there yet.
-        load_indefinitely: Read the next epoch ahead while the end of this one is being used.
+        dataset: The dataset or data loader.
+        buffer_size: Number of items to prefetch.
+        miss_sleep_time_in_ms: Polling interval while the next item is not ready.
+        load_indefinitely: Prefetch the next epoch while the end of this one is in use.
         early_preload: Start reading before iteration begins.
         sharing_strategy: How the process is started and shares memory.
-        rebatched_size: Cut what is read into items of this many rows.
+        rebatched_size: Regroup the items into batches of this many rows.
 
     Raises:
         poptorch.Error: If the loader is asynchronous already, or the process fails to start.
@@ -115,7 +112,7 @@ class AsynchronousDataAccessor:
 
 
 def _is_shadowed(folder: str) -> bool:
-    """Whether a folder has files that bear the names of modules that were loaded from elsewhere.
+    """Whether a folder has files with the names of modules that were loaded from elsewhere.
 
     The fork server imports with its working folder first on the path, whatever the path of the program is.
     """
@@ -130,8 +127,8 @@ class _Worker:
     def __init__(self, dataset: Any, buffer_size: int, settings: WorkerSettings, start_method: str) -> None:
         context = torch.multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            # Every worker of the program then starts at once instead of importing torch again.
-            context.set_forkserver_preload([] if _is_shadowed(os.getcwd()) else ["__main__", _PACKAGE])
+            # Later workers then start at once instead of importing torch again.
+            context.set_forkserver_preload([] if _is_shadowed(os.getcwd()) else ["__main__", "ipurun.emulator"])
         self._pause_seconds = settings.pause_seconds
         self._data_buffers = Ring(context, buffer_size)
         receiver, sender = context.Pipe(duplex=False)
@@ -147,7 +144,7 @@ class _Worker:
             sender.close()
             logger.debug("AsynchronousDataAccessor worker process: %d", self._process.pid)
             self._layout = self._receive_layout(receiver)
-        except BaseException:  # also Ctrl-C: at exit, Python would wait for the worker for ever
+        except BaseException:  # also Ctrl-C: at exit, Python would wait for the worker forever
             self.terminate()
             raise
         self._slot = 0
@@ -173,7 +170,7 @@ class _Worker:
         return layout
 
     def begin_epoch(self) -> None:
-        """Go to the first item of an epoch: the next one, or this one again if it was left midway."""
+        """Go to the start of the next epoch, or of this one if it was abandoned midway."""
         ring = self._data_buffers
         self._let_go()
         if self._in_epoch and self._consumed:
@@ -186,7 +183,7 @@ class _Worker:
         self._in_epoch, self._epoch_is_over, self._consumed = True, False, 0
 
     def next_item(self) -> Any:
-        """The next item, StopIteration at the end of the epoch."""
+        """Return the next item; raise StopIteration at the end of the epoch."""
         if self._epoch_is_over:
             raise StopIteration
         if not self._in_epoch:
@@ -208,7 +205,7 @@ class _Worker:
         raise StopIteration
 
     def terminate(self) -> None:
-        """Ask the process to end, insist, then kill it; a forked copy of the program lets it run."""
+        """Ask the process to stop, terminate it, then kill it; do nothing in a forked copy of the program."""
         if os.getpid() != self._owner:
             return
         self._data_buffers.stop.value = 1
@@ -220,7 +217,7 @@ class _Worker:
             self._process.join()
 
     def _ends_within(self, seconds: float) -> bool:
-        # Not join(seconds): what torch starts to share memory inherits the pipe that join looks at.
+        # Not join(seconds): the process that torch starts to share memory inherits the pipe that join polls.
         deadline = time.monotonic() + seconds
         wait_until(lambda: not self._process.is_alive() or time.monotonic() > deadline, self._pause_seconds)
         return not self._process.is_alive()
@@ -254,7 +251,7 @@ def _check_loader(dataset: Any, rebatched_size: Optional[int]) -> None:
     combined = getattr(dataset, "combinedBatchSize", None)
     full_batches_only = dataset.drop_last or getattr(dataset, "_has_batch_sampler", False)
     assert full_batches_only or combined in (None, 1) or rebatched_size is not None, (
-        "The last batch may be smaller, which an AsynchronousDataAccessor cannot hand over: use "
+        "The last batch may be smaller, which an AsynchronousDataAccessor cannot return: use "
         "drop_last=True or rebatched_size"
     )
 
@@ -264,7 +261,7 @@ _running: weakref.WeakSet[AsynchronousDataAccessor] = weakref.WeakSet()
 
 @atexit.register
 def _terminate_all() -> None:
-    """End the workers before multiprocessing, at exit, waits for them."""
+    """Stop the workers before multiprocessing waits for them at exit."""
     still_running: List[AsynchronousDataAccessor] = list(_running)
     for accessor in still_running:
         accessor.terminate()

@@ -1,4 +1,4 @@
-"""The part of a dataset that each process reads, and batches of another size."""
+"""Divide a dataset between processes, and regroup batches into other sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.utils.data import Dataset, Sampler
 
 from ipurun.emulator._capture import structures
 
-__all__ = ["GlobalShuffleSampler", "PartitionedDataset", "grouped", "partition_for", "rebatched"]
+Leaves = List[torch.Tensor]
+"""The tensors of one item, in a fixed order."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Partition:
     Attributes:
         offset: First position.
         length: Number of positions.
-        left_over: By how much the range is moved every other epoch so that items at the end get used.
+        left_over: Shift of the range in every other epoch, so that the last items are used too.
     """
 
     offset: int
@@ -36,12 +37,12 @@ def partition_for(
     Args:
         length: Number of items in the whole dataset.
         combined_batch_size: Items that one call of the model takes.
-        process_id: The process that asks.
+        process_id: Index of this process.
         num_processes: Number of processes.
-        drop_last: Give every process the same number of full batches, leaving out what remains.
+        drop_last: Give every process the same number of full batches and drop the rest.
 
     Raises:
-        ZeroDivisionError: With `drop_last`, if there is not one full batch for every process.
+        ZeroDivisionError: With `drop_last`, if there are fewer full batches than processes.
     """
     if drop_last:
         share = combined_batch_size * (length // (combined_batch_size * num_processes))
@@ -72,13 +73,13 @@ class PartitionedDataset(Dataset):
         return self._dataset[self._partition.offset + index]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also asked for while unpickling, before the dataset is there
+        if name.startswith("_"):  # also looked up while unpickling, before `_dataset` is set
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
 
 class GlobalShuffleSampler(Sampler):
-    """Positions in a permutation that all processes draw alike, of which each takes its range.
+    """Yields the range of this process from a permutation that all processes share.
 
     A new permutation is drawn for every epoch.
 
@@ -89,7 +90,7 @@ class GlobalShuffleSampler(Sampler):
     """
 
     def __init__(self, length: int, partition: Partition, seed: int) -> None:
-        # Neither calls the base's constructor: recent torch deprecates its only argument.
+        # Does not call the base class constructor: recent torch deprecates its only argument.
         self._length = length
         self._partition = partition
         self._generator = torch.Generator().manual_seed(seed)
@@ -102,7 +103,7 @@ class GlobalShuffleSampler(Sampler):
         return iter(permutation[offset : offset + self._partition.length].tolist())
 
     def __getstate__(self) -> Dict[str, Any]:
-        # Not every torch can send a generator to another process; its numbers can always be sent.
+        # Not every torch can pickle a generator; its state can always be pickled.
         return {**self.__dict__, "_generator": self._generator.get_state().tolist()}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
@@ -114,12 +115,8 @@ class GlobalShuffleSampler(Sampler):
         return self._partition.length
 
 
-Leaves = List[torch.Tensor]
-"""The tensors of one item, in a fixed order."""
-
-
 def concatenated(batches: Sequence[Any]) -> Any:
-    """Join batches of the same structure along dimension 0; what is not a tensor comes from the first."""
+    """Join batches of the same structure along dimension 0; take non-tensors from the first."""
     columns = zip(*(structures.tensors_in(batch) for batch in batches))
     return structures.rebuild(batches[0], iter([torch.cat(column) for column in columns]))
 
@@ -137,11 +134,11 @@ def grouped(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[A
 
 
 def rebatched(items: Iterable[Leaves], size: int, *, keep_remainder: bool) -> Iterator[Leaves]:
-    """Cut a stream of batches, of any sizes, into batches of `size` rows.
+    """Regroup a stream of batches of any size into batches of `size` rows.
 
     Args:
         items: Batches as lists of tensors that agree in dimension 0.
-        size: Rows of each batch that is yielded.
+        size: Rows in each yielded batch.
         keep_remainder: Also yield the rows left at the end, in a shorter batch.
     """
     pending: List[Leaves] = []

@@ -11,8 +11,6 @@ import torch
 
 from ipurun.emulator._capture import structures
 
-__all__ = ["ItemLayout", "Ring", "SlotKind", "wait_until"]
-
 _LONGEST_PAUSE_SECONDS = 0.005
 
 
@@ -25,14 +23,14 @@ class SlotKind(enum.IntEnum):
 
 
 class ItemLayout:
-    """How an item is taken apart into tensors and put together again.
+    """Splits items into tensors and reassembles them.
 
     Args:
-        example: An item. All later ones must be built alike.
+        example: An item. All later ones must have the same structure.
 
     Raises:
-        TypeError: If it is neither a tensor, a flat list, tuple or dict of tensors, nor of a class with a
-            registered parser.
+        TypeError: If it is not a tensor, a flat list, tuple or dict of tensors, or an instance of a class with
+            a registered parser.
     """
 
     def __init__(self, example: Any) -> None:
@@ -51,10 +49,10 @@ class ItemLayout:
         self.leaves(example)
 
     def leaves(self, item: Any) -> List[torch.Tensor]:
-        """The tensors of an item, in a fixed order.
+        """Return the tensors of an item, in a fixed order.
 
         Raises:
-            TypeError: If the item is nested or not built like the first one.
+            TypeError: If the item is nested or its structure differs from the first one.
         """
         if self._is_tensor:
             found: Sequence[Any] = [item]
@@ -74,7 +72,7 @@ class ItemLayout:
         return list(found)
 
     def item(self, leaves: List[torch.Tensor]) -> Any:
-        """Put tensors together; sequences become lists."""
+        """Assemble an item from tensors; sequences become lists."""
         if self._is_tensor:
             return leaves[0]
         if self._custom is not None:
@@ -85,17 +83,17 @@ class ItemLayout:
 
 
 class Ring:
-    """Slots that the worker fills and the accessor empties in turn, with the signals between the two.
+    """Slots that the worker fills and the accessor empties, with the signals between the two.
 
-    Made by the accessor; the tensors are added by the worker, which is the first to know their shapes.
+    Created by the accessor; the worker adds the tensors, because it is the first to know their shapes.
 
     Attributes:
         indices_mem: 1 for each slot that is ready to be read.
         buffers: One tensor per leaf of an item, with the slots as first dimension.
-        stop: Set when the worker shall end.
-        epochs_asked: How many epochs the accessor has begun to read.
-        generation_asked: Counted up by the accessor when it abandons an epoch.
-        generation_served: The worker's answer: everything older was thrown away.
+        stop: Set to stop the worker.
+        epochs_asked: Number of epochs that the accessor has started.
+        generation_asked: Incremented by the accessor when it abandons an epoch.
+        generation_served: The latest request that the worker has served by discarding older items.
     """
 
     def __init__(self, context: Any, size: int) -> None:
@@ -110,7 +108,7 @@ class Ring:
         self.buffers: List[torch.Tensor] = []
 
     def allocate(self, leaves: Sequence[torch.Tensor], rows: Optional[int]) -> None:
-        """Make the shared tensors for items like `leaves`, with another number of rows if given."""
+        """Create the shared tensors for items like `leaves`, with a different number of rows if given."""
         for leaf in leaves:
             shape = tuple(leaf.shape) if rows is None else (rows, *leaf.shape[1:])
             self.buffers.append(torch.empty((self.size, *shape), dtype=leaf.dtype).share_memory_())
@@ -119,7 +117,7 @@ class Ring:
         """Fill a slot.
 
         Raises:
-            ValueError: If shapes or types are not those of the first item.
+            ValueError: If shapes or types differ from those of the first item.
         """
         if len(leaves) != len(self.buffers):
             raise ValueError(f"Items have {len(self.buffers)} tensors, the new one has {len(leaves)}")
@@ -135,27 +133,27 @@ class Ring:
         self.rows[slot] = rows
 
     def publish(self, slot: int, kind: SlotKind) -> None:
-        """Hand a slot to the reader."""
+        """Mark a slot as ready to read."""
         self.kinds[slot] = int(kind)
         self.indices_mem[slot] = 1
 
     def read(self, slot: int) -> List[torch.Tensor]:
-        """Views of a slot's tensors."""
+        """Return views of a slot's tensors."""
         rows = self.rows[slot]
         return [buffer[slot] if rows < 0 else buffer[slot][:rows] for buffer in self.buffers]
 
     def release(self, slot: int) -> None:
-        """Hand a slot back to the writer."""
+        """Mark a slot as free to write."""
         self.indices_mem[slot] = 0
 
     def clear(self) -> None:
-        """Throw away all slots that are ready."""
+        """Discard all slots that are ready."""
         for slot in range(self.size):
             self.indices_mem[slot] = 0
 
 
 def wait_until(condition: Callable[[], bool], pause_seconds: float) -> None:
-    """Poll, with pauses that start at `pause_seconds` and grow while nothing happens."""
+    """Poll a condition, with pauses that start at `pause_seconds` and grow."""
     longest = max(pause_seconds, _LONGEST_PAUSE_SECONDS)
     while not condition():
         time.sleep(pause_seconds)

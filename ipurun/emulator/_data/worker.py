@@ -1,4 +1,4 @@
-"""The worker process of an AsynchronousDataAccessor: reads the dataset ahead and fills the ring buffer."""
+"""The worker process of an AsynchronousDataAccessor: reads the dataset and fills the ring buffer."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from types import FrameType
 from typing import Any, Iterator, List, Optional
 
 import torch
-import torch.multiprocessing  # makes tensors travel through pipes as shared memory
+import torch.multiprocessing  # sends tensors through pipes as shared memory
 
 from ipurun.emulator._data.partition import rebatched
 from ipurun.emulator._data.ring import ItemLayout, Ring, SlotKind, wait_until
-
-__all__ = ["WorkerSettings", "worker_main"]
 
 _SECONDS_TO_STOP_AFTER_PARENT = 5.0
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """How the worker reads ahead.
+    """How the worker prefetches.
 
     Attributes:
-        pause_seconds: Time between two looks at a full ring.
-        load_indefinitely: Begin the next epoch before it is asked for.
-        early_preload: Fill the ring before the first epoch is asked for.
-        rebatched_size: Rows to cut the items into, None to pass them on as they are.
-        keep_remainder: With `rebatched_size`, also pass on the rows left at the end of an epoch.
-        sharing_strategy: torch's way of sharing memory, None for its default.
+        pause_seconds: Polling interval while the ring is full.
+        load_indefinitely: Begin the next epoch before the accessor requests it.
+        early_preload: Fill the ring before the accessor requests the first epoch.
+        rebatched_size: Rows in each regrouped item, None to leave items unchanged.
+        keep_remainder: With `rebatched_size`, also return the rows left at the end of an epoch.
+        sharing_strategy: Torch's strategy for sharing memory, None for its default.
         seed: Seed of torch's random numbers in the worker.
-        start_method: How a data loader's own workers start, None for the platform's way.
+        start_method: Start method of a data loader's own workers, None for the platform's default.
     """
 
     pause_seconds: float
@@ -50,17 +48,17 @@ class WorkerSettings:
 
 
 class _Interrupted(Exception):
-    """The accessor asked to stop or to start the epoch again."""
+    """Raised when the accessor requests a stop or a restart of the epoch."""
 
 
 def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSettings) -> None:
-    """Run the worker until the accessor stops it or its process is gone.
+    """Run the worker until the accessor stops it or its process ends.
 
     Args:
         dataset: A dataset or a data loader.
-        ring: Where items go.
-        connection: Takes the layout and the shared tensors once the first item is known, None on failure.
-        settings: How to read ahead.
+        ring: The ring to fill.
+        connection: Receives the layout and the shared tensors after the first item is read, None on failure.
+        settings: How to prefetch.
     """
     # Ctrl-C reaches the whole process group: the accessor's process decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -68,7 +66,7 @@ def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSetti
     # The worker must not compete with the model for cores, and threads do not survive a fork.
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
-    # Python hands down the way this process was started; the data loader's workers start as they would without it.
+    # Python passes on the start method of this process; the data loader's workers must start as in the main process.
     multiprocessing.set_start_method(settings.start_method, force=True)
     if settings.sharing_strategy is not None:
         torch.multiprocessing.set_sharing_strategy(settings.sharing_strategy)
@@ -94,7 +92,7 @@ def _stop_with_parent(ring: Ring) -> None:
         return
     wait([parent.sentinel])
     ring.stop.value = 1
-    # A dataset that is stuck would keep the worker alive for ever.
+    # A dataset that hangs would keep the worker alive forever.
     time.sleep(_SECONDS_TO_STOP_AFTER_PARENT)
     os._exit(1)
 
@@ -111,7 +109,7 @@ class _Feeder:
         self._generation = 0
 
     def load_first(self) -> ItemLayout:
-        """Read one item, which gives the shapes of all, and put it in the ring."""
+        """Read the first item, which determines all shapes, and put it in the ring."""
         self._items = self._one_epoch()
         first = next(self._items, None)
         if first is None or self._layout is None:

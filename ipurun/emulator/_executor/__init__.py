@@ -1,1 +1,1 @@
-"""Parts of PoplarExecutor: its device, weights, arguments, files, and the wrapping of the model."""
+"""Parts of PoplarExecutor: device, weights, arguments, files, and model wrapping."""

@@ -1,7 +1,7 @@
-"""The IPUs that an executor attaches to: whether there are any, who holds them, and their simulated faults.
+"""The IPUs that an executor attaches to: availability, locking, and simulated faults.
 
-A CPU has nothing to hold, unless POPTORCH_EMULATOR_HARDWARE=1 simulates hardware and the options choose an IPU: then
-one executor at a time holds it, across all processes of the user, as on a device.
+There is nothing to lock on a CPU, unless POPTORCH_EMULATOR_HARDWARE=1 simulates hardware and the options choose an IPU:
+then one executor at a time holds it, across all processes of the user, as on a device.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ from ipurun.emulator._impl import Error, createNativeError
 from ipurun.emulator._logging import native_logger, trace
 from ipurun.emulator.enums import ConnectionType
 
-__all__ = [
-    "Device",
-    "ipuHardwareIsAvailable",
-    "ipuHardwareVersion",
-    "raise_requested_fault",
-    "uses_ipu_model",
-    "hardware_version",
-]
-
 _SIMULATED_VERSION = 2
 _MODEL_VERSIONS = ("ipu1", "ipu2", "ipu21")
 _MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
+# Faults to raise, separated by commas, each once in a process: `call=3:IPU_RESET` raises a recoverable error with that
+# recovery action at an executor's third call, `call=5:UNRECOVERABLE` an unrecoverable one, `call=7:ERROR` a plain one.
+_FAULTS_VARIABLE = "POPTORCH_EMULATOR_FAULTS"
+_RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
+_raised: Set[str] = set()
+_SECONDS_BETWEEN_TRIES = 15
 
 
-def stands_in_for_hardware() -> bool:
-    """Whether ``POPTORCH_EMULATOR_HARDWARE=1`` asks the emulator to behave as if IPUs were attached."""
+def simulates_hardware() -> bool:
+    """Whether ``POPTORCH_EMULATOR_HARDWARE=1`` makes the emulator behave as if IPUs were attached."""
     return os.environ.get("POPTORCH_EMULATOR_HARDWARE", "0") not in ("", "0")
 
 
@@ -41,7 +38,7 @@ def uses_ipu_model() -> bool:
     """Whether an environment variable selects PopTorch's simulator.
 
     Raises:
-        Error: It is selected with a version that does not exist.
+        Error: The selected version does not exist.
     """
     selected = any(int(os.environ.get(name, "0") or "0") != 0 for name in _MODEL_VARIABLES)
     wanted = os.environ.get("POPTORCH_IPU_MODEL_VERSION", "ipu2")
@@ -54,14 +51,14 @@ def uses_ipu_model() -> bool:
 
 
 def hardware_version(num_ipus: int = 1) -> int:
-    """Return the architecture version of the IPUs there are, 0 without any."""
-    if num_ipus < 1 or uses_ipu_model() or not stands_in_for_hardware():
+    """Return the architecture version of the IPUs, 0 if there are none."""
+    if num_ipus < 1 or uses_ipu_model() or not simulates_hardware():
         return 0
     return _SIMULATED_VERSION
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether that many IPUs can be attached to."""
+    """Whether that many IPUs are available."""
     return hardware_version(num_ipus) != 0
 
 
@@ -69,7 +66,7 @@ def ipuHardwareVersion() -> int:
     """Return the architecture version of the IPUs; 0 while the simulator is selected.
 
     Raises:
-        AssertionError: There are none.
+        AssertionError: No IPU is available.
     """
     if uses_ipu_model():
         return 0
@@ -78,26 +75,19 @@ def ipuHardwareVersion() -> int:
     return found
 
 
-# Faults to raise, separated by commas, each once in a process: `call=3:IPU_RESET` raises a recoverable error with that
-# recovery action at an executor's third call, `call=5:UNRECOVERABLE` an unrecoverable one, `call=7:ERROR` a plain one.
-VARIABLE = "POPTORCH_EMULATOR_FAULTS"
-_RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
-_raised: Set[str] = set()
-
-
 def raise_requested_fault(call: int) -> None:
-    """Raise the fault that the environment asks for at this call.
+    """Raise the fault that the environment requests for this call.
 
     Args:
-        call: Number of the executor's call, the first is 1.
+        call: Number of the executor's call, from 1.
 
     Raises:
-        RecoverableError: If a recovery action is asked for.
-        UnrecoverableError: If `UNRECOVERABLE` is asked for.
-        Error: If `ERROR` is asked for.
-        ValueError: If the variable cannot be read.
+        RecoverableError: If a recovery action is requested.
+        UnrecoverableError: If `UNRECOVERABLE` is requested.
+        Error: If `ERROR` is requested.
+        ValueError: If the variable cannot be parsed.
     """
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(_FAULTS_VARIABLE, "")
     if not text:
         _raised.clear()
         return
@@ -117,14 +107,14 @@ def _parse(text: str) -> Dict[int, str]:
         known = (*_RECOVERY_ACTIONS, "UNRECOVERABLE", "ERROR")
         if word.strip() != "call" or not number.strip().isdigit() or kind not in known:
             raise ValueError(
-                f"{VARIABLE}: expected entries such as call=3:IPU_RESET with one of {known}, got {entry!r}"
+                f"{_FAULTS_VARIABLE}: expected entries such as call=3:IPU_RESET with one of {known}, got {entry!r}"
             )
         faults[int(number)] = kind
     return faults
 
 
 def _fault(kind: str, call: int) -> Error:
-    message = f"Fault requested by {VARIABLE} at call {call}"
+    message = f"Fault requested by {_FAULTS_VARIABLE} at call {call}"
     if kind in _RECOVERY_ACTIONS:
         return createNativeError(message, type="poplar_recoverable_runtime_error", recovery_action=kind)
     if kind == "UNRECOVERABLE":
@@ -132,11 +122,8 @@ def _fault(kind: str, call: int) -> Error:
     return createNativeError(message, type="poplar_application_runtime_error")
 
 
-_SECONDS_BETWEEN_TRIES = 15
-
-
 class Device:
-    """The device that an executor with these options attaches to.
+    """The device that an executor attaches to.
 
     Args:
         options: The executor's options.
@@ -149,20 +136,20 @@ class Device:
 
     @property
     def connects(self) -> bool:
-        """Whether the options allow to attach at all."""
+        """Whether the options allow attaching."""
         return bool(self._options.connection_type != ConnectionType.Never.value)
 
     def require_connection(self) -> None:
-        """Raise an AssertionError if the options say that no device is ever connected."""
+        """Raise an AssertionError if the options forbid connecting to a device."""
         assert self.connects, (
             "Trying to run a model on an offline device (ConnectionType.Never): the model can only be compiled"
         )
 
     def acquire(self) -> None:
-        """Take the IPU that the options choose, if it is not held already.
+        """Acquire the IPU that the options choose, unless it is already held.
 
         Raises:
-            Error: Another executor has it, and ``POPTORCH_WAIT_FOR_IPU`` does not say to wait for it.
+            Error: Another executor holds it and ``POPTORCH_WAIT_FOR_IPU`` is not set.
         """
         if self._lock is not None or not self.connects or not self._is_exclusive():
             return
@@ -189,14 +176,14 @@ class Device:
         if self._lock is None:
             return
         if self._owner == os.getpid():
-            # Closing is not enough: a forked process may hold the same open file. Unlocking is up to the owner alone.
+            # Closing is not enough: a forked process may hold the same open file. Only the owner may unlock it.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
         self._lock = None
 
     @contextlib.contextmanager
     def acquired(self) -> Iterator[None]:
-        """Take the IPU, and keep it unless the body fails."""
+        """Acquire the IPU, and release it if the body fails."""
         self.acquire()
         try:
             yield
@@ -205,7 +192,7 @@ class Device:
             raise
 
     def __getstate__(self) -> Dict[str, Any]:
-        """Leave the lock out: a copy is not attached."""
+        """Leave out the lock: a copy is not attached."""
         return {**self.__dict__, "_lock": None}
 
     def __del__(self) -> None:
@@ -218,7 +205,7 @@ class Device:
 
 
 def _try_to_lock(ipu: int) -> Optional[int]:
-    """Return an open file that locks the IPU until it is unlocked or the process dies, None if it is taken."""
+    """Return an open file that locks the IPU until it is unlocked or the process dies, None if it is in use."""
     path = os.path.join(tempfile.gettempdir(), f"poptorch-emulator-{os.getuid()}-ipu{ipu}.lock")
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

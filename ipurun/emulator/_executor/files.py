@@ -1,4 +1,4 @@
-"""Files that an executor writes: saved models, and the reports of a compile."""
+"""Files that an executor writes: saved models and compile reports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import TRACE, logger, native_logger, trace
 
-__all__ = ["read", "read_metadata", "save", "write_compile_files"]
-
 _MAGIC = b"ipurun-emulator-executable\n"
 _DEFAULT_NAME = "model.poptorch"
+_PROTO_VARIABLE = "POPTORCH_EXPORT_PROTO_FILE"
+_PROTO_NAME = "model.proto"
+_PROFILE_NAME = "profile.pop"
 
 
 def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool) -> None:
@@ -47,7 +48,7 @@ def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool)
 
 
 def read_metadata(filename: str) -> bytes:
-    """Return everything that `save` wrote after the file's mark."""
+    """Return everything that `save` wrote after the magic bytes."""
     with open(filename, "rb") as file:
         assert file.read(len(_MAGIC)) == _MAGIC, f"{filename} is not a valid PopTorch file"
         return file.read()
@@ -59,7 +60,7 @@ def read(filename: str) -> Dict[str, Any]:
     try:
         return torch.load(stream, weights_only=False)
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise createPoptorchError(f"{filename} cannot be read: {error}") from error
+        raise createPoptorchError(f"{filename} cannot be read: {error}. Export it again with this version.") from error
 
 
 def _target(filename: str) -> str:
@@ -74,23 +75,18 @@ def _target(filename: str) -> str:
     return path
 
 
-_PROTO_VARIABLE = "POPTORCH_EXPORT_PROTO_FILE"
-_PROTO_NAME = "model.proto"
-_PROFILE_NAME = "profile.pop"
-
-
 def write_compile_files(
     program: Callable[[], str], options: Any, default_name: str, environment: Mapping[str, str]
 ) -> None:
-    """Write the program where options, environment or the log level ask for it.
+    """Write the program where options, environment or the log level request it.
 
     On a device these files hold the compiled code and its memory profile. Here each of them holds the
-    captured program as JSON: which operations there are, and where they run.
+    captured program as JSON: its operations and their placement.
 
     Args:
         program: Returns the compiled program as text.
         options: The executor's options.
-        default_name: Name of the model where the options give none.
+        default_name: Name of the model if the options give none.
         environment: Environment variables.
     """
     if native_logger.isEnabledFor(TRACE):

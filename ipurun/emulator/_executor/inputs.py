@@ -1,4 +1,4 @@
-"""Bind the arguments of a wrapped model to forward's signature, and compare each call with the first."""
+"""Bind the arguments of a wrapped model to the signature of forward, and compare each call with the first."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from ipurun.emulator._executor.weights import device_dtype
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logging import logger
 
-__all__ = ["Arguments", "ArgumentParser", "matching_tensors"]
-
 _ADVICE = (
     "\nThis error occurred because the inputs passed at runtime don't match the inputs used to compile the "
     "model.\nTo recompile the model for the new inputs create a new inferenceModel / trainingModel wrapper or "
     "call destroy() on the current one and try again."
 )
+_warned_types: Set[torch.dtype] = set()
 
 
 @dataclasses.dataclass
 class Arguments:
-    """The arguments of one call, defaults filled in.
+    """The arguments of one call, with defaults filled in.
 
     Attributes:
-        positional: The positional arguments; named parameters of forward come by position too.
-        named: What can only be passed by name.
+        positional: The positional arguments, including arguments passed by name that have a position.
+        named: Arguments that can only be passed by name.
         names: Names of the first positional arguments.
     """
 
@@ -42,23 +41,23 @@ class Arguments:
         return list(tensors_in((self.positional, self.named)))
 
     def tensor_names(self) -> List[str]:
-        """Return a name for every tensor, in order: that of the parameter it was passed as."""
+        """Return, for every tensor in order, the name of its parameter."""
         parameters = [self.name_of(index) for index in range(len(self.positional))]
         entries = [*zip(parameters, self.positional), *self.named.items()]
         return [name for name, item in entries for _ in tensors_in(item)]
 
     def name_of(self, index: int) -> str:
-        """Return the name of the parameter that a positional argument was passed as."""
+        """Return the parameter name of a positional argument."""
         return self.names[index] if index < len(self.names) else f"args[{index}]"
 
     def with_tensors(self, tensors: List[torch.Tensor]) -> Arguments:
-        """Return the same arguments with other tensors."""
+        """Return the arguments with their tensors replaced."""
         positional, named = rebuild((self.positional, self.named), iter(tensors))
         return Arguments(positional, named, self.names)
 
 
 class ArgumentParser:
-    """Reads the signature of a model once and binds calls to it.
+    """Binds calls to the signature of a model.
 
     Args:
         model: A module, whose forward is read, or any other callable.
@@ -89,11 +88,11 @@ class ArgumentParser:
                     self._defaults[parameter.name] = parameter.default
 
     def bind(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Arguments:
-        """Return the arguments in the places that forward gives them.
+        """Return the arguments in the order of the signature.
 
         Raises:
-            AssertionError: For too many arguments, an unknown keyword, or a parameter given twice.
-            Error: If a parameter without default is missing.
+            AssertionError: If there are too many arguments, an unknown keyword, or a parameter given twice.
+            Error: If a required parameter is missing.
         """
         named = dict(kwargs)
         positional = list(args)
@@ -122,11 +121,11 @@ class ArgumentParser:
         return Arguments(positional, named, self._names)
 
     def on_device(self, arguments: Arguments) -> Arguments:
-        """Return the arguments with their tensors as the device takes them: detached, contiguous, narrow."""
+        """Return the arguments with detached, contiguous tensors of device types."""
         return arguments.with_tensors([self.device_tensor(t) for t in arguments.tensors()])
 
     def device_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as the device takes it."""
+        """Return a detached, contiguous tensor of a device type."""
         if tensor.requires_grad:
             logger.warning(
                 "Input tensor has requires_grad=True set. This tensor will be detached because backward pass via "
@@ -150,9 +149,6 @@ class ArgumentParser:
         return tensor.to(narrow)
 
 
-_warned_types: Set[torch.dtype] = set()
-
-
 def _warn_narrowed(wide: torch.dtype, narrow: torch.dtype) -> None:
     if wide not in _warned_types:
         _warned_types.add(wide)
@@ -163,7 +159,7 @@ def matching_tensors(compiled: Arguments, given: Arguments) -> List[torch.Tensor
     """Return the tensors of a call in the order of the call that was compiled.
 
     Raises:
-        Error: If the call differs in number, type, shape or value from the compiled one.
+        Error: If the arguments differ in number, type, shape or value from the compiled ones.
     """
     if len(compiled.positional) != len(given.positional):
         raise createPoptorchError(

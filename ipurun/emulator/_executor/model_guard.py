@@ -11,13 +11,11 @@ from ipurun.emulator._capture.capture import forget_history
 from ipurun.emulator._executor import wrapping
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["named_tensors", "on_device"]
-
 _MAY_REASSIGN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
 
 def named_tensors(model: Any) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor]]:
-    """Return parameters and buffers by name, a tensor with several names under its first one."""
+    """Return parameters and buffers by name; a tensor with several names gets its first one."""
     if not isinstance(model, torch.nn.Module):
         return {}, {}
     parameters = dict(torch.nn.Module.named_parameters(model))
@@ -29,11 +27,11 @@ def named_tensors(model: Any) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.
 def on_device(model: Any, device_tensors: Dict[str, torch.Tensor]) -> Iterator[None]:
     """Make the parameters and buffers of a model plain tensors with the device's data.
 
-    Afterwards they are what they were. The objects stay the same all the time, so that references to them
-    from anywhere see the device's data.
+    They are restored afterwards. The objects stay the same, so that every reference to them sees the
+    device's data.
 
     Raises:
-        Error: If a parameter or buffer was replaced or removed inside.
+        Error: If the body replaced or removed a parameter or buffer.
     """
     if not isinstance(model, torch.nn.Module):
         yield
@@ -64,7 +62,7 @@ def on_device(model: Any, device_tensors: Dict[str, torch.Tensor]) -> Iterator[N
 
 
 class _Table(NamedTuple):
-    """The parameters or the buffers of one module, and what they were."""
+    """The parameters or buffers of one module, now and before the capture."""
 
     kind: str
     path: str

@@ -11,25 +11,23 @@ from ipurun.emulator._capture.dtypes import wrapped
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator.enums import CommGroupType, VariableRetrievalMode
 
-__all__ = ["DeviceWeights", "ParameterProxy", "ReplicaGroups", "device_dtype"]
-
 
 def device_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type that values of a host type have on the device.
 
-    Integers stay 64 bits wide here, because torch's kernels want indices that wide; results are narrowed.
+    Integers stay 64 bits wide, as torch's kernels require for indices; results are narrowed.
     """
     return {torch.float64: torch.float32, torch.bfloat16: torch.float32}.get(dtype, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaGroups:
-    """Which replicas share one value of a parameter.
+    """Groups of replicas that share one value of a parameter.
 
     Attributes:
         kind: How replicas are grouped.
         size: Number of replicas in a group.
-        retrieval: Whether the host reads one value for each group or for each replica.
+        retrieval: Whether the host reads one value per group or per replica.
     """
 
     kind: CommGroupType
@@ -55,15 +53,15 @@ class ReplicaGroups:
         return replica % self.count(num_replicas)
 
     def rows(self, num_replicas: int) -> int:
-        """Return the number of values in the leading dimension: one for each group, or for each replica."""
+        """Return the size of the leading dimension: one value per group, or per replica."""
         return num_replicas if self._one_per_replica else self.count(num_replicas)
 
     def row_of(self, replica: int, num_replicas: int) -> int:
-        """Return the value that a replica computes with."""
+        """Return the row that a replica computes with."""
         return replica if self._one_per_replica else self.group_of(replica, num_replicas)
 
     def rows_trained_by(self, replica: int, num_replicas: int) -> List[int]:
-        """Return the values that a replica's gradient goes to: those of all replicas of its group."""
+        """Return the rows that a replica's gradient updates: those of all replicas in its group."""
         group = self.group_of(replica, num_replicas)
         if not self._one_per_replica:
             return [group]
@@ -75,13 +73,13 @@ class ReplicaGroups:
 
 
 class DeviceWeights:
-    """Parameters and buffers as the device holds them, apart from the host's.
+    """The device's parameters and buffers, separate from the host's.
 
     Args:
-        parameters: The host's parameters by name, each once.
-        buffers: The host's buffers by name, each once.
+        parameters: The host's parameters by name, without duplicates.
+        buffers: The host's buffers by name, without duplicates.
         num_replicas: Number of replicas.
-        groups: The parameters whose value differs between replicas.
+        groups: The parameters whose values differ between replicas.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class DeviceWeights:
             self.buffers[name] = [first] + [first.clone() for _ in range(self.num_replicas - 1)]
 
     def parameter_of(self, name: str, replica: int) -> torch.Tensor:
-        """Return the value of a parameter that a replica computes with."""
+        """Return the parameter value that a replica computes with."""
         group = self.groups.get(name)
         tensor = self.parameters[name]
         return tensor if group is None else tensor[group.row_of(replica, self.num_replicas)]
@@ -124,7 +122,7 @@ class DeviceWeights:
         return copies[replica] if len(copies) > 1 else copies[0]
 
     def upload(self, host: Dict[str, torch.Tensor]) -> None:
-        """Copy host values to the device; names that the device does not know are left out."""
+        """Copy host values to the device, ignoring unknown names."""
         with torch.no_grad():
             for name, tensor in host.items():
                 if name in self.parameters:
@@ -146,7 +144,7 @@ class DeviceWeights:
         rows = group.rows(self.num_replicas)
         if tensor.dim() == 0:
             raise createPoptorchError(
-                f"The parameter {name} has no dimension to hold a value for each group of replicas."
+                f"The parameter {name} has no leading dimension to hold one value per group of replicas."
             )
         if tensor.shape[0] != rows:
             raise createPoptorchError(
@@ -175,12 +173,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
 
 
 class ParameterProxy:
-    """A parameter that is a direct attribute of the model, as read from its executor.
+    """A parameter of the model, read as an attribute of its executor.
 
     Args:
         executor: The executor of the model.
         name: The name of the parameter.
-        parameter: The parameter, whose attributes are forwarded.
+        parameter: The parameter that attribute access is forwarded to.
     """
 
     def __init__(self, executor: Any, name: str, parameter: torch.nn.Parameter) -> None:
@@ -197,11 +195,11 @@ class ParameterProxy:
         shards: int,
         variable_retrieval_mode: VariableRetrievalMode,
     ) -> None:
-        """Give each group of replicas its own values, held in a leading dimension of the parameter.
+        """Give each group of replicas separate values, held in a leading dimension of the parameter.
 
         Args:
             comm_group_type: How replicas are grouped.
             shards: Number of replicas in a group.
-            variable_retrieval_mode: Whether the host reads one value for each group or each replica.
+            variable_retrieval_mode: Whether the host reads one value per group or per replica.
         """
         self._executor.per_replica_params[self._name] = ReplicaGroups(comm_group_type, shards, variable_retrieval_mode)

@@ -1,4 +1,4 @@
-"""Change the class of the user's model so that reading it copies the device's weights to the host first."""
+"""Change the class of the user's model so that reading its weights first copies them from the device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["executor_of", "is_wrapped", "restore_class", "unwrap", "unwrap_tensors", "wrap"]
-
 _EXECUTOR = "_poptorch_executor"
 _SYNCING_READS = frozenset(
     ["_buffers", "_parameters", "buffers", "named_buffers", "named_parameters", "parameters", "state_dict"]
 )
+_wrapper_classes: Dict[Type[Any], Type[Any]] = {}
 
 
 def executor_of(item: Any) -> Optional[Any]:
@@ -77,7 +76,7 @@ class PoptorchBuffer(_SynchronisedTensor, torch.Tensor):
 
 
 def is_wrapped(model: Any) -> bool:
-    """Whether the model was wrapped by `trainingModel` and not destroyed since."""
+    """Whether the model is wrapped by `trainingModel` and was not destroyed."""
     return getattr(type(model), "_poptorch_base", None) is not None
 
 
@@ -86,7 +85,7 @@ def wrap(model: torch.nn.Module, executor: Any) -> None:
 
     Raises:
         RuntimeError: If the model is wrapped already.
-        Error: If a buffer is of a subclass of torch.Tensor.
+        Error: If a buffer is an instance of a subclass of torch.Tensor.
     """
     if is_wrapped(model):
         raise RuntimeError(
@@ -116,7 +115,7 @@ def wrap_tensors(model: torch.nn.Module, executor: Any) -> None:
 
 
 def restore_class(tensor: torch.Tensor, kind: Type[Any], executor: Optional[Any]) -> None:
-    """Give a tensor the class and the executor it had before `unwrap_tensors`."""
+    """Restore the class and the executor that a tensor had before `unwrap_tensors`."""
     if type(tensor) is not kind:
         tensor.__class__ = kind
         if executor is not None:
@@ -124,7 +123,7 @@ def restore_class(tensor: torch.Tensor, kind: Type[Any], executor: Optional[Any]
 
 
 def unwrap_tensors(model: torch.nn.Module) -> None:
-    """Give the parameters and buffers of a model their plain classes back."""
+    """Restore the plain classes of a model's parameters and buffers."""
     for parameter in torch.nn.Module.parameters(model):
         if isinstance(parameter, PoptorchParameter):
             parameter.__dict__.pop(_EXECUTOR, None)
@@ -136,7 +135,7 @@ def unwrap_tensors(model: torch.nn.Module) -> None:
 
 
 def unwrap(model: torch.nn.Module) -> None:
-    """Give a model, its parameters and its buffers their plain classes back.
+    """Restore the plain classes of a model, its parameters and its buffers.
 
     Raises:
         Error: If the model is not wrapped.
@@ -146,9 +145,6 @@ def unwrap(model: torch.nn.Module) -> None:
     model.__dict__.pop(_EXECUTOR, None)
     model.__class__ = type(model)._poptorch_base  # type: ignore[attr-defined]  # set by _wrapper_class
     unwrap_tensors(model)
-
-
-_wrapper_classes: Dict[Type[Any], Type[Any]] = {}
 
 
 def _wrapper_class(base: Type[Any]) -> Type[Any]:
@@ -212,12 +208,12 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
 
 def new_instance(kind: Type[Any], *args: Any) -> Any:
-    """Make an instance without calling its constructor, for pickle."""
+    """Create an instance without calling its constructor, for pickle."""
     return kind.__new__(kind, *args)
 
 
 def _copy(self: Any) -> Any:
-    """Copy the model; a shallow copy shares the tensors, so it follows the same executor."""
+    """Copy the model; a shallow copy shares the tensors, so it keeps the executor."""
     copied = copy.copy(_plain_shallow_copy(self))
     copied.__class__ = type(self)
     executor = executor_of(self)

@@ -1,14 +1,13 @@
-"""The captured forward pass as the backend names it: op types, tensor names, placement."""
+"""Describe the captured forward pass in the backend's terms: op types, tensor names, placement."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-import torch
-
+from ipurun.emulator._capture.dtypes import narrowed
 from ipurun.emulator._capture.graph import Event, Graph, Node, Placement, TensorSpec, Value, values_in
 
-# Ops of torch that the backend calls by another name, or lowers to several ops.
+# Torch ops that the backend names differently or lowers to several ops.
 _BACKEND_TYPES: Dict[str, Tuple[str, ...]] = {
     "_log_softmax": ("LogSoftmax",),
     "_softmax": ("Softmax",),
@@ -50,19 +49,18 @@ _OPS_OF_MARKS = {
     "nop": "Nop",
     "recompute": "Checkpoint",
 }
-_DEVICE_TYPES = {torch.int64: torch.int32, torch.float64: torch.float32}
 
 
 class LoweredOp(NamedTuple):
     """One op of the backend.
 
     Attributes:
-        type: What the backend calls such ops.
-        name: Name of its output, with the modules and scopes it was called in.
+        type: The backend's name for the kind of op.
+        name: Name of its output, prefixed with modules and name scopes.
         shape: Text of the output's type and shape.
         placement: Where it runs.
-        source: Line of the model that it comes from, "" where unknown.
-        attributes: Attributes in force where it was called (poptorch.Attribute).
+        source: Line of the model that called it, "" if unknown.
+        attributes: Attributes set where it was called (poptorch.Attribute).
     """
 
     type: str
@@ -114,7 +112,7 @@ class _Lowering:
         self._attributes: Dict[str, Dict[str, str]] = {}
 
     def note(self, event: Event) -> None:
-        """Take in what happened between two ops."""
+        """Process an event between two ops."""
         if event.kind == "push_name_scope":
             self._scopes.append(event.info["name"])
         elif event.kind == "pop_name_scope":
@@ -129,7 +127,7 @@ class _Lowering:
             self._add(_OPS_OF_MARKS[event.kind], self._producer[event.value], event.value)
 
     def lower(self, node: Node) -> None:
-        """Add the ops that a node becomes."""
+        """Add the ops that a node is lowered to."""
         outputs = list(values_in(node.outputs))
         if node.name in _NO_OPS or not outputs or self._is_part_of_l1(node):
             return
@@ -182,5 +180,4 @@ def _types_of(name: str) -> Tuple[str, ...]:
 
 
 def _shape_text(spec: TensorSpec) -> str:
-    dtype: Any = _DEVICE_TYPES.get(spec.dtype, spec.dtype)
-    return f"{str(dtype).split('.')[-1]}({', '.join(map(str, spec.shape))})"
+    return f"{str(narrowed(spec.dtype)).split('.')[-1]}({', '.join(map(str, spec.shape))})"

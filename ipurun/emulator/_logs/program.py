@@ -1,4 +1,4 @@
-"""Log lines about a compiled program: its placement, and the backend's own account of it."""
+"""Log a compiled program: its placement, and the lines of the backend's own log."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ipurun.emulator._logs.lowering import LoweredOp, lowered_ops
 from ipurun.emulator._options.strategies import ShardedExecution, _IPhasedExecution
 from ipurun.emulator.enums import Liveness
 
-__all__ = ["log_program", "set_level"]
-
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
-# Every other op is one of ONNX.
+# All other ops belong to ONNX.
 _GRAPHCORE_OPS = frozenset(
     ["Checkpoint", "Gelu", "GroupNormalization", "IdentityLoss", "L1", "MultiConv", "Nll", "Nop", "Scale"]
 )
+_PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
+_PHASES_BETWEEN_PASSES_OFF_CHIP = 3
 
 
 class _Threshold:
-    """The level that lines must have to be written."""
+    """The lowest level that is written."""
 
     number = LEVELS.index("WARN")
 
@@ -46,7 +46,7 @@ def set_level(level: str) -> None:
 
 
 def log_program(graph: Graph, options: Any) -> None:
-    """Log a compiled program: that it was compiled at TRACE and INFO, and its ops at DEBUG.
+    """Log the compilation of a program at TRACE and INFO, and its ops at DEBUG.
 
     Args:
         graph: The captured graph.
@@ -55,12 +55,12 @@ def log_program(graph: Graph, options: Any) -> None:
     if _Threshold.number > LEVELS.index("INFO"):
         return
     ops = lowered_ops(graph, options._module_namescope_enabled)
-    _write("session", "TRACE", "The session compiles a program for the emulated device")
-    _write("popart", "TRACE", "Options and patterns are set")
+    _write("session", "TRACE", "Compiling a program for the emulated device")
+    _write("popart", "TRACE", "Options and patterns set")
     _write("ir", "INFO", f"The program has {len(ops)} forward ops")
     for number, op in enumerate(ops):
         _write("ir", "DEBUG", _described(number, op))
-    _write("devicex", "TRACE", "The program is ready to run")
+    _write("devicex", "TRACE", "Program ready to run")
 
 
 def _described(number: int, op: LoweredOp) -> str:
@@ -85,12 +85,8 @@ _environment_level = os.environ.get("POPART_LOG_LEVEL", "WARN")
 set_level(_environment_level if _environment_level in LEVELS else "WARN")
 
 
-_PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
-_PHASES_BETWEEN_PASSES_OFF_CHIP = 3
-
-
 def log_placement(graph: Graph, options: Any) -> None:
-    """Log the settings that follow from the strategy, and every forward op with its place.
+    """Log the settings derived from the strategy, and every forward op with its placement.
 
     Args:
         graph: The captured graph.

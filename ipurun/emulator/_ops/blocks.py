@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _stage_manager() -> Optional[IStageManager]:
-    """Return what hands out stages for the running compile, None outside one."""
+    """Return the stage manager of the running compile, None outside a compile."""
     recorder = active_recorder()
     return None if recorder is None else recorder.options._execution_strategy.stage_manager()
 
@@ -31,7 +31,7 @@ class Block(torch.nn.Module):
     """Context manager that puts the ops called inside it in a block.
 
     Args:
-        user_id: Name of the block; blocks of one name are one block. Automatic when None.
+        user_id: Name of the block; blocks with the same name are one block. Automatic if None.
         ipu_id: IPU to run on, an index within the model's IPUs.
     """
 
@@ -62,7 +62,7 @@ class Block(torch.nn.Module):
 
 
 class _BeginsBlock:
-    """Begins a block when called; without a name it keeps the one of its first trace."""
+    """Begins a block when called; without a name it keeps the automatic one of its first capture."""
 
     _user_id: Optional[str]
     _ipu_id: Optional[int]
@@ -77,7 +77,7 @@ class _BeginsBlock:
 
 
 class BlockHook(_BeginsBlock):
-    """Forward pre-hook that BeginBlock installs; a plain object, so that it copies and pickles."""
+    """Forward pre-hook installed by BeginBlock; an object, so that it can be copied and pickled."""
 
     def __init__(self, user_id: Optional[str], ipu_id: Optional[int]) -> None:
         self._user_id = user_id
@@ -109,18 +109,18 @@ class LegacyBeginBlockFn(torch.nn.Module, _BeginsBlock):
 def BeginBlock(
     layer_to_call: torch.nn.Module, user_id: Optional[str] = None, ipu_id: Optional[int] = None
 ) -> torch.nn.Module:
-    """Make a module begin a block each time it is called; the block lasts until the next one.
+    """Make a module begin a block each time it is called, lasting until the next block.
 
     Args:
         layer_to_call: The module, changed in place. A plain callable is wrapped in a module.
-        user_id: Name of the block; automatic, given at the first trace, when None.
+        user_id: Name of the block; automatic, chosen at the first capture, if None.
         ipu_id: IPU to run on.
 
     Returns:
         The module itself, or the wrapper of a callable.
 
     Raises:
-        poptorch.Error: The module begins a block already, or is neither module nor callable.
+        poptorch.Error: The module already begins a block, or the argument is not callable.
     """
     if not isinstance(layer_to_call, torch.nn.Module):
         if not callable(layer_to_call):
@@ -137,7 +137,7 @@ def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -
     """Decorator that runs a function inside a Block.
 
     Args:
-        user_id: Name of the block; automatic when None.
+        user_id: Name of the block; automatic if None.
         ipu_id: IPU to run on.
     """
 
@@ -153,7 +153,7 @@ def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Remove what BeginBlock installed, from the module and all modules in it."""
+    """Undo BeginBlock for a module and all its submodules."""
     assert isinstance(module, torch.nn.Module), "removeBlocks takes a torch.nn.Module"
     for part in module.modules():
         kept = [(key, hook) for key, hook in part._forward_pre_hooks.items() if not isinstance(hook, BlockHook)]

@@ -1,9 +1,9 @@
-"""Loops and branches on the device: for_loop and cond.
+"""for_loop and cond: loops and branches on the device.
 
-The Python code of a body runs once, at compile. For a loop, the ops that it called are kept as a list and issued again
-for every further trip, so the compiled graph holds the loop unrolled. A branch is one op of the graph that computes the
-body that the condition chooses. The ops of a branch's body leave the graph of the model and become a separate graph;
-what the body changed outside is restored at compile and happens only when a run chooses that body.
+The Python code of a body runs once, during compilation. The ops of a loop body are logged and issued again for every
+further iteration, so the compiled graph contains the unrolled loop. A branch is one op of the graph that runs the body
+chosen by the condition. The ops of each body are moved from the graph of the model to a separate graph; changes that a
+body made to outside tensors are undone after the capture and happen only in runs that choose that body.
 """
 
 from __future__ import annotations
@@ -13,25 +13,29 @@ from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator._capture.graph import Graph, GraphInput, Value, values_in
+from ipurun.emulator._capture.op_kinds import written_arguments
 from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._ops.recording import OpLog, active_recorder, call_recorded, logs_muted, refuse_training
 from ipurun.emulator._run.checked import interpreter_for
 from ipurun.emulator._run.replay import generate
 
+Body = Callable[..., Any]
+
 
 class CapturedBody:
-    """One body, captured.
+    """The captured body of a branch.
 
     Args:
         recorder: The recorder of the compile.
-        graph: What the body did; its inputs are the values that it takes from outside.
+        graph: The ops of the body; its inputs are the outside values that it uses.
 
     Attributes:
-        graph: What the body did.
-        outer: The values from outside that the body reads or changes.
-        written: Those that it changes.
-        outputs: Shape and type of what it returns.
+        graph: The ops of the body.
+        outer: The outside values that the body reads or changes.
+        written: The outside values that it changes.
+        outputs: Shape and type of the returned tensors.
         is_random: Whether it draws random numbers.
         run: Takes tensors for `outer`, which it may change, and returns the outputs.
     """
@@ -53,7 +57,7 @@ def trace_body(
     """Run a body's Python once, on copies of its inputs.
 
     Returns:
-        What the body did, and the tensors from outside that it did it with.
+        The captured body and the outside tensors that it uses.
     """
     start = len(recorder.graph.nodes)
     log = _UndoneLog(recorder)
@@ -68,16 +72,16 @@ def trace_body(
 
 
 class Branches:
-    """What a branch is in the compiled graph: a pure function, so that changed tensors are results too.
+    """A branch in the compiled graph: a pure function that also returns the tensors it changes.
 
     Args:
-        then_body: Computed if the condition is true.
-        else_body: Computed otherwise.
+        then_body: Runs if the condition is true.
+        else_body: Runs otherwise.
 
     Attributes:
-        graphs: What the two bodies did.
-        outer: The values that the function takes after the condition.
-        written: Those whose new values follow the outputs among the results.
+        graphs: The graphs of the two bodies.
+        outer: The arguments of the function after the condition.
+        written: The values whose new contents follow the outputs in the results.
     """
 
     def __init__(self, then_body: CapturedBody, else_body: CapturedBody) -> None:
@@ -90,7 +94,7 @@ class Branches:
         self.is_random = then_body.is_random or else_body.is_random
 
     def __call__(self, condition: torch.Tensor, *outer: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        # Where tensors have no memory there is nothing to choose by; both bodies return the same shapes.
+        # Meta tensors have no value to choose by; both bodies return the same shapes.
         body = self._bodies[0 if condition.is_meta or bool(condition) else 1]
         tensors = dict(zip(self.outer, outer))
         tensors.update(_copies({value: tensors[value] for value in body.written}))
@@ -100,7 +104,7 @@ class Branches:
 
 
 class _UndoneLog(OpLog):
-    """Keeps the ops of a body, and what the tensors they write to were before."""
+    """Logs the ops of a body and the previous contents of the tensors that they write to."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -108,21 +112,20 @@ class _UndoneLog(OpLog):
         self._before: List[Tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument, given in zip(func._schema.arguments, args):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                with self._recorder.paused():
-                    self._before.append((given, given.detach().clone()))
+        for given in tensors_in(written_arguments(func._schema, args, kwargs or {})):
+            with self._recorder.paused():
+                self._before.append((given, given.detach().clone()))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def undo_writes(self) -> None:
-        """Put back all that was written."""
+        """Undo all writes."""
         with torch.no_grad(), self._recorder.paused():
             for tensor, before in reversed(self._before):
                 tensor.copy_(before)
 
 
 def _take_out(graph: Graph, start: int, outputs: List[Value]) -> Graph:
-    """Move the nodes from a position on into a separate graph."""
+    """Move the nodes from a position onwards to a separate graph."""
     nodes = graph.nodes[start:]
     del graph.nodes[start:]
     graph.events = [event._replace(position=min(event.position, start)) for event in graph.events]
@@ -146,7 +149,7 @@ def _require_alike(then_outputs: Sequence[Any], else_outputs: Sequence[Any]) -> 
 
 
 def _copies(tensors: Dict[Value, torch.Tensor]) -> Dict[Value, torch.Tensor]:
-    """Return copies of tensors; those that shared memory share it again."""
+    """Return copies of tensors that share memory in the same way."""
     storages: Dict[int, Any] = {}
     copies = {}
     for value, tensor in tensors.items():
@@ -159,9 +162,6 @@ def _copies(tensors: Dict[Value, torch.Tensor]) -> Dict[Value, torch.Tensor]:
         view = torch.empty(0, dtype=tensor.dtype)
         copies[value] = view.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
     return copies
-
-
-Body = Callable[..., Any]
 
 
 def _as_list(outputs: Any) -> List[torch.Tensor]:
@@ -178,16 +178,16 @@ def _check_inputs(op: str, name: str, inputs: Any) -> None:
 
 
 def for_loop(count: int, body: Body, inputs: List[torch.Tensor]) -> List[torch.Tensor]:
-    """Run `body` `count` times on the device, each time on what the last run returned.
+    """Run `body` `count` times on the device, each time on the results of the previous iteration.
 
     Args:
-        count: Number of trips.
-        body: Function of as many tensors as it returns. Outside an executor it runs once only.
-        inputs: Values of the first trip; passed by value, so never changed.
+        count: Number of iterations.
+        body: Function that returns as many tensors as it takes. Outside an executor, it runs only once.
+        inputs: Arguments of the first iteration, passed by value.
 
     Raises:
         ValueError: `inputs` is not a list of tensors.
-        poptorch.Error: In training, or when the body does not return what it takes.
+        poptorch.Error: In training, or if the results do not match the arguments.
     """
     _check_inputs("for_loop", "inputs", inputs)
     recorder = active_recorder()
@@ -225,10 +225,10 @@ def cond(
     else_body: Body,
     else_inps: List[torch.Tensor],
 ) -> List[torch.Tensor]:
-    """Run one of two bodies, chosen by a value known at run time only.
+    """Run one of two bodies, chosen by a run-time value.
 
     Args:
-        condition: One element; true chooses `then_body`.
+        condition: Tensor with one element; true chooses `then_body`.
         then_body: Function of `then_inps`.
         then_inps: Its inputs, passed by value.
         else_body: Function of `else_inps`, returning tensors like those of `then_body`.
@@ -236,7 +236,7 @@ def cond(
 
     Raises:
         ValueError: The inputs are not lists of tensors.
-        poptorch.Error: In training, or when the two bodies return different shapes or counts.
+        poptorch.Error: In training, or if the bodies return different numbers or shapes of tensors.
     """
     _check_inputs("cond", "then_inps", then_inps)
     _check_inputs("cond", "else_inps", else_inps)

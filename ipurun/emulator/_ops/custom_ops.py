@@ -1,4 +1,4 @@
-"""User-defined operations: custom_op, its CPU implementations, and the host function CPU."""
+"""User-defined operations: custom_op with its CPU implementations, and the host function CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT_LIMIT = torch.finfo(torch.float32).max
 
 
 class _Implementation(NamedTuple):
-    """What runs for an op here."""
+    """The functions that run a custom op on the CPU."""
 
     forward: Callable[..., Any]
     backward: Optional[Callable[..., Any]]
@@ -32,7 +32,7 @@ def _gather_last_dim(data: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.gather(data, -1, index.to(torch.int64))
 
 
-# PopTorch itself brings these.
+# Ops that come with PopTorch.
 _implementations: Dict[Tuple[str, str], _Implementation] = {
     ("FastGatherLastDim", "poptorch.custom_ops"): _Implementation(_gather_last_dim, None),
 }
@@ -41,10 +41,10 @@ _implementations: Dict[Tuple[str, str], _Implementation] = {
 def register_cpu_implementation(
     name: str, domain: str, fn: Optional[Callable[..., Any]], backward: Optional[Callable[..., Any]] = None
 ) -> None:
-    """Define what a custom op computes on a CPU. Not part of PopTorch.
+    """Register the CPU implementation of a custom op. Not part of PopTorch.
 
     Args:
-        name: Name of the op, as given to `custom_op`.
+        name: Name of the op, as passed to `custom_op`.
         domain: Domain of the op.
         fn: Called with the input tensors and the attributes as keywords; returns a tensor or a sequence of
             tensors. None removes the implementation.
@@ -66,22 +66,22 @@ def custom_op(
     example_outputs: Sequence[torch.Tensor],
     attributes: Optional[Dict[str, AttributeValue]] = None,
 ) -> List[torch.Tensor]:
-    """Apply an operation that PopTorch does not know.
+    """Apply a custom operation.
 
     Args:
         inputs: The input tensors.
         name: Name of the op.
         domain: Its domain.
         domain_version: Version of the domain.
-        example_outputs: Tensors of the types and shapes that the op returns.
-        attributes: Settings of the op: floats, ints, strings, or lists of one of these.
+        example_outputs: Tensors with the types and shapes of the results.
+        attributes: Settings of the op: floats, ints, strings, or lists of one of these types.
 
     Returns:
-        The op's outputs. Outside an executor zeros like `example_outputs`.
+        The outputs of the op. Outside an executor, zeros like `example_outputs`.
 
     Raises:
-        ValueError: An attribute has a wrong type, or text that is not ASCII.
-        poptorch.Error: In an executor, a float beyond float32, or an op without a CPU implementation.
+        ValueError: An attribute has the wrong type, or contains non-ASCII text.
+        poptorch.Error: In an executor, a float is out of range for float32, or the op has no CPU implementation.
     """
     settings = dict(attributes or {})
     _check_attributes(settings)
@@ -163,16 +163,16 @@ def _check_float_range(attributes: Dict[str, AttributeValue]) -> None:
                 raise createPoptorchError(f"{element:g} is too {side} for a Popart float attribute.")
 
 
-# One name is one function within a compile: the first that was registered under it.
+# Within a compile, one name means one function: the first that was registered under it.
 _functions: weakref.WeakKeyDictionary[Recorder, Dict[str, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 class CPU:
-    """Wraps a function or module so that an inference model calls it on the host, with run-time values.
+    """Wraps a function or module so that an inference model calls it on the host with run-time values.
 
     Args:
-        layer_to_call: What is called; a module's parameters are frozen.
-        ID: Name of the op. A second op of the same name in one model calls the function of the first.
+        layer_to_call: The function or module; a module's parameters are frozen.
+        ID: Name of the op. A second op with the same name in one model calls the function of the first.
     """
 
     def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:
@@ -186,12 +186,12 @@ class CPU:
         self.outputs: Optional[List[torch.Tensor]] = None
 
     def execute(self) -> None:
-        """Call the function on the persistent inputs and copy what it returns to the outputs."""
+        """Call the function on the persistent inputs and copy the results to the outputs."""
         for kept, value in zip(self.outputs or [], _as_tuple(self._layer_to_call(*(self.inputs or [])))):
             kept.copy_(value)
 
     def registerPersistentData(self) -> None:
-        """Make tensors for the inputs and outputs of the shapes seen by the last call."""
+        """Create tensors for inputs and outputs with the shapes of the last call."""
         self.inputs = [torch.zeros(shape) for shape in self.in_shapes or []]
         self.outputs = [torch.zeros(shape) for shape in self.out_shapes or []]
 

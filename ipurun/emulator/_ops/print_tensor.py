@@ -1,4 +1,4 @@
-"""ipu_print_tensor: shows a tensor, and its gradient, each time the device computes it."""
+"""ipu_print_tensor: print a tensor and its gradient each time the device computes them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from ipurun.emulator._run.anchors import GRADIENT_PREFIX, name_of
 _ELLIPSIS = "..."
 _LARGEST_FIXED = 1e4
 _SMALLEST_FIXED = 1e-4
+_FLOAT_FORMATS = {"auto": 0, "fixed": 1, "scientific": 2, "none": 3}
 
 
 @dataclass(frozen=True)
 class PrintFormat:
-    """How values are laid out.
+    """The layout of printed values.
 
     Args:
-        summarise_threshold: Tensors of more elements show only their edges.
+        summarise_threshold: Tensors with more elements show only their edges.
         edge_items: Items at each edge of a summarised dimension.
-        max_line_width: Width past which a row continues on the next line.
+        max_line_width: Width at which rows are wrapped.
         digits: Significant digits.
         float_format: "auto", "fixed", "scientific" or "none".
         separator: Text between the items of a row.
@@ -66,7 +67,7 @@ class PrintFormat:
         return lambda value: f"{float(value):.{decimals}f}"  # type: ignore[arg-type]
 
     def _edges(self, size: int, summarised: bool) -> List[int]:
-        """Return the positions that are shown; -1 marks what is left out."""
+        """Return the positions to show; -1 marks omitted ones."""
         if not summarised or size <= 2 * self.edge_items:
             return list(range(size))
         return list(range(self.edge_items)) + [-1] + list(range(size - self.edge_items, size))
@@ -100,11 +101,8 @@ class PrintFormat:
         return lines + [line if items else line + self.close_bracket]
 
 
-_FLOAT_FORMATS = {"auto": 0, "fixed": 1, "scientific": 2, "none": 3}
-
-
 class _Printer:
-    """Writes a tensor to stderr, except while a compile runs: nothing is computed on the device then."""
+    """Writes a tensor to stderr, except during compilation, when nothing runs on the device."""
 
     def __init__(self, title: str, name: Callable[[], str], layout: PrintFormat, print_gradient: bool) -> None:
         self._title = title
@@ -146,15 +144,15 @@ def ipu_print_tensor(
     open_bracket: str = "(",
     close_bracket: str = ")",
 ) -> torch.Tensor:
-    """Print a tensor to stderr at each run of a compiled model; outside an executor, do nothing.
+    """Print a tensor to stderr in each run of a compiled model; do nothing outside an executor.
 
     Args:
-        tensor: What is printed.
-        title: Text before the values, the name of the tensor if empty; the gradient's has "_gradient" added.
-        print_gradient: Whether training prints the gradient too.
-        summarise_threshold: Tensors of more elements show only their edges.
+        tensor: The tensor to print.
+        title: Text before the values, by default the name of the tensor; "_gradient" is added for gradients.
+        print_gradient: Whether training also prints the gradient.
+        summarise_threshold: Tensors with more elements show only their edges.
         edge_items: Items at each edge of a summarised dimension.
-        max_line_width: Width past which a row continues on the next line.
+        max_line_width: Width at which rows are wrapped.
         digits: Significant digits.
         float_format: "auto", "fixed", "scientific" or "none".
         separator: Text between the items of a row.
@@ -162,7 +160,7 @@ def ipu_print_tensor(
         close_bracket: Text after a row.
 
     Returns:
-        The tensor, to be used in place of the one given: a result that nothing uses is not printed.
+        The tensor, to be used instead of the argument: an unused result is not printed.
 
     Raises:
         poptorch.Error: `tensor` is not a tensor.
@@ -183,7 +181,7 @@ def ipu_print_tensor(
     recorder = active_recorder()
     if recorder is None:
         return tensor
-    # Asked for when it prints: the names are those of the finished graph.
+    # Evaluated when printing, because names are known only for the finished graph.
     name = functools.partial(name_of, recorder.graph, recorder.value_of(tensor))
     printer = _Printer(title, name, layout, print_gradient)
     return one_tensor(call_recorded(recorder, printer.value, [tensor], printer.gradient, "ipu_print_tensor"))

@@ -1,4 +1,4 @@
-"""Record the ops of a running compile: the active recorder, logs of calls, and argument checks."""
+"""Shared code of the ops: the active recorder, logs of calls, and argument checks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ipurun.emulator._capture.recorder import Recorder, current
 from ipurun.emulator._impl import createPoptorchError
 
 _native_depth = 0
+OpCall = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any], Any]
 
 
 def active_recorder() -> Optional[Recorder]:
@@ -22,9 +23,9 @@ def active_recorder() -> Optional[Recorder]:
 
 @contextlib.contextmanager
 def natively() -> Iterator[None]:
-    """Make the ops called inside behave as outside an executor (bodies of host functions).
+    """Make the ops called inside behave as outside an executor, for bodies of host functions.
 
-    The function modes of a running compile are off too: a host function may read values back.
+    The function modes of a running compile are also off: a host function may read values.
     """
     global _native_depth
     _native_depth += 1
@@ -59,12 +60,11 @@ def refuse_training(recorder: Recorder, op: str) -> None:
         raise createPoptorchError(f"poptorch.{op}() is only supported in inference models, not in training.")
 
 
-OpCall = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any], Any]
 _open_logs: List[OpLog] = []
 
 
 class OpLog(TorchDispatchMode):
-    """Keeps the ops that run inside it, while the recorder below sees them as usual."""
+    """Logs the ops that run inside it, while the recorder also sees them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class OpLog(TorchDispatchMode):
     def issue_again(
         self, inputs: Sequence[torch.Tensor], new_inputs: Sequence[torch.Tensor]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Run the logged ops with `new_inputs` in the places of `inputs`.
+        """Run the logged ops again with `new_inputs` instead of `inputs`.
 
         Returns:
-            A function from a tensor of the logged run to the tensor that took its place.
+            A function that maps a tensor of the logged run to the new one.
         """
         replaced = {id(old): new for old, new in zip(inputs, new_inputs)}
 
@@ -109,7 +109,7 @@ class OpLog(TorchDispatchMode):
 
 @contextlib.contextmanager
 def logs_muted() -> Iterator[List[OpLog]]:
-    """Keep the ops called inside out of the open logs, and yield those logs."""
+    """Pause the open logs, and yield them."""
     logs = [log for log in _open_logs if not log._muted]
     for log in logs:
         log._muted = True
@@ -127,7 +127,7 @@ def call_recorded(
     backward: Optional[Callable[..., Any]] = None,
     name: str = "",
 ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
-    """Call `Recorder.call`; open logs keep the call as one op, not the ops that `fn` happens to use."""
+    """Call `Recorder.call` and log it as one op, without the ops that `fn` uses."""
 
     def call(arguments: Sequence[torch.Tensor]) -> Any:
         return recorder.call(fn, arguments, backward=backward, name=name)

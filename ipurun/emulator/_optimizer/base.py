@@ -1,4 +1,4 @@
-"""The base of poptorch's optimizers: variable attributes, and state that lives on the device."""
+"""The base class of poptorch's optimizers: variable attributes, and state on the device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import torch
 
 from ipurun.emulator._logging import logger
 
-__all__ = ["Optimizer", "VariableAttributes"]
-
 DeviceState = Dict[str, Optional[Dict[str, torch.Tensor]]]
 
 _ACCUMULATION_TYPES = (torch.float16, torch.float32)
-# Constructor arguments that become attributes of the optimizer and not entries of its groups.
+# Constructor arguments that become attributes of the optimizer instead of entries in its groups.
 _DEFAULTS: Dict[str, Any] = {
     "loss_scaling": 1.0,
     "max_grad_norm": float("inf"),
@@ -28,16 +26,16 @@ _DEFAULTS: Dict[str, Any] = {
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch's optimizers without its wrapper, which loads torch's compiler only to keep it away."""
+    """Return a method of torch's optimizers without its wrapper, which loads torch's compiler only to disable it."""
     return getattr(method, "__wrapped__", method)
 
 
 class VariableAttributes:
-    """Which attributes of an optimizer may still change after the model was compiled.
+    """The attributes of an optimizer that may change after the model is compiled.
 
     Args:
         variable_attributes: Names that may change.
-        allowed_attributes: Every name that can be marked.
+        allowed_attributes: All names that can be marked.
     """
 
     def __init__(self, variable_attributes: List[str], allowed_attributes: List[str]) -> None:
@@ -45,16 +43,16 @@ class VariableAttributes:
         self._allowed_attributes = allowed_attributes
 
     def isConstant(self, attr: str) -> bool:
-        """Whether the attribute is baked into the compiled program."""
+        """Whether the attribute is a constant of the compiled program."""
         return attr not in self._variable_attributes
 
     def markAsConstant(self, attr: str) -> None:
-        """Bake the attribute in when the model is compiled."""
+        """Compile the attribute in as a constant."""
         self._check(attr)
         self._variable_attributes = [name for name in self._variable_attributes if name != attr]
 
     def markAsVariable(self, attr: str) -> None:
-        """Keep the attribute changeable through `setOptimizer`."""
+        """Let `setOptimizer` change the attribute."""
         self._check(attr)
         if self.isConstant(attr):
             self._variable_attributes = [*self._variable_attributes, attr]
@@ -66,10 +64,10 @@ class VariableAttributes:
 
 
 class Optimizer:
-    """Keeps the state of the compiled optimizer beside torch's own.
+    """Holds the state of the compiled optimizer in addition to torch's.
 
-    The state is either newer on the device (after a run), newer here (after loading) or the same in both.
-    The executor connects a reader while a device holds the state; copies and pickles are never connected.
+    The state is newer on the device (after a run), newer on the host (after loading), or the same on both.
+    The executor connects a reader while the device holds the state; copies and pickles are not connected.
     """
 
     _read_device: Optional[Callable[[], DeviceState]] = None
@@ -85,11 +83,11 @@ class Optimizer:
         self._ipu_state: DeviceState = {"ipu_state": None, "ipu_param": None}
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add parameters with their own settings."""
+        """Add parameters with separate settings."""
         _uncompiled(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Torch's state dictionary with the device's `ipu_state` and `ipu_param` (None until compiled)."""
+        """Return torch's state dictionary with the device's `ipu_state` and `ipu_param` (None until compiled)."""
         state = _uncompiled(torch.optim.Optimizer.state_dict)(self)
         if self._needs_reading():
             self._pull()
@@ -99,7 +97,7 @@ class Optimizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load torch's values now, the device's at the next run or attach.
+        """Load torch's values now, and the device's at the next run or attach.
 
         Raises:
             RuntimeError: If the dictionary does not come from a poptorch optimizer.
@@ -111,11 +109,11 @@ class Optimizer:
         self._host_is_newer = self.has_state()
 
     def get_state_dict(self) -> DeviceState:
-        """The device state as last seen by the host, without asking the device."""
+        """Return the device state last read by the host, without reading the device."""
         return {key: None if tensors is None else dict(tensors) for key, tensors in self._ipu_state.items()}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the device state held by the host; it reaches the device at the next run or attach.
+        """Replace the device state on the host; it is uploaded at the next run or attach.
 
         Raises:
             RuntimeError: If `state` is empty.
@@ -143,26 +141,26 @@ class Optimizer:
         self._device_is_newer = False
 
     def _connect(self, read: Callable[[], DeviceState]) -> None:
-        """Connect the reader of the device's state; the executor calls this."""
+        """Connect the reader of the device's state (called by the executor)."""
         self._read_device = read
         self._device_is_newer = True
 
     def _disconnect(self) -> None:
-        """Fetch what is newer on the device, which goes away or takes another optimizer."""
+        """Read newer state from the device before it detaches or gets another optimizer."""
         if self._needs_reading():
             self._pull()
         self._read_device = None
 
     def _mark_device_newer(self) -> None:
-        """Note that the executor ran, so the state on the host is old."""
+        """Note that the state on the host is outdated because the executor ran."""
         self._device_is_newer = True
 
     def _has_state_to_upload(self) -> bool:
-        """Whether the user loaded state that the device has not seen yet."""
+        """Whether the user loaded state that is not on the device yet."""
         return self._host_is_newer
 
     def _take_state_to_upload(self) -> Optional[DeviceState]:
-        """State loaded by the user that the device has not seen yet, None when there is none."""
+        """Return state loaded by the user that is not on the device yet, or None."""
         if not self._has_state_to_upload():
             return None
         self._host_is_newer = False
@@ -170,10 +168,10 @@ class Optimizer:
         return self.get_state_dict()
 
     def _bind(self, arguments: Dict[str, Any]) -> None:
-        """Set the optimizer up from the arguments of its constructor.
+        """Initialise the optimizer from its constructor arguments.
 
         Args:
-            arguments: The constructor's `locals()`; None means that the default is wanted.
+            arguments: The constructor's `locals()`; None selects the default.
         """
         Optimizer.__init__(self)
         given = {
@@ -190,11 +188,11 @@ class Optimizer:
         self.variable_attrs = VariableAttributes([name for name in allowed if name in given], allowed)
 
     def _start_torch(self, params: Iterable, given: Dict[str, Any]) -> None:
-        """Call the constructor of torch's optimizer with what was given."""
+        """Call the constructor of torch's optimizer with the given arguments."""
         super().__init__(params, **given)  # type: ignore[call-arg]  # torch's class comes next in the order of bases
 
     def __getstate__(self) -> Dict[str, Any]:
-        """Add the poptorch attributes to what torch pickles; the reader of the device is left out."""
+        """Add the poptorch attributes to torch's pickle, without the reader of the device."""
         if self._needs_reading():
             self._pull()
         own = {name: value for name, value in vars(self).items() if name in _DEFAULTS}

@@ -1,18 +1,16 @@
-"""Convert an optimizer to the values that are sent to the device, each constant or variable."""
+"""Convert an optimizer to the constant and variable values that are sent to the device, and log them."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 
 from ipurun.emulator import optim
-from ipurun.emulator._logging import logger
-
-__all__ = ["AttributeTracker", "Converted", "OptimizerType", "Value", "convert", "forces_running_mean"]
+from ipurun.emulator._logging import logger, native_logger
 
 # Set by torch's or poptorch's constructors: no warning when a program switches between the two.
 _CONSTRUCTOR_ATTRIBUTES = frozenset(
@@ -32,13 +30,27 @@ _CONSTRUCTOR_ATTRIBUTES = frozenset(
         "velocity_accum_type",
     }
 )
+Value = Tuple[Any, bool]
+"""A value, and whether it is constant after compilation."""
+_FIXED_DEFAULTS: Mapping[str, Any] = {
+    "accum_type": torch.float32,
+    "first_order_momentum_accum_type": torch.float32,
+    "second_order_momentum_accum_type": torch.float32,
+    "max_grad_norm": float("inf"),
+    "use_tf_variant": False,
+}
+_LOGGED_TYPES: Mapping[str, str] = {
+    "accumType": "accum_type",
+    "firstOrderMomentumAccumType": "first_order_momentum_accum_type",
+    "secondOrderMomentumAccumType": "second_order_momentum_accum_type",
+}
 
 
 class AttributeTracker:
-    """Remembers what an executor's optimizers looked like.
+    """Remembers the attributes of an executor's optimizers.
 
     Args:
-        relaxed: Only mention unexpected attributes in the debug log.
+        relaxed: Report unexpected attributes only in the debug log.
     """
 
     def __init__(self, relaxed: bool = False) -> None:
@@ -48,7 +60,7 @@ class AttributeTracker:
         self._reported: Set[Tuple[int, str]] = set()
 
     def observe(self, optimizer: Any) -> None:
-        """Learn the attributes the first time, report new ones once each later."""
+        """Record the attributes the first time, and report each new one once afterwards."""
         names = {name for name in vars(optimizer) if not name.startswith("_")} - _CONSTRUCTOR_ATTRIBUTES
         if self._optimizer_names is None:
             self._optimizer_names = names
@@ -66,12 +78,8 @@ class AttributeTracker:
                 self._log("Ignoring unexpected group %d attribute in %s optimizer: %r", index, kind, name)
 
 
-Value = Tuple[Any, bool]
-"""A value and whether it is constant after compilation."""
-
-
 class OptimizerType(enum.IntEnum):
-    """The optimizers the backend knows; SGD1 keeps one buffer (combined), SGD2 two (separate)."""
+    """The optimizers of the backend; SGD1 keeps one buffer (combined), SGD2 two (separate)."""
 
     SGD1 = 0
     SGD2 = 1
@@ -86,12 +94,12 @@ class OptimizerType(enum.IntEnum):
 
 @dataclass
 class Converted:
-    """An optimizer as the device sees it; two that compare equal need no update.
+    """An optimizer in the device's terms; equal ones need no update.
 
     Attributes:
-        type: Which update runs.
+        type: The kind of update.
         attributes: Values for the whole optimizer: `loss_scaling`, accumulator types, `max_grad_norm`, ...
-        defaults: Values for parameters that are in no group.
+        defaults: Values for parameters without a group.
         groups: Values for the parameters of each group.
         group_sizes: Number of parameters in each group.
     """
@@ -103,7 +111,7 @@ class Converted:
     group_sizes: List[int]
 
     def value(self, name: str) -> Any:
-        """The value of an attribute of the whole optimizer."""
+        """Return the value of an attribute of the whole optimizer."""
         return self.attributes[name][0]
 
 
@@ -112,7 +120,7 @@ class _Family:
     torch_class: type
     poptorch_class: type
     per_group: Tuple[str, ...]
-    # For torch's own classes: constant while the attribute has this value. Not listed: always constant.
+    # For torch's own classes: constant while the attribute has this value; always constant if not listed.
     constant_value: Mapping[str, Any]
 
 
@@ -123,7 +131,7 @@ _FAMILIES: Tuple[_Family, ...] = (
         ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
         {"momentum": 0, "dampening": 0, "weight_decay": 0},
     ),
-    # Before Adam: recent torch derives AdamW from it.
+    # Before Adam, because recent torch derives AdamW from it.
     _Family(
         torch.optim.AdamW,
         optim.AdamW,
@@ -145,14 +153,6 @@ _FAMILIES: Tuple[_Family, ...] = (
     _Family(optim.LAMB, optim.LAMB, ("lr", "weight_decay", "betas", "eps", "max_weight_norm"), {}),
 )
 
-_FIXED_DEFAULTS: Mapping[str, Any] = {
-    "accum_type": torch.float32,
-    "first_order_momentum_accum_type": torch.float32,
-    "second_order_momentum_accum_type": torch.float32,
-    "max_grad_norm": float("inf"),
-    "use_tf_variant": False,
-}
-
 
 def convert(
     optimizer: torch.optim.Optimizer,
@@ -160,19 +160,19 @@ def convert(
     *,
     automatic_loss_scaling: bool = False,
 ) -> Converted:
-    """Read an optimizer's values.
+    """Convert an optimizer to values for the device.
 
     Args:
         optimizer: One of torch's SGD, Adam, AdamW, RMSprop, or one of `poptorch.optim`.
-        tracker: Remembers the attributes seen at the first conversion and warns about later ones.
-        automatic_loss_scaling: The device changes the loss scaling by itself, so it cannot be constant.
+        tracker: Records the attributes at the first conversion and warns about new ones later.
+        automatic_loss_scaling: Whether the device adjusts the loss scaling, which then cannot be constant.
 
     Returns:
-        The values, comparable.
+        The converted values.
 
     Raises:
-        AssertionError: For another class of optimizer, or a value that is not a number.
-        ValueError: If amsgrad is asked for.
+        AssertionError: If the class of optimizer is not supported, or a value is not a number.
+        ValueError: If amsgrad is on.
     """
     family = _family_of(optimizer)
     if tracker is not None:
@@ -194,7 +194,7 @@ def convert(
 
 
 def forces_running_mean(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the accumulator's type asks for the Running mean, whatever the options say."""
+    """Whether the accumulator's type requires the Running mean, regardless of the options."""
     return getattr(optimizer, "accum_type", None) == torch.float16 and not getattr(
         optimizer, "use_combined_accum", False
     )
@@ -270,3 +270,65 @@ def _number(name: str, value: Any) -> Any:
 def _pair(name: str, value: Any) -> Tuple[Any, Any]:
     assert isinstance(value, tuple) and len(value) == 2, f"The value of {name} must be a tuple of two numbers"
     return _number(name, value[0]), _number(name, value[1])
+
+
+_LOGGED_NAMES: Mapping[OptimizerType, str] = {
+    OptimizerType.SGD1: "SGD1",
+    OptimizerType.SGD2: "SGD2",
+    OptimizerType.ADAM: "Adam",
+    OptimizerType.ADAMW: "AdamW",
+    OptimizerType.ADAMW_NO_BIAS: "AdamW (no bias)",
+    OptimizerType.RMSPROP: "RMSProp",
+    OptimizerType.RMSPROP_CENTERED: "RMSProp (centered)",
+    OptimizerType.LAMB: "LAMB",
+    OptimizerType.LAMB_NO_BIAS: "LAMB (no bias)",
+}
+
+
+def log_optimizer(converted: Converted) -> None:
+    """Log the optimizer's defaults and each group's values at debug level."""
+    name = _LOGGED_NAMES[converted.type]
+    fields = [f"{label}={_type_name(converted.value(key))}" for label, key in _LOGGED_TYPES.items()]
+    fields += _fields(_with_velocity_scaling(converted, converted.defaults), prefix="default_")
+    if converted.value("max_grad_norm") != float("inf"):
+        fields.append(f"maxGradNorm={converted.value('max_grad_norm'):g}")
+    fields.append(_field("loss_scaling", converted.attributes["loss_scaling"]))
+    native_logger.debug("Updating graph optimizer with %s: %s", name, ", ".join(fields))
+    for index, group in enumerate(converted.groups):
+        fields = _fields(_with_velocity_scaling(converted, group), prefix="")
+        native_logger.debug("Updating group %d optimizer with %s: %s", index, name, ", ".join(fields))
+
+
+def _with_velocity_scaling(converted: Converted, values: Dict[str, Value]) -> Dict[str, Value]:
+    if converted.type is not OptimizerType.SGD2:
+        return values
+    return {"velocity_scaling": converted.attributes["loss_scaling"], **values}
+
+
+def _fields(values: Mapping[str, Value], prefix: str) -> List[str]:
+    # PopTorch logs the learning rate first and the velocity scaling second.
+    first = ("lr", "velocity_scaling")
+    ordered = [name for name in first if name in values] + [name for name in values if name not in first]
+    return [
+        _field(prefix + ("learning_rate" if name == "lr" else name), value)
+        for key in ordered
+        for name, value in _flattened(key, values[key])
+    ]
+
+
+def _flattened(name: str, value: Value) -> Iterator[Tuple[str, Value]]:
+    if name != "betas":
+        yield name, value
+        return
+    for index, beta in enumerate(value[0], start=1):
+        yield f"beta{index}", (beta, value[1])
+
+
+def _field(name: str, value: Value) -> str:
+    first, *rest = name.split("_")
+    label = first + "".join(word.capitalize() for word in rest)
+    return f"{label}={float(value[0]):g}" + (" (const)" if value[1] else "")
+
+
+def _type_name(dtype: Any) -> str:
+    return str(dtype).split(".")[-1] if isinstance(dtype, torch.dtype) else str(dtype)

@@ -1,4 +1,4 @@
-"""The optimizer of a training executor: its conversion, its device side, and where its state is newest."""
+"""The optimizer of a training executor: conversion, device side, and synchronisation of state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from ipurun.emulator._optimizer.update import DeviceOptimizer
 from ipurun.emulator._run.executable import Executable
 from ipurun.emulator.enums import MeanReductionStrategy
 
-__all__ = ["ExecutorOptimizer"]
-
 
 class ExecutorOptimizer:
-    """Holds the user's optimizer and keeps the device's in step with it.
+    """Holds the user's optimizer and keeps the device's consistent with it.
 
     Args:
         options: The executor's options, not frozen yet.
@@ -37,11 +35,11 @@ class ExecutorOptimizer:
         self._converted: Converted = self._convert(optimizer)
 
     def set(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the values of an optimizer, the same as before or another one.
+        """Update the values from the same or another optimizer.
 
         Raises:
             Error: If a value changed that the compiled model holds as a constant.
-            ValueError: If it needs another reduction than the compiled model has.
+            ValueError: If it needs a different reduction than the compiled model uses.
         """
         self._apply_reduction_rule(optimizer)
         converted = self._convert(optimizer)
@@ -54,10 +52,10 @@ class ExecutorOptimizer:
             self._connect()
 
     def compile(self, executable: Executable, named_parameters: Dict[str, torch.Tensor]) -> None:
-        """Make the device side for a newly compiled model.
+        """Create the device side for a newly compiled model.
 
         Raises:
-            KeyError: If the optimizer holds tensors that are not in the model.
+            KeyError: If the optimizer has tensors that are not in the model.
         """
         names = {id(tensor): name for name, tensor in named_parameters.items()}
         group_of: Dict[str, int] = {}
@@ -85,19 +83,19 @@ class ExecutorOptimizer:
         self._connect()
 
     def detach(self) -> None:
-        """Fetch the state before the device goes away."""
+        """Read the state before the device detaches."""
         self.read_back()
         self._disconnect()
         self._is_attached = False
 
     def destroy(self) -> None:
-        """Forget the compiled model."""
+        """Drop the compiled model."""
         if self._is_attached:
             self.detach()
         self._executable = None
 
     def read_back(self) -> None:
-        """Bring the device's state to the optimizer if it is newer there."""
+        """Read the device's state if it is newer than the optimizer's."""
         if isinstance(self.optimizer, PoptorchOptimizer) and self.optimizer._needs_reading():
             self.optimizer._pull()
 
@@ -130,7 +128,7 @@ class ExecutorOptimizer:
             self.optimizer._connect(self._read_state)
 
     def _read_state(self) -> Dict[str, Optional[Dict[str, torch.Tensor]]]:
-        """Read the device's state; a parameter that differs between replicas has a step count for each value."""
+        """Read the device's state; a parameter that differs between replicas has one step count per value."""
         assert self._executable is not None
         assert self._executable.optimizer is not None
         state = self._executable.optimizer.read_state()
@@ -142,7 +140,7 @@ class ExecutorOptimizer:
         return dict(state)
 
     def _without_group_counts(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        """Undo what `_read_state` adds: the step counts of a parameter's values are one number here."""
+        """Reduce the step counts that `_read_state` expanded to one number per parameter."""
         assert self._executable is not None
         names = tuple(self._executable.weights.groups)
         if not names or not state.get("ipu_state"):
@@ -166,7 +164,7 @@ class ExecutorOptimizer:
             return
         if self._executable is not None:
             raise ValueError(
-                "accum_type=torch.float16 needs the Running mean reduction, and the model is already compiled. "
+                "accum_type=torch.float16 needs the Running mean reduction, but the model is already compiled. "
                 "Set Training.setMeanAccumulationAndReplicationReductionStrategy(Running) before."
             )
         frozen = self._options._is_frozen

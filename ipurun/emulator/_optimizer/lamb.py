@@ -1,4 +1,4 @@
-"""LAMB's arithmetic, shared by the optimizer that a user steps on the host and by the compiled one."""
+"""LAMB's arithmetic, shared by `step()` on the host and the compiled optimizer."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from typing import Any, Iterable, MutableMapping, Tuple
 
 import torch
 
-__all__ = ["bias_corrections", "lamb_step", "trust_ratio"]
-
 
 def bias_corrections(beta1: float, beta2: float, step: float) -> Tuple[float, float]:
-    """`1 - beta ** step` for both moments; NaN where a real power does not exist."""
+    """Return `1 - beta ** step` for both moments, NaN if the power is not real."""
     return 1.0 - _power(beta1, step), 1.0 - _power(beta2, step)
 
 
 def trust_ratio(
     weight: torch.Tensor, direction: torch.Tensor, max_weight_norm: float, *, by_row: bool = False
 ) -> torch.Tensor:
-    """How far LAMB steps along `direction`: the weight's norm (capped) over the direction's.
+    """Return the step length along `direction`: the capped norm of the weight over that of the direction.
 
     Args:
         weight: The parameter.
-        direction: Where the step goes.
-        max_weight_norm: What the weight's norm is capped at.
-        by_row: Whether each row is a separate parameter, with its own ratio.
+        direction: Direction of the step.
+        max_weight_norm: Upper limit of the weight's norm.
+        by_row: Whether each row is a separate parameter with a separate ratio.
     """
     weight_norm = torch.clamp(_norm(weight, by_row), max=max_weight_norm)
     direction_norm = _norm(direction, by_row)

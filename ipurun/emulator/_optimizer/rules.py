@@ -1,8 +1,8 @@
-"""The arithmetic of every update, one parameter at a time.
+"""The update rules, for one parameter at a time.
 
-A rule first makes the tensor that `max_grad_norm` clips (`prepare`), then changes weight and state with it, clipped or
-not (`finish`). Gradients arrive as accumulated: `gradient * factor` is the reduced gradient, still multiplied by the
-loss scaling. Values are computed in float32 and rounded to the stored types.
+`prepare` computes the tensor that `max_grad_norm` clips; `finish` updates weight and state with it, clipped or not.
+Gradients are passed as accumulated: `gradient * factor` is the reduced gradient, still multiplied by the loss scaling.
+Values are computed in float32 and rounded to the stored types.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ import torch
 from ipurun.emulator._optimizer.lamb import bias_corrections, trust_ratio
 from ipurun.emulator._optimizer.scalars import Scalar, Variant
 
-__all__ = ["RULES", "Slot", "Step", "clipped"]
-
 Rounding = Callable[[torch.Tensor, torch.Tensor], object]
-"""Stores a float32 result (second) in a tensor of another type (first)."""
+"""Stores a float32 result (second argument) in a tensor of another type (first argument)."""
 
 
 @dataclass
 class Slot:
-    """One parameter on the device with everything its update needs.
+    """A parameter on the device with everything that its update needs.
 
     Attributes:
         name: Name of the parameter, as in the names of its state.
         weight: The device's weight, changed in place.
-        variant: Which update it gets.
+        variant: The kind of update.
         scalars: The scalars of that update.
         scalar_owner: Last part of the scalars' names: the parameter, or the defaults shared by all.
-        state: Tensors that live from one update to the next, by the prefix of their names.
+        state: Persistent tensors, by the prefix of their names.
         velocity_scaling: Factor on the stored velocity of SGD.
         nesterov: Whether SGD uses Nesterov momentum.
         bias_corrected: Whether LAMB corrects its moments.
         centered: Whether RMSprop subtracts the mean.
         tf_variant: Whether RMSprop follows TensorFlow.
-        rows: Where values differ between replicas, the row that each replica computes with: rows are parameters of
-            their own.
+        rows: If values differ between replicas, the row that each replica computes with; rows are then updated as
+            separate parameters.
     """
 
     name: str
@@ -61,36 +59,36 @@ class Slot:
 
 @dataclass
 class Step:
-    """What all parameters of one update share."""
+    """Values shared by all parameters of one update."""
 
     factor: float
     loss_scaling: float
     round_into: Rounding
 
     def store(self, destination: torch.Tensor, result: torch.Tensor) -> None:
-        """Put a float32 result where it lives; nothing to do when it was computed in place."""
+        """Store a float32 result in its tensor; do nothing if it was computed in place."""
         if destination is not result:
             self.round_into(destination, result)
 
 
 def working(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself when float32, else a float32 copy."""
+    """Return the tensor itself if it is float32, else a float32 copy."""
     return tensor if tensor.dtype == torch.float32 else tensor.float()
 
 
 class Rule:
-    """One update. Subclasses describe an optimizer."""
+    """An update rule. Each subclass implements one optimizer."""
 
     def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
-        """The tensor that gradient clipping acts on."""
+        """Return the tensor that gradient clipping applies to."""
         return working(gradient)
 
     def clip_divisor(self, slot: Slot) -> float:
-        """What the norm of the prepared tensor is divided by before it is compared."""
+        """Return the divisor of the prepared tensor's norm for the comparison with `max_grad_norm`."""
         return 1.0
 
     def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
-        """Change the weight and the state."""
+        """Update the weight and the state."""
         raise NotImplementedError
 
 
@@ -123,8 +121,8 @@ class _SeparateSgd(Rule):
         weight = working(slot.weight)
         direction = prepared
         if slot.nesterov:
-            # The backend divides this gradient by the loss scaling only, not by the number of
-            # micro-batches: the quirk shows when several feed one update.
+            # Like the backend, divide this gradient only by the loss scaling, not by the number of
+            # micro-batches; it matters if an update accumulates several.
             direction = working(gradient) + slot["scaledMomentum2"] * prepared
             direction.add_(weight, alpha=slot["weightDecayScaleFactor2"])
         weight.add_(direction, alpha=-slot["scaledLearningRate2"])
@@ -220,7 +218,7 @@ class _Lamb(_Adam):
 
 
 def _root(value: float) -> float:
-    # State that a user loads may hold any number; the device would continue with NaN.
+    # State loaded by a user may hold any number; the device would continue with NaN.
     return math.sqrt(value) if value >= 0 else math.nan
 
 
@@ -270,13 +268,13 @@ RULES: Mapping[Variant, Rule] = {
 
 
 def clipped(prepared: Sequence[Tuple[Slot, torch.Tensor]], max_norm: float) -> List[torch.Tensor]:
-    """Return the tensors scaled so that the norm of all that a replica updates is at most `max_norm`.
+    """Return the tensors scaled such that the norm of everything that a replica updates is at most `max_norm`.
 
-    Replicas whose values of a parameter differ have norms that differ. Each row is scaled as in the first replica that
-    computes with it. What all replicas share is scaled as in the first one, which is the one that the host reads.
+    If values of a parameter differ between replicas, so do the norms. Each row is scaled as in the first replica that
+    uses it. Parameters shared by all replicas are scaled as in the first one, which the host reads.
 
     Args:
-        prepared: The parameters with the tensors that their rules prepared.
+        prepared: The parameters with their prepared tensors.
         max_norm: The limit.
     """
     replicas = max((len(slot.rows) for slot, _ in prepared), default=0) or 1

@@ -1,7 +1,7 @@
-"""The scalars of an update as the device keeps them: products of the optimizer's attributes, with names.
+"""The named scalars of an update on the device: products of the optimizer's attributes.
 
-Each is constant when every attribute in it is. State dictionaries list the variable ones, and writing them
-changes the next updates, so the update rules compute from these scalars alone.
+A scalar is constant if all attributes in it are. State dictionaries contain the variable ones, and writing them
+changes later updates, so the update rules use only these scalars.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Callable, Dict, Mapping
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value
 
-__all__ = ["LOSS_SCALING", "Scalar", "Variant", "make_scalars", "variant_for"]
-
 LOSS_SCALING = "lossScaling_FLOAT"
 
 
 class Variant(enum.Enum):
-    """Which update one parameter gets."""
+    """The kind of update of a parameter."""
 
     SGD = "SGD0"
     SGD_COMBINED = "SGD1"
@@ -32,7 +30,7 @@ class Variant(enum.Enum):
 
 @dataclass
 class Scalar:
-    """One scalar on the device."""
+    """A scalar on the device."""
 
     value: float
     is_const: bool
@@ -50,7 +48,7 @@ _ADAM_VARIANTS: Mapping[OptimizerType, Variant] = {
 
 
 def variant_for(converted: Converted, values: Mapping[str, Value]) -> Variant:
-    """The update of a parameter with these values: SGD needs no state while momentum is constant zero."""
+    """Return the kind of update for these values: SGD needs no state if momentum is constantly zero."""
     if converted.type not in (OptimizerType.SGD1, OptimizerType.SGD2):
         return _ADAM_VARIANTS[converted.type]
     momentum, is_const = values["momentum"]

@@ -10,15 +10,13 @@ from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._optimizer.rules import Slot
 from ipurun.emulator._optimizer.scalars import LOSS_SCALING, Scalar, Variant
 
-__all__ = ["StateTable", "initial_state"]
-
 UPDATE_FACTOR = "lossScaleUpdateFactor"
 
 
 def initial_state(
     slot: Slot, first_order: torch.dtype, second_order: torch.dtype, *, keeps_momentum: bool
 ) -> Dict[str, torch.Tensor]:
-    """Fresh state tensors of one parameter, by the prefix of their names.
+    """Return initial state tensors of a parameter, by the prefix of their names.
 
     Args:
         slot: The parameter.
@@ -51,13 +49,13 @@ def initial_state(
 
 
 class StateTable:
-    """Reads and writes what state dictionaries hold.
+    """Reads and writes the entries of state dictionaries.
 
     Args:
         slots: The parameters on the device.
         loss_scaling: The loss scaling on the device.
-        accumulation: Type of the gradient accumulators when there are any, else None.
-        update_factor: The factor of automatic loss scaling, when that is on.
+        accumulation: Type of the gradient accumulators, None if there are none.
+        update_factor: The factor of automatic loss scaling, if that is on.
     """
 
     def __init__(
@@ -73,13 +71,13 @@ class StateTable:
         self._update_factor = update_factor
 
     def read(self) -> Dict[str, Dict[str, torch.Tensor]]:
-        """Copy of all state, and of the scalars that are variable."""
+        """Return a copy of all state and variable scalars."""
         native_logger.debug("Writing optimiser state tensors from IPU to host.")
         state = {name: tensor.detach().clone() for name, tensor in self._state_tensors().items()}
         if self._accumulation is not None:
             for slot in self._slots:
                 if slot.variant is not Variant.SGD_COMBINED:
-                    # Accumulators are empty between two updates, which is when the host can look.
+                    # The host reads state only between updates, when accumulators are empty.
                     state[f"Accum___{slot.name}"] = torch.zeros_like(slot.weight, dtype=self._accumulation)
         parameters = {
             name: torch.tensor(scalars[0].value, dtype=torch.float32) for name, scalars in self._variables().items()
@@ -87,7 +85,7 @@ class StateTable:
         return {"ipu_state": state, "ipu_param": parameters}
 
     def write(self, state: Mapping[str, Optional[Mapping[str, torch.Tensor]]]) -> None:
-        """Overwrite what `state` names; the rest keeps its value on the device, with a warning."""
+        """Overwrite the entries in `state`; warn about the others and keep their values on the device."""
         native_logger.debug("Writing optimiser state tensors from host to IPU memory")
         loaded_state, loaded_parameters = state.get("ipu_state") or {}, state.get("ipu_param") or {}
         tensors, variables = self._state_tensors(), self._variables()
@@ -113,7 +111,7 @@ class StateTable:
         return tensors
 
     def _variables(self) -> Dict[str, List[Scalar]]:
-        # Parameters in no group share the names of the defaults, hence lists.
+        # Lists, because parameters without a group share the names of the defaults.
         variables: Dict[str, List[Scalar]] = {}
         for slot in self._slots:
             for prefix, scalar in slot.scalars.items():

@@ -1,4 +1,4 @@
-"""The device side of an optimizer: accumulates gradients, reduces them, updates the weights."""
+"""The device side of an optimizer: accumulate and reduce gradients, and update the weights."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ import torch
 from ipurun.emulator import enums
 from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
-from ipurun.emulator._optimizer.convert import (
-    Converted,
-    OptimizerType,
-    Value,
-)
-from ipurun.emulator._optimizer.log import log_optimizer
+from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
 from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, Step, clipped
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
 
-__all__ = ["DeviceOptimizer"]
-
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
 _ACCUMULATORS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
+_HALF_MAX = 65504.0
+# A larger seed could overflow a loss in half precision.
+_LARGEST_SCALE = 2.0**15
+_OPERATIONS: Mapping[Variant, Tuple[str, ...]] = {
+    Variant.SGD: ("SGD0VarUpdate",),
+    Variant.SGD_COMBINED: ("SGD1Accumulate", "SGD1VarUpdate", "SGD1AcclUpdate"),
+    Variant.SGD_SEPARATE: ("Accumulate", "SGD2VarUpdate"),
+    Variant.ADAM: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
+    Variant.ADAMW: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
+    Variant.LAMB: ("Accumulate", "Accumulate", "AdamUpdater", "LambSquare", "AdamVarUpdate"),
+    Variant.RMSPROP: ("Accumulate", "RMSPropUpdater", "AdaptiveVarUpdate"),
+}
 
 
 def check_attributes(converted: Converted) -> None:
-    """Check the values that the backend refuses when the model is compiled.
+    """Check for values that the backend rejects at compile time.
 
     Raises:
-        poptorch.Error: For a loss scaling of zero or a norm that is not a number.
+        poptorch.Error: If the loss scaling is zero or max_grad_norm is NaN.
     """
     if converted.value("loss_scaling") == 0:
         raise createNativeError("Loss scaling cannot be 0", type="popart_exception")
@@ -40,10 +45,10 @@ def check_attributes(converted: Converted) -> None:
 
 
 def check_replacement(old: Converted, new: Converted) -> None:
-    """Check that the compiled program can take the new values.
+    """Check that the compiled program can use the new values.
 
     Raises:
-        poptorch.Error: If a constant, the const-ness of a value, or the kind of optimizer changed.
+        poptorch.Error: If a constant, the set of constants, or the kind of optimizer changed.
     """
     check_attributes(new)
     problems = _type_problems(old, new)
@@ -100,13 +105,8 @@ def _difference(old: Value, new: Value) -> str:
     return ""
 
 
-_HALF_MAX = 65504.0
-# A loss in half precision could not hold a larger seed with room to spare.
-_LARGEST_SCALE = 2.0**15
-
-
 class AutomaticLossScaling:
-    """Keeps the factor on top of the user's loss scaling.
+    """Adjusts an additional factor on the user's loss scaling.
 
     Args:
         settings: PopART options; `automaticLossScalingSettings.*` overrides the defaults.
@@ -123,7 +123,7 @@ class AutomaticLossScaling:
         self._updates = 0
 
     def watch(self, gradient: torch.Tensor) -> None:
-        """Count the elements of a half gradient that are near overflow; other types do not count."""
+        """Count the elements of a half gradient that are near overflow; ignore other types."""
         if gradient.dtype != torch.float16:
             return
         magnitude = gradient.abs()
@@ -131,7 +131,7 @@ class AutomaticLossScaling:
         self._seen += gradient.numel()
 
     def step(self, loss_scaling: float) -> None:
-        """Adjust the factor after a weight update; without half gradients there is nothing to protect."""
+        """Adjust the factor after a weight update, if there are half gradients."""
         self._updates += 1
         if self._updates % self._period or not self._seen:
             return
@@ -142,32 +142,21 @@ class AutomaticLossScaling:
         self._large = self._seen = 0
 
 
-_OPERATIONS: Mapping[Variant, Tuple[str, ...]] = {
-    Variant.SGD: ("SGD0VarUpdate",),
-    Variant.SGD_COMBINED: ("SGD1Accumulate", "SGD1VarUpdate", "SGD1AcclUpdate"),
-    Variant.SGD_SEPARATE: ("Accumulate", "SGD2VarUpdate"),
-    Variant.ADAM: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
-    Variant.ADAMW: ("Accumulate", "Accumulate", "AdamUpdater", "AdamVarUpdate"),
-    Variant.LAMB: ("Accumulate", "Accumulate", "AdamUpdater", "LambSquare", "AdamVarUpdate"),
-    Variant.RMSPROP: ("Accumulate", "RMSPropUpdater", "AdaptiveVarUpdate"),
-}
-
-
 class DeviceOptimizer:
     """An optimizer compiled for a set of device weights.
 
     Args:
         converted: The optimizer's values.
         named_params: Device weights by name; updated in place.
-        group_of: Index of the group of each parameter; those missing take the defaults.
+        group_of: Index of the group of each parameter; parameters without one use the defaults.
         options: The executor's options.
         accumulation: Gradient accumulation factor.
-        num_replicas: Replicas over all processes.
-        name_prefix: Put before parameter names in state dictionaries, as PopTorch's training wrapper does.
+        num_replicas: Number of replicas in all processes.
+        name_prefix: Prefix of parameter names in state dictionaries, as added by PopTorch's training wrapper.
         rows: For parameters whose values differ between replicas, the row that each replica computes with.
 
     Raises:
-        poptorch.Error: For values that the backend refuses.
+        poptorch.Error: If the backend rejects a value.
     """
 
     def __init__(
@@ -213,17 +202,17 @@ class DeviceOptimizer:
 
     @property
     def loss_scaling(self) -> float:
-        """Factor on the loss for the backward pass, the automatic one included."""
+        """Return the factor on the loss for the backward pass, including the automatic one."""
         factor = 1.0 if self._automatic is None else float(self._automatic.factor)
         return self._loss_scaling.value * factor
 
     @torch.no_grad()
     def accumulate(self, grads: Mapping[str, torch.Tensor], micro_batches: int = 1) -> None:
-        """Take gradients of one or more micro-batches.
+        """Add the gradients of one or more micro-batches.
 
         Args:
             grads: Gradients by parameter name, scaled by `loss_scaling`, summed over the micro-batches.
-            micro_batches: How many were summed.
+            micro_batches: Number of micro-batches summed.
         """
         for name, gradient in grads.items():
             if self._automatic is not None:
@@ -233,9 +222,9 @@ class DeviceOptimizer:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Reduce what was accumulated, update weights and state, and start again from nothing."""
+        """Reduce the accumulated gradients, update weights and state, and reset the accumulators."""
         automatic_factor = 1.0 if self._automatic is None else float(self._automatic.factor)
-        # The running mean was taken over what this process fed, the result is one over all processes.
+        # The running mean covers only this process; the result must cover all processes.
         factor = (self._micro_batches if self._running else 1) / self._mean_over
         step = Step(factor / automatic_factor, self._loss_scaling.value, self._round_into)
         max_norm = float(self._converted.value("max_grad_norm"))
@@ -255,10 +244,10 @@ class DeviceOptimizer:
             self._automatic.step(self._loss_scaling.value)
 
     def update(self, converted: Converted) -> None:
-        """Take the values of another optimizer (`setOptimizer`); equal values change nothing.
+        """Use the values of another optimizer (`setOptimizer`); do nothing if they are equal.
 
         Raises:
-            poptorch.Error: If something changed that the compiled program holds as a constant.
+            poptorch.Error: If a constant of the compiled program changed.
         """
         if converted == self._converted:
             return
@@ -270,16 +259,16 @@ class DeviceOptimizer:
         log_optimizer(converted)
 
     def read_state(self) -> Dict[str, Dict[str, torch.Tensor]]:
-        """Copy of the state and of the variable scalars: `ipu_state` and `ipu_param`."""
+        """Return a copy of the state and the variable scalars: `ipu_state` and `ipu_param`."""
         return self._table().read()
 
     @torch.no_grad()
     def write_state(self, state: Mapping[str, Optional[Mapping[str, torch.Tensor]]]) -> None:
-        """Overwrite state and variable scalars by name; what is missing keeps its value, with a warning."""
+        """Overwrite state and variable scalars by name; warn about missing ones and keep their values."""
         self._table().write(state)
 
     def operations(self) -> List[str]:
-        """The backend's names of the operations that update the weights, for dumps of the program."""
+        """Return the backend's names for the operations that update the weights, for dumps of the program."""
         return [operation for slot in self._slots.values() for operation in _OPERATIONS[slot.variant]]
 
     def _table(self) -> StateTable:
@@ -327,7 +316,7 @@ class DeviceOptimizer:
         slot.nesterov = _uses_nesterov(values)
         scaling = self._velocity_scaling(slot.variant, values)
         if slot.variant is Variant.SGD_SEPARATE and scaling != slot.velocity_scaling:
-            # The velocity is stored scaled by the loss scaling: a new scale must not change its meaning.
+            # The stored velocity includes the loss scaling, so it is rescaled when that changes.
             slot.state["Accl1"].mul_(scaling / slot.velocity_scaling)
         slot.velocity_scaling = scaling
 
@@ -347,7 +336,7 @@ class DeviceOptimizer:
             self._gradients[name] = gradient
             return
         if name not in self._owned:
-            # What the backward pass handed over may be shared between parameters: never change it in place.
+            # Gradients from the backward pass may be shared between parameters: never change them in place.
             total = total.clone()
             self._owned.add(name)
         if self._running:

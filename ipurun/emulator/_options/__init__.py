@@ -1,1 +1,1 @@
-"""Parts of ``Options``, and the backend's checks of them."""
+"""Option groups, execution strategies and backend checks."""

@@ -7,8 +7,6 @@ from typing import Any, Dict, FrozenSet
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import native_logger
 
-__all__ = ["check_backend_options"]
-
 
 def _names(text: str) -> FrozenSet[str]:
     return frozenset(text.split())
@@ -58,7 +56,7 @@ _LIST_KEYS = _names("""
 """)
 _DICT_KEYS = _names("convolutionOptions engineOptions gclOptions lstmOptions matmulOptions reportOptions")
 
-# How many members the backend's enumeration of each key has.
+# Number of members of the backend's enumeration for each key.
 _ENUM_SIZES: Dict[str, int] = {
     "accumulationAndReplicationReductionType": 3,
     "autoRecomputation": 5,
@@ -73,7 +71,7 @@ _ENUM_SIZES: Dict[str, int] = {
     "syntheticDataMode": 4,
     "virtualGraphMode": 4,
 }
-# Structured values that have their own readers.
+# Structured values, which are read separately.
 _STRUCTURED_KEYS = _names("""
     anchored_tensors available_memory_proportion ipuof_configs location_accumulator location_activation
     location_optimizer location_weight patterns patterns_level
@@ -84,8 +82,8 @@ def check_backend_options(options: Dict[str, Any]) -> None:
     """Check and log ``Options.toDict()``.
 
     Raises:
-        Error: The backend knows no option of that name for a value of that type, or an enumeration has no
-            such member.
+        Error: The backend has no option with that name and type of value, or an enumeration value is out of
+            range.
     """
     for key, value in options.items():
         if key not in _STRUCTURED_KEYS:

@@ -12,16 +12,6 @@ from ipurun.emulator import enums
 from ipurun.emulator._logging import logger
 from ipurun.emulator._options_impl import OptionsDict
 
-__all__ = [
-    "TensorLocationSettings",
-    "_DistributedOptions",
-    "_JitOptions",
-    "_PopartOptions",
-    "_PrecisionOptions",
-    "_TensorLocationOptions",
-    "_TrainingOptions",
-]
-
 
 def _checked(value: Any, kind: type) -> Any:
     assert isinstance(value, kind), f"Expected {kind.__name__}, got {value!r}"
@@ -29,7 +19,7 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 class TensorLocationSettings(OptionsDict):
-    """Where one kind of tensor lives: on or off chip, sharded over replicas, on IO tiles."""
+    """Location of one kind of tensor: on or off chip, sharded over replicas, on IO tiles."""
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Keep tensors with fewer elements on chip."""
@@ -42,7 +32,7 @@ class TensorLocationSettings(OptionsDict):
         return self
 
     def useOnChipStorage(self, use: Optional[bool] = True) -> TensorLocationSettings:
-        """Keep the tensors on chip or off; None leaves it to the backend."""
+        """Store the tensors on or off chip; None lets the backend decide."""
         if use is None:
             self.deleteIfExists("onChip")
         else:
@@ -50,7 +40,7 @@ class TensorLocationSettings(OptionsDict):
         return self
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
-        """Let every replica keep its part of the tensors."""
+        """Store a part of the tensors on each replica."""
         self.createOrSet(useReplicatedTensorSharding=int(_checked(use, bool)))
         return self
 
@@ -69,7 +59,7 @@ class _TensorLocationOptions(OptionsDict):
     """The locations of activations, weights, optimizer state and accumulators."""
 
     def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
-        """Set aside tiles for transfers, as overlapped IO needs."""
+        """Reserve tiles for transfers, as required for overlapped IO."""
         assert isinstance(num_tiles, int) and 32 <= num_tiles <= 192 and num_tiles % 2 == 0, (
             f"numIOTiles must be an even number between 32 and 192. Got {num_tiles!r}"
         )
@@ -77,28 +67,28 @@ class _TensorLocationOptions(OptionsDict):
         return self
 
     def setActivationLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Set where activations live."""
+        """Set the location of activations."""
         self.createOrSet(location_activation=_checked(location, TensorLocationSettings).toDict())
         return self
 
     def setWeightLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Set where weights live."""
+        """Set the location of weights."""
         self.createOrSet(location_weight=_checked(location, TensorLocationSettings).toDict())
         return self
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Set where the optimizer's state lives."""
+        """Set the location of the optimizer's state."""
         self.createOrSet(location_optimizer=_checked(location, TensorLocationSettings).toDict())
         return self
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Set where accumulated gradients live."""
+        """Set the location of accumulated gradients."""
         self.createOrSet(location_accumulator=_checked(location, TensorLocationSettings).toDict())
         return self
 
 
 class _PopartOptions:
-    """Options that go to the PopART backend by its own names; checked when a model is compiled."""
+    """Options of the PopART backend under its own names, checked when a model is compiled."""
 
     def __init__(self) -> None:
         self.options: Dict[str, Any] = {}
@@ -125,7 +115,7 @@ class _PopartOptions:
             raise AttributeError("Can't modify frozen Options" + (f": tried to set {option}" if option else ""))
 
     def set(self, key: str, value: Union[int, float, str, List[str], Set[str]]) -> _PopartOptions:
-        """Set a backend option; key and type are checked when a model is compiled."""
+        """Set a backend option; the key and type are checked when a model is compiled."""
         self.checkIsFrozen(key)
         self.options[key] = value
         return self
@@ -135,10 +125,10 @@ class _PopartOptions:
         return self.set("engineOptions", engine_options)  # type: ignore[arg-type]  # set() stores anything
 
     def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
-        """Choose the backend's graph patterns: a base level from 0 to 2, and patterns switched on or off."""
+        """Set the backend's graph patterns: a base level from 0 to 2, and patterns to switch on or off."""
         self.checkIsFrozen("patterns")
-        assert isinstance(level, int), f"The pattern level is an int, got {level!r}"
-        assert isinstance(patterns, dict), f"The patterns are a dict, got {patterns!r}"
+        assert isinstance(level, int), f"The pattern level must be an int, got {level!r}"
+        assert isinstance(patterns, dict), f"The patterns must be a dict, got {patterns!r}"
         self.options["patterns_level"] = level
         self.options["patterns"] = patterns
         return self
@@ -152,10 +142,10 @@ class _JitOptions(OptionsDict):
     """Options of the removed torch.jit tracer."""
 
     def traceModel(self, trace_model: bool) -> _JitOptions:
-        """Accept False, with a warning: the tracer is gone.
+        """Warn and ignore False: the tracer was removed.
 
         Raises:
-            ValueError: For True.
+            ValueError: The value is True.
         """
         if trace_model:
             raise ValueError("Jit.traceModel(True): tracing with torch.jit is no longer supported, remove the call")
@@ -164,10 +154,10 @@ class _JitOptions(OptionsDict):
 
 
 class _PrecisionOptions(OptionsDict):
-    """How numbers are held and computed.
+    """Number formats in storage and computation.
 
     Args:
-        popart_options: Where the backend's options are kept.
+        popart_options: The backend's options.
     """
 
     def __init__(self, popart_options: _PopartOptions) -> None:
@@ -177,12 +167,12 @@ class _PrecisionOptions(OptionsDict):
         super().__init__()
 
     def halfFloatCasting(self, half_float_casting: enums.HalfFloatCastingBehavior) -> _PrecisionOptions:
-        """Do nothing but warn: mixed inputs always follow torch's promotion."""
+        """Warn and do nothing: mixed inputs always follow torch's type promotion."""
         logger.warning("Precision.halfFloatCasting is deprecated and has no effect: remove the call")
         return self
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> _PrecisionOptions:
-        """Do nothing but warn: running statistics have the type that the module gives them.
+        """Warn and do nothing: running statistics keep the type of the module.
 
         Raises:
             ValueError: The value is not a bool.
@@ -193,18 +183,18 @@ class _PrecisionOptions(OptionsDict):
         return self
 
     def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
-        """Make invalid operations and overflows an error at run time."""
+        """Raise an error for invalid operations and overflows at run time."""
         assert isinstance(enabled, bool), f"Precision.enableFloatingPointExceptions takes a bool, got {enabled!r}"
         self._popart_options.set("enableFloatingPointChecks", enabled)
         return self
 
     def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
-        """Round half precision results at random, in proportion to the distance."""
+        """Round half precision results at random, with probabilities by distance."""
         self._popart_options.set("enableStochasticRounding", enabled)
         return self
 
     def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
-        """Choose the type of partial sums in matrix products and convolutions.
+        """Set the type of partial sums in matrix products and convolutions.
 
         Raises:
             ValueError: The type is neither torch.float32 nor torch.float16.
@@ -247,10 +237,10 @@ class _PrecisionOptions(OptionsDict):
 
 
 class _TrainingOptions(OptionsDict):
-    """Options that matter for training only.
+    """Options for training.
 
     Args:
-        popart_options: Where the backend's options are kept.
+        popart_options: The backend's options.
     """
 
     def __init__(self, popart_options: _PopartOptions) -> None:
@@ -262,12 +252,12 @@ class _TrainingOptions(OptionsDict):
         )
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
-        """Set the number of micro-batches whose gradients make up one weight update."""
+        """Set the number of micro-batches accumulated for one weight update."""
         self.set(gradient_accumulation=gradient_accumulation)
         return self
 
     def accumulationAndReplicationReductionType(self, reduction_type: enums.ReductionType) -> _TrainingOptions:
-        """Choose whether gradients of micro-batches and replicas are summed or averaged.
+        """Set whether gradients of micro-batches and replicas are summed or averaged.
 
         Raises:
             ValueError: The value is not ReductionType.Sum or ReductionType.Mean.
@@ -283,7 +273,7 @@ class _TrainingOptions(OptionsDict):
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: enums.MeanReductionStrategy
     ) -> _TrainingOptions:
-        """Choose when a mean reduction divides."""
+        """Set when a mean reduction divides."""
         assert isinstance(mean_reduction_strategy, enums.MeanReductionStrategy), (
             f"Expected a poptorch.MeanReductionStrategy, got {mean_reduction_strategy!r}"
         )
@@ -291,31 +281,31 @@ class _TrainingOptions(OptionsDict):
         return self
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
-        """Let the loss scale follow the range of the half precision gradients."""
+        """Adjust the loss scale to the range of the half precision gradients."""
         self._popart_options.set("automaticLossScalingSettings.enabled", enabled)
         return self
 
     def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
-        """Spread convolutions over the tiles; replaces all other convolution options."""
+        """Spread convolutions over the tiles, replacing all other convolution options."""
         dithering = {"enableConvDithering": "true" if enabled else "false"}
         self._popart_options.set("convolutionOptions", dithering)  # type: ignore[arg-type]  # stores anything
         return self
 
 
 class _DistributedOptions(OptionsDict):
-    """Which of several processes this one is; read from Open MPI's variables unless configured."""
+    """The number and index of processes, read from Open MPI's variables unless configured."""
 
     def __init__(self) -> None:
         super().__init__(num_distributed_processes=1, distributed_process_id=0, ipuof_configs={})
         self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
     def disable(self) -> _DistributedOptions:
-        """Ignore other processes: be the first of one."""
+        """Ignore other processes: run as a single process."""
         self.set(num_distributed_processes=1, distributed_process_id=0)
         return self
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> _DistributedOptions:
-        """Read the number of processes and this one's from environment variables.
+        """Read the number of processes and the index of this one from environment variables.
 
         Raises:
             ValueError: A variable is not an integer.
@@ -325,16 +315,16 @@ class _DistributedOptions(OptionsDict):
         )
 
     def configureProcessId(self, process_id: int, num_processes: int) -> _DistributedOptions:
-        """Say which process this is, and of how many."""
+        """Set the index of this process and the number of processes."""
         self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
         return self
 
     @property
     def processId(self) -> int:
-        """The number of this process, from 0."""
+        """The index of this process, from 0."""
         return int(self._values["distributed_process_id"])
 
     @property
     def numProcesses(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return int(self._values["num_distributed_processes"])

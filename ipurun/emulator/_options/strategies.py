@@ -1,4 +1,4 @@
-"""Execution strategies: how the blocks of a model become stages and phases."""
+"""Execution strategies: how the blocks of a model are assigned to stages and phases."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from ipurun.emulator import enums
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._logging import logger
 from ipurun.emulator._options_impl import IStageManager, Placement
-
-__all__ = [
-    "BlockId",
-    "ParallelPhasedExecution",
-    "Phase",
-    "PipelinedExecution",
-    "SerialPhasedExecution",
-    "ShardedExecution",
-    "Stage",
-]
 
 BlockId = str
 
@@ -30,7 +20,7 @@ class Stage:
     """
 
     def __init__(self, *block_ids: BlockId) -> None:
-        assert all(isinstance(block, str) for block in block_ids), f"Block IDs are strings, got {block_ids!r}"
+        assert all(isinstance(block, str) for block in block_ids), f"Block IDs must be strings, got {block_ids!r}"
         self._blocks = block_ids
         self._stage_id = -1
         self._phase_id = -1
@@ -42,8 +32,8 @@ class Stage:
         return self._blocks
 
     def ipu(self, ipu: int) -> Stage:
-        """Choose the IPU that the stage runs on."""
-        assert isinstance(ipu, int), f"The IPU of a stage is an int, got {ipu!r}"
+        """Set the IPU that the stage runs on."""
+        assert isinstance(ipu, int), f"The IPU of a stage must be an int, got {ipu!r}"
         self._ipu = ipu
         return self
 
@@ -58,7 +48,7 @@ class Stage:
 
 
 class _DefaultStageManager(IStageManager):
-    """Makes up a stage for every block id that it has not met before."""
+    """Creates a stage for every new block id."""
 
     def __init__(self, auto_stage: enums.AutoStage) -> None:
         super().__init__()
@@ -81,7 +71,7 @@ class _DefaultStageManager(IStageManager):
 
 
 class _ListedStageManager(IStageManager):
-    """Knows only the blocks that the strategy was given."""
+    """Assigns stages to the blocks listed in the strategy, and refuses others."""
 
     def __init__(self, block_map: Dict[BlockId, Stage]) -> None:
         super().__init__()
@@ -95,7 +85,7 @@ class _ListedStageManager(IStageManager):
 
 
 class _AlternatingStageManager(_ListedStageManager):
-    """Refuses a block whose IPU is not in the group that its phase runs on."""
+    """Refuses a block whose IPU is not in the group of its phase."""
 
     def beginStage(self, user_id: Optional[BlockId], ipu_id_from_block: Optional[int]) -> Placement:
         placement = super().beginStage(user_id, ipu_id_from_block)
@@ -115,11 +105,11 @@ def _map_blocks(stage: Stage, block_map: Dict[BlockId, Stage]) -> None:
 
 
 class _IExecutionStrategy:
-    """What the four strategies have in common.
+    """Base class of the four strategies.
 
     Args:
-        stages_manager: Hands out stages during capture.
-        block_map: The stage of every block named by the user.
+        stages_manager: Assigns stages during capture.
+        block_map: The stage of each block named by the user.
     """
 
     def __init__(self, stages_manager: IStageManager, block_map: Dict[BlockId, Stage]) -> None:
@@ -127,28 +117,28 @@ class _IExecutionStrategy:
         self._block_map = block_map
 
     def stage_manager(self) -> IStageManager:
-        """Return what assigns stages to the blocks of a capture."""
+        """Return the stage manager for captures."""
         return self._stages_manager
 
     def stage(self, block_id: BlockId) -> Stage:
         """Return the stage that a block belongs to.
 
         Raises:
-            AssertionError: The strategy was not given that block.
+            AssertionError: The strategy does not list that block.
         """
         assert block_id in self._block_map, f"Unknown block {block_id}"
         return self._block_map[block_id]
 
     def onStartTracing(self) -> None:
-        """Get ready for a capture."""
+        """Prepare for a capture."""
         self._stages_manager.clearDebug()
 
     def onEndTracing(self) -> None:
-        """Log the placement of the capture that ended."""
+        """Log the placement at the end of a capture."""
         self._stages_manager.printDebug()
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """Return the settings of the strategy for the backend."""
+        """Return the backend settings of the strategy."""
         return {}
 
     def _described_arguments(self) -> str:
@@ -181,7 +171,7 @@ class Phase:
         return self.stages[idx]
 
     def ipus(self, *ipus: int) -> None:
-        """Choose one IPU for each stage of the phase."""
+        """Set the IPU of each stage in the phase."""
         assert len(ipus) == len(self.stages), (
             f"The phase has {len(self.stages)} stages, but {len(ipus)} IPUs were given"
         )
@@ -193,10 +183,10 @@ class Phase:
 
 
 class PipelinedExecution(_IExecutionStrategy):
-    """Stages work on successive micro-batches at the same time.
+    """Stages process successive micro-batches in parallel.
 
     Args:
-        args: Nothing, one ``AutoStage``, or the stages in order: each a ``Stage``, a block id or a list of
+        args: Empty, one ``AutoStage``, or the stages in order: each a ``Stage``, a block id or a list of
             block ids.
     """
 
@@ -239,7 +229,7 @@ class ShardedExecution(PipelinedExecution):
 
 
 class _IPhasedExecution(_IExecutionStrategy):
-    """Phases run one after another, with what they do not need kept off chip.
+    """Phases run one after another, with unused tensors kept off chip.
 
     Args:
         phases: Each a ``Phase``, a list of stages, a list of block ids, a stage or a block id.
@@ -279,7 +269,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         return self._phases[phase]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
-        """Let the backward pass begin in a separate phase."""
+        """Start the backward pass in a separate phase."""
         assert isinstance(use, bool), f"Expected a bool, got {use!r}"
         self._separate_backward_phase = use
         return self
@@ -306,7 +296,7 @@ class ParallelPhasedExecution(_IPhasedExecution):
         return {**super().backendOptions(), "serial_phases_execution": False}
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
-        """Choose whether tensors leave the chip between forward and backward."""
+        """Set whether tensors are moved off chip between forward and backward."""
         assert isinstance(off_chip, bool), f"Expected a bool, got {off_chip!r}"
         self._tensors_liveness = enums.Liveness.OffChipAfterFwd if off_chip else enums.Liveness.AlwaysLive
         return self
@@ -316,7 +306,7 @@ class SerialPhasedExecution(_IPhasedExecution):
     """Phases run on the same IPUs."""
 
     def setTensorsLiveness(self, liveness: enums.Liveness) -> SerialPhasedExecution:
-        """Choose how long tensors stay on chip."""
+        """Set how long tensors stay on chip."""
         assert isinstance(liveness, enums.Liveness), f"Expected a poptorch.Liveness, got {liveness!r}"
         self._tensors_liveness = liveness
         return self

@@ -1,4 +1,4 @@
-"""Anchored tensors: values inside the graph that a program asked to see."""
+"""Anchored tensors: values inside the graph that a program can read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ipurun.emulator._capture.graph import Graph, Value, values_in
 from ipurun.emulator._logging import native_logger
 from ipurun.emulator.enums import OutputMode
 
-__all__ = ["GRADIENT_PREFIX", "Anchors", "name_of"]
-
 GRADIENT_PREFIX = "Gradient___"
 _UPDATED = "UpdatedVar___"
 _MODEL_PREFIX = "model."
@@ -19,11 +17,11 @@ _LOSS_SCALE = "finalLossScale"
 
 
 class Anchors:
-    """Knows the tensors of a graph by their long names and keeps the last values of the anchored ones.
+    """Finds the tensors of a graph by their long names and keeps the last values of anchored ones.
 
     Args:
         graph: The captured program.
-        requested: The anchors of the options: short name to a list that begins with the long name.
+        requested: The anchors in the options: a list starting with the long name for each short name.
     """
 
     def __init__(self, graph: Graph, requested: Dict[str, Any]) -> None:
@@ -44,7 +42,7 @@ class Anchors:
                 self.of_weights[short] = long_name
 
     def names(self, state: Iterable[str] = ()) -> List[str]:
-        """Return every long name that can be anchored, with those of the optimizer's state."""
+        """Return all long names that can be anchored, including optimizer state."""
         return [*self._values, *self._weights, *(_UPDATED + name for name in self._grads), *state]
 
     def read_weights(self, weights: Dict[str, torch.Tensor], state: Dict[str, torch.Tensor]) -> None:
@@ -58,7 +56,7 @@ class Anchors:
 
 
 def name_of(graph: Graph, value: Value) -> str:
-    """Return the long name of a value; a value without one is named by its number."""
+    """Return the long name of a value, or a name made from its number."""
     named = {item.name: item.value for item in graph.inputs}
     named.update(_named_values(graph))
     return next((name for name, candidate in named.items() if candidate == value), str(int(value)))
@@ -70,7 +68,7 @@ def _mode_name(mode: int) -> str:
 
 
 def _without_prefix(name: str) -> str:
-    """Name may be written with the "model." that PopTorch puts before the names of a training model."""
+    """Return a name without the "model." that PopTorch adds to the names of a training model."""
     for head in (GRADIENT_PREFIX, _UPDATED, ""):
         if name.startswith(head + _MODEL_PREFIX):
             return head + name[len(head) + len(_MODEL_PREFIX) :]

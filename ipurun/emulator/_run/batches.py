@@ -1,4 +1,4 @@
-"""Split the host's tensors over replicas and steps, and collect the results of a call."""
+"""Split the host's tensors into micro-batches, and collect the results of a call."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 
+from ipurun.emulator._capture.dtypes import narrowed
 from ipurun.emulator._capture.functions import refuse_backward
 from ipurun.emulator.enums import CommGroupType, OutputMode
-
-__all__ = ["BatchLayout", "OutputCollector"]
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchLayout:
-    """How one call of the host is cut into micro-batches.
+    """How one call is split into micro-batches.
 
     Attributes:
-        device_iterations: Weight updates (or inference steps) of one call.
-        accumulation: Micro-batches of one replica for one weight update.
+        device_iterations: Weight updates (or inference steps) per call.
+        accumulation: Micro-batches per replica and weight update.
         replicas: Copies of the model in this process.
         group_size: Replicas that read the same data.
-        grouping: How those replicas are chosen.
-        output_mode: Which results come back.
+        grouping: How those replicas are grouped.
+        output_mode: Which results are returned.
         output_period: Iterations between results, for `OutputMode.EveryN`.
     """
 
@@ -37,7 +36,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, options: Any) -> BatchLayout:
-        """Return the layout that the options of an executor ask for."""
+        """Return the layout for the options of an executor."""
         return cls(
             device_iterations=options.device_iterations,
             accumulation=options.Training.gradient_accumulation,
@@ -50,19 +49,19 @@ class BatchLayout:
 
     @property
     def input_groups(self) -> int:
-        """Return the number of groups of replicas that get different data."""
+        """Return the number of replica groups with different data."""
         return self.replicas // self.group_size
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of pieces that the tensors of a call are cut into."""
+        """Return the number of micro-batches in the tensors of a call."""
         return self.device_iterations * self.accumulation * self.input_groups
 
     def micro_batch_size(self, tensor: torch.Tensor) -> int:
-        """Return the rows of one piece of an input.
+        """Return the number of rows in a micro-batch of an input.
 
         Raises:
-            AssertionError: If the tensor cannot be cut evenly.
+            AssertionError: If the tensor cannot be split evenly.
         """
         rows = tensor.shape[0] if tensor.dim() else 1
         pieces = self.micro_batches
@@ -76,7 +75,7 @@ class BatchLayout:
         return rows // pieces
 
     def piece_of(self, iteration: int, step: int, replica: int) -> int:
-        """Return the number of the piece that a replica reads."""
+        """Return the index of the micro-batch that a replica reads."""
         groups = self.input_groups
         if self.grouping == CommGroupType.Orthogonal:
             group = replica % groups
@@ -85,14 +84,14 @@ class BatchLayout:
         return (iteration * self.accumulation + step) * groups + group
 
     def cut(self, tensor: torch.Tensor) -> List[torch.Tensor]:
-        """Return the pieces of an input, in order; a tensor without dimensions is passed as it is."""
+        """Return the micro-batches of an input in order; a scalar is not split."""
         size = self.micro_batch_size(tensor)
         if tensor.dim() == 0:
             return [tensor]
         return [tensor.narrow(0, index * size, size) for index in range(self.micro_batches)]
 
     def keeps(self, iteration: int, step: int) -> bool:
-        """Whether results of this step come back to the host as they are."""
+        """Whether the results of this step are returned to the host unchanged."""
         if self.output_mode == OutputMode.Final:
             return iteration == self.device_iterations - 1 and step == self.accumulation - 1
         if self.output_mode == OutputMode.EveryN:
@@ -100,13 +99,13 @@ class BatchLayout:
         return True
 
     def hands_over(self, iteration: int, step: int) -> bool:
-        """Whether a result goes to the host at this step: sums do so once, at the end."""
+        """Whether a result is sent to the host at this step; sums are sent once, at the end."""
         if self.output_mode == OutputMode.Sum:
             return iteration == self.device_iterations - 1 and step == self.accumulation - 1
         return self.keeps(iteration, step)
 
     def runs(self) -> List[Tuple[int, int, int]]:
-        """Return (iteration, step, replica) of every forward run of a call, in order."""
+        """Return (iteration, step, replica) of every forward run in a call, in order."""
         return [
             (iteration, step, replica)
             for iteration in range(self.device_iterations)
@@ -115,17 +114,12 @@ class BatchLayout:
         ]
 
 
-def host_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which the host receives values of a type."""
-    return {torch.int64: torch.int32, torch.float64: torch.float32}.get(dtype, dtype)
-
-
 class OutputCollector:
     """Gathers the outputs of one call according to the output mode.
 
     Args:
-        layout: How the call is cut into micro-batches.
-        varying: For each output whether it depends on anything; the others come back once, as they are.
+        layout: How the call is split into micro-batches.
+        varying: Whether each output varies between runs; the others are returned once.
     """
 
     def __init__(self, layout: BatchLayout, varying: Sequence[bool]) -> None:
@@ -139,7 +133,7 @@ class OutputCollector:
         return self._layout.keeps(iteration, step)
 
     def add(self, replica: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the outputs of one run; runs come in the order of the layout."""
+        """Add the outputs of one run; runs must be added in the order of the layout."""
         sums = self._layout.output_mode == OutputMode.Sum
         for index, tensor in enumerate(outputs):
             if not self._varying[index]:
@@ -168,6 +162,6 @@ def _joined(parts: List[torch.Tensor]) -> torch.Tensor:
         joined = torch.stack(parts)
     else:
         joined = torch.cat(parts)
-    joined = joined.to(host_dtype(joined.dtype))
+    joined = joined.to(narrowed(joined.dtype))
     joined.backward = refuse_backward  # type: ignore[method-assign]  # PopTorch's error instead of torch's
     return joined

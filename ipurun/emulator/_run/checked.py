@@ -1,6 +1,6 @@
 """Replay a graph node by node, for modes that inspect every result.
 
-Slower than the generated function; used only when floating-point exceptions or stochastic rounding are on.
+This is slower than the generated function, and used only with floating-point exceptions or stochastic rounding.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, value
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._impl import createNativeError
 
-__all__ = ["interpreter_for"]
-
 _COMPARISONS = names_in("eq ge gt le lt ne")
 _MAKES_NO_ARITHMETIC = names_in("clone copy copy_ empty empty_like fill fill_ full full_like masked_fill where")
 
 
 def interpreter_for(options: Any) -> Optional[Callable[..., Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]]]:
-    """Return what turns a graph into a function that replays it as the options ask, None for nothing special."""
+    """Return a function that makes an interpreter of a graph, None if the options turn on neither mode."""
     settings = options._Popart.options
     checks = bool(settings.get("enableFloatingPointChecks", False))
     rounds = bool(settings.get("enableStochasticRounding", False))
@@ -80,7 +78,7 @@ def _store(outputs: Any, result: Any, tensors: Dict[Value, Any]) -> None:
 
 
 class _Finiteness:
-    """Whether the arguments of an operation are finite, to tell where a bad value was made."""
+    """Tracks whether the arguments of an operation are finite, to find the operation that produced a bad value."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         tensors = _floats((args, kwargs))
@@ -91,7 +89,7 @@ class _Finiteness:
         )
 
     def check(self, node: Node, result: Any) -> None:
-        """Raise if the operation made what floating-point exceptions catch."""
+        """Raise if the operation caused a floating-point exception."""
         if node.name in _MAKES_NO_ARITHMETIC:
             return
         if node.name in _COMPARISONS and self.has_nan:
@@ -124,7 +122,7 @@ def _floats(structure: Any) -> List[torch.Tensor]:
 
 
 class _StreamRounding(StochasticRounding):
-    """Draws from torch's generator, which is seeded for every run."""
+    """Stochastic rounding with torch's generator, which is seeded for every run."""
 
     def __init__(self) -> None:
         self._generator = torch.default_generator

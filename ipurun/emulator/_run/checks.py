@@ -1,4 +1,4 @@
-"""The checks that PopTorch makes when it compiles."""
+"""PopTorch's checks at compile time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecu
 from ipurun.emulator._run.batches import BatchLayout
 from ipurun.emulator.enums import ConnectionType, OutputMode
 
-__all__ = ["check_buffers", "check_forward", "check_inputs", "check_options", "refuse_accumulation"]
-
 _MAX_IPUS = 64
 
 
 def check_options(options: Any, layout: BatchLayout) -> None:
-    """Raise for options that no model can be compiled with."""
+    """Raise for options that are invalid for every model."""
     checks.check_backend_options(options.toDict())
     if layout.output_mode == OutputMode.EveryN:
         period, iterations = layout.output_period, layout.device_iterations
@@ -56,12 +54,12 @@ def num_ipus(graph: Graph) -> int:
 def check_forward(
     recorder: Recorder, returned: Any, layout: BatchLayout, *, training: bool, input_names: Sequence[str]
 ) -> None:
-    """Raise for a forward pass whose blocks, marks or shapes do not fit the options.
+    """Raise for blocks, marks or shapes of a forward pass that are incompatible with the options.
 
     Args:
         recorder: The recorder, after forward and before backward.
         returned: What forward returned.
-        layout: How a call is cut into micro-batches.
+        layout: How a call is split into micro-batches.
         training: Whether the model is trained.
         input_names: Names of the tensors among the arguments, for messages.
     """
@@ -92,7 +90,7 @@ def check_forward(
 
 
 def check_inputs(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise for an input without elements."""
+    """Raise for an empty input."""
     for tensor in tensors:
         if tensor.numel() == 0:
             raise createNativeError(f"Zero-sized tensors are unsupported (Got shape {list(tensor.shape)}).")
@@ -100,13 +98,13 @@ def check_inputs(tensors: Sequence[torch.Tensor]) -> None:
 
 def _check_not_empty(graph: Graph, node: Node) -> None:
     if node.name in ("empty", "native_batch_norm", "lstm", "gru"):
-        return  # torch's own bookkeeping makes empty tensors there
+        return  # torch itself creates empty tensors there
     for value in node.reads():
         if 0 in graph.specs[value].shape:
             raise createNativeError(
                 f"Zero-sized tensors are unsupported (Got shape {list(graph.specs[value].shape)}) in {node.name} "
-                f"at {node.source}. Shapes are fixed, so nothing can start empty and grow: leave out a cache of keys "
-                "and values for generating text (use_cache=False in transformers)."
+                f"at {node.source}. Shapes are fixed, so a tensor cannot start empty and grow: turn off the cache of "
+                "keys and values for generating text (use_cache=False in transformers)."
             )
 
 
@@ -143,7 +141,7 @@ def _check_pipeline(recorder: Recorder, layout: BatchLayout, training: bool) -> 
 
 
 def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None:
-    """Raise if replicas change buffers that are to be broadcast."""
+    """Raise if replicas change buffers that must be broadcast."""
     if written and layout.input_groups > 1 and options.broadcast_buffers:
         raise createPoptorchError(
             "PopTorch does not support broadcasting buffers. If your model is able to tolerate buffers becoming "
@@ -153,7 +151,7 @@ def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None
 
 
 def refuse_accumulation(options: Any) -> None:
-    """Raise for options of an inference model that ask for gradient accumulation."""
+    """Raise for gradient accumulation in the options of an inference model."""
     factor = options.Training.gradient_accumulation
     if factor == 1:
         return
@@ -171,7 +169,7 @@ def refuse_accumulation(options: Any) -> None:
 
 
 def check_overlap(recorder: Recorder, returned: Iterable[torch.Tensor], input_names: Sequence[str] = ()) -> None:
-    """Raise poptorch.Error where an overlap was asked for that a device cannot do.
+    """Raise poptorch.Error for a requested overlap that a device does not support.
 
     Args:
         recorder: The recorder, after forward and before the graph is pruned.
@@ -183,7 +181,7 @@ def check_overlap(recorder: Recorder, returned: Iterable[torch.Tensor], input_na
     outputs = _overlapping(graph, "overlap_output")
     if not inputs and not outputs:
         return
-    # The ops that made the marked tensors: each reads the tensor that was given to set_overlap_*.
+    # The ops that created the marked tensors; each reads the argument of set_overlap_*.
     marked_by: Dict[Value, Node] = {value: node for node in graph.nodes for value in values_in(node.outputs)}
     for event in inputs:
         _check_input(graph, _source(marked_by, event), input_names)

@@ -1,8 +1,8 @@
-"""Compute several micro-batches of a weight update at once, where that gives the same results.
+"""Compute several micro-batches of a weight update at once, if the results are the same.
 
-The forward operations are batched with vmap, which keeps micro-batches apart by construction, and what vmap and
-autograd then do is recorded as a second graph. It is used only after its results on real data were found equal to
-those of the micro-batches run one by one.
+The forward operations are batched with vmap, which keeps micro-batches separate by construction, and the operations of
+vmap and autograd are recorded as a second graph. It is used only if its results on real data equal those of
+micro-batches run one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
 from ipurun.emulator._run.replay import Replay, generate
 
-__all__ = ["ChunkRunner", "alike", "largest"]
+# Limit for the activations of micro-batches computed at once, beyond those of a single one.
+_MEMORY_BUDGET_BYTES = 24 * 2**20
+_MOST_AT_ONCE = 16
 
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
@@ -27,13 +29,13 @@ def largest(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def alike(expected: torch.Tensor, got: torch.Tensor, *, among: float = 0.0) -> bool:
-    """Whether a result is what was expected; whole numbers must be equal.
+    """Whether a result equals the expected one up to rounding; integers must be equal.
 
     Args:
-        expected: What one way gave.
-        got: What the other way gave.
-        among: Magnitude of the values that the result was made of. Where they cancel, as in the gradient of a
-            bias in front of a norm, what is left is their rounding.
+        expected: The result of one computation.
+        got: The result of the other.
+        among: Magnitude of the values that the result was computed from. If they cancel, as in the gradient of a
+            bias before a norm, only their rounding errors are left.
     """
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return False
@@ -44,17 +46,12 @@ def alike(expected: torch.Tensor, got: torch.Tensor, *, among: float = 0.0) -> b
     return torch.allclose(got.float(), expected.float(), rtol=tolerance, atol=smallest, equal_nan=True)
 
 
-# Activations of the micro-batches that are computed at once, beside what one alone would need.
-_MEMORY_BUDGET_BYTES = 24 * 2**20
-_MOST_AT_ONCE = 16
-
-
 def can_run_together(graph: Graph) -> bool:
-    """Whether nothing in a graph forbids computing micro-batches at once.
+    """Whether the micro-batches of a graph can be computed at once.
 
-    Random operations draw from one stream for each micro-batch, written tensors carry state from one to the
-    next, and where autograd did not watch, or hooks and functions of the user's own took part, the recorded
-    backward pass is not what autograd would do with the recorded forward operations.
+    Not if it has random operations, which use a separate stream for each micro-batch, or writes tensors, which carry
+    state to the next one. Nor if autograd was off in places or called hooks or functions of the user: the
+    recorded backward pass then differs from that of the recorded forward operations.
     """
     if graph.has_own_gradients:
         return False
@@ -71,7 +68,7 @@ def can_run_together(graph: Graph) -> bool:
 
 
 def batch_size_for(graph: Graph, micro_batches: int) -> int:
-    """Return how many micro-batches to compute at once: a divisor of their number within the budget."""
+    """Return the number of micro-batches to compute at once: a divisor of their total within the memory budget."""
     sizes: Dict[int, int] = {}
     for node in graph.nodes:
         for value in values_in(node.outputs):
@@ -83,11 +80,11 @@ def batch_size_for(graph: Graph, micro_batches: int) -> int:
 
 
 class Together:
-    """A graph that computes a number of micro-batches at once.
+    """A graph that computes several micro-batches at once.
 
     Args:
         graph: The graph of one micro-batch.
-        size: How many micro-batches to compute at once.
+        size: Number of micro-batches to compute at once.
         arguments: Arguments of `graph` for one micro-batch: all inputs but the constants, in order.
 
     Raises:
@@ -108,7 +105,7 @@ class Together:
         """Return the outputs with a leading dimension for micro-batches, and the summed gradients.
 
         Args:
-            arguments: Arguments for one micro-batch, of which parameters and buffers are used.
+            arguments: Arguments for one micro-batch; only parameters and buffers are used.
             inputs: The inputs with a leading dimension for micro-batches.
             seed: Gradient of the loss of one micro-batch.
         """
@@ -173,15 +170,15 @@ def _capture_batched(graph: Graph, size: int, items: Sequence[Any], arguments: S
 
 
 class ChunkRunner:
-    """Runs chunks of micro-batches at once, if that gives what one by one gives.
+    """Runs chunks of micro-batches at once, if the results equal those of one by one.
 
-    Both ways are tried on the first chunk of the first call and compared. From then on, that call included, every
-    chunk is run the same way, so that a run which is stopped and resumed rounds as one that was not.
+    Both methods are run and compared on the first chunk of the first call. All chunks, including those of that call,
+    then use the same method, so that a resumed run rounds like an uninterrupted one.
 
     Args:
         graph: The graph of one micro-batch.
-        replay: Computes one micro-batch: outputs, then gradients.
-        enabled: False to run one by one always.
+        replay: Computes one micro-batch and returns outputs, then gradients.
+        enabled: False to always run one by one.
     """
 
     def __init__(self, graph: Graph, replay: Replay, enabled: bool) -> None:
@@ -202,12 +199,12 @@ class ChunkRunner:
         arguments: Callable[..., List[Any]],
         seed: Optional[torch.Tensor],
     ) -> int:
-        """Return how many micro-batches to compute at once, 1 for one by one.
+        """Return the number of micro-batches to compute at once, 1 for one by one.
 
         Args:
-            micro_batches: How many there are for one weight update.
-            inputs_of: Gives the inputs of a micro-batch by its number.
-            arguments: Gives the arguments of the graph: ``arguments(replica, inputs, seed)``.
+            micro_batches: Number of micro-batches per weight update.
+            inputs_of: Returns the inputs of a micro-batch by its index.
+            arguments: Returns the arguments of the graph: ``arguments(replica, inputs, seed)``.
             seed: Gradient of the loss of one micro-batch.
         """
         if self._possible and self._together is None:

@@ -22,10 +22,8 @@ from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
 from ipurun.emulator._run.replay import generate
 
-__all__ = ["compile_model"]
 
-
-@torch.inference_mode(False)  # inference mode would hand composite operations over whole
+@torch.inference_mode(False)  # inference mode would not decompose composite operations
 def compile_model(
     model: Callable[..., Any],
     arguments: Arguments,
@@ -35,18 +33,18 @@ def compile_model(
     seed: int,
     groups: Optional[Dict[str, ReplicaGroups]] = None,
 ) -> Executable:
-    """Capture a model on the first micro-batch of a call and return what runs it.
+    """Capture a model on the first micro-batch of a call and return its executable.
 
     Args:
         model: The module (or function) whose forward is captured.
-        arguments: The arguments of the call, as the device takes them.
+        arguments: The arguments of the call, converted for the device.
         options: The executor's options.
         training: Whether to find the loss and add the backward pass.
         seed: Seed of the random operations.
-        groups: Parameters that differ between replicas.
+        groups: Parameters whose values differ between replicas.
 
     Raises:
-        Error: If the model or the options cannot be compiled. The model is as it was before.
+        Error: If the model or the options cannot be compiled. The model is left unchanged.
     """
     layout = BatchLayout.of(options)
     checks.check_options(options, layout)
@@ -86,7 +84,7 @@ def compile_model(
     if layout.replicas > 1:
         weights.separate_buffers(executable.written_buffers)
     weights.upload(host)
-    # Rounding at random is not the same twice, and floating-point exceptions belong to a run: compare the bare graph.
+    # Compare without stochastic rounding, which is not reproducible, and without floating-point exceptions.
     _check_replay(executable if interpreter is None else Executable(captured, weights, layout, streams), originals)
     weights.upload(host)
     captured.reference = ([], {})
@@ -101,9 +99,9 @@ def _first_replica(weights: DeviceWeights) -> Dict[str, torch.Tensor]:
 
 
 def _check_replay(executable: Executable, inputs: List[torch.Tensor]) -> None:
-    """Compare the graph with what the module and autograd computed while it was captured."""
+    """Compare the results of the graph with those of the captured run."""
     if any(not hasattr(node.op, "_schema") for node in executable.graph.nodes):
-        return  # functions of the user's are not run just to compare
+        return  # user functions are not run just to compare
     recorder = Recorder(False, None)
     with host_generator_kept(), torch.no_grad(), recorder, recorder.paused():
         executable.streams.start(0, 0)
@@ -119,6 +117,6 @@ def _check_replay(executable: Executable, inputs: List[torch.Tensor]) -> None:
 def _require_close(what: str, expected: torch.Tensor, got: torch.Tensor, among: float = 0.0) -> None:
     if not expected.is_meta and not alike(expected, got, among=among):
         raise createPoptorchError(
-            f"The captured graph does not compute {what} as the model itself does, so it must not be used. "
-            "This is a fault of the emulator: please report the model."
+            f"The captured graph does not compute {what} as the model does, so it is not used. "
+            "This is a bug in the emulator: please report it with the model."
         )

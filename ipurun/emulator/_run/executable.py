@@ -18,16 +18,16 @@ from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.chunks import ChunkRunner
 from ipurun.emulator._run.replay import Replay, generate
 
-__all__ = ["Executable", "RandomStreams", "default_seed", "host_generator_kept"]
+Run = Tuple[int, int, int]
 
 
 def default_seed() -> int:
-    """Return a seed for executors without one: it follows torch.manual_seed."""
+    """Return a seed that depends on torch.manual_seed, for executors without one."""
     return torch.initial_seed()
 
 
 class RandomStreams:
-    """Numbers the runs of an executable and seeds torch's generator for each of them.
+    """Numbers the runs of an executable and seeds torch's generator for each run.
 
     Args:
         seed: The seed of the whole sequence.
@@ -39,7 +39,7 @@ class RandomStreams:
 
     @property
     def state(self) -> List[int]:
-        """Return what is needed to continue the sequence."""
+        """Return the state needed to continue the sequence."""
         return [self.seed, self.position]
 
     @state.setter
@@ -48,7 +48,7 @@ class RandomStreams:
         self.position = int(words[1]) if len(words) > 1 else 0
 
     def start(self, run: int, replica: int) -> None:
-        """Begin the stream of one run, counted from the current position."""
+        """Start the stream of one run, counted from the current position."""
         words = f"{self.seed} {self.position + run} {replica}".encode()
         torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:7], "little"))
 
@@ -59,7 +59,7 @@ class RandomStreams:
 
 @contextlib.contextmanager
 def host_generator_kept() -> Iterator[None]:
-    """Put torch's own generator back as it was."""
+    """Restore torch's generator afterwards."""
     state = torch.default_generator.get_state()
     try:
         yield
@@ -68,7 +68,7 @@ def host_generator_kept() -> Iterator[None]:
 
 
 class Timestamps:
-    """The times of the last call, in seconds on one clock."""
+    """The times of events in the last call, in seconds on one clock."""
 
     def __init__(self) -> None:
         self._stamps: Dict[str, List[float]] = {}
@@ -77,28 +77,28 @@ class Timestamps:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Forget the previous call."""
+        """Clear the times of the previous call."""
         self._stamps = {"input": [], "input_complete": [], "output": [], "output_complete": []}
 
     def begin_runs(self, count: int) -> None:
-        """Note that the inputs of some runs are about to be read."""
+        """Record the start of reading the inputs of some runs."""
         self._stamps["input"] += [time.perf_counter()] * count
 
     def inputs_complete(self, count: int) -> None:
-        """Note that the inputs of some runs were read."""
+        """Record that the inputs of some runs were read."""
         self._stamps["input_complete"] += [time.perf_counter()] * count
 
     def outputs(self) -> None:
-        """Note that the outputs of some runs were computed."""
+        """Record that the outputs of some runs were computed."""
         self._last_output = time.perf_counter()
 
     def end_run(self) -> None:
-        """Note that the outputs of one run were kept for the host."""
+        """Record that the outputs of one run were kept for the host."""
         self._stamps["output"].append(self._last_output)
         self._stamps["output_complete"].append(time.perf_counter())
 
     def end_call(self) -> None:
-        """Note that the results of the call are whole: no output is complete before."""
+        """Record the end of the call, when all outputs become complete."""
         now = time.perf_counter()
         self.duration = now - self._stamps["input"][0]
         self._stamps["output_complete"] = [now for _ in self._stamps["output_complete"]]
@@ -113,7 +113,7 @@ class Timestamps:
     def latency(self, start: str, end: str) -> Tuple[float, float, float]:
         """Return minimum, maximum and mean seconds between two events.
 
-        There can be more starts than ends; each end is then measured from the earliest start of its share.
+        There can be more starts than ends; each end is then measured from the earliest of its starts.
         """
         starts, ends = self._stamps[start], self._stamps[end]
         if not ends or not starts:
@@ -126,18 +126,15 @@ class Timestamps:
         return (min(spans), max(spans), sum(spans) / len(spans))
 
 
-Run = Tuple[int, int, int]
-
-
 class Executable:
-    """A captured graph with the weights, the optimizer and the random streams it runs with.
+    """A captured graph with its weights, optimizer and random streams.
 
     Args:
         captured: The graph and the structure of its results.
         weights: The device's parameters and buffers.
-        layout: How a call is cut into micro-batches.
+        layout: How a call is split into micro-batches.
         streams: Seeds of the random operations.
-        anchors: Tensors to keep after each call, as the options name them.
+        anchors: Tensors to keep after each call, as named in the options.
         make_replay: Turns a graph into a function that runs it.
     """
 
@@ -164,7 +161,7 @@ class Executable:
         )
         plain = make_replay is generate and not weights.groups and not self._anchored
         self.chunks = ChunkRunner(self.graph, self._replay, enabled=plain)
-        # A replay of another kind may round at random.
+        # Another kind of replay may round stochastically.
         self._is_random = make_replay is not generate or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
         self._grad_names = list(self.graph.grads)
@@ -185,7 +182,7 @@ class Executable:
         """Run one call.
 
         Args:
-            tensors: The whole tensors of the call, in the order of the graph's inputs.
+            tensors: The complete tensors of the call, in the order of the graph's inputs.
 
         Returns:
             The results in the structure that forward returned.
@@ -196,7 +193,7 @@ class Executable:
         self._anchor_collector = OutputCollector(self.layout, [True] * len(self._anchored))
         guard = host_generator_kept() if self._is_random else contextlib.nullcontext()
         runs = self.layout.runs()
-        # Weights change after each iteration of training; in inference all runs of a call are alike.
+        # Weights change after each training iteration; in inference all runs of a call use the same weights.
         block_size = len(runs) if self.optimizer is None else self.layout.accumulation * self.layout.replicas
         with torch.no_grad(), guard:
             for start in range(0, len(runs), block_size):
@@ -208,7 +205,7 @@ class Executable:
         return rebuild(self.captured.returned, iter(results))
 
     def write_back(self, host: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> None:
-        """Copy inputs that the model changed to the caller's tensors, where those had to be converted."""
+        """Copy inputs that the model changed back to the caller's tensors, if those were converted."""
         for index in self._written_inputs:
             if device[index].data_ptr() != host[index].data_ptr():
                 with torch.no_grad():
@@ -221,7 +218,7 @@ class Executable:
         pieces: List[List[torch.Tensor]],
         collector: OutputCollector,
     ) -> None:
-        """Run what one weight update needs, several micro-batches at once where that is exact."""
+        """Run the micro-batches of one weight update, several at once if that gives the same results."""
         seed = self._seed()
         size = self.chunks.size_for(len(runs), lambda run: self._inputs_of(runs[run], pieces), self.arguments, seed)
         while size > 1 and len(runs) >= size:
@@ -269,7 +266,7 @@ class Executable:
         return [cut[piece] if len(cut) > 1 else cut[0] for cut in pieces]
 
     def optimizer_state(self) -> Dict[str, torch.Tensor]:
-        """Return the tensors of the optimizer on the device by name."""
+        """Return the optimizer's tensors on the device by name."""
         if self.optimizer is None:
             return {}
         state = self.optimizer.read_state()
@@ -283,7 +280,7 @@ class Executable:
             self.anchors.read_weights({**self.weights.parameters, **buffers}, self.optimizer_state())
 
     def _stack(self, tensor: torch.Tensor, chunk: Sequence[Run]) -> torch.Tensor:
-        """Return the micro-batches of some runs with a leading dimension for the runs."""
+        """Return the micro-batches of some runs, stacked along a new leading dimension."""
         size = self.layout.micro_batch_size(tensor)
         if tensor.dim() == 0:
             return tensor.expand(len(chunk))
@@ -299,9 +296,9 @@ class Executable:
         """Run one micro-batch on one replica and return its outputs and its gradients by name.
 
         Args:
-            replica: The replica, whose buffers are used.
-            inputs: The tensors of the micro-batch; those that the model changes are changed.
-            seed: Gradient of the loss, the loss scaling by default.
+            replica: The replica whose buffers are used.
+            inputs: The tensors of the micro-batch, changed in place if the model does so.
+            seed: Gradient of the loss; the loss scaling by default.
         """
         seed = self._seed() if seed is None else seed
         originals = list(inputs)
@@ -320,7 +317,7 @@ class Executable:
         return results[: self._num_outputs], grads
 
     def arguments(self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]) -> List[Any]:
-        """Return what the graph takes for one run; None for inputs that are not given."""
+        """Return the arguments of the graph for one run, None for missing inputs."""
         weights = self.weights
         arguments: List[Any] = []
         remaining = iter(inputs)
@@ -344,7 +341,7 @@ class Executable:
         return torch.full(spec.shape, scale, dtype=spec.dtype)
 
     def _per_group(self, replica: int, grads: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-        """Put gradients of replica-grouped parameters in the rows that the replica trains."""
+        """Move gradients of replica-grouped parameters to the rows that the replica trains."""
         for name, group in self.weights.groups.items():
             if name in grads:
                 whole = torch.zeros_like(self.weights.parameters[name])
@@ -354,10 +351,10 @@ class Executable:
 
 
 def _grads_in_inputs(graph: Graph) -> List[str]:
-    """Return the parameters whose gradient is memory of a weight, a buffer or an input.
+    """Return the parameters whose gradient shares memory with a weight, buffer or input.
 
-    A backward function of the user's own may hand over what it saved. The update changes the weights one after
-    the other, and the next micro-batch its buffers: such a gradient must be a copy.
+    A user's backward function may return a tensor that it saved. Such a gradient must be copied, because the update
+    changes the weights one by one, and the next micro-batch changes buffers.
     """
     outside = {graph.specs[item.value].storage for item in graph.inputs}
     return [name for name, value in graph.grads.items() if graph.specs[value].storage in outside]

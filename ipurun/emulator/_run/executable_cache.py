@@ -1,7 +1,7 @@
 """The folder of the executable cache: one file for each compiled program, and a lock between processes.
 
-A CPU has no executable to reuse. The file holds a description of the program under a stable key, so that a run shows
-here too which executables a device would find in its cache.
+On a CPU there is no executable to reuse. The file describes the program under a stable key, which shows which
+executables a device would find in its cache.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 from ipurun.emulator._capture.graph import Graph
 from ipurun.emulator._logging import logger, native_logger
 
-__all__ = ["cache_lock", "file_name", "store"]
-
-# Options that differ between runs of one and the same executable.
+# Options that may differ between runs of the same executable.
 _RUN_TIME_OPTIONS = frozenset(["cachePath", "enableEngineCaching", "ipu_id", "log_dir", "random_seed"])
 
 
@@ -32,7 +30,7 @@ def graph_key(graph: Graph, options: Any) -> str:
 
 
 def _program(graph: Graph) -> Any:
-    """Return what distinguishes a graph from others: its operations with branches, inputs and constants."""
+    """Return a description that identifies a graph: operations, branches, inputs and constants."""
     operations = [
         (
             node.name,
@@ -45,7 +43,7 @@ def _program(graph: Graph) -> Any:
         for node in graph.nodes
     ]
     inputs = [(item.kind, item.name, graph.specs[item.value][:2]) for item in graph.inputs]
-    # A view of a weight is not a constant of the program, although the capture saw it as a plain tensor.
+    # A view of a weight is not a constant of the program, although the capture treats it as a plain tensor.
     of_weights = {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "input")}
     constants = [
         (int(value), _digest(tensor))
@@ -85,7 +83,7 @@ def store(graph: Graph, options: Any) -> None:
 
 @contextlib.contextmanager
 def cache_lock(model: Any, options: Any) -> Iterator[None]:
-    """Let one process of a distributed program compile at a time, so that the others find its executable."""
+    """Let one process of a distributed program compile at a time, so that others can reuse its executable."""
     if options.Distributed.numProcesses < 2:
         yield
         return

@@ -1,4 +1,4 @@
-"""Replay a graph: generate one flat Python function from its nodes."""
+"""Generate a flat Python function that replays a graph."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
-
-__all__ = ["Replay", "generate"]
 
 Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
 
@@ -41,7 +39,7 @@ def generate(
         graph: The captured program.
         nodes: The nodes to run, all of them by default.
         results: The values to return, by default the outputs and then the gradients.
-        alias_detach: Whether detached tensors may be the tensors themselves: only where autograd does not watch.
+        alias_detach: Whether detach may return the same tensor; only allowed while autograd is off.
     """
     nodes = graph.nodes if nodes is None else nodes
     results = [*graph.outputs, *graph.grads.values()] if results is None else results
@@ -106,7 +104,7 @@ def _statement(node: Node, namespace: Dict[str, Any], defined: Set[Value], alias
 
 
 def _targets(outputs: Any, defined: Set[Value]) -> str:
-    """The left side of an assignment; what an in-place op returns keeps its name."""
+    """Return the left side of an assignment; the result of an in-place op keeps its name."""
     if isinstance(outputs, Value):
         return "" if outputs in defined else _local(outputs)
     if isinstance(outputs, (list, tuple)) and outputs:

@@ -1,1 +1,1 @@
-"""Stand-ins for modules of the Poplar SDK that programs import beside PopTorch."""
+"""Replacements for modules of the Poplar SDK that PopTorch programs also import."""

@@ -1,4 +1,4 @@
-"""Stand-in for Graphcore's pva (reader of PopVision reports) where that is not installed, so that imports succeed."""
+"""Replacement for Graphcore's pva (reader of PopVision reports), used if that is not installed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["openReport"]
 
 
 def openReport(*paths: Any, **options: Any) -> Any:
-    """Refuse: only a device's compiler writes reports that pva reads.
+    """Raise an error: only a device's compiler writes reports that pva can read.
 
     Raises:
         Error: Always.
     """
-    raise createPoptorchError(f"The CPU emulator writes no PopVision reports: there is none to open at {paths}.")
+    raise createPoptorchError(f"The CPU emulator does not write PopVision reports; it cannot open {paths}.")

@@ -1,4 +1,4 @@
-"""Stand-in for popdist in processes that find this folder on PYTHONPATH, unless popdist is installed."""
+"""Replacement for popdist in processes with this folder on PYTHONPATH, unless popdist is installed."""
 
 from poptorch_companions import hand_over  # type: ignore[import-not-found]  # found through PYTHONPATH
 

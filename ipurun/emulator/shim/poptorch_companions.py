@@ -1,4 +1,4 @@
-"""Shared code of the stand-ins for modules of PopTorch's SDK."""
+"""Shared code of the replacements for SDK modules."""
 
 import importlib.util
 import os
@@ -9,19 +9,19 @@ _STAND_INS = {"popdist": "ipurun.emulator._sdk.popdist", "pva": "ipurun.emulator
 
 
 def hand_over(name: str) -> None:
-    """Put the installed module of this name in place of the one being imported, or the emulator's where there is none.
+    """Replace the module being imported with the installed one of this name, or with the emulator's.
 
     Args:
-        name: Name of a stand-in in this folder.
+        name: Name of a module in this folder.
     """
     elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
     for finder in sys.meta_path:
         spec = finder.find_spec(name, elsewhere)
-        # A folder without __init__.py is a namespace package: something else of that name.
+        # A folder without __init__.py is a namespace package, not the SDK module.
         if spec is not None and spec.loader is not None and spec.origin is not None:
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             spec.loader.exec_module(module)
             return
-    importlib.import_module("poptorch")  # the stand-in beside this one, which finds the emulator and installs it
+    importlib.import_module("poptorch")  # the module in this folder, which finds and installs the emulator
     sys.modules[name] = importlib.import_module(_STAND_INS[name])

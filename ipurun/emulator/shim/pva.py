@@ -1,4 +1,4 @@
-"""Stand-in for pva in processes that find this folder on PYTHONPATH, unless pva is installed."""
+"""Replacement for pva in processes with this folder on PYTHONPATH, unless pva is installed."""
 
 from poptorch_companions import hand_over  # type: ignore[import-not-found]  # found through PYTHONPATH
 

@@ -1,4 +1,4 @@
-"""The ways to write a placement (`pipeline.split`, `layers_per_ipu`, `blocks`, ...), each turned into blocks."""
+"""The forms in which a placement is written (`pipeline.split`, `layers_per_ipu`, `blocks`), turned into blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ipurun.inspect.facts import Facts
 from ipurun.planning.layers import find_layers, share_layers
 from ipurun.planning.placement.ends import embedding_blocks, head_blocks, returning_blocks
 
-__all__ = ["Wanted", "ipu_of_part", "is_auto", "wanted_blocks"]
+__all__ = ["RequestedBlock", "is_auto", "requested_blocks"]
 
 _BLOCK_FIELDS = {"ipu": "ipu", "ipu_id": "ipu", "id": "id", "user_id": "id"}
 _MODULE_FIELDS = ("module", "layer_to_call")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedBlock:
     """A block that the config asks for; its IPU may be left to the stages or phases."""
 
     module: str
@@ -34,60 +34,62 @@ def is_auto(split: Any) -> bool:
     return isinstance(split, str) and split.strip().lower() == "auto"
 
 
-def ipu_of_part(index: int, strategy: str) -> int:
-    """IPU of the n-th part of a model that is cut into parts."""
+def _ipu_of_part(index: int, strategy: str) -> int:
     if strategy == "serial_phased":
         return 0
     return index % 2 if strategy == "parallel_phased" else index
 
 
-def wanted_blocks(pipeline: PipelineConfig, facts: Facts, room: str, found: Findings) -> List[Wanted]:
-    """All blocks that a config asks for, in the order in which it names them.
+def requested_blocks(pipeline: PipelineConfig, facts: Facts, group: str, found: Findings) -> List[RequestedBlock]:
+    """Return all blocks that a config asks for, in the order in which it names them.
 
     Args:
         pipeline: How the model is placed.
-        facts: The model; without module names nothing is checked against it.
-        room: ``pipeline`` or ``inference``, where the keys are.
+        facts: The model; without module names, names are not checked.
+        group: ``pipeline`` or ``inference``: the config group that holds the keys.
         found: Takes the problems.
     """
-    split = _split_modules(pipeline, facts, room, found)
+    split = _split_modules(pipeline, facts, group, found)
     layers: Sequence[str] = ()
-    wanted = [
-        Wanted(module, ipu_of_part(index, pipeline.strategy), module, f"{room}.split")
+    requested = [
+        RequestedBlock(module, _ipu_of_part(index, pipeline.strategy), module, f"{group}.split")
         for index, module in enumerate(split, start=1)
     ]
     if pipeline.layers_per_ipu:
         if split:
             found.problem(
-                f"`{room}.split` and `{room}.layers_per_ipu` contradict each other",
-                seen=f"{room}.split={split}, {room}.layers_per_ipu={list(pipeline.layers_per_ipu)}",
-                fix=f"{room}.split=[] or {room}.layers_per_ipu=[]",
-                key=f"{room}.split",
+                f"`{group}.split` and `{group}.layers_per_ipu` contradict each other",
+                seen=f"{group}.split={split}, {group}.layers_per_ipu={list(pipeline.layers_per_ipu)}",
+                fix=f"{group}.split=[] or {group}.layers_per_ipu=[]",
+                key=f"{group}.split",
             )
-        layers, wanted = _by_layers(pipeline, facts, room, found)
-    wanted += _explicit_blocks(pipeline, facts, found)
+        layers, requested = _by_layers(pipeline, facts, group, found)
+    requested += _explicit_blocks(pipeline, facts, found)
     ends = (
         *embedding_blocks(pipeline, facts, found),
-        *head_blocks(pipeline, facts, layers, wanted[-1].ipu if wanted else 0, found),
+        *head_blocks(pipeline, facts, layers, requested[-1].ipu if requested else 0, found),
     )
-    return [Wanted(*end) for end in ends] + wanted if ends else wanted
+    return [RequestedBlock(*end) for end in ends] + requested if ends else requested
 
 
-def _split_modules(pipeline: PipelineConfig, facts: Facts, room: str, found: Findings) -> List[str]:
-    key = f"{room}.split"
+def _split_modules(pipeline: PipelineConfig, facts: Facts, group: str, found: Findings) -> List[str]:
+    key = f"{group}.split"
     if is_auto(pipeline.split):
         if facts.solved_split is None:
             found.problem(
-                f"`{key}=auto` was not solved",
-                seen=facts.unsolved or "no split of the model is known that fits",
-                fix="ipurun plan --solve with the same config, or pipeline.split=[MODULE, ...]",
+                f"`{key}=auto` found no split",
+                seen=facts.unsolved or "no known split of the model fits",
+                fix="run ipurun plan --solve with the same config, or set pipeline.split=[MODULE, ...]",
                 key=key,
             )
             return []
         return list(facts.solved_split)
     if isinstance(pipeline.split, str):
         found.problem(
-            f"`{key}` takes module names, or auto", seen=pipeline.split, fix=f"{key}=[{pipeline.split}]", key=key
+            f"`{key}` takes a list of module names, or auto",
+            seen=pipeline.split,
+            fix=f"{key}=[{pipeline.split}]",
+            key=key,
         )
         return []
     modules: List[str] = []
@@ -100,7 +102,7 @@ def _split_modules(pipeline: PipelineConfig, facts: Facts, room: str, found: Fin
                 )
             modules.append(module)
         if not fitting:
-            modules.append(name)  # so that the number of IPUs stays as it was meant
+            modules.append(name)  # keeps the number of IPUs as intended
     return modules
 
 
@@ -111,36 +113,38 @@ def _modules(name: str, key: str, facts: Facts, found: Findings) -> List[str]:
 
 
 def _by_layers(
-    pipeline: PipelineConfig, facts: Facts, room: str, found: Findings
-) -> Tuple[Sequence[str], List[Wanted]]:
-    key = f"{room}.layers_per_ipu"
-    if not facts.module_names:  # the model could not be made: only the number of IPUs is known
+    pipeline: PipelineConfig, facts: Facts, group: str, found: Findings
+) -> Tuple[Sequence[str], List[RequestedBlock]]:
+    key = f"{group}.layers_per_ipu"
+    layers: Sequence[str] = ()
+    if facts.module_names:
+        layers = find_layers(names_in(pipeline.layers, "pipeline.layers", found), facts, key, found)
+    counts = share_layers(pipeline.layers_per_ipu, len(layers), pipeline.ipus, key, found) if layers else ()
+    if not counts:  # keeps the number of IPUs as intended
         parts = range(1, pipeline.ipus or len(pipeline.layers_per_ipu))
-        return (), [Wanted(f"{key}[{part}]", ipu_of_part(part, pipeline.strategy), str(part), key) for part in parts]
-    layers = find_layers(names_in(pipeline.layers, "pipeline.layers", found), facts, key, found)
-    if not layers:
-        return (), []
-    counts = share_layers(pipeline.layers_per_ipu, len(layers), pipeline.ipus, key, found)
-    wanted: List[Wanted] = []
+        return layers, [
+            RequestedBlock(f"{key}[{part}]", _ipu_of_part(part, pipeline.strategy), str(part), key) for part in parts
+        ]
+    requested: List[RequestedBlock] = []
     before = pipeline.embedding_ipu or 0
     layer_ipus: Dict[str, int] = {}
     first = 0
     for part, count in enumerate(counts):
-        ipu = ipu_of_part(part, pipeline.strategy)
+        ipu = _ipu_of_part(part, pipeline.strategy)
         layer_ipus.update(dict.fromkeys(layers[first : first + count], ipu))
         phased = pipeline.strategy.endswith("phased") and part > 0
         if count and (ipu != before or phased):
-            wanted.append(Wanted(layers[first], ipu, layers[first], key))
+            requested.append(RequestedBlock(layers[first], ipu, layers[first], key))
         if count:
             before = ipu
         first += count
-    begun = {one.module for one in wanted}
+    begun = {one.module for one in requested}
     returning = returning_blocks(pipeline, facts, layer_ipus, found)
-    return layers, [Wanted(*block) for block in returning if block[0] not in begun] + wanted
+    return layers, [RequestedBlock(*block) for block in returning if block[0] not in begun] + requested
 
 
-def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) -> List[Wanted]:
-    wanted: List[Wanted] = []
+def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) -> List[RequestedBlock]:
+    requested: List[RequestedBlock] = []
     taken: Dict[str, str] = {}
     for pattern, entry in _block_entries(pipeline.blocks, found):
         fields = _block_fields(pattern, entry, found)
@@ -151,12 +155,12 @@ def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) ->
             if taken.setdefault(match.name, pattern) != pattern:
                 found.problem(
                     f"`pipeline.blocks`: `{taken[match.name]}` and `{pattern}` both begin a block at `{match.name}`",
-                    fix="one block for each module",
+                    fix="keep one block for each module",
                     key="pipeline.blocks",
                 )
-                continue  # the first one stands for both in what else is checked
-            wanted.append(Wanted(match.name, fields.get("ipu"), block_id, "pipeline.blocks"))
-    return wanted
+                continue
+            requested.append(RequestedBlock(match.name, fields.get("ipu"), block_id, "pipeline.blocks"))
+    return requested
 
 
 def _block_entries(blocks: Any, found: Findings) -> List[Tuple[str, Any]]:
@@ -164,8 +168,8 @@ def _block_entries(blocks: Any, found: Findings) -> List[Tuple[str, Any]]:
         return list(flat_names(blocks, tuple(_BLOCK_FIELDS)).items())
     entries: List[Tuple[str, Any]] = []
     for entry in blocks if isinstance(blocks, (list, tuple)) else [blocks]:
-        name = next((entry[field] for field in _MODULE_FIELDS if field in entry), None) if _is_map(entry) else None
-        if name is None:
+        named = [entry[field] for field in _MODULE_FIELDS if field in entry] if isinstance(entry, Mapping) else []
+        if not named:
             found.problem(
                 "`pipeline.blocks` takes a mapping by module, or a list of {module, ipu, id}",
                 seen=str(entry),
@@ -173,12 +177,8 @@ def _block_entries(blocks: Any, found: Findings) -> List[Tuple[str, Any]]:
                 key="pipeline.blocks",
             )
             continue
-        entries.append((str(name), {key: value for key, value in entry.items() if key not in _MODULE_FIELDS}))
+        entries.append((str(named[0]), {key: value for key, value in entry.items() if key not in _MODULE_FIELDS}))
     return entries
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _block_fields(pattern: str, entry: Any, found: Findings) -> Optional[Dict[str, Any]]:
@@ -208,18 +208,18 @@ def _block_matches(pattern: str, facts: Facts, found: Findings) -> List[Match]:
 
 
 def _block_id(template: Optional[str], match: Match, index: int, ipu: Optional[int], found: Findings) -> str:
-    """A block's name: the module's, or a template's, such as ``layer{0}`` for the first wildcard's text."""
+    """Return a block's id: the module's name, or a filled-in template such as ``layer{0}``."""
     if template is None:
         return match.name
     try:
-        # What has no index in a format string gets the next one, so that `{}` means the first wildcard.
+        # vformat numbers `{}` itself, so that it means the first wildcard.
         return string.Formatter().vformat(template, match.texts, {"name": match.name, "index": index, "ipu": ipu})
     except (IndexError, KeyError, ValueError) as error:
         found.problem(
             f"`pipeline.blocks`: the id `{template}` cannot be filled in for `{match.name}`",
             seen=f"{type(error).__name__}: {error}",
-            known="{name}, {index}, {ipu}, and {0}, {1}, ... for what the pattern's wildcards stand for",
-            fix="{index} counts the modules that fit",
+            known="{name}, {index}, {ipu}, and {0}, {1}, ... for the text that each wildcard matches",
+            fix="use {index}, which counts the matching modules",
             key="pipeline.blocks",
         )
         return match.name

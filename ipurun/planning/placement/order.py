@@ -8,16 +8,16 @@ from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from ipurun.inspect.facts import Facts
 from ipurun.planning.plan import Placement
 
-__all__ = ["Begin", "begins_of", "block_at_calls", "count_stages", "number_own_blocks", "order_names"]
+__all__ = ["BlockStart", "block_starts", "block_at_calls", "count_stages", "number_user_blocks", "order_names"]
 
 
 @dataclass(frozen=True)
-class Begin:
-    """A block begins.
+class BlockStart:
+    """The point at which a block begins.
 
     Args:
         placement: The block.
-        operations: Operations done before it; None where the model was not traced.
+        operations: Number of operations before it; None where the model was not traced.
     """
 
     placement: Placement
@@ -25,39 +25,43 @@ class Begin:
 
 
 def order_names(facts: Facts) -> Tuple[str, ...]:
-    """Modules in the order in which they first run; in order of definition where the model was not traced."""
+    """Return modules in the order in which they first run; in order of definition where the model was not traced."""
     if facts.calls:
         return tuple(dict.fromkeys(call.module for call in facts.calls))
     return ("", *facts.module_names)
 
 
-def begins_of(placements: Sequence[Placement], facts: Facts, listed: bool = False) -> List[Begin]:
-    """Where blocks begin, in the order in which the model runs.
+def block_starts(placements: Sequence[Placement], facts: Facts, listed: bool = False) -> List[BlockStart]:
+    """Return where blocks begin, in the order in which the model runs.
 
     Args:
-        placements: Blocks of the config and of the model's code, at most one at a module.
+        placements: Blocks in the config and in the model's code, at most one for each module.
         facts: The model.
-        listed: Whether the order of the placements is to be trusted more than that of definition.
+        listed: Whether the order of the placements counts, not that of definition.
     """
     if facts.calls:
         by_module: Mapping[str, Placement] = {placement.module: placement for placement in placements}
-        begins = [Begin(by_module[call.module], call.operations) for call in facts.calls if call.module in by_module]
-        begins += [
-            Begin(Placement("", block.ipu, block.block_id or "", "the model's code"), block.operations)
+        starts = [
+            BlockStart(by_module[call.module], call.operations) for call in facts.calls if call.module in by_module
+        ]
+        starts += [
+            BlockStart(Placement("", block.ipu, block.block_id or "", "the model's code"), block.operations)
             for block in facts.user_blocks
             if block.module is None and block.ipu is not None
         ]
-        return sorted(begins, key=lambda begin: begin.operations or 0)
+        return sorted(starts, key=lambda start: start.operations or 0)
     if listed:
-        return [Begin(placement) for placement in placements]
+        return [BlockStart(placement) for placement in placements]
     positions = {name: position for position, name in enumerate(order_names(facts))}
     ordered = sorted(placements, key=lambda placement: positions.get(placement.module, len(positions)))
-    return [Begin(placement) for placement in ordered]
+    return [BlockStart(placement) for placement in ordered]
 
 
-def number_own_blocks(placements: Sequence[Placement], facts: Facts) -> Facts:
-    """The facts with an IPU for every block of the model's code: where it asks for none, `AutoStage.AutoIncrement`
-    gives it the number of its stage, counted from 1 over all blocks in the order in which they begin.
+def number_user_blocks(placements: Sequence[Placement], facts: Facts) -> Facts:
+    """Return the facts with an IPU for every block in the model's code.
+
+    `AutoStage.AutoIncrement` puts blocks without one on the IPU with the number of their stage, counted from 1 over
+    all blocks in the order in which they begin.
     """
     at_modules = {block.module: block.block_id or block.module for block in facts.user_blocks if block.module}
     at_modules.update({placement.module: placement.block_id for placement in placements})
@@ -75,15 +79,16 @@ def number_own_blocks(placements: Sequence[Placement], facts: Facts) -> Facts:
     return replace(facts, user_blocks=blocks)
 
 
-def count_stages(begins: Sequence[Begin]) -> int:
-    """Forward stages as PopTorch counts them: one more than there are switches between IPUs, from IPU 0 on."""
-    ipus = [0, *(begin.placement.ipu for begin in begins)]
+def count_stages(starts: Sequence[BlockStart]) -> int:
+    """Count forward stages as PopTorch does: one more than the switches between IPUs, beginning at IPU 0."""
+    ipus = [0, *(start.placement.ipu for start in starts)]
     return 1 + sum(before != after for before, after in zip(ipus, ipus[1:]))
 
 
 def block_at_calls(placements: Sequence[Placement], facts: Facts) -> Iterator[Tuple[str, Optional[Placement]]]:
-    """Every call of a module with the block it runs in; None before the first block. Without a trace each module is
-    taken to run once, in order of definition.
+    """Yield every call of a module with the block in which it runs; None before the first block.
+
+    Without a trace, modules are assumed to run once, in order of definition.
     """
     begun: Dict[str, Placement] = {placement.module: placement for placement in placements}
     current: Optional[Placement] = None

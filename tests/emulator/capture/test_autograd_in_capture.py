@@ -1,4 +1,4 @@
-"""What a model sees of autograd while it is captured, and what it leaves behind."""
+"""Autograd during a capture, and its traces afterwards."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ import ipurun.emulator as poptorch
 
 
 class _Looking(nn.Module):
-    """Applies a function to the result of a layer and notes what autograd knows of the result."""
+    """Applies a function to the result of a layer and records the autograd attributes of its result."""
 
     def __init__(self, function):
         super().__init__()
@@ -41,7 +41,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_inference_models_see_what_autograd_knows(name):
+def test_inference_models_can_read_autograd_attributes(name):
     model = _Looking(OPS[name])
     result = poptorch.inferenceModel(model)(torch.randn(2, 3))
     assert model.seen == [(False, True)]
@@ -49,14 +49,14 @@ def test_inference_models_see_what_autograd_knows(name):
     assert not tensor.requires_grad
 
 
-def test_an_op_without_gradient_is_no_leaf_in_inference():
+def test_an_op_without_gradient_is_not_a_leaf_in_inference():
     model = _Looking(lambda x: poptorch.ctc_beam_search_decoder(x.reshape(2, 1, 3), torch.tensor([2]), 0, 2, 1))
     poptorch.inferenceModel(model)(torch.randn(2, 3))
     assert model.seen == [(False, True)]
 
 
 class _Remembering(nn.Module):
-    """Writes what a layer gives into a buffer and into a plain tensor."""
+    """Writes the result of a layer to a buffer and a plain tensor."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def test_tensors_that_forward_writes_have_no_history_afterwards(wrap):
 
 
 class _Checkpointed(nn.Module):
-    """Two layers, the second through torch's checkpointing."""
+    """Two layers, the second with torch's checkpointing."""
 
     def __init__(self, probability, **how):
         super().__init__()
@@ -111,7 +111,7 @@ def test_checkpointed_models_train_like_torch(use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_changes_no_random_number(use_reentrant):
+def test_checkpointing_does_not_change_random_numbers(use_reentrant):
     torch.manual_seed(0)
     plain = _Checkpointed(0.5)
     checkpointed = _Checkpointed(0.5, use_reentrant=use_reentrant)
@@ -126,7 +126,7 @@ def test_checkpointing_changes_no_random_number(use_reentrant):
 
 
 class _GarbageInBackward(torch.autograd.Function):
-    """The identity, whose backward leaves the gradient in a cycle that only a collection frees."""
+    """The identity; its backward leaves the gradient in a cycle that only garbage collection frees."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_a_weight_is_the_weight_before_the_update():
 
 
 class _Forces(nn.Module):
-    """An energy and its gradient by the positions, which forward takes itself."""
+    """An energy and its gradient with respect to the positions, computed in forward."""
 
     def __init__(self, mark):
         super().__init__()
@@ -211,7 +211,7 @@ class _Forces(nn.Module):
         return energy, torch.autograd.grad(energy, positions if self.mark else self.layer.weight)[0]
 
 
-def test_inference_models_may_take_gradients_in_forward(monkeypatch):
+def test_inference_models_may_compute_gradients_in_forward(monkeypatch):
     monkeypatch.setenv("POPTORCH_EMULATOR_STRICT", "0")
     model = _Forces(mark=True)
     inference = poptorch.inferenceModel(model)
@@ -222,7 +222,7 @@ def test_inference_models_may_take_gradients_in_forward(monkeypatch):
         torch.testing.assert_close(gradient, expected[1])
 
 
-def test_a_gradient_of_what_forward_did_not_mark_is_explained(monkeypatch):
+def test_a_gradient_of_an_unmarked_tensor_is_explained(monkeypatch):
     monkeypatch.setenv("POPTORCH_EMULATOR_STRICT", "0")
     with pytest.raises(poptorch.Error, match=r"requires_grad_\(\)"):
         poptorch.inferenceModel(_Forces(mark=False))(torch.randn(2, 3))
@@ -245,7 +245,7 @@ def _clear_the_end(z):
     return squares + z.sum()
 
 
-# In place through views that start elsewhere in memory, and the same values without writing.
+# In-place writes through views with an offset, and the same values without writing.
 WRITES_TO_SAVED = {
     "slice": (_double_a_slice, lambda z: z[:, 0].sum() + 2 * z[:, 1:].sum()),
     "row": (_add_to_a_row, lambda z: (z * z).sum() + z.sum()),
@@ -254,7 +254,7 @@ WRITES_TO_SAVED = {
 
 
 class _Writing(nn.Module):
-    """Writes to a tensor that the backward pass of `exp` needs as it was."""
+    """Overwrites a tensor that the backward pass of `exp` needs."""
 
     def __init__(self, write):
         super().__init__()
@@ -266,7 +266,7 @@ class _Writing(nn.Module):
 
 
 @pytest.mark.parametrize("name", WRITES_TO_SAVED)
-def test_writing_to_what_backward_needs_changes_no_gradient(name):
+def test_writing_to_saved_tensors_does_not_change_gradients(name):
     write, value = WRITES_TO_SAVED[name]
     model, x = _Writing(write), torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
     weight = model.weight.detach().clone().requires_grad_()

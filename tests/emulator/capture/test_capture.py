@@ -1,4 +1,4 @@
-"""What capture freezes, refuses and records."""
+"""Values and operations that a capture freezes, refuses or records."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_training_flags_are_frozen_when_compiled():
     assert torch.equal(executor(x), before)
 
 
-def test_plain_tensors_are_constants_and_their_changes_do_not_last():
+def test_plain_tensors_are_constants_and_their_changes_are_undone():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -59,7 +59,7 @@ def test_plain_tensors_are_constants_and_their_changes_do_not_last():
 
 
 class _CountsCaptures(nn.Module):
-    """Adds one to a plain tensor, which a graph does not see as an input."""
+    """Adds one to a plain tensor, which is not an input of the graph."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class _CountsCaptures(nn.Module):
         return x.reshape(3) * self.count
 
 
-def test_what_is_made_of_plain_tensors_alone_happens_once_on_the_host():
+def test_operations_on_plain_tensors_alone_run_once_on_the_host():
     model = _CountsCaptures()
     executor = poptorch.inferenceModel(model)
     assert [executor().tolist() for _ in range(3)] == [[1.0], [1.0], [1.0]]
@@ -101,7 +101,7 @@ def test_a_failed_compile_leaves_plain_tensors_as_they_were():
     ],
     ids=["float", "branch", "item", "nonzero", "masked_select", "numpy"],
 )
-def test_what_depends_on_data_is_explained_with_its_line(use, explained):
+def test_data_dependence_is_explained_with_its_line(use, explained):
     class Model(nn.Module):
         def forward(self, x):
             return use(x)
@@ -170,7 +170,7 @@ def test_zero_sized_tensors_are_refused():
         poptorch.inferenceModel(Double())(torch.randn(0, 2))
 
 
-def test_tensors_may_be_made_on_the_device():
+def test_tensors_may_be_created_on_the_device():
     class Model(nn.Module):
         def forward(self, x):
             return x + torch.ones(2, device="ipu") + torch.zeros(2).to("ipu")
@@ -190,7 +190,7 @@ def test_inputs_changed_in_place_are_written_back():
     assert x.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_placement_of_every_operation_can_be_asked_for():
+def test_placement_of_every_operation_can_be_read():
     class Blocks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -228,12 +228,12 @@ def test_random_streams_depend_on_the_seed_not_on_the_number_of_calls():
     assert len({tuple(row.tolist()) for row in at_once}) > 1
 
 
-def test_replicas_draw_from_streams_of_their_own():
+def test_replicas_draw_from_separate_streams():
     rows = _dropout(3, replicas=4)(torch.ones(4, 32))
     assert len({tuple(row.tolist()) for row in rows}) == 4
 
 
-def test_the_hosts_generator_is_left_alone():
+def test_the_hosts_generator_is_not_changed():
     executor = _dropout()
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -258,7 +258,7 @@ def test_rng_state_continues_a_stream():
 
 
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm2d(4)])
-def test_many_micro_batches_give_what_one_at_a_time_gives(norm):
+def test_many_micro_batches_equal_one_at_a_time(norm):
     """The first call is compared with the second: the second may compute micro-batches at once."""
     torch.manual_seed(0)
     model = Classifier(norm)
@@ -304,7 +304,7 @@ def test_values_that_backward_needs_may_be_changed_in_place(accumulation):
     assert float(model.factor) == 2.0 + accumulation
 
 
-def test_one_hot_needs_the_number_of_classes_and_nothing_else():
+def test_one_hot_needs_only_the_number_of_classes():
     labels = torch.tensor([[0, 2], [3, 1]])
     found = poptorch.inferenceModel(_Function(lambda x: nn.functional.one_hot(x, num_classes=5)))(labels)
     assert torch.equal(found.long(), nn.functional.one_hot(labels, num_classes=5))
@@ -321,7 +321,7 @@ class _Function(nn.Module):
         return self.function(x)
 
 
-def test_a_transformer_takes_its_mask_as_an_input():
+def test_a_transformer_accepts_its_mask_as_an_input():
     torch.manual_seed(0)
     model = nn.Transformer(8, 2, 1, 1, dim_feedforward=8, dropout=0.0, batch_first=True).eval()
     source, target = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -347,8 +347,8 @@ def _clip_by_hook(x):
 
 
 @pytest.mark.parametrize("clip", [_Clips.apply, _clip_by_hook], ids=["function", "hook"])
-def test_gradients_of_the_users_own_are_exact_for_every_micro_batch(clip):
-    """Clipping does nothing in the first call; a re-derived backward pass would do nothing in the second."""
+def test_user_defined_gradients_are_exact_for_every_micro_batch(clip):
+    """Clipping has no effect in the first call; a re-derived backward pass would have none in the second."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -366,7 +366,7 @@ def test_gradients_of_the_users_own_are_exact_for_every_micro_batch(clip):
     assert float(model.weight) == pytest.approx(-0.5)
 
 
-def test_attention_is_taken_apart_though_the_model_asks_for_a_fused_kernel():
+def test_attention_is_decomposed_even_if_the_model_requests_a_fused_kernel():
     attention = pytest.importorskip("torch.nn.attention")
 
     class Fused(nn.Module):

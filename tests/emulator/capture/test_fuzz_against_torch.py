@@ -1,7 +1,7 @@
-"""Random models, options and optimizers against a loop in plain torch: losses, weights and buffers.
+"""Random models, options and optimizers compared with a loop in plain torch: losses, weights and buffers.
 
-Each seed is one case: two or three layers of `LAYERS`, a cut of the batch, a reduction, an optimizer, an output mode,
-two calls with a learning rate that changes between them. The loop knows nothing of the emulator.
+Each seed is one case: two or three layers of `LAYERS`, a split of the batch, a reduction, an optimizer, an output mode,
+and two calls with different learning rates. The loop does not use the emulator.
 """
 
 import random
@@ -27,7 +27,7 @@ class _Straight(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A linear layer and something done to its result."""
+    """A linear layer followed by another operation."""
 
     def __init__(self, then):
         super().__init__()
@@ -75,7 +75,7 @@ LAYERS = {
 }
 WRITE_BUFFERS = ("buffer", "batch norm")
 
-# Each optimizer of PopTorch's with the one of torch's that computes the same.
+# Each optimizer of PopTorch with the equivalent one of torch.
 OPTIMIZERS = {
     "sgd": (poptorch.optim.SGD, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
     "combined sgd": (poptorch.optim.SGD, torch.optim.SGD, {"momentum": 0.5, "weight_decay": 0.1}),
@@ -129,7 +129,7 @@ class _Case:
         )
 
     def collect(self, results):
-        """What a call returns, of one output of every run."""
+        """Return the result of a call from one output of every run."""
         last = (self.iterations - 1, self.accumulation - 1)
         if self.mode == "Sum":
             parts = [sum(results[run] for run in self.runs if run[2] == replica) for replica in range(self.replicas)]
@@ -140,7 +140,7 @@ class _Case:
 
 
 def _call_in_torch(case, model, optimizer, buffers, x, labels):
-    """One call: every replica has its own buffers, an update comes after each iteration."""
+    """Run one call: every replica has separate buffers, and an update follows each iteration."""
     logits, losses = {}, {}
     divisor = case.accumulation * case.replicas if case.mean else 1
     for number, run in enumerate(case.runs):
@@ -157,7 +157,7 @@ def _call_in_torch(case, model, optimizer, buffers, x, labels):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_random_case_trains_as_in_torch(seed):
+def test_a_random_case_trains_like_torch(seed):
     case = _Case(seed)
     torch.manual_seed(seed)
     model, reference = _Model(case.names), _Model(case.names)

@@ -13,7 +13,7 @@ def _options(strided):
 
 
 @pytest.mark.parametrize("affine", [False, True])
-def test_strided_groups_hold_every_nth_channel(affine):
+def test_strided_groups_contain_every_nth_channel(affine):
     torch.manual_seed(0)
     model = torch.nn.GroupNorm(2, 6, affine=affine)
     if affine:
@@ -31,7 +31,7 @@ def test_strided_groups_hold_every_nth_channel(affine):
     torch.testing.assert_close(poptorch.inferenceModel(model, _options(True))(x), expected)
 
 
-def test_without_the_option_groups_are_neighbours():
+def test_without_the_option_groups_are_contiguous():
     torch.manual_seed(0)
     model = torch.nn.GroupNorm(2, 6)
     x = torch.randn(3, 6, 4)

@@ -1,4 +1,4 @@
-"""Half precision: types of results, kernels the CPU lacks, rounding at random, floating-point exceptions."""
+"""Half precision: types of results, kernels missing on the CPU, stochastic rounding, floating-point exceptions."""
 
 import copy
 import time
@@ -84,7 +84,7 @@ def _train(model, x, labels, **kwargs):
 
 
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm2d(4)])
-def test_half_weights_and_master_weights_train_as_float_does(norm):
+def test_half_weights_and_master_weights_train_like_float(norm):
     torch.manual_seed(0)
     model = Classifier(norm)
     masters, halves = copy.deepcopy(model), copy.deepcopy(model).half()
@@ -124,7 +124,7 @@ def test_products_are_summed_in_float_and_rounded_once(function, shapes):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator).half() for shape in shapes]
     expected = function(*[tensor.float() for tensor in tensors]).half()
-    # Sums in float32 differ in the order of their terms alone, which moves a half result by its last bit at most.
+    # Sums in float32 differ only in the order of terms, which changes at most the last bit of a half result.
     torch.testing.assert_close(_infer(function)(*tensors), expected, rtol=2.0**-10, atol=2.0**-12)
 
 
@@ -138,7 +138,7 @@ def test_half_products_take_about_as_long_as_float_ones():
         start = time.process_time()
         run()
         times.append(time.process_time() - start)
-    assert times[1] < 20 * times[0] + 0.02  # torch's own half kernel takes two hundred times as long
+    assert times[1] < 20 * times[0] + 0.02  # torch's half kernel is 200 times slower
 
 
 def _rounding(seed=1):
@@ -157,10 +157,10 @@ def test_stochastic_rounding_keeps_the_expected_value():
     assert share[1] == pytest.approx(0.25, abs=0.05)
 
 
-def test_stochastic_rounding_keeps_what_half_can_hold():
+def test_stochastic_rounding_keeps_values_that_half_can_represent():
     inf = float("inf")
     held = [0.0, 2.0**-24, -3 * 2.0**-24, 2.0**-14, -(2.0**-14), 1.0, -1.5, 65504.0, inf, -inf]
-    x = torch.tensor(held).repeat(10000, 1)  # more than is rounded at a time
+    x = torch.tensor(held).repeat(10000, 1)  # more than one chunk of the rounding
     model = _infer(lambda x: (x.half(), x.half().isnan()), _rounding())
     result, no_number = model(x)
     assert torch.equal(result.float(), x)
@@ -178,7 +178,7 @@ def test_stochastic_rounding_picks_a_neighbour(step):
     torch.testing.assert_close(result.mean(0), x[0], rtol=0, atol=0.05 * step)
 
 
-def test_stochastic_rounding_follows_the_seed_and_leaves_float_alone():
+def test_stochastic_rounding_depends_on_the_seed_and_does_not_change_float():
     x = torch.rand(64)
     first = _infer(lambda x: (x.half() * x.half(), x * 3), _rounding(1))(x)
     again = _infer(lambda x: (x.half() * x.half(), x * 3), _rounding(1))(x)

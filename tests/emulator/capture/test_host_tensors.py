@@ -1,4 +1,4 @@
-"""Tensors of the host in forward: which of them PopTorch takes, which it refuses."""
+"""Host tensors in forward: which ones PopTorch accepts and which it refuses."""
 
 import warnings
 
@@ -36,7 +36,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("function", "described"), REFUSED.values(), ids=REFUSED)
-def test_mixing_with_the_device_is_refused_with_the_line_and_what_to_do(function, described):
+def test_mixing_with_the_device_is_refused_with_line_and_advice(function, described):
     with pytest.raises(poptorch.Error) as error:
         inference(function).compile(torch.ones(3))
     message = str(error.value)
@@ -65,7 +65,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize(("function", "expected"), ACCEPTED.values(), ids=ACCEPTED)
-def test_what_is_on_the_device_or_moved_there_is_taken(function, expected):
+def test_tensors_on_the_device_or_moved_there_are_accepted(function, expected):
     assert inference(function)(torch.ones(3)).tolist() == expected
 
 
@@ -79,7 +79,7 @@ def test_assigned_numbers_are_on_the_device():
     assert inference(assign)(torch.ones(3)).tolist() == [6.0, 1.0, 1.0]
 
 
-def test_the_host_computes_with_its_own_tensors_and_warns_about_outputs():
+def test_the_host_computes_with_host_tensors_and_warns_about_outputs():
     with pytest.warns(UserWarning, match="Output expected to be on the IPU but is on cpu"):
         sums, doubled = inference(lambda x: (OUTSIDE + OUTSIDE, x * 2))(torch.ones(3))
     assert sums.tolist() == [2.0, 4.0, 6.0]

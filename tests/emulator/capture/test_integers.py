@@ -46,7 +46,7 @@ def test_comparisons_see_the_wrapped_value():
     assert _run(lambda x: x + 1 > x, LARGE).tolist() == [False, True, True]
 
 
-def test_what_fits_is_left_alone():
+def test_values_in_range_are_unchanged():
     x = torch.tensor([1, -2, 3], dtype=torch.int64)
     found = _run(lambda x, w: (x * 1000 + 7, w.index_select(0, x.abs())), x, torch.arange(5.0))
     assert found[0].tolist() == [1007, -1993, 3007]
@@ -69,7 +69,7 @@ def test_a_counter_in_a_buffer_wraps_around():
     assert executor.count.item() == -(2**31) + 1
 
 
-def test_a_buffer_is_narrowed_on_its_way_to_the_device():
+def test_a_buffer_is_narrowed_when_uploaded():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -81,7 +81,7 @@ def test_a_buffer_is_narrowed_on_its_way_to_the_device():
     assert poptorch.inferenceModel(Model())(torch.ones(2)).tolist() == [3.0, 4.0]
 
 
-def test_micro_batches_with_integers_give_what_one_by_one_gives():
+def test_micro_batches_with_integers_equal_one_by_one():
     class Model(torch.nn.Module):
         def forward(self, x, w):
             return w * (x * 2**20 + 1).float()

@@ -1,4 +1,4 @@
-"""How the loss of a training model is found."""
+"""Finding the loss of a training model."""
 
 import copy
 
@@ -12,7 +12,7 @@ import ipurun.emulator as poptorch
 
 
 class _Model(nn.Module):
-    """A linear layer and whatever the given function makes of its output and a target."""
+    """A linear layer and a function of its output and a target."""
 
     def __init__(self, finish):
         super().__init__()
@@ -62,7 +62,7 @@ def test_loss_functions_of_torch_are_found(name):
     ],
     ids=["nested", "first", "used afterwards"],
 )
-def test_the_loss_may_be_anywhere_among_what_is_returned(finish):
+def test_the_loss_may_be_anywhere_in_the_result(finish):
     torch.manual_seed(0)
     model = _Model(finish)
     reference = copy.deepcopy(model.layer)
@@ -82,7 +82,7 @@ def _weight_after_one_step(finish, scale_of_gradient):
     torch.testing.assert_close(model.layer.weight, reference.weight - 0.1 * reference.weight.grad)
 
 
-def test_identity_loss_around_other_losses_is_the_one_that_counts():
+def test_identity_loss_around_other_losses_is_the_loss():
     def finish(y, target):
         parts = functional.mse_loss(y, target) + 5 * functional.l1_loss(y, target)
         return poptorch.identity_loss(parts, reduction="mean")
@@ -99,7 +99,7 @@ def test_identity_loss_reduces(reduction):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_part_of_the_loss_is_a_vector_of_one_element(reduction):
+def test_a_part_of_the_loss_is_a_one_element_vector(reduction):
     def finish(y, target):
         part = poptorch.identity_loss(y - target, reduction=reduction)
         squared = 5 * part * part
@@ -127,7 +127,7 @@ def test_a_part_of_the_loss_that_is_not_reduced_keeps_its_shape():
     assert tuple(loss.shape) == ()
 
 
-def test_a_loss_that_nothing_returned_depends_on_does_not_count():
+def test_a_loss_that_no_result_depends_on_is_ignored():
     def finish(y, target):
         functional.l1_loss(y, target)
         return functional.mse_loss(y, target)

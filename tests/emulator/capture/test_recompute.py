@@ -1,4 +1,4 @@
-"""Recomputation computes again, and changes no number."""
+"""Recomputation repeats operations without changing results."""
 
 import copy
 
@@ -12,7 +12,7 @@ import ipurun.emulator as poptorch
 
 
 class _Chain(nn.Module):
-    """Tanh layers, whose results the backward pass needs; a checkpoint after the second if asked for."""
+    """Tanh layers, whose results the backward pass needs, with an optional checkpoint after the second."""
 
     def __init__(self, checkpoint=False, stages=1):
         super().__init__()
@@ -31,7 +31,7 @@ class _Chain(nn.Module):
 
 
 def _tanh_runs(executor):
-    """How many forward and how many recomputed tanh operations the compiled model has."""
+    """Return the numbers of forward and recomputed tanh operations in the compiled model."""
     nodes = [node for node in executor._executable.graph.nodes if node.name == "tanh"]
     recomputed = [node for node in nodes if node.is_recomputed]
     return len(nodes) - len(recomputed), len(recomputed)
@@ -56,12 +56,12 @@ def _train(model, mode=None, accumulation=1):
     return executor
 
 
-def test_nothing_is_recomputed_unless_asked_for():
+def test_nothing_is_recomputed_by_default():
     assert _tanh_runs(_train(_Chain())) == (4, 0)
     assert _tanh_runs(_train(_Chain(checkpoint=True))) == (4, 0)
 
 
-def test_recompute_all_repeats_everything_but_checkpoints():
+def test_recompute_all_repeats_everything_except_checkpoints():
     assert _tanh_runs(_train(_Chain(), mode=4)) == (4, 4)
     assert _tanh_runs(_train(_Chain(checkpoint=True), mode=4)) == (4, 3)
 
@@ -87,7 +87,7 @@ def test_checkpoints_pass_values_through():
         poptorch.recomputationCheckpoint(1)
 
 
-def test_a_constant_that_forward_makes_is_no_obstacle():
+def test_forward_may_create_constants():
     class Clamped(nn.Module):
         def __init__(self):
             super().__init__()

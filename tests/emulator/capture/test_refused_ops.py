@@ -1,4 +1,4 @@
-"""What a model may not do because a device cannot, and what it may do although one would not expect it."""
+"""Operations that are refused because a device does not support them, and some that work unexpectedly."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_half_accumulator_of_several_micro_batches():
     torch.testing.assert_close(model.bias.detach(), before - 1.0)
 
 
-def test_loading_optimizer_state_brings_the_weights_home_first():
+def test_loading_optimizer_state_copies_the_weights_to_the_host_first():
     model = torch.nn.Linear(2, 1)
 
     class WithLoss(torch.nn.Module):
@@ -117,7 +117,7 @@ def test_seeding_in_forward_does_not_seed_the_device():
     first, second = on_device(torch.zeros(8)), on_device(torch.zeros(8))
     assert not torch.equal(first, second)
     assert not torch.equal(first, on_host)
-    torch.manual_seed(7)  # the real function is back
+    torch.manual_seed(7)  # the original function is restored
     assert torch.equal(torch.rand(8), on_host)
 
 
@@ -147,8 +147,8 @@ def test_rrelu_trains_with_random_slopes(inplace):
     ("folder", "advice"),
     [("site-packages/masks.py", "an attention mask of four dimensions"), ("own/model.py", "torch.where")],
 )
-def test_reading_a_value_is_explained_for_whom_it_concerns(folder, advice):
-    """Who wrote the line can change it; who uses a library needs an argument that avoids it."""
+def test_the_advice_on_reading_a_value_depends_on_who_wrote_the_line(folder, advice):
+    """The author of the line can change it; the user of a library needs an argument that avoids it."""
     names = {}
     exec(compile("def looks(x):\n    return x * 2 if x.all() else x", f"/somewhere/{folder}", "exec"), names)
     with pytest.raises(poptorch.Error, match=f"{folder}:2: its value is read back.*{advice}"):

@@ -1,4 +1,4 @@
-"""PopTorch's ops under their names in torch, as programs that rewrite torch.fx graphs insert them."""
+"""PopTorch's ops under their names in torch, as inserted by programs that rewrite torch.fx graphs."""
 
 import subprocess
 import sys

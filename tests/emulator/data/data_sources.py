@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class Counting(Dataset):
-    """Item i is a float tensor full of i and the integer i."""
+    """Item i is a float tensor filled with i, and the integer i."""
 
     def __init__(self, length: int, broken_at: Optional[int] = None) -> None:
         self.length = length
@@ -53,14 +53,14 @@ class ProcessIds(Counting):
 
 
 class StartMethods(Counting):
-    """Every item is the number, among all, of the way in which its process would start another one."""
+    """Every item is the index of the start method in its process."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(multiprocessing.get_all_start_methods().index(multiprocessing.get_start_method()))
 
 
 class Stuck(Counting):
-    """Never gets past its second item."""
+    """Hangs after its second item."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 1:
@@ -92,7 +92,7 @@ def divide_between_workers(worker_id: int) -> None:
 
 
 class Pair:
-    """A batch class that needs a parser of its own."""
+    """A batch class that needs a custom parser."""
 
     def __init__(self, data: torch.Tensor, label: torch.Tensor) -> None:
         self.data = data
@@ -104,7 +104,7 @@ def collate_into_pair(items: List[Any]) -> Pair:
 
 
 def labels(batches: Any) -> List[List[int]]:
-    """The labels of each batch; read at once, since asynchronous batches do not last."""
+    """Return the labels of each batch, copied at once because asynchronous batches are overwritten."""
     return [batch[1].tolist() for batch in batches]
 
 

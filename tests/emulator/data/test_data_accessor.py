@@ -1,4 +1,4 @@
-"""The AsynchronousDataAccessor: items, reading ahead, failures and the end of its process."""
+"""The AsynchronousDataAccessor: items, prefetching, failures and the end of its process."""
 
 import multiprocessing
 import os
@@ -69,7 +69,7 @@ class TestItems:
     def test_sequences_become_lists(self, access):
         assert type(next(iter(access(Counting(2))))) is list
 
-    def test_item_lasts_until_the_next(self, access):
+    def test_item_is_valid_until_the_next(self, access):
         accessor = access(Counting(20), buffer_size=1)
         iterator = iter(accessor)
         first = next(iterator)
@@ -145,7 +145,7 @@ class TestReadingAhead:
 
 
 class TestFailures:
-    def test_no_room(self):
+    def test_buffer_size_must_be_positive(self):
         with pytest.raises(AssertionError, match="buffer_size"):
             AsynchronousDataAccessor(Counting(4), buffer_size=0)
 
@@ -208,7 +208,7 @@ class TestEnd:
         assert copy.exitcode == 0
         assert numbers(accessor) == [0, 1, 2, 3]
 
-    def test_stuck_dataset_does_not_prevent_it(self, access):
+    def test_hanging_dataset_does_not_prevent_it(self, access):
         accessor = access(Stuck(4), early_preload=True)
         process = accessor._worker._process
         accessor.terminate()
@@ -238,7 +238,7 @@ if __name__ == "__main__":
 
 
 class TestProgram:
-    """Whole programs with the default way of starting, which leaves the worker no child of theirs."""
+    """Complete programs with the default start method, where the worker is not their child process."""
 
     @pytest.fixture
     def script(self, tmp_path):
@@ -255,7 +255,7 @@ class TestProgram:
             return False
         return state != "Z"
 
-    def test_nothing_is_left_at_exit(self, script):
+    def test_no_process_is_left_at_exit(self, script):
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0
         assert done.stderr == ""
@@ -263,7 +263,7 @@ class TestProgram:
         wait_for(lambda: not self.is_running(pid))
 
     @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-    def test_nothing_is_left_after_a_signal(self, script, how):
+    def test_no_process_is_left_after_a_signal(self, script, how):
         program = subprocess.Popen(
             [sys.executable, str(script), "wait"],
             stdout=subprocess.PIPE,
@@ -274,7 +274,7 @@ class TestProgram:
         pid = int(program.stdout.readline().split()[1])
         assert self.is_running(pid)
         if how == signal.SIGINT:
-            os.killpg(program.pid, how)  # as the terminal does: the worker gets it too
+            os.killpg(program.pid, how)  # like a terminal, which also signals the worker
             output, errors = program.communicate(timeout=60)
             assert output == "interrupted\n"
             assert errors == ""

@@ -1,4 +1,4 @@
-"""The DataLoader in this process: sizes, order, partitions, samplers and refusals."""
+"""The DataLoader in this process: sizes, order, partitions, samplers and invalid arguments."""
 
 import pickle
 
@@ -52,13 +52,13 @@ class TestBatches:
         assert labels(DataLoader(options(), Counting(3))) == [[0], [1], [2]]
 
     @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_short_last_batch_is_kept_on_demand(self, num_workers, caplog):
+    def test_short_last_batch_is_kept_without_drop_last(self, num_workers, caplog):
         loader = DataLoader(options(2), Counting(10), batch_size=2, drop_last=False, num_workers=num_workers)
         assert labels(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
         assert len(loader) == 3
         assert "not a multiple" in caplog.text
 
-    def test_no_warning_when_everything_fits(self, caplog):
+    def test_no_warning_if_batches_divide_the_dataset(self, caplog):
         DataLoader(options(2), Counting(8), batch_size=2, drop_last=False)
         assert not caplog.records
 
@@ -76,7 +76,7 @@ class TestBatches:
         with pytest.raises(AttributeError):
             _ = loader.options
 
-    def test_unbatched_excludes_drop_last(self):
+    def test_unbatched_cannot_be_combined_with_drop_last(self):
         with pytest.raises(ValueError, match="drop_last"):
             DataLoader(options(), Counting(3), batch_size=None)
 
@@ -107,7 +107,7 @@ class TestBatches:
 
 
 class TestIterable:
-    def test_drops_the_rest(self):
+    def test_drops_the_remainder(self):
         assert labels(DataLoader(options(2), CountingIterable(7), batch_size=2)) == [[0, 1, 2, 3]]
 
     def test_drops_per_worker(self):
@@ -126,7 +126,7 @@ class TestIterable:
         with pytest.raises(TypeError, match="has no len"):
             len(DataLoader(options(), CountingIterable(7)))
 
-    def test_duplicates_are_warned_of(self, caplog):
+    def test_duplicates_cause_a_warning(self, caplog):
         DataLoader(options(), CountingIterable(7), num_workers=2)
         assert "worker_init_fn" in caplog.text
 
@@ -146,7 +146,7 @@ class TestPartition:
             yield DataLoader(opts, Counting(length), **arguments)
 
     def test_equal_parts_of_full_batches(self):
-        # 4 * (100 // 12) = 32 items for each of three.
+        # 4 * (100 // 12) = 32 items for each of three processes.
         found = [flat(labels(loader)) for loader in self.loaders(100, 3, batch_size=4)]
         assert found == [list(range(0, 32)), list(range(32, 64)), list(range(64, 96))]
 
@@ -162,7 +162,7 @@ class TestPartition:
             list(self.loaders(5, 3, batch_size=4))
 
     @pytest.mark.parametrize("num_workers", [0, 1])
-    def test_shuffled_parts_are_disjoint_and_new_every_epoch(self, num_workers):
+    def test_shuffled_parts_are_disjoint_and_differ_between_epochs(self, num_workers):
         epochs = [
             (flat(labels(loader)), flat(labels(loader)))
             for loader in self.loaders(50, 3, seed=5, batch_size=4, shuffle=True, num_workers=num_workers)
@@ -170,7 +170,7 @@ class TestPartition:
         permutations = torch.Generator().manual_seed(5)
         first = torch.randperm(50, generator=permutations).tolist()
         second = torch.randperm(50, generator=permutations).tolist()
-        # Each has 16 items; 50 % 16 = 2 items are left over, and used in the first epoch.
+        # Each process has 16 items; the other 50 % 16 = 2 items are used in the first epoch.
         assert [one for one, _ in epochs] == [first[2:18], first[18:34], first[34:50]]
         assert [two for _, two in epochs] == [second[0:16], second[16:32], second[32:48]]
 
@@ -182,7 +182,7 @@ class TestPartition:
         with pytest.raises(AssertionError, match="batch_size"):
             list(self.loaders(50, 2, batch_size=None))
 
-    def test_left_to_the_user(self):
+    def test_partitioning_can_be_turned_off(self):
         found = [flat(labels(loader)) for loader in self.loaders(4, 2, auto_distributed_partitioning=False)]
         assert found == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
@@ -208,7 +208,7 @@ class TestBatchSampler:
         loader = DataLoader(options(), Counting(6), batch_sampler=self.sampler([1, 2, 3]))
         assert labels(loader) == [[0], [1, 2], [3, 4, 5]]
 
-    def test_its_batch_size_counts(self):
+    def test_its_batch_size_is_used(self):
         sampler = torch.utils.data.BatchSampler(range(8), batch_size=2, drop_last=True)
         loader = DataLoader(options(2), Counting(8), batch_sampler=sampler)
         assert loader.combinedBatchSize == 4
@@ -236,11 +236,11 @@ class TestBatchSampler:
         assert batch.data.shape == (4, 2)
 
     @pytest.mark.parametrize("arguments", [{"batch_size": 2}, {"shuffle": True}])
-    def test_excludes(self, arguments):
+    def test_cannot_be_combined_with_batch_size_or_shuffle(self, arguments):
         with pytest.raises(Error, match="batch_sampler"):
             DataLoader(options(), Counting(4), batch_sampler=self.sampler([2, 2]), **arguments)
 
-    def test_excludes_partitioning(self):
+    def test_cannot_be_combined_with_partitioning(self):
         with pytest.raises(Error, match="auto_distributed_partitioning"):
             DataLoader(options(process=(0, 2)), Counting(4), batch_sampler=self.sampler([2, 2]))
         loader = DataLoader(
@@ -257,7 +257,7 @@ class TestRefusals:
         with pytest.raises(AssertionError, match="greater than 1"):
             DataLoader(options(), Counting(4), mode=enums.DataLoaderMode.AsyncRebatched)
 
-    def test_workers_with_larger_batches_than_asked(self):
+    def test_workers_with_batches_larger_than_the_combined_size(self):
         with pytest.raises(AssertionError, match="rebatched_worker_size"):
             DataLoader(
                 options(),
@@ -267,11 +267,11 @@ class TestRefusals:
                 mode=enums.DataLoaderMode.AsyncRebatched,
             )
 
-    def test_rebatched_size_among_the_async_options(self):
+    def test_rebatched_size_in_the_async_options(self):
         with pytest.raises(AssertionError, match="rebatched_size"):
             DataLoader(options(), Counting(4), async_options={"rebatched_size": 2})
 
 
-def test_loader_travels_to_another_process():
+def test_loader_can_be_sent_to_another_process():
     loader = pickle.loads(pickle.dumps(DataLoader(options(2), Counting(4), batch_size=1)))
     assert labels(loader) == [[0, 1], [2, 3]]

@@ -22,7 +22,7 @@ from ipurun.emulator.options import Options
 from ipurun.emulator.poptorch_core import Error
 
 Mode = enums.DataLoaderMode
-# Forking is quick; the default way of starting is covered by its own tests.
+# Forking is fast; the default start method has separate tests.
 FORK = {"sharing_strategy": enums.SharingStrategy.Fork}
 DEFAULT_START = {"sharing_strategy": enums.SharingStrategy.ForkServer}
 
@@ -51,7 +51,7 @@ def test_order_over_epochs(load, num_workers):
 
 
 @pytest.mark.parametrize("strategy", list(enums.SharingStrategy))
-def test_every_way_of_starting(load, strategy):
+def test_every_start_method(load, strategy):
     loader = load(Counting(6), batch_size=2, async_options={"sharing_strategy": strategy})
     assert labels(loader) == [[0, 1], [2, 3], [4, 5]]
 
@@ -84,7 +84,7 @@ def test_shuffle_differs_between_epochs(load):
     assert first != second
 
 
-def test_shuffle_of_one_process_of_several(load):
+def test_shuffle_with_several_processes(load):
     opts = Options().randomSeed(42)
     opts.Distributed.configureProcessId(1, 2)
     loader = load(Counting(20), opts=opts, batch_size=2, shuffle=True, async_options={**DEFAULT_START})
@@ -92,7 +92,7 @@ def test_shuffle_of_one_process_of_several(load):
     assert len(seen) == len(set(seen)) == 10
 
 
-def test_workers_of_the_loader_start_as_without_the_accessor(load):
+def test_workers_of_the_loader_start_the_same_way_without_the_accessor(load):
     loader = load(StartMethods(4), batch_size=1, num_workers=1, async_options={**DEFAULT_START})
     assert {int(item) for item in loader} == {
         multiprocessing.get_all_start_methods().index(multiprocessing.get_start_method())
@@ -123,7 +123,7 @@ def test_partitioned_between_processes(load):
 
 
 class TestRebatched:
-    def test_short_last_batch_switches_it_on(self, load):
+    def test_short_last_batch_turns_it_on(self, load):
         loader = load(Counting(10), batch_size=4, drop_last=False)
         assert len(loader) == 3
         assert [labels(loader) for _ in range(2)] == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2
@@ -146,7 +146,7 @@ class TestRebatched:
         assert labels(loader) == expected
         assert len(loader) == len(expected)
 
-    def test_iterable_uses_all_workers_rest(self, load):
+    def test_iterable_uses_the_remainder_of_all_workers(self, load):
         loader = load(
             CountingIterableWithLength(13),
             mode=Mode.AsyncRebatched,
@@ -154,7 +154,7 @@ class TestRebatched:
             num_workers=2,
             worker_init_fn=divide_between_workers,
         )
-        # Seven and six items: one full batch from each worker alone, three from both together.
+        # Seven and six items: one full batch from each worker separately, three from both together.
         found = labels(loader)
         assert [len(batch) for batch in found] == [4, 4, 4]
         assert len(set(flat(found))) == 12
@@ -168,7 +168,7 @@ class TestRebatched:
         assert len(loader) == 3
 
 
-def test_terminated_loader_gives_nothing(load):
+def test_terminated_loader_returns_nothing(load):
     loader = load(Counting(4))
     loader.terminate()
     with pytest.raises(AssertionError, match="terminated"):

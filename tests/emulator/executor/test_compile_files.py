@@ -1,4 +1,4 @@
-"""Files that compiling a model leaves behind where options or environment ask for them."""
+"""Files written by a compile if options or environment request them."""
 
 import json
 
@@ -16,7 +16,7 @@ def compiled(options=None):
 @pytest.mark.parametrize(
     ("value", "written"), [("folder/net.proto", "folder/net.proto"), ("folder", "folder/model.proto")]
 )
-def test_the_model_is_exported_where_the_environment_says(tmp_path, monkeypatch, value, written):
+def test_the_model_is_exported_to_the_path_in_the_environment(tmp_path, monkeypatch, value, written):
     monkeypatch.setenv("POPTORCH_EXPORT_PROTO_FILE", str(tmp_path / value))
     compiled()
     assert "Mul" in [op["type"] for op in json.loads((tmp_path / written).read_text())["maingraph"]]
@@ -28,7 +28,7 @@ def test_profiles_are_named_after_the_model(tmp_path):
     assert sorted(path.parent.name for path in tmp_path.glob("*/profile.pop")) == ["inference", "net"]
 
 
-def test_nothing_is_written_unasked(tmp_path, monkeypatch):
+def test_nothing_is_written_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("POPTORCH_EXPORT_PROTO_FILE", raising=False)
     compiled()
@@ -36,7 +36,7 @@ def test_nothing_is_written_unasked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "word"), [(torch.float16, "half"), (torch.float32, "float")])
-def test_the_traced_program_tells_the_type_of_partials(capfd, dtype, word):
+def test_the_traced_program_contains_the_type_of_partials(capfd, dtype, word):
     options = poptorch.Options()
     options.Precision.setPartialsType(dtype)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Conv1d(3, 3, 1))

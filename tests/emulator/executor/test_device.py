@@ -1,4 +1,4 @@
-"""One executor at a time on the IPU that useIpuId chooses, where the emulator stands in for hardware."""
+"""One executor at a time on the IPU chosen by useIpuId, with simulated hardware."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ sys.stdin.readline()
 
 @pytest.fixture(autouse=True)
 def hardware(monkeypatch, tmp_path):
-    """Stand in for hardware, with IPUs that no other test run knows of."""
+    """Simulate hardware, with IPUs that no other test run uses."""
     monkeypatch.setenv("POPTORCH_EMULATOR_HARDWARE", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -50,7 +50,7 @@ def test_a_second_executor_is_refused_until_the_first_detaches():
     assert first(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_training_hands_the_ipu_to_validation_and_back():
+def test_training_and_validation_take_turns_on_the_ipu():
     model = Classifier()
     options = poptorch.Options().useIpuId(3)
     training = poptorch.trainingModel(model, options)
@@ -70,7 +70,7 @@ def test_other_ipus_are_free():
 
 
 @pytest.mark.parametrize("variable", ["POPTORCH_EMULATOR_HARDWARE", "POPTORCH_IPU_MODEL"])
-def test_nothing_is_exclusive_without_hardware(monkeypatch, variable):
+def test_nothing_is_locked_without_hardware(monkeypatch, variable):
     monkeypatch.setenv(variable, "0" if variable == "POPTORCH_EMULATOR_HARDWARE" else "1")
     executors = [on_ipu(1), on_ipu(1)]
     for executor in executors:
@@ -88,7 +88,7 @@ def test_a_failed_compile_leaves_the_ipu_free():
     assert on_ipu(1)(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
-def test_an_executor_that_nobody_holds_leaves_the_ipu_free():
+def test_an_unreferenced_executor_leaves_the_ipu_free():
     def attach_and_forget():
         executor = on_ipu(1)
         executor.cycle = [executor]
@@ -109,7 +109,7 @@ def test_a_copy_is_not_attached():
         on_ipu(1)(torch.ones(2))
 
 
-def test_a_forked_process_does_not_let_go_of_its_parents_ipu():
+def test_a_forked_process_does_not_release_its_parents_ipu():
     executor = on_ipu(1)
     executor(torch.ones(2))
     child = os.fork()
@@ -121,7 +121,7 @@ def test_a_forked_process_does_not_let_go_of_its_parents_ipu():
         on_ipu(1)(torch.ones(2))
 
 
-def test_another_process_holds_its_ipu_until_it_dies(child_environment):
+def test_another_process_holds_its_ipu_until_it_ends(child_environment):
     environment = {**child_environment, "TMPDIR": os.environ["TMPDIR"], "POPTORCH_EMULATOR_HARDWARE": "1"}
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

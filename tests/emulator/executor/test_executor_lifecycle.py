@@ -1,4 +1,4 @@
-"""Compiling, attaching, detaching, destroying, and the questions an executor answers."""
+"""Compiling, attaching, detaching and destroying an executor, and its queries."""
 
 import datetime
 import pickle
@@ -52,7 +52,7 @@ def test_detach_and_implicit_attach():
     assert executor.isAttachedToDevice()
 
 
-def test_training_continues_after_detach_as_without():
+def test_training_continues_after_detach():
     x, labels = images(4)
     losses = []
     for detach in (False, True):
@@ -79,12 +79,12 @@ def test_training_continues_after_detach_as_without():
         lambda e: e.compilationTime(),
     ],
 )
-def test_what_needs_a_compiled_model_says_so(call):
+def test_methods_that_need_a_compiled_model_report_it(call):
     with pytest.raises(poptorch.Error):
         call(poptorch.inferenceModel(Double()))
 
 
-def test_a_connection_type_of_never_compiles_but_does_not_run():
+def test_connection_type_never_compiles_but_does_not_run():
     opts = poptorch.Options().connectionType(poptorch.ConnectionType.Never)
     executor = poptorch.inferenceModel(Double(), opts)
     executor.compile(torch.ones(2))
@@ -106,7 +106,7 @@ def test_options_are_frozen_and_copied():
     assert executor.options is not opts
 
 
-def test_options_of_another_type_are_an_error():
+def test_options_of_another_type_are_refused():
     with pytest.raises(poptorch.Error):
         poptorch.inferenceModel(Double(), {"deviceIterations": 2})
 
@@ -118,7 +118,7 @@ def test_inference_refuses_accumulation():
         poptorch.inferenceModel(Double()).setOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
 
 
-def test_attributes_fall_through_to_the_model():
+def test_attributes_are_forwarded_to_the_model():
     class Named(nn.Linear):
         label = "mine"
 
@@ -187,7 +187,7 @@ def test_times_are_measured():
     ("mode", "expected"),
     [(poptorch.OutputMode.All, 8), (poptorch.OutputMode.Final, 2), (poptorch.OutputMode.Sum, 2)],
 )
-def test_outputs_are_stamped_as_often_as_they_are_kept(mode, expected):
+def test_only_outputs_that_are_kept_have_timestamps(mode, expected):
     executor = poptorch.inferenceModel(Double(), options(device_iterations=4, replicas=2, outputMode=mode))
     executor(torch.ones(8))
     assert len(executor.getPerfCounters()["output"][0]) == expected
@@ -200,7 +200,7 @@ def test_compilation_time_needs_the_progress_bar():
         executor.compilationTime()
 
 
-def test_cycles_are_counted_on_hardware_only(monkeypatch):
+def test_cycles_are_counted_only_on_hardware(monkeypatch):
     executor = poptorch.inferenceModel(Double(), options(logCycleCount=True))
     with pytest.raises(poptorch.Error, match="only supported on actual IPU hardware"):
         executor(torch.ones(1))
@@ -241,7 +241,7 @@ def test_anchored_tensors():
         ("UNRECOVERABLE", poptorch.UnrecoverableError),
     ],
 )
-def test_faults_on_request(monkeypatch, kind, error):
+def test_requested_faults_are_raised(monkeypatch, kind, error):
     executor = poptorch.inferenceModel(Double())
     monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", f"call=2:{kind}")
     executor(torch.ones(1))
@@ -252,7 +252,7 @@ def test_faults_on_request(monkeypatch, kind, error):
     assert float(executor(torch.ones(1))) == 2.0
 
 
-def test_a_fault_that_cannot_be_read_is_told(monkeypatch):
+def test_an_invalid_fault_specification_is_reported(monkeypatch):
     monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "sometimes")
     with pytest.raises(ValueError, match="POPTORCH_EMULATOR_FAULTS"):
         poptorch.inferenceModel(Double())(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Training on the executor against hand-written torch loops."""
+"""Training on the executor, compared with hand-written torch loops."""
 
 import copy
 
@@ -50,7 +50,7 @@ def test_a_call_is_device_iterations_of_accumulated_and_reduced_updates(
     torch.testing.assert_close(loss, expected_loss if replicas > 1 else expected_loss[0], rtol=1e-4, atol=1e-5)
 
 
-def test_batch_norm_sees_micro_batches_and_updates_its_statistics_at_each():
+def test_batch_norm_uses_micro_batches_and_updates_its_statistics_for_each():
     rows, accumulation = 4, 3
     torch.manual_seed(2)
     model = Classifier(nn.BatchNorm2d(4))
@@ -116,7 +116,7 @@ class _TripledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        return gradient * x * 3  # on purpose not the derivative
+        return gradient * x * 3  # deliberately not the derivative
 
 
 class _Gradients(nn.Module):
@@ -141,7 +141,7 @@ class _Gradients(nn.Module):
 
 
 class _Aliases(nn.Module):
-    """Views of views written in place, writes into fresh tensors, a gradient used in forward, a hook."""
+    """In-place writes to views of views and to new tensors, a gradient used in forward, a hook."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class _Aliases(nn.Module):
     ],
     ids=["attention", "lstm", "gru", "tied", "gradients", "aliases"],
 )
-def test_models_train_as_in_torch(build, sample):
+def test_models_train_like_torch(build, sample):
     torch.manual_seed(3)
     assert_trains_like_torch(build(), (sample(),))
 
@@ -190,13 +190,13 @@ def test_frozen_parameters_keep_their_values():
     assert not torch.equal(model.conv.bias, torch.zeros(4))
 
 
-def test_an_optimizer_of_other_tensors_is_a_key_error():
+def test_an_optimizer_of_other_tensors_raises_a_key_error():
     executor = poptorch.trainingModel(Classifier(), optimizer=torch.optim.SGD(Classifier().parameters(), lr=0.1))
     with pytest.raises(KeyError):
         executor(*images(4))
 
 
-def test_host_gradients_stay_empty_and_compile_changes_nothing():
+def test_host_gradients_stay_empty_and_compile_has_no_side_effects():
     model = Classifier(nn.BatchNorm2d(4))
     before = copy.deepcopy(model.state_dict())
     generator_state = torch.get_rng_state()

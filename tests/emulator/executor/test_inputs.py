@@ -1,4 +1,4 @@
-"""Arguments of a wrapped model: binding, cutting, and comparing calls with the first one."""
+"""Arguments of a wrapped model: binding, splitting, and comparing calls with the first one."""
 
 from collections import namedtuple
 
@@ -41,7 +41,7 @@ def test_positional_and_named_arguments_are_the_same_call():
     ],
     ids=["too many", "unknown", "twice", "missing"],
 )
-def test_arguments_must_fit_the_signature(args, kwargs, error):
+def test_arguments_must_match_the_signature(args, kwargs, error):
     def tensors(items):
         return [torch.ones(1) for _ in items]
 
@@ -67,7 +67,7 @@ def test_nested_arguments():
     executor = _infer(forward)
     one, two = torch.tensor([1.0]), torch.tensor([2.0])
     assert float(executor(Pair(one, two), {"scale": two, "unused": one}, [(one,)])) == 6.0
-    # The order of keys of the first call counts, not that of this one.
+    # The order of keys in the first call is used, not that of this one.
     assert float(executor(Pair(one, two), {"unused": one, "scale": two}, [(one,)])) == 6.0
 
 
@@ -84,7 +84,7 @@ class _WrappedParser(poptorch.ICustomArgParser):
         return _Wrapped(next(tensor_iterator))
 
 
-def test_classes_with_a_parser_go_in_and_out():
+def test_classes_with_a_parser_can_be_passed_and_returned():
     poptorch.registerCustomArgParser(_Wrapped, _WrappedParser())
     try:
         executor = _infer(lambda self, w: _Wrapped(w.tensor * 2), device_iterations=2)
@@ -110,7 +110,7 @@ def test_classes_with_a_parser_go_in_and_out():
         ((torch.ones(2), (torch.ones(2), 1, 1)), "Length mismatch"),
     ],
 )
-def test_later_calls_must_be_like_the_first(second, text):
+def test_later_calls_must_match_the_first(second, text):
     executor = _infer(lambda self, a, b: a + b[0] * b[1])
     executor(torch.ones(2), (torch.ones(2), 1))
     with pytest.raises(poptorch.Error, match=text) as error:
@@ -119,7 +119,7 @@ def test_later_calls_must_be_like_the_first(second, text):
     executor(torch.ones(2), (torch.ones(2), 1))
 
 
-def test_keys_must_be_those_of_the_first_call():
+def test_keys_must_match_the_first_call():
     executor = _infer(lambda self, table: table["x"] * 2)
     executor({"x": torch.ones(1)})
     with pytest.raises(poptorch.Error, match=r"Missing arguments: x\. Unexpected arguments: z\."):
@@ -133,7 +133,7 @@ def test_another_shape_needs_destroy():
     assert executor(torch.ones(4)).shape == (4,)
 
 
-def test_rows_that_cannot_be_cut_are_an_assertion():
+def test_rows_that_cannot_be_split_raise_an_assertion():
     with pytest.raises(AssertionError, match="Invalid batch dimension"):
         _infer(lambda self, x: x, device_iterations=3)(torch.ones(4))
     with pytest.raises(AssertionError, match="Invalid batch dimension"):
@@ -141,7 +141,7 @@ def test_rows_that_cannot_be_cut_are_an_assertion():
     assert _infer(lambda self, x: x * 2)(torch.tensor(1.0)).shape == ()
 
 
-def test_strided_and_tracked_inputs_are_taken_as_they_are():
+def test_non_contiguous_inputs_and_inputs_that_require_grad_are_accepted():
     x = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
     result = _infer(lambda self, x: x * 2)(x)
     assert torch.equal(result, (x * 2).detach())

@@ -1,4 +1,4 @@
-"""Compiled models in files."""
+"""Saving compiled models to files and loading them."""
 
 import os
 
@@ -8,6 +8,8 @@ from executor_models import Classifier, images, options
 from torch import nn
 
 import ipurun.emulator as poptorch
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 class Noisy(nn.Module):
@@ -27,7 +29,7 @@ def _executor(momentum=0.9, **kwargs):
     return poptorch.trainingModel(model, options(**kwargs), optimizer)
 
 
-def test_training_resumed_from_a_file_continues_as_without(tmp_path):
+def test_training_resumed_from_a_file_equals_uninterrupted_training(tmp_path):
     x, labels = images(4)
     executor = _executor()
     for _ in range(2):
@@ -38,6 +40,15 @@ def test_training_resumed_from_a_file_continues_as_without(tmp_path):
     resumed = poptorch.load(str(path))
     assert resumed.isCompiled()
     assert [resumed(x, labels)[1] for _ in range(3)] == expected
+
+
+def test_files_of_ipurun_0_1_0_still_load():
+    """Their pickles name modules that have moved since; the expected losses are those of ipurun 0.1.0."""
+    resumed = poptorch.load(os.path.join(FOLDER, "exported_by_0.1.0.poptorch"))
+    losses = torch.stack([resumed(*images(4))[1] for _ in range(3)])
+    torch.testing.assert_close(losses, torch.tensor([0.5568890, 0.2643275, 0.0883595]), rtol=1e-4, atol=1e-5)
+    model = torch.load(os.path.join(FOLDER, "model_saved_by_0.1.0.pt"), weights_only=False)
+    assert model(images(4)[0]).shape == (4, 3)
 
 
 def test_random_streams_continue(tmp_path):
@@ -81,7 +92,7 @@ def test_a_file_without_the_model_needs_the_model(tmp_path):
     torch.testing.assert_close(other(*images(4))[1], executor(*images(4))[1])
 
 
-def test_a_folder_gets_a_file(tmp_path):
+def test_saving_to_a_folder_creates_a_file_in_it(tmp_path):
     executor = poptorch.inferenceModel(Classifier())
     executor.compileAndExport(str(tmp_path), images(4)[0])
     assert os.listdir(tmp_path) == ["model.poptorch"]

@@ -1,4 +1,4 @@
-"""Weights live twice: what reading, writing and running do to the host's and the device's copy."""
+"""Weights exist twice: how reading, writing and running affect the copies on host and device."""
 
 import copy
 import io
@@ -56,7 +56,7 @@ def test_reading_the_model_after_training_copies_once(read):
     assert not torch.equal(model.linear.weight, before["linear.weight"])
 
 
-def test_weights_changed_on_the_host_reach_the_device_only_when_copied():
+def test_weights_changed_on_the_host_are_used_only_after_copying():
     model, executor, _ = _trained(lr=0.0)
     x, labels = images(4)
     first, _ = executor(x, labels)
@@ -67,7 +67,7 @@ def test_weights_changed_on_the_host_reach_the_device_only_when_copied():
     assert torch.allclose(executor(x, labels)[0], first + 1.0, atol=1e-6)
 
 
-def test_copy_to_device_drops_progress_that_was_not_read():
+def test_copy_to_device_discards_weights_that_were_not_read():
     model, executor, before = _trained()
     executor(*images(4))
     executor.copyWeightsToDevice()
@@ -109,7 +109,7 @@ class _Counter(nn.Module):
         return self.count + 0 * x, poptorch.identity_loss((x * self.weight).sum(), reduction="none")
 
 
-def test_buffers_of_inference_come_back_only_when_copied():
+def test_buffers_of_inference_are_returned_only_when_copied():
     model = _Counter()
     executor = poptorch.inferenceModel(model)
     for expected in (1.0, 2.0, 3.0):
@@ -119,14 +119,14 @@ def test_buffers_of_inference_come_back_only_when_copied():
     assert float(model.count) == 3.0
 
 
-def test_buffers_of_training_come_back_when_read():
+def test_buffers_of_training_are_returned_when_read():
     model = _Counter()
     executor = poptorch.trainingModel(model, options(device_iterations=2, accumulation=3))
     executor(torch.ones(6))
     assert float(model.count) == 6.0
 
 
-def test_named_buffers_alone_are_uploaded():
+def test_only_named_buffers_are_uploaded():
     model = _Counter()
     executor = poptorch.inferenceModel(model, options(updatableNamedBuffers=["count"]))
     executor(torch.ones(1))
@@ -145,13 +145,13 @@ def test_named_buffers_need_the_option():
         executor.copyNamedBuffersToDevice()
 
 
-def test_replicas_that_change_buffers_need_leave_to_differ():
+def test_replicas_that_change_buffers_need_broadcast_buffers_off():
     executor = poptorch.inferenceModel(_Counter(), options(replicas=2))
     with pytest.raises(poptorch.Error, match="does not support broadcasting buffers"):
         executor(torch.ones(2))
 
 
-def test_each_replica_keeps_its_own_buffer_and_the_host_reads_the_first():
+def test_each_replica_has_a_buffer_and_the_host_reads_the_first():
     class Adds(nn.Module):
         def __init__(self):
             super().__init__()
@@ -184,7 +184,7 @@ def test_replicas_that_only_read_a_buffer_share_it():
     assert result.tolist() == [6.0, 7.0]
 
 
-def test_batch_norm_of_each_replica_has_its_own_statistics():
+def test_batch_norm_has_separate_statistics_in_each_replica():
     torch.manual_seed(0)
     model = Classifier(nn.BatchNorm2d(4))
     reference = copy.deepcopy(model)
@@ -211,7 +211,7 @@ def test_an_inference_model_does_not_update_running_statistics():
     assert norm.running_var.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_wrapping_changes_classes_and_destroy_changes_them_back():
+def test_wrapping_changes_classes_and_destroy_restores_them():
     model, executor, _ = _trained(norm=nn.BatchNorm2d(4))
     assert type(model).__name__ == "PoptorchClassifier"
     assert isinstance(model, Classifier)
@@ -236,7 +236,7 @@ def test_a_wrapped_model_cannot_be_wrapped_again():
         poptorch.trainingModel(model)
 
 
-def test_destroy_brings_the_weights_to_the_host_and_the_executor_compiles_afresh():
+def test_destroy_copies_the_weights_to_the_host_and_the_executor_compiles_again():
     model, executor, before = _trained()
     x, labels = images(4)
     executor(x, labels)
@@ -265,7 +265,7 @@ def test_copies_and_pickles_of_a_wrapped_model():
     assert type(pickle.loads(pickle.dumps(model))) is Classifier
 
 
-def test_state_dict_holds_plain_tensors_and_loads_into_the_executor():
+def test_state_dict_contains_plain_tensors_and_loads_into_the_executor():
     _, executor, before = _trained()
     x, labels = images(4)
     _, first = executor(x, labels)
@@ -276,7 +276,7 @@ def test_state_dict_holds_plain_tensors_and_loads_into_the_executor():
     assert torch.equal(first, again)
 
 
-def test_doubles_of_the_host_are_floats_on_the_device():
+def test_float64_on_the_host_is_float32_on_the_device():
     model = nn.Linear(2, 1).double()
     executor = poptorch.inferenceModel(model)
     x = torch.randn(3, 2)
@@ -288,7 +288,7 @@ def test_doubles_of_the_host_are_floats_on_the_device():
 
 @pytest.mark.parametrize("orthogonal_input", [True, False])
 def test_parameters_that_differ_between_groups_of_replicas(orthogonal_input):
-    """A matrix cut over four groups of two replicas trains as the whole matrix."""
+    """A matrix split over four groups of two replicas trains like the whole matrix."""
     tensor_shards, data_shards = 4, 2
     torch.manual_seed(0)
     x = torch.randn(6, 5)
@@ -326,7 +326,7 @@ def test_parameters_that_differ_between_groups_of_replicas(orthogonal_input):
 
 
 class Scaled(nn.Module):
-    """Loss is the weight times the input: the gradient of the weight is the input."""
+    """The loss is the weight times the input, so the gradient of the weight is the input."""
 
     def __init__(self, weight):
         super().__init__()
@@ -345,7 +345,7 @@ class Scaled(nn.Module):
         (poptorch.CommGroupType.All, [[0, 1, 2, 3]]),
     ],
 )
-def test_all_replicas_keeps_one_value_for_each_replica(kind, groups):
+def test_all_replicas_keeps_one_value_per_replica(kind, groups):
     start = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     model = Scaled(start.clone())
     opts = options(replicas=4).outputMode(poptorch.OutputMode.All)
@@ -363,7 +363,7 @@ def test_all_replicas_keeps_one_value_for_each_replica(kind, groups):
     assert torch.equal(model.weight.detach(), expected)
 
 
-def test_all_replicas_has_optimizer_state_for_each_replica():
+def test_all_replicas_has_optimizer_state_per_replica():
     model = Scaled(torch.ones(4, 1))
     optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.1)
     executor = poptorch.trainingModel(model, options(replicas=4), optimizer)
@@ -372,7 +372,7 @@ def test_all_replicas_has_optimizer_state_for_each_replica():
     assert {tensor.shape[0] for tensor in optimizer.state_dict()["ipu_state"].values()} == {4}
 
 
-def test_all_replicas_needs_a_leading_dimension_of_the_replicas():
+def test_all_replicas_needs_a_leading_dimension_for_the_replicas():
     model = Scaled(torch.ones(2, 1))
     executor = poptorch.inferenceModel(model, options(replicas=4))
     executor.weight.replicaGrouping(poptorch.CommGroupType.Consecutive, 2, poptorch.VariableRetrievalMode.AllReplicas)
@@ -381,8 +381,8 @@ def test_all_replicas_needs_a_leading_dimension_of_the_replicas():
 
 
 @pytest.mark.parametrize("retrieval", list(poptorch.VariableRetrievalMode))
-def test_lamb_scales_each_group_by_its_own_norm(retrieval):
-    """A group steps as a parameter of its own, however large the others are."""
+def test_lamb_scales_each_group_by_its_norm(retrieval):
+    """A group is updated as a separate parameter, however large the others are."""
     parts = torch.tensor([[[3.0, 4.0]], [[30.0, 40.0]]])
     gradients = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
     model = Scaled(parts.clone())
@@ -400,8 +400,8 @@ def test_lamb_scales_each_group_by_its_own_norm(retrieval):
 
 
 @pytest.mark.parametrize("retrieval", list(poptorch.VariableRetrievalMode))
-def test_each_replica_clips_by_its_own_norm(retrieval):
-    """A replica knows its own values only: a large gradient elsewhere does not shrink its step."""
+def test_each_replica_clips_by_its_norm(retrieval):
+    """A replica clips by its own values: a large gradient elsewhere does not shrink its step."""
 
     class TwoWeights(nn.Module):
         def __init__(self):
@@ -427,7 +427,7 @@ def test_each_replica_clips_by_its_own_norm(retrieval):
     torch.testing.assert_close(model.shared.detach(), -shared * factors[0])
 
 
-def test_groups_of_replicas_need_a_leading_dimension_of_their_number():
+def test_groups_of_replicas_need_a_leading_dimension_for_the_groups():
     model = nn.Linear(2, 3)
     executor = poptorch.inferenceModel(model, options(replicas=2))
     executor.weight.replicaGrouping(poptorch.CommGroupType.NoGrouping, 0, poptorch.VariableRetrievalMode.OnePerGroup)

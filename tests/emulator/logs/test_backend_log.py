@@ -34,12 +34,12 @@ class Norms(torch.nn.Module):
 @pytest.mark.parametrize(
     ("level", "letters"), [("WARN", set()), ("INFO", {"I"}), ("DEBUG", {"I", "D"}), ("TRACE", {"I", "D", "T"})]
 )
-def test_the_level_decides_what_is_written(log_of, level, letters):
+def test_the_level_determines_what_is_written(log_of, level, letters):
     lines = [line.split() for line in log_of(level, Norms()) if line.startswith("popart:")]
     assert {words[2].rstrip(":") for words in lines} == letters
 
 
-def test_ops_are_told_with_their_attributes(log_of):
+def test_ops_are_logged_with_their_attributes(log_of):
     lines = log_of("DEBUG", Norms())
     starts = [index for index, line in enumerate(lines) if " D: Op " in line]
     ops = {

@@ -1,4 +1,4 @@
-"""What the log says, at DEBUG, of where a compiled model runs."""
+"""The placement of a compiled model in the debug log."""
 
 import json
 
@@ -139,7 +139,7 @@ def test_inputs_are_traced_with_their_types(capfd):
     [(None, True, False), ([], False, True), (["/"], False, False)],
     ids=["by default", "nothing", "everything"],
 )
-def test_source_lines_follow_the_excludes(capfd, excludes, in_model, in_torch):
+def test_source_lines_respect_the_excludes(capfd, excludes, in_model, in_torch):
     options = poptorch.Options()
     if excludes is not None:
         options.sourceLocationExcludes(excludes)
@@ -151,6 +151,6 @@ def test_source_lines_follow_the_excludes(capfd, excludes, in_model, in_torch):
 
 
 @pytest.mark.parametrize(("use_model", "word"), [(True, "Enabled"), (False, "Disabled")])
-def test_the_choice_of_the_simulator_is_told(capfd, use_model, word):
+def test_the_choice_of_the_simulator_is_logged(capfd, use_model, word):
     poptorch.inferenceModel(TwoLayers(), poptorch.Options().useIpuModel(use_model)).compile(torch.ones(1, 4))
     assert f"From the user configuration: Ipu model: {word}" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Loggers and their levels (semantics 3 and 22)."""
+"""Loggers and their levels."""
 
 import logging
 import subprocess

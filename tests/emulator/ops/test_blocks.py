@@ -54,7 +54,7 @@ def compiled(model, strategy=None, device_iterations=8):
 
 
 def places(executor, what):
-    """The asked-for fact of every multiplication of the compiled model, in order."""
+    """Return an attribute of the placement of every multiplication in the compiled model, in order."""
     return [getattr(placement, what) for op, placement, _ in executor.placements() if op == "mul"]
 
 
@@ -94,7 +94,7 @@ def test_inline_blocks_and_their_automatic_names():
     assert places(executor, "ipu_id") == [0, 1, 1]
 
 
-def test_block_start_lasts_until_the_next_one():
+def test_block_start_lasts_until_the_next_block():
     def forward(x):
         poptorch.Block.start("a", ipu_id=0)
         x = x * 2 * 3
@@ -134,7 +134,7 @@ def test_block_function_places_the_ops_of_the_function():
     assert model.first.__name__ == "first"
 
 
-def test_listed_stages_give_stage_and_ipu():
+def test_listed_stages_determine_stage_and_ipu():
     def forward(x):
         for name in "ABCDE":
             with poptorch.Block(name):
@@ -184,14 +184,14 @@ def test_begin_block_wraps_a_function():
     assert places(executor, "ipu_id") == [0, 1]
 
 
-def test_wrapped_function_keeps_its_ids_and_pickles():
+def test_wrapped_function_keeps_its_ids_and_can_be_pickled():
     wrapped = poptorch.BeginBlock(plus_one, "one", 2)
     twin = pickle.loads(pickle.dumps(wrapped))
     assert (twin._user_id, twin._ipu_id) == ("one", 2)
     assert torch.equal(twin(torch.zeros(1)), torch.ones(1))
 
 
-def test_begin_block_leaves_names_and_results_alone():
+def test_begin_block_does_not_change_names_and_results():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     x = torch.randn(3, 2)
     before, keys = model(x), list(model.state_dict())
@@ -200,7 +200,7 @@ def test_begin_block_leaves_names_and_results_alone():
     assert list(model.state_dict()) == keys
 
 
-def test_automatic_name_of_begin_block_stays_that_of_the_first_trace():
+def test_begin_block_keeps_the_automatic_name_of_its_first_capture():
     model = Layers(2)
     for layer in model.layers:
         poptorch.BeginBlock(layer)
@@ -223,7 +223,7 @@ def test_remove_blocks():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_blocks_survive_copy_and_pickling(duplicate):
+def test_blocks_survive_copying_and_pickling(duplicate):
     model = Layers(2)
     poptorch.BeginBlock(model.layers[1], "second", ipu_id=1)
     twin = duplicate(model)
@@ -232,7 +232,7 @@ def test_blocks_survive_copy_and_pickling(duplicate):
         poptorch.BeginBlock(twin.layers[1])
 
 
-def test_pre_hook_registered_before_begin_block_belongs_to_the_block_before():
+def test_pre_hook_registered_before_begin_block_belongs_to_the_previous_block():
     model = Layers(2)
     model.layers[1].register_forward_pre_hook(lambda module, inputs: inputs[0] * 5)
     poptorch.BeginBlock(model.layers[1], ipu_id=1)
@@ -240,7 +240,7 @@ def test_pre_hook_registered_before_begin_block_belongs_to_the_block_before():
     assert places(compiled(model), "ipu_id") == [0, 0, 1, 1]
 
 
-def test_hooks_show_in_the_representation():
+def test_hooks_appear_in_the_repr():
     model = Layers(2)
     poptorch.BeginBlock(model.layers[1], ipu_id=1)
     assert "BeginBlock(user_id=None, ipu_id=1)" in poptorch.module_repr(model)

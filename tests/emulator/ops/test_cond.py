@@ -1,4 +1,4 @@
-"""poptorch.cond: a run computes one body, and only what that body does happens."""
+"""poptorch.cond: a run computes only one body, without side effects of the other."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_only_the_chosen_body_writes_to_buffers():
     assert executor.elses.tolist() == [[0.0], [2.0]]
 
 
-def test_compiling_leaves_the_buffers_alone():
+def test_compiling_does_not_change_the_buffers():
     model = Counting()
     executor = poptorch.inferenceModel(model)
     executor.compile(YES, torch.tensor([5.0]))
@@ -99,7 +99,7 @@ def test_only_the_chosen_body_calls_the_host():
     assert called == [5.0]
 
 
-def test_a_tensor_made_in_forward_is_written_by_the_chosen_body():
+def test_the_chosen_body_writes_to_a_tensor_created_in_forward():
     class Model(torch.nn.Module):
         def forward(self, condition, x):
             total = torch.zeros(2)
@@ -118,7 +118,7 @@ def test_a_tensor_made_in_forward_is_written_by_the_chosen_body():
         assert executor(NO, x).tolist() == [1.0, 1.0]
 
 
-def test_two_views_of_one_buffer_stay_views_of_it_in_a_body():
+def test_two_views_of_one_buffer_still_share_it_in_a_body():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -144,7 +144,7 @@ def test_two_views_of_one_buffer_stay_views_of_it_in_a_body():
     assert rows.tolist() == [3.0, 6.0, 6.0]
 
 
-def test_a_branch_in_a_loop_chooses_anew_in_each_trip():
+def test_a_branch_in_a_loop_chooses_in_each_iteration():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -168,7 +168,7 @@ def test_a_branch_in_a_loop_chooses_anew_in_each_trip():
     assert odd.item() == 2.0
 
 
-def test_random_numbers_in_a_body_follow_the_seed():
+def test_random_numbers_in_a_body_depend_on_the_seed():
     class Model(torch.nn.Module):
         def forward(self, condition, x):
             return poptorch.cond(condition, lambda y: y + torch.rand_like(y), [x], lambda y: y, [x])[0]
@@ -183,7 +183,7 @@ def test_random_numbers_in_a_body_follow_the_seed():
     assert not torch.equal(first[0], first[1])
 
 
-def test_floating_point_exceptions_of_the_other_body_do_not_happen():
+def test_floating_point_exceptions_of_the_other_body_are_not_raised():
     class Model(torch.nn.Module):
         def forward(self, condition, x):
             return poptorch.cond(condition, lambda y: 1 / y, [x], lambda y: y + 1, [x])[0]
@@ -202,7 +202,7 @@ def test_a_branch_is_one_op_of_the_graph():
     assert '"type":"If"' in executor._debugGetPopartIR().replace(" ", "")
 
 
-def test_micro_batches_choose_one_by_one():
+def test_each_micro_batch_chooses_separately():
     class Model(torch.nn.Module):
         def forward(self, x):
             return poptorch.cond(x.sum() > 0, lambda y: y * 2, [x], lambda y: y - 1, [x])[0]
@@ -211,7 +211,7 @@ def test_micro_batches_choose_one_by_one():
     assert executor(torch.tensor([[1.0], [-1.0], [4.0]])).tolist() == [[2.0], [-2.0], [8.0]]
 
 
-def test_bodies_of_different_shapes_are_refused():
+def test_bodies_with_different_shapes_are_refused():
     class Model(torch.nn.Module):
         def forward(self, condition, x):
             return poptorch.cond(condition, lambda y: y, [x], lambda y: y[:1], [x])[0]
@@ -220,8 +220,8 @@ def test_bodies_of_different_shapes_are_refused():
         poptorch.inferenceModel(Model())(YES, torch.zeros(2))
 
 
-def test_a_branch_inside_a_loop_draws_anew_at_every_trip():
-    """Every trip is random, so that no two of them may be computed together or share a draw."""
+def test_a_branch_inside_a_loop_draws_in_every_iteration():
+    """Every iteration is random, so no two may be computed together or share random numbers."""
 
     class Model(torch.nn.Module):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""The torch ops that PopTorch supports, each in a model of its own, against plain torch."""
+"""The torch ops that PopTorch supports, each in a separate model, compared with plain torch."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ FUNCTIONS = [
 
 
 class _Weighted(nn.Module):
-    """Multiplies the input by a trained weight, so that the gradient through the op can be seen."""
+    """Multiplies the input by a trained weight, to test the gradient through the op."""
 
     def __init__(self, function, shape):
         super().__init__()
@@ -57,7 +57,7 @@ def _assert_equal_values(actual, expected):
 
 
 @pytest.mark.parametrize(("function", "shape"), FUNCTIONS)
-def test_function_gives_the_results_and_gradients_of_torch(function, shape):
+def test_function_matches_results_and_gradients_of_torch(function, shape):
     x = _sample(shape)
     model = _Weighted(function, shape)
     expected, loss = model(x)
@@ -75,7 +75,7 @@ def test_function_gives_the_results_and_gradients_of_torch(function, shape):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer_gives_the_results_and_gradients_of_torch(name):
+def test_layer_matches_results_and_gradients_of_torch(name):
     shape, build = LAYERS[name]
     torch.manual_seed(5)
     x = _sample(shape)
@@ -120,7 +120,7 @@ def test_layer_gives_the_results_and_gradients_of_torch(name):
         (lambda x: torch.distributions.Normal(x * 0, 1.0).rsample(), -9.0, 9.0),
     ],
 )
-def test_random_ops_draw_anew_at_each_run(draw, low, high):
+def test_random_ops_draw_new_numbers_in_each_run(draw, low, high):
     model = nn.Module()
     model.forward = lambda x: draw(x) + 0 * x.flatten()[0].to(torch.int32)
     executor = poptorch.inferenceModel(model)

@@ -1,4 +1,4 @@
-"""PopTorch's ops inside an executor: values known at run time only, checks made at compile."""
+"""PopTorch's ops inside an executor: run-time values, and checks at compile time."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ class Calls(torch.nn.Module):
 
 
 class Trained(Calls):
-    """A model with one weight `w`; the function gets it first and returns the loss."""
+    """A model with one weight `w`, the first argument of the function that returns the loss."""
 
     def __init__(self, function, weight):
         super().__init__(function)
@@ -81,7 +81,7 @@ def test_for_loop_uses_weights_of_the_model():
     torch.testing.assert_close(poptorch.inferenceModel(model)(x), expected.detach())
 
 
-def test_for_loop_that_swaps_and_zero_trips():
+def test_for_loop_that_swaps_and_for_loop_without_iterations():
     executor = infer(lambda a, b: poptorch.for_loop(3, lambda x, y: (y, x + 1), [a, b]))
     first, second = executor(torch.tensor([0.0]), torch.tensor([10.0]))
     assert (first.item(), second.item()) == (11.0, 2.0)
@@ -100,7 +100,7 @@ def test_inference_only_ops_are_refused_in_training(op):
         trained_weight(bodies[op], torch.ones(2))
 
 
-def test_for_loop_body_must_return_what_it_takes():
+def test_for_loop_body_must_return_tensors_like_its_arguments():
     with pytest.raises(poptorch.Error, match="for_loop"):
         infer(lambda x: poptorch.for_loop(2, lambda v: (v, v), [x]))(torch.ones(2))
 
@@ -121,7 +121,7 @@ def test_cond_branches_must_agree():
         executor(torch.tensor([True]), torch.ones(2))
 
 
-def test_dynamic_slice_follows_the_run_time_start():
+def test_dynamic_slice_uses_the_run_time_start():
     executor = infer(lambda t, s: poptorch.dynamic_slice(t, 0, s, 4, 2))
     values = torch.arange(8.0)
     executor.compile(values, torch.tensor([21]))
@@ -129,7 +129,7 @@ def test_dynamic_slice_follows_the_run_time_start():
         assert torch.equal(executor(values, torch.tensor([start])), values[start : start + 4 : 2])
 
 
-def test_dynamic_update_follows_the_run_time_start():
+def test_dynamic_update_uses_the_run_time_start():
     executor = infer(lambda t, u, s: poptorch.dynamic_update(t, u, 1, s, 2))
     values, update = torch.zeros(2, 5), torch.ones(2, 2)
     for start in (0, 2, 3):
@@ -147,13 +147,13 @@ def test_dynamic_update_follows_the_run_time_start():
         (7, 1, r"size of the slice \(7\) must be a factor of the slicing dimension \(8\)"),
     ],
 )
-def test_dynamic_slice_checks_at_compile(size, step, message):
+def test_dynamic_slice_is_checked_at_compile_time(size, step, message):
     executor = infer(lambda t, s: poptorch.dynamic_slice(t, 0, s, size, step))
     with pytest.raises(poptorch.Error, match=message):
         executor(torch.arange(8.0), torch.tensor([1]))
 
 
-def test_cpu_op_sees_run_time_values():
+def test_cpu_op_gets_run_time_values():
     seen = []
 
     def on_host(a, b):
@@ -175,7 +175,7 @@ def test_cpu_op_sees_run_time_values():
     assert total.item() == 13.0
 
 
-def test_second_cpu_op_of_one_name_calls_the_first_function():
+def test_second_cpu_op_with_the_same_name_calls_the_first_function():
     first, second = poptorch.CPU(lambda v: v + 1, "Same"), poptorch.CPU(lambda v: v * 100, "Same")
     assert infer(lambda x: second(first(x)))(torch.tensor([1.0])).item() == 3.0
     assert infer(lambda x: second(x))(torch.tensor([1.0])).item() == 100.0
@@ -215,7 +215,7 @@ def _fast_gather(data, index):
     return poptorch.custom_op([data, index], "FastGatherLastDim", "poptorch.custom_ops", 1, [example])[0]
 
 
-def test_the_gather_that_comes_with_poptorch_is_there_and_has_a_gradient():
+def test_fast_gather_of_poptorch_works_and_has_a_gradient():
     data = torch.arange(12.0).reshape(2, 2, 3)
     index = torch.tensor([[[0, 2], [1, 1]], [[2, 2], [0, 1]]])
     expected = torch.tensor([[[0.0, 2.0], [4.0, 4.0]], [[8.0, 8.0], [9.0, 10.0]]])
@@ -230,7 +230,7 @@ def test_the_gather_that_comes_with_poptorch_is_there_and_has_a_gradient():
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3), (2, 3)])
-def test_the_gather_that_comes_with_poptorch_wants_equal_dimensions_but_for_the_last(shape):
+def test_fast_gather_of_poptorch_needs_equal_dimensions_except_the_last(shape):
     with pytest.raises(poptorch.Error, match="FastGatherLastDim"):
         infer(_fast_gather)(torch.ones(2, 2, 3), torch.zeros(shape, dtype=torch.int64))
 
@@ -249,7 +249,7 @@ def test_custom_op_float_attributes_must_fit_float32(value, side):
 
 
 def best_label_sequences(log_probs, blank):
-    """Log-probability of every label sequence, by summing over all alignments."""
+    """Return the log-probability of every label sequence, summed over all alignments."""
     steps, classes = log_probs.shape
     totals = {}
     for alignment in itertools.product(range(classes), repeat=steps):
@@ -266,7 +266,7 @@ def test_beam_search_decoder_finds_the_most_likely_sequences(blank):
     log_probs = torch.log_softmax(2 * torch.randn(5, 2, 3), -1)
     lengths = torch.tensor([5, 4], dtype=torch.int32)
     executor = infer(lambda p, n: poptorch.ctc_beam_search_decoder(p, n, blank, top_paths=3))
-    # N = 1 micro-batch: the batch is dimension 1, so dimension 0 is passed whole.
+    # One micro-batch: the batch is dimension 1, so dimension 0 is not split.
     scores, path_lengths, paths = executor(log_probs, lengths)
     for sample in range(2):
         expected = best_label_sequences(log_probs[: lengths[sample], sample], blank)[:3]
@@ -380,7 +380,7 @@ def test_identity_loss_gradient(reduction):
     torch.testing.assert_close(model.w.detach(), torch.tensor([1.0, 2.0]) - step)
 
 
-def test_for_loop_calls_host_functions_at_every_trip():
+def test_for_loop_calls_host_functions_in_every_iteration():
     seen = []
     host = poptorch.CPU(lambda v: (seen.append(v.item()), v * 2)[1], "Doubled")
     executor = infer(lambda x: poptorch.for_loop(3, lambda v: host(v) + 1, [x])[0])

@@ -1,4 +1,4 @@
-"""What PopTorch's ops do outside an executor, and the arguments they refuse everywhere."""
+"""PopTorch's ops outside an executor, and arguments that they always refuse."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_serialized_matmul_is_a_matmul_and_checks_types():
             poptorch.serializedMatMul(X, X, *arguments)
 
 
-def test_overlap_keeps_the_structure_and_what_is_not_a_tensor():
+def test_overlap_keeps_the_structure_and_values_that_are_not_tensors():
     structure = {"a": X, "b": [X, 3, ("text", None)]}
     result = poptorch.set_overlap_for_input(structure, poptorch.OverlapMode.NoOverlap)
     assert result["a"] is X
@@ -109,7 +109,7 @@ def test_for_loop_body_runs_once_on_copies():
 
 
 @pytest.mark.parametrize(("inputs", "message"), [(X, "Object is not list"), ([X, 5], "index 1 is not torch.tensor")])
-def test_control_flow_refuses_inputs_that_are_no_list_of_tensors(inputs, message):
+def test_control_flow_refuses_inputs_that_are_not_lists_of_tensors(inputs, message):
     with pytest.raises(ValueError, match=message):
         poptorch.for_loop(2, lambda *values: list(values), inputs)
     with pytest.raises(ValueError, match=message):
@@ -144,7 +144,7 @@ def test_dynamic_slice_refuses_wrong_types():
             poptorch.dynamic_slice(X, dim, start, size, step)
 
 
-def test_dynamic_update_refuses_other_rank_or_type():
+def test_dynamic_update_refuses_a_different_rank_or_type():
     start = torch.tensor([0])
     with pytest.raises(poptorch.Error, match=r"same dimensionality. \(2\) vs \(1\)"):
         poptorch.dynamic_update(X, torch.ones(2), 0, start, 1)
@@ -152,7 +152,7 @@ def test_dynamic_update_refuses_other_rank_or_type():
         poptorch.dynamic_update(X, torch.ones(1, 2, dtype=torch.int32), 0, start, 1)
 
 
-def test_beam_search_decoder_gives_zeros_of_the_right_shapes():
+def test_beam_search_decoder_returns_zeros_of_the_right_shapes():
     scores, lengths, paths = poptorch.ctc_beam_search_decoder(
         torch.randn(5, 3, 4), torch.tensor([5, 4, 3]), top_paths=2
     )
@@ -176,12 +176,12 @@ def test_beam_search_decoder_gives_zeros_of_the_right_shapes():
         {"a\u1f00b": 1},
     ],
 )
-def test_custom_op_refuses_attributes(attributes):
+def test_custom_op_refuses_invalid_attributes(attributes):
     with pytest.raises(ValueError):
         poptorch.custom_op([X], "Cube", "com.acme", 1, example_outputs=[X], attributes=attributes)
 
 
-def test_custom_op_gives_zeros_like_the_examples():
+def test_custom_op_returns_zeros_like_the_examples():
     first, second = poptorch.custom_op([X], "Cube", "com.acme", 1, example_outputs=[X, torch.ones(3)])
     assert torch.equal(first, torch.zeros(2, 2))
     assert torch.equal(second, torch.zeros(3))
@@ -195,7 +195,7 @@ def test_cpu_calls_the_function_and_freezes_a_module():
     assert torch.equal(on_host(X), layer(X))
 
 
-def test_multi_conv_settings_chain_and_refuse():
+def test_multi_conv_settings_can_be_chained_and_are_checked():
     multi_conv = poptorch.MultiConv()
     chained = (
         multi_conv.availableMemoryProportions(0.5)

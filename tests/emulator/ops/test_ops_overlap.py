@@ -1,4 +1,4 @@
-"""Overlapped IO: no effect on results, and PopTorch's rules on where and when it may be asked for."""
+"""Overlapped IO: no effect on results, and PopTorch's rules for using it."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def reused_after(x):
     return y, y + 1
 
 
-def test_results_are_those_without_overlap():
+def test_results_are_the_same_without_overlap():
     assert run(both_marked, overlap_options()).item() == 2.0
     assert [t.item() for t in run(reused_before, overlap_options())] == [2.0, 3.0]
     assert [t.item() for t in run(reused_after, overlap_options())] == [2.0, 3.0]
@@ -88,12 +88,12 @@ def test_misplaced_marks_are_refused(forward, message):
         (lambda: overlap_options(mode=poptorch.OutputMode.Final), "output mode"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, message):
+def test_incompatible_options_are_refused(options, message):
     with pytest.raises(poptorch.Error, match=message):
         run(both_marked, options())
 
 
-def test_no_overlap_needs_nothing():
+def test_no_overlap_needs_no_settings():
     def forward(x):
         x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.NoOverlap)
         return poptorch.set_overlap_for_output(x * 3, poptorch.OverlapMode.NoOverlap)

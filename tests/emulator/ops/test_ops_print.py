@@ -1,4 +1,4 @@
-"""ipu_print_tensor: when it prints, what, and in which form."""
+"""ipu_print_tensor: when and what it prints, and the format."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_large_tensors_show_their_edges(capfd):
     assert "..." not in printed(capfd, values)
 
 
-def test_prints_at_every_run_and_not_at_compile(capfd):
+def test_prints_in_every_run_but_not_during_compilation(capfd):
     model = torch.nn.Module()
     model.forward = lambda x: poptorch.ipu_print_tensor(x * 2, "twice") + 0
     options = poptorch.Options().deviceIterations(2)
@@ -73,7 +73,7 @@ def test_prints_at_every_run_and_not_at_compile(capfd):
     ]
 
 
-def test_a_result_that_nothing_uses_is_not_printed(capfd):
+def test_an_unused_result_is_not_printed(capfd):
     def forward(x):
         poptorch.ipu_print_tensor(x, "unused")
         return x + 1
@@ -96,7 +96,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("print_gradient", [True, False])
-def test_training_prints_the_gradient_too(capfd, print_gradient):
+def test_training_also_prints_the_gradient(capfd, print_gradient):
     model = Model(print_gradient)
     executor = poptorch.trainingModel(model, None, poptorch.optim.SGD(model.parameters(), lr=0.1))
     executor.compile(torch.tensor([3.0]))

@@ -68,7 +68,7 @@ class Device:
         )
 
     def feed(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """One update from given gradients, the same for every micro-batch."""
+        """Run one update with given gradients, the same for every micro-batch."""
         for _ in range(self.runs):
             self.compiled.accumulate(gradients, 1)
         self.compiled.apply()
@@ -79,7 +79,7 @@ class Device:
         return self.weights
 
     def send(self, **attributes: Any) -> None:
-        """Change values of the first group and of the optimizer, then do what setOptimizer does."""
+        """Change values of the first group and of the optimizer, then update the device as setOptimizer does."""
         for name, value in attributes.items():
             if name in self.optimizer.param_groups[0]:
                 self.optimizer.param_groups[0][name] = value

@@ -1,4 +1,4 @@
-"""Reading optimizers: accepted classes, constant and variable values, what may change after compilation."""
+"""Conversion of optimizers: supported classes, constant and variable values, changes after compilation."""
 
 import logging
 
@@ -97,7 +97,7 @@ def test_constness(params, optimizer_class, arguments, name, is_const):
     assert converted.groups[0][name][1] is is_const
 
 
-def test_marks_decide(params):
+def test_marks_determine_constness(params):
     optimizer = optim.SGD(params, lr=0.1)
     assert optimizer.variable_attrs.isConstant("momentum")
     optimizer.variable_attrs.markAsVariable("momentum")
@@ -132,7 +132,7 @@ def test_half_accumulators_force_the_running_mean(params):
 
 
 class TestReplacement:
-    def test_variable_values_change(self):
+    def test_variable_values_can_change(self):
         device = Device(lambda p: optim.SGD(p, lr=0.0, loss_scaling=2.0))
         before = {name: w.clone() for name, w in device.weights.items()}
         device.feed(before)
@@ -165,7 +165,7 @@ class TestReplacement:
             (lambda p: optim.RMSprop(p, lr=0.1), {"use_tf_variant": True}),
         ],
     )
-    def test_constants_do_not(self, make, change):
+    def test_constants_cannot_change(self, make, change):
         device = Device(make)
         with pytest.raises(Error, match=next(iter(change)).replace("velocity_", "")):
             device.send(**change)
@@ -192,7 +192,7 @@ class TestReplacement:
 @pytest.mark.parametrize(
     ("name", "value", "message"), [("loss_scaling", 0.0, "be 0"), ("max_grad_norm", float("nan"), "NaN")]
 )
-def test_values_the_backend_refuses(name, value, message):
+def test_values_that_the_backend_refuses(name, value, message):
     with pytest.raises(Error, match=message):
         Device(lambda p: optim.SGD(p, lr=0.1, **{name: value}))
 
@@ -222,7 +222,7 @@ class TestTracker:
             convert(optimizer, tracker)
         assert not caplog.records
 
-    def test_from_torch_to_poptorch_is_no_surprise(self, params, caplog):
+    def test_switching_from_torch_to_poptorch_does_not_warn(self, params, caplog):
         tracker = AttributeTracker()
         convert(torch.optim.Adam(params), tracker)
         convert(optim.Adam(params), tracker)

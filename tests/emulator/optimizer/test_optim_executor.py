@@ -1,4 +1,4 @@
-"""Optimizers through a training model: what reaches the device, when, and what comes back."""
+"""Optimizers of a training model: which values are sent to the device and read back, and when."""
 
 import copy
 import logging
@@ -135,7 +135,7 @@ class TestState:
         for key, tensor in state["ipu_state"].items():
             assert not torch.allclose(after["ipu_state"][key], tensor)
 
-    def test_goes_on_in_another_model(self, model, batch):
+    def test_continues_in_another_model(self, model, batch):
         optimizer = optim.Adam(model.parameters())
         training = poptorch.trainingModel(model, optimizer=optimizer)
         training(*batch)
@@ -165,7 +165,7 @@ class TestState:
         assert state["ipu_param"]["learningRate___specific___model.layers.0.bias"].item() == 0.5
         assert state["ipu_state"]["Step___model.layers.0.bias"].item() == 2.0
 
-    def test_detaching_fetches_it(self, model, batch, caplog):
+    def test_detaching_reads_it(self, model, batch, caplog):
         optimizer = optim.Adam(model.parameters(), lr=0.1)
         training = poptorch.trainingModel(model, optimizer=optimizer)
         training(*batch)
@@ -214,7 +214,7 @@ class TestSetOptimizer:
         with pytest.raises(poptorch.Error, match="eps"):
             training.setOptimizer(optimizer)
 
-    def test_replaced_object_goes_on_from_the_device_state(self, model, batch):
+    def test_replaced_object_continues_from_the_device_state(self, model, batch):
         first = optim.Adam(model.parameters(), lr=0.1)
         training = poptorch.trainingModel(model, optimizer=first)
         training(*batch)
@@ -233,7 +233,7 @@ class TestSetOptimizer:
         chosen = training.options.Training.meanAccumulationAndReplicationReductionStrategy
         assert chosen == poptorch.MeanReductionStrategy.Running
 
-    def test_half_accumulators_come_too_late(self, model, batch):
+    def test_half_accumulators_after_compilation_are_refused(self, model, batch):
         optimizer = optim.Adam(model.parameters(), lr=0.1)
         training = poptorch.trainingModel(model, optimizer=optimizer)
         training.compile(*batch)

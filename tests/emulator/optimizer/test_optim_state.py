@@ -46,7 +46,7 @@ def test_names_and_values_of_plain_sgd():
 
 
 @pytest.mark.parametrize("make", ALL[1:])
-def test_names_and_values_of_the_others(make):
+def test_names_and_values_of_the_other_optimizers(make):
     device = connected(Device(lambda p: make(p, lr=0.05, weight_decay=0.025)))
     before = device.optimizer.state_dict()
     assert before["ipu_param"]["learningRate___specific___model.bias"].item() == pytest.approx(0.05)
@@ -73,7 +73,7 @@ def test_accumulators_appear_with_accumulation():
     assert torch.equal(accumulator, torch.zeros(4, 3))
 
 
-def test_parameters_in_no_group_share_the_default_names():
+def test_parameters_without_a_group_share_the_default_names():
     device = Device(lambda p: optim.Adam(p[:1], lr=0.1), group_of={"weight": 0})
     assert set(device.compiled.read_state()["ipu_param"]) == {
         "learningRate___specific___model.weight",
@@ -124,7 +124,7 @@ def test_missing_entries_keep_the_values_of_the_device(caplog):
         lambda p: optim.LAMB(p, lr=0.1),
     ],
 )
-def test_resuming_equals_going_on(make):
+def test_resuming_equals_continuing(make):
     straight = Device(make)
     straight.train(4)
     first = connected(Device(make))
@@ -153,7 +153,7 @@ class TestTraffic:
         device.optimizer.state_dict()
         assert len(reads) == 2
 
-    def test_loaded_state_is_seen_before_it_is_uploaded(self):
+    def test_loaded_state_is_visible_before_it_is_uploaded(self):
         device = connected(Device(lambda p: optim.Adam(p, lr=0.1)))
         state = device.optimizer.state_dict()
         state["ipu_param"]["learningRate___specific___model.bias"] = torch.tensor(0.25)
@@ -163,7 +163,7 @@ class TestTraffic:
         assert device.optimizer._take_state_to_upload() is not None
         assert device.optimizer._take_state_to_upload() is None
 
-    def test_disconnecting_fetches_first(self):
+    def test_disconnecting_reads_the_state_first(self):
         device = connected(Device(lambda p: optim.Adam(p, lr=0.1)))
         device.train(1)
         device.optimizer._disconnect()
@@ -220,13 +220,13 @@ def test_velocity_scaling_alone_is_ignored(caplog):
     assert "velocity_scaling" not in optimizer.param_groups[0]
 
 
-def test_lamb_without_max_weight_norm_means_65500():
+def test_lamb_max_weight_norm_defaults_to_65500():
     optimizer = optim.LAMB([torch.nn.Parameter(torch.ones(1))], max_weight_norm=None)
     assert optimizer.defaults["max_weight_norm"] == 65500.0
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_none_means_default(make):
+def test_none_selects_the_default(make):
     parameters = [torch.nn.Parameter(torch.ones(1))]
     nothing = {name: None for name in inspect.signature(make).parameters if name not in ("params", "lr", "kwargs")}
     explicit, implicit = make(parameters, lr=0.1, **nothing), make(parameters, lr=0.1)

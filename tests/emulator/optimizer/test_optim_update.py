@@ -1,4 +1,4 @@
-"""Updates on the device against torch's own optimizers, or against arithmetic written out here."""
+"""Updates on the device, compared with torch's optimizers or explicit arithmetic."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ def test_combined_sgd_equals_separate(velocity_scaling, loss_scaling):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"momentum": 0.9}])
-def test_dampening_acts_from_the_first_step(arguments):
+def test_dampening_applies_from_the_first_step(arguments):
     device = Device(lambda params: optim.SGD(params, lr=0.1, dampening=0.5, weight_decay=0.2, **arguments))
     before = starting_weights()
     gradients = gradients_of(before, 1.0)
@@ -96,7 +96,7 @@ def test_lamb(bias_correction, max_weight_norm):
     assert_same(device.train(3), weights)
 
 
-def test_lamb_ratio_is_one_when_no_norm_counts():
+def test_lamb_ratio_is_one_if_a_norm_is_zero():
     device = Device(lambda params: optim.LAMB(params, lr=0.1, max_weight_norm=0.0, bias_correction=False))
     before = starting_weights()
     gradients = gradients_of(before, 1.0)
@@ -109,12 +109,12 @@ def test_lamb_ratio_is_one_when_no_norm_counts():
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
-def test_lamb_steps_alike_on_the_host(bias_correction):
+def test_lamb_step_on_the_host_is_the_same(bias_correction):
     make = functools.partial(optim.LAMB, lr=0.1, bias_correction=bias_correction)
     assert_same(Device(make).train(4), train_with_torch(make, 4))
 
 
-def test_adamw_corrects_the_bias_in_any_case():
+def test_adamw_always_corrects_the_bias():
     expected = train_with_torch(lambda params: torch.optim.AdamW(params, lr=0.1), 4)
     assert_same(Device(lambda params: optim.AdamW(params, lr=0.1, bias_correction=False)).train(4), expected)
 
@@ -214,7 +214,7 @@ class TestReduction:
         device.compiled.apply()
         assert_same(device.weights, {name: w - 0.1 * w / 2 for name, w in before.items()})
 
-    def test_gradients_handed_over_are_not_changed(self):
+    def test_gradients_passed_in_are_not_changed(self):
         device = Device(lambda p: optim.SGD(p, lr=0.1), accumulation=2)
         gradients = gradients_of(starting_weights(), 1.0)
         kept = {name: gradient.clone() for name, gradient in gradients.items()}
@@ -241,7 +241,7 @@ class TestHalf:
         device.compiled.accumulate({"w": torch.tensor([1.0])}, 1)
         device.compiled.accumulate({"w": torch.tensor([1.0 / 4096])}, 1)
         device.compiled.apply()
-        # 1 + 1/4096 is not a half number: the small gradient is lost.
+        # 1 + 1/4096 cannot be represented in half: the small gradient is lost.
         assert device.weights["w"].item() == -0.5
 
     def test_half_weights_keep_their_type(self):
@@ -297,12 +297,12 @@ class TestAutomaticLossScaling:
         assert device.compiled.loss_scaling == 4.0
         assert device.compiled.read_state()["ipu_state"]["lossScaleUpdateFactor"].item() == 0.5
 
-    def test_float32_gradients_do_not_count(self):
+    def test_float32_gradients_are_ignored(self):
         device = self.device(torch.float32)
         device.feed({"w": torch.full((4,), 1e6)})
         assert device.compiled.loss_scaling == 8.0
 
-    def test_update_is_unscaled_by_the_whole_factor(self):
+    def test_update_is_unscaled_by_the_total_factor(self):
         options = Options()
         options.Training.setAutomaticLossScaling(True)
         device = Device(lambda p: optim.SGD(p, lr=0.5), options, weights={"w": torch.ones(2, dtype=torch.float16)})
@@ -312,7 +312,7 @@ class TestAutomaticLossScaling:
         assert device.weights["w"].tolist() == [0.5, 0.5]
 
 
-def test_parameters_in_no_group_take_the_defaults():
+def test_parameters_without_a_group_use_the_defaults():
     device = Device(lambda p: optim.SGD([{"params": p[:1], "lr": 0.0}], lr=0.1), group_of={"weight": 0})
     before = starting_weights()
     device.feed(before)
@@ -320,7 +320,7 @@ def test_parameters_in_no_group_take_the_defaults():
     torch.testing.assert_close(device.weights["bias"], before["bias"] * 0.9)
 
 
-def test_parameters_without_gradient_stay():
+def test_parameters_without_gradient_do_not_change():
     device = Device(lambda p: optim.SGD(p, lr=0.1, weight_decay=0.5))
     before = starting_weights()
     device.feed({"weight": before["weight"]})

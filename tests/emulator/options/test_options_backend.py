@@ -1,4 +1,4 @@
-"""What the backend checks of options at compile time (semantics 2.3, PopART keys)."""
+"""Backend checks of options at compile time."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def validate(**popart):
 
 
 def own_key(key):
-    """Keys that Options itself writes cannot be given twice."""
+    """Keys that Options itself sets cannot be set again."""
     options = poptorch.Options().outputMode(poptorch.OutputMode.All).useIpuModel(True).useIpuId(0).randomSeed(1)
     options.modelName("m").useOfflineIpuTarget()
     options.TensorLocations.numIOTiles(32)

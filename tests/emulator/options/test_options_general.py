@@ -1,4 +1,4 @@
-"""General options: storage rules, setters and their checks (semantics 2.1, 2.2)."""
+"""General options: storage rules, setters and their checks."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ def manifest_default(expression):
 
 
 @pytest.mark.parametrize("key", sorted(GENERAL["storage_defaults"]))
-def test_defaults_are_the_manifest_s(key):
+def test_defaults_match_the_manifest(key):
     assert getattr(poptorch.Options(), key) == manifest_default(GENERAL["storage_defaults"][key])
 
 
@@ -122,7 +122,7 @@ def test_output_mode_periods():
     assert (options.output_mode, options.output_return_period) == (0, 1)
 
 
-def test_default_output_mode_until_one_is_chosen():
+def test_default_output_mode_until_one_is_set():
     options = poptorch.Options()
     assert options.defaultOutputMode()
     assert not options.outputMode(poptorch.OutputMode.All).defaultOutputMode()
@@ -154,13 +154,13 @@ def test_input_replica_grouping_refuses(size, kind):
         poptorch.Options().replicationFactor(4).inputReplicaGrouping(size, kind)
 
 
-def test_input_grouping_is_checked_when_called_only():
+def test_input_grouping_is_checked_only_when_called():
     options = poptorch.Options().replicationFactor(4).inputReplicaGrouping(4, poptorch.CommGroupType.Consecutive)
     options.replicationFactor(2)
     assert options.input_group_size == 4
 
 
-def test_random_seed_seeds_torch_at_once():
+def test_random_seed_seeds_torch_immediately():
     torch.manual_seed(42)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def test_location_excludes():
     assert options._source_location_excludes == ["a", "b", "c"]
 
 
-def test_attribute_assignment_goes_through_set():
+def test_attribute_assignment_calls_set():
     options = poptorch.Options()
     options.device_iterations = 5
     assert options.device_iterations == 5
@@ -252,7 +252,7 @@ def test_frozen_options_refuse_changes(change):
         change(frozen_options())
 
 
-def test_check_is_frozen_asks_without_changing():
+def test_check_is_frozen_changes_nothing():
     poptorch.Options().checkIsFrozen("device_iterations")
     poptorch.Options()._Popart.checkIsFrozen()
     for group in (frozen_options(), frozen_options().Training, frozen_options()._Popart):
@@ -326,7 +326,7 @@ def test_to_dict_needs_an_output_mode_and_unique_keys():
         options.toDict()
 
 
-def test_repr_lists_what_is_stored():
+def test_repr_lists_stored_values():
     text = repr(poptorch.Options().replicationFactor(4))
     assert text.startswith("Options(")
     assert "replication_factor=4" in text

@@ -1,4 +1,4 @@
-"""The groups of Options and their checks (semantics 2.3)."""
+"""The groups of Options and their checks."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ GROUPS = load_manifest()["option_groups"]
 
 
 @pytest.mark.parametrize("group", ["Training", "Precision", "Jit", "Distributed", "TensorLocations", "_Popart"])
-def test_group_defaults_are_the_manifest_s(group, monkeypatch):
+def test_group_defaults_match_the_manifest(group, monkeypatch):
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     found = getattr(poptorch.Options(), group)
@@ -85,7 +85,7 @@ def test_deprecated_precision_options_warn_and_change_nothing(capsys):
         precision.runningStatisticsAlwaysFloat(1)
 
 
-def test_jit_tracing_is_gone(capsys):
+def test_jit_tracing_is_no_longer_supported(capsys):
     jit = poptorch.Options().Jit
     assert jit.traceModel(False) is jit
     assert "traceModel" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Options from files, JSON and the environment (semantics 3 and 4)."""
+"""Options from files, JSON and the environment."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_file_of_statements(tmp_path):
     assert options._Popart.options["enableOutlining"] is False
 
 
-def test_files_add_up(tmp_path):
+def test_files_accumulate(tmp_path):
     options = poptorch.Options().loadFromFile(write(tmp_path, "deviceIterations(2)", "replicationFactor(4)"))
     options.loadFromFile(write(tmp_path, "deviceIterations(3)"))
     assert (options.device_iterations, options.replication_factor) == (3, 4)

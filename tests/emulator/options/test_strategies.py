@@ -1,4 +1,4 @@
-"""Stages, phases and the four execution strategies (semantics 14.2)."""
+"""Stages, phases and the four execution strategies."""
 
 import copy
 import pickle
@@ -58,12 +58,12 @@ def test_unknown_and_repeated_blocks():
 
 
 @pytest.mark.parametrize("argument", [3, None, ["A", 3]])
-def test_stages_are_made_of_block_ids(argument):
+def test_stages_consist_of_block_ids(argument):
     with pytest.raises(AssertionError):
         poptorch.PipelinedExecution("Z", argument)
 
 
-def test_automatic_ids_grow_until_reset():
+def test_automatic_ids_increase_until_reset():
     manager = poptorch.PipelinedExecution().stage_manager()
     assert [manager.beginStage(None, 0).user_id for _ in range(2)] == ["0", "1"]
     assert manager.nextAutoId() == "2"
@@ -82,7 +82,7 @@ def test_stage_checks():
 
 
 @pytest.mark.parametrize("kind", [poptorch.SerialPhasedExecution, poptorch.ParallelPhasedExecution])
-def test_phases_take_many_forms(kind):
+def test_phases_accept_several_forms(kind):
     strategy = kind(
         poptorch.Phase("A", "B"),
         [poptorch.Stage("C"), poptorch.Stage("D")],
@@ -159,7 +159,7 @@ def test_phased_settings_reach_the_backend():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
-def test_strategies_copy_and_pickle(duplicate):
+def test_strategies_can_be_copied_and_pickled(duplicate):
     strategy = duplicate(poptorch.PipelinedExecution(poptorch.Stage("A").ipu(1), "B"))
     assert placed(strategy, ("A", None), ("B", None)) == [(0, -1, 1), (1, -1, 1)]
     assert repr(strategy) == "PipelinedExecution(Stage('A').ipu(1), Stage('B'))"
@@ -180,7 +180,7 @@ def test_placement_of_the_last_capture_is_logged(capsys):
     assert "block id=A" not in logged
 
 
-def test_notes_of_placement_can_be_cleared(capsys):
+def test_placement_messages_can_be_cleared(capsys):
     manager = poptorch.PipelinedExecution("A").stage_manager()
     manager.beginStage("A", None)
     manager.clearDebug()
@@ -192,7 +192,7 @@ def test_notes_of_placement_can_be_cleared(capsys):
     assert "block id=A" not in capsys.readouterr().err
 
 
-def test_default_manager_makes_stages_up():
+def test_default_manager_creates_stages():
     manager = poptorch.options._DefaultStageManager(poptorch.AutoStage.AutoIncrement)
     first = manager.getStage("x")
     assert manager.getStage("x") is first

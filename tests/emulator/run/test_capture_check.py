@@ -1,4 +1,4 @@
-"""After capture the graph is compared with the module: a graph that computes something else is not used."""
+"""After capture, the graph is compared with the module and refused if results differ."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Comparing two ways to compute a gradient: rounding passes, a wrong value does not."""
+"""Comparing two ways to compute a gradient: rounding errors are accepted, wrong values are not."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ import torch
 from ipurun.emulator._run.chunks import alike, largest
 
 
-def test_a_gradient_that_cancels_may_be_any_rounding_of_its_parts():
-    # A bias in front of a norm: figures of a model that was refused on one machine.
+def test_a_gradient_that_cancels_may_be_any_rounding_of_its_terms():
+    # A bias before a norm: values from a model that was wrongly refused on one machine.
     expected, got = torch.tensor([7.9e-7, -1e-7]), torch.tensor([7.4e-7, -1e-7])
     assert alike(expected, got, among=0.44)
     assert not alike(expected, got, among=0.0)
 
 
 @pytest.mark.parametrize("wrong", [1e-3, -1e-3])
-def test_a_small_gradient_that_is_wrong_is_seen_beside_large_ones(wrong):
+def test_a_wrong_small_gradient_is_detected_next_to_large_ones(wrong):
     expected = torch.tensor([1e-3, 2e-4])
     assert alike(expected, expected * (1 + 1e-5), among=0.44)
     assert not alike(expected, expected * (1 + 10 * wrong), among=0.44)
@@ -28,7 +28,7 @@ def test_shapes_types_and_whole_numbers_must_be_equal():
     assert not alike(torch.tensor([1, 2]), torch.tensor([1, 3]))
 
 
-def test_nan_is_like_nan_and_has_no_size():
+def test_nan_equals_nan_and_has_no_magnitude():
     nan = torch.tensor([float("nan"), 2.0])
     assert alike(nan, nan.clone())
     assert largest([nan, torch.tensor([-3.0]), torch.tensor([7])]) == 3.0

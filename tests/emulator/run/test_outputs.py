@@ -1,4 +1,4 @@
-"""What a call returns: output modes, shapes, structures and types."""
+"""Results of a call: output modes, shapes, structures and types."""
 
 from collections import OrderedDict, namedtuple
 
@@ -14,7 +14,7 @@ RUNS = ITERATIONS * ACCUMULATION * REPLICAS
 
 
 class _RowsAndSum(nn.Module):
-    """Returns rows and a number that tell which micro-batch they came from; the weight stays as it is."""
+    """Returns rows and a number that identify the micro-batch; the weight does not change."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ def test_shapes_of_the_worked_example():
         assert (tuple(logits.shape), tuple(loss.shape)) == shapes, mode
 
 
-def test_one_run_gives_a_loss_without_dimensions():
+def test_one_run_returns_a_scalar_loss():
     _, loss = poptorch.trainingModel(Classifier())(*images(4))
     assert loss.shape == ()
 
@@ -102,7 +102,7 @@ class _Nested(nn.Module):
         return OrderedDict(pair=Pair(x + 1, [x + 2, (x + 3,)]), text="kept", none=None), {"same": x}, x, x
 
 
-def test_structures_keep_their_types_and_values_that_are_no_tensors():
+def test_structures_keep_their_types_and_non_tensor_values():
     x = torch.tensor([1.0, 2.0])
     ordered, plain, first, second = poptorch.inferenceModel(_Nested())(x)
     assert isinstance(ordered, OrderedDict)
@@ -125,7 +125,7 @@ def test_a_forward_that_returns_nothing_returns_none():
     assert poptorch.inferenceModel(Nothing())(torch.ones(1)) is None
 
 
-def test_wide_types_come_back_narrow():
+def test_64_bit_types_are_returned_as_32_bit():
     class Wide(nn.Module):
         def forward(self, integers, doubles):
             return integers + 1, doubles * 2, integers > 1
@@ -140,7 +140,7 @@ def test_wide_types_come_back_narrow():
     assert flags.dtype == torch.bool
 
 
-def test_constant_outputs_come_back_once():
+def test_constant_outputs_are_returned_once():
     class Constant(nn.Module):
         def forward(self, x):
             return x, torch.ones(2)
@@ -149,7 +149,7 @@ def test_constant_outputs_come_back_once():
     assert constant.shape == (2,)
 
 
-def test_backward_on_a_result_is_an_error():
+def test_backward_on_a_result_is_refused():
     logits, loss = poptorch.trainingModel(Classifier())(*images(4))
     with pytest.raises(poptorch.Error, match=r"backward\(\) cannot be called explicitly"):
         loss.backward()

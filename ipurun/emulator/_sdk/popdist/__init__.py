@@ -1,4 +1,4 @@
-"""Stand-in for Graphcore's popdist where that is not installed: answers as in a program that poprun did not start."""
+"""Replacement for Graphcore's popdist, used if that is not installed: a single process, not started by poprun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 
 
 def isPopdistEnvSet() -> bool:
-    """Whether poprun started this process: never, it is not part of the emulator."""
+    """Return False: poprun is not part of the emulator."""
     return False
 
 
@@ -24,30 +24,30 @@ def init() -> None:
 
 
 def getInstanceIndex() -> int:
-    """The number of this process, from 0."""
+    """Return the index of this process, from 0."""
     return 0
 
 
 def getNumInstances() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return 1
 
 
 def getNumLocalReplicas() -> int:
-    """Replicas of this process."""
+    """Return the number of replicas in this process."""
     return 1
 
 
 def getNumTotalReplicas() -> int:
-    """Replicas of all processes."""
+    """Return the number of replicas in all processes."""
     return 1
 
 
 def getReplicaIndexOffset() -> int:
-    """The number, over all processes, of this process's first replica."""
+    """Return the index of this process's first replica among all processes."""
     return 0
 
 
 def getDeviceId() -> int:
-    """The device that this process attaches to."""
+    """Return the id of the device that this process attaches to."""
     return 0

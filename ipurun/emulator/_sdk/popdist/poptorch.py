@@ -1,4 +1,4 @@
-"""Options of a process that poprun would set up: what the launcher decides cannot be set."""
+"""Options that refuse the settings which poprun determines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _refuse(method: str) -> NoReturn:
 
 class _DistributedOptions(options._DistributedOptions):
     def disable(self) -> NoReturn:
-        """Refuse.
+        """Raise an error: poprun determines this setting.
 
         Raises:
             RuntimeError: Always.
@@ -23,7 +23,7 @@ class _DistributedOptions(options._DistributedOptions):
         _refuse("Distributed.disable")
 
     def setEnvVarNames(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
+        """Raise an error: poprun determines this setting.
 
         Raises:
             RuntimeError: Always.
@@ -31,7 +31,7 @@ class _DistributedOptions(options._DistributedOptions):
         _refuse("Distributed.setEnvVarNames")
 
     def configureProcessId(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
+        """Raise an error: poprun determines this setting.
 
         Raises:
             RuntimeError: Always.
@@ -40,20 +40,20 @@ class _DistributedOptions(options._DistributedOptions):
 
 
 class Options(options.Options):
-    """PopTorch's options for the only process: one replica, no other processes.
+    """PopTorch's options for a single process with one replica.
 
     Args:
-        ipus_per_replica: IPUs that the model uses; poprun would compare it with what it reserved.
+        ipus_per_replica: Number of IPUs that the model uses; ignored, as there is no reservation to check.
     """
 
     def __init__(self, ipus_per_replica: int = 1) -> None:
         super().__init__()
         self.Distributed.disable()
-        # The group is the parent's own, made by it: only what may be called on it changes.
+        # Change only the class: the group was created by the base class.
         self.Distributed.__class__ = _DistributedOptions
 
     def useIpuId(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
+        """Raise an error: poprun determines this setting.
 
         Raises:
             RuntimeError: Always.
@@ -61,7 +61,7 @@ class Options(options.Options):
         _refuse("useIpuId")
 
     def replicationFactor(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
+        """Raise an error: poprun determines this setting.
 
         Raises:
             RuntimeError: Always.

@@ -1,4 +1,4 @@
-"""A model whose author knows PopTorch and begins blocks in the code."""
+"""Models that begin PopTorch blocks in their own code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AtModules(nn.Module):
 
 
 class Returning(nn.Module):
-    """Comes back to its first IPU."""
+    """Returns to its first IPU."""
 
     ipus: Tuple[Optional[int], ...] = (0, 1, 0)
 
@@ -54,13 +54,13 @@ class Returning(nn.Module):
 
 
 class Unplaced(Returning):
-    """Leaves it to the strategy where its blocks run."""
+    """Lets the strategy place its blocks."""
 
     ipus = (None, None, None)
 
 
 class Enclosed(nn.Module):
-    """All of `forward` is in blocks that end."""
+    """Runs all of `forward` in blocks that end."""
 
     ipus: Tuple[Optional[int], ...] = (0, 1)
 
@@ -76,7 +76,7 @@ class Enclosed(nn.Module):
 
 
 class EnclosedUnplaced(Enclosed):
-    """Leaves it to the strategy where its blocks run."""
+    """Lets the strategy place its blocks."""
 
     ipus = (None, None)
 
@@ -92,7 +92,7 @@ class _Layer(nn.Module):
 
 
 class EnclosedLayers(nn.Module):
-    """Each layer is a block that ends with it, and has no name."""
+    """Runs each layer in an unnamed block that ends with it."""
 
     def __init__(self) -> None:
         super().__init__()

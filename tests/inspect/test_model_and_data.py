@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from run_harness import config, inspected
 from run_toys import Net
+from torch import nn
 
 from ipurun import engine
 from ipurun.errors import ConfigError
-from ipurun.inspect.model_and_data import inspect
+from ipurun.inspect.model import stop_caching
+from ipurun.inspect.model_and_data import facts_without_data
 from ipurun.inspect.sampling import seeded
 
 
@@ -29,7 +32,7 @@ def test_a_stream_has_no_length() -> None:
     assert facts.train_samples is None
 
 
-def test_samples_are_those_that_the_sampler_draws() -> None:
+def test_samples_are_counted_as_the_sampler_draws_them() -> None:
     assert inspected(config(loader__sampler={"_target_": "run_toys.EveryOther"})).facts.train_samples == 16
     batches = {"_target_": "torch.utils.data.BatchSampler", "drop_last": True}
     facts = inspected(config(loader__batch_sampler=batches, micro_batch_size=5)).facts
@@ -41,7 +44,7 @@ def test_statistics_of_norm_layers_change() -> None:
     assert facts.changing_buffers == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
 
 
-def test_buffers_that_forward_writes_are_found_and_put_back() -> None:
+def test_buffers_that_forward_writes_are_found_and_restored() -> None:
     subject = inspected(config(model={"_target_": "run_toys.CountingNet"}))
     assert subject.facts.changing_buffers == ("calls",)
     assert subject.model.calls.item() == 0 and subject.model.training
@@ -55,7 +58,7 @@ def test_the_trial_does_not_disturb_random_states() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_weights_depend_on_the_seed_alone() -> None:
+def test_weights_depend_only_on_the_seed() -> None:
     torch.manual_seed(99)
     first = inspected(config(seed=4)).model.state_dict()
     with seeded(4):
@@ -63,9 +66,9 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert all(torch.equal(first[name], expected[name]) for name in expected)
 
 
-def test_without_data() -> None:
-    subject = inspect(config(data={}), engine.load("cpu"), need_data=False)
-    assert subject.splits == {} and subject.facts.train_samples is None
+def test_a_model_is_inspected_without_its_data() -> None:
+    facts = facts_without_data(config(data={}), engine.load("cpu"))
+    assert facts.train_samples is None and facts.parameters == sum(p.numel() for p in Net().parameters())
 
 
 def test_all_problems_are_reported_together() -> None:
@@ -91,7 +94,7 @@ def test_all_problems_are_reported_together() -> None:
     [
         ({"model": {}}, "no model"),
         ({"data": {}}, "no data"),
-        ({"model": {"_target_": "run_toys.pair"}}, "no torch.nn.Module"),
+        ({"model": {"_target_": "run_toys.pair"}}, "did not return a torch.nn.Module"),
         ({"data": {"_target_": "run_toys.Points", "length": 0}}, "is empty"),
         ({"data": {"_target_": "run_toys.pair", "evaluation": 0}}, "split `eval` of the data is empty"),
         ({"eval__split": "tset"}, "tset"),
@@ -106,7 +109,16 @@ def test_single_problems(changes: Any, part: str) -> None:
     assert len(caught.value.problems) == 1 and part in str(caught.value)
 
 
-def test_problems_of_model_and_data_are_both_found_when_making_them() -> None:
+def test_failures_of_model_and_data_are_both_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         inspected(config(model={"_target_": "run_toys.Net", "width": -1}, data={"_target_": "run_toys.no_data"}))
     assert len(caught.value.problems) == 2
+
+
+def test_caches_for_text_generation_are_switched_off() -> None:
+    part = nn.Linear(2, 2)
+    part.config = SimpleNamespace(use_cache=True)
+    model = nn.Sequential(part, nn.ReLU())
+    model.config = SimpleNamespace(hidden_size=2)
+    assert stop_caching(model) and part.config.use_cache is False
+    assert not stop_caching(model)

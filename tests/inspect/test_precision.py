@@ -1,4 +1,4 @@
-"""Half precision: what is cast, where, and what is left alone."""
+"""Half precision: what is cast, where, and what is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ipurun.inspect.precision import CastingCollate, cast_hooks, cast_weights
 
 
 class Seen(nn.Module):
-    """Records the types that come in."""
+    """Records the types of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ HALF, FULL = torch.float16, torch.float32
         ("32.32", {"block": "16", "block.1": "32"}, FULL, (FULL, HALF, FULL, FULL), FULL),
     ],
 )
-def test_rules_cast_at_the_edges(precision: str, rules: Any, given: Any, types: Any, result: Any) -> None:
+def test_rules_cast_around_modules(precision: str, rules: Any, given: Any, types: Any, result: Any) -> None:
     net = Net()
     handles = cast_hooks(net, precision, rules)
     assert net(torch.ones(1, dtype=given)).dtype == result
@@ -94,7 +94,7 @@ def test_types_of_weights(precision: str, rules: Any, halved: Any) -> None:
     assert found == halved
 
 
-def test_inputs_are_halved_on_the_host_and_targets_are_not() -> None:
+def test_the_host_casts_inputs_but_not_targets() -> None:
     samples = [(torch.ones(2), torch.tensor(3), torch.ones(1)) for _ in range(4)]
     inputs, numbers, target = CastingCollate(default_collate, True, None)(samples)
     assert (inputs.dtype, numbers.dtype, target.dtype) == (HALF, torch.int64, FULL)

@@ -1,0 +1,187 @@
+"""Make the model of a config, and read what can be known about it without capturing it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any, Dict, List, Set, Tuple
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+import ipurun.emulator as emulator
+from ipurun.config.schema import LossConfig, RunConfig
+from ipurun.errors import ConfigError
+from ipurun.inspect.batch_items import as_call, split_target
+from ipurun.inspect.facts import UserBlock
+from ipurun.inspect.sampling import seeded
+from ipurun.inspect.targets import make
+
+__all__ = [
+    "CACHE_NOTE",
+    "changing_buffers",
+    "count_parameters",
+    "make_meta_model",
+    "make_model",
+    "model_structure",
+    "stop_caching",
+    "user_blocks",
+    "uses_poptorch",
+]
+
+CACHE_NOTE = "the model's config.use_cache is off: cached keys and values are only needed to generate text"
+_BLOCK_HOOK = "BlockHook"  # part of the class name of what BeginBlock installs, in PopTorch and in the emulator
+_LEGACY_BLOCK = "LegacyBeginBlockFn"
+
+
+def make_model(config: RunConfig, engine_module: ModuleType) -> nn.Module:
+    """Make the model of a config.
+
+    Raises:
+        ConfigError: It cannot be made, or is not a module.
+    """
+    model = make(config.model, "model", engine_module=engine_module)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "`model._target_` did not return a torch.nn.Module",
+            seen=f"an object of type {type(model).__name__}",
+            key="model._target_",
+        )
+    return model
+
+
+def make_meta_model(config: RunConfig) -> nn.Module:
+    """Make the model of a config on the meta device: shapes without memory, whatever its size.
+
+    A model whose constructor reads values cannot be made there. It is made on the host and then emptied.
+
+    Raises:
+        ConfigError: It cannot be made, or is not a module.
+    """
+    try:
+        with torch.device("meta"):
+            return make_model(config, emulator)
+    except ConfigError:
+        return make_model(config, emulator).to("meta")
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of values in all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_structure(model: nn.Module) -> Dict[str, Any]:
+    """Return the fields of `Facts` that can be read off a model on any device without running it."""
+    names: Dict[int, List[str]] = {}
+    shapes: Dict[str, Tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        shapes[name] = tuple(parameter.shape)
+    return {
+        "module_names": tuple(name for name, _ in model.named_modules() if name),
+        "module_kinds": {name: type(module).__name__ for name, module in model.named_modules()},
+        "parameter_shapes": shapes,
+        "shared_parameters": tuple(tuple(several) for several in names.values() if len(several) > 1),
+        "user_blocks": tuple(user_blocks(model)),
+    }
+
+
+def user_blocks(model: nn.Module) -> List[UserBlock]:
+    """Return the blocks that the model's code begins at modules with ``poptorch.BeginBlock``."""
+    blocks = []
+    for name, module in model.named_modules():
+        marks: List[Any] = [hook for hook in module._forward_pre_hooks.values() if _BLOCK_HOOK in type(hook).__name__]
+        marks += [module] if type(module).__name__ == _LEGACY_BLOCK else []  # it has the same fields
+        for mark in marks:
+            blocks.append(UserBlock(name, getattr(mark, "_ipu_id", None), getattr(mark, "_user_id", None)))
+    return blocks
+
+
+def uses_poptorch(model: nn.Module, engine_module: ModuleType) -> bool:
+    """Return whether a file that defines a class of the model imports PopTorch, so that `forward` may begin blocks."""
+    own = {id(engine_module), id(emulator)} | {
+        id(getattr(engine_module, name)) for name in ("Block", "BeginBlock", "BlockFunction")
+    }
+    files: Set[str] = {type(module).__module__ for module in model.modules()}
+    return any(
+        id(value) in own
+        for file in files
+        if not file.startswith("torch.") and file in sys.modules
+        for value in vars(sys.modules[file]).values()
+    )
+
+
+def stop_caching(model: nn.Module) -> bool:
+    """Set `config.use_cache` of a model and its parts to False; return whether it was on anywhere.
+
+    With it, models of transformers make every layer keep its keys and values for the next token. Such a cache grows
+    from a tensor without elements, which no IPU takes, and would come back to the host with every output.
+    """
+    configs: List[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    return bool(caching)
+
+
+def changing_buffers(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> Tuple[str, ...]:
+    """Return the names of the buffers that a forward pass in training mode writes to.
+
+    Statistics of normalisation layers are known by name. To find other buffers, the model runs once on two samples.
+    If that fails, none are reported, and the engine's own check at compile time remains.
+
+    Args:
+        model: The model. Its buffers, its mode and the random states are restored.
+        data: A map-style data set to take two samples from, or None.
+        loss: Names the item of a sample that is the target.
+        seed: Seed of the trial.
+    """
+    known = set(_running_statistics(model))
+    others = [name for name, _ in model.named_buffers() if name not in known]
+    if others and data is not None:
+        known |= _written_in_trial(model, data, loss, seed)
+    return tuple(name for name, _ in model.named_buffers() if name in known)
+
+
+def _running_statistics(model: nn.Module) -> Tuple[str, ...]:
+    names = []
+    for prefix, module in model.named_modules():
+        if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
+            own = ("running_mean", "running_var", "num_batches_tracked")
+            names += [f"{prefix}.{name}" if prefix else name for name in own]
+    return tuple(names)
+
+
+def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> set:
+    before: Dict[str, torch.Tensor] = dict(model.named_buffers())
+    versions = {name: buffer._version for name, buffer in before.items()}
+    values = {name: buffer.clone() for name, buffer in before.items()}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with seeded(seed), torch.no_grad():
+            batch = default_collate([data[index % len(data)] for index in range(2)])
+            args, kwargs = as_call(batch)
+            if loss.name is not None:
+                args, kwargs, _ = split_target(args, kwargs, loss.target)
+            model.train()
+            model(*args, **kwargs)
+        return {
+            name
+            for name, buffer in model.named_buffers()
+            if name not in before or buffer is not before[name] or buffer._version != versions[name]
+        }
+    except Exception:  # any error of the user's code: compiling will report it
+        return set()
+    finally:
+        _restore(model, before, values)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _restore(model: nn.Module, before: Dict[str, torch.Tensor], values: Dict[str, torch.Tensor]) -> None:
+    for name, buffer in before.items():
+        prefix, _, own = name.rpartition(".")
+        with torch.no_grad():
+            buffer.copy_(values[name])
+        model.get_submodule(prefix)._buffers[own] = buffer
