@@ -7,7 +7,7 @@ from typing import Dict, Optional
 
 from ipurun.datasets.download import FASHION_MNIST, cached_folder, fetch
 from ipurun.datasets.idx import LabelledImages, load_splits
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["splits"]
 
@@ -34,7 +34,5 @@ def splits(root: Optional[str] = None, download: bool = False) -> Dict[str, Labe
     elif root:
         folder = Path(root).expanduser()
     else:
-        raise ConfigError(
-            Problem("`data.root` is not set, and fashion_mnist does not include data", fix=FASHION_MNIST.advice)
-        )
+        raise ConfigError("`data.root` is not set, and fashion_mnist does not include data", fix=FASHION_MNIST.advice)
     return load_splits(folder, mean=MEAN, std=STD, advice=FASHION_MNIST.advice)

@@ -8,7 +8,7 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch.utils.data import Dataset
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 
 __all__ = ["CHARACTERS", "CharacterWindows", "decode", "encode", "read_text", "splits"]
 
@@ -72,12 +72,10 @@ def read_text(file: Optional[str] = None) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            Problem(
-                "the text cannot be read",
-                where=f"data.file={file}",
-                seen=str(error),
-                fix="pass a text file in UTF-8, or leave data.file out for the text that ships with ipurun",
-            )
+            "the text cannot be read",
+            where=f"data.file={file}",
+            seen=str(error),
+            fix="pass a text file in UTF-8, or leave data.file out for the text that ships with ipurun",
         ) from error
 
 
@@ -98,12 +96,10 @@ def splits(sequence_length: int, file: Optional[str] = None) -> Dict[str, Charac
     border = int(len(tokens) * _TRAIN_SHARE)
     if len(tokens) - border <= sequence_length:
         raise ConfigError(
-            Problem(
-                f"the text is too short for sequences of {sequence_length} characters",
-                where=f"data.file={file}" if file else str(_TEXT),
-                seen=f"{len(tokens)} characters, of which {len(tokens) - border} are for evaluation",
-                fix=f"pass a text of {10 * (sequence_length + 1)} characters or more, or a smaller model.max_positions",
-            )
+            f"the text is too short for sequences of {sequence_length} characters",
+            where=f"data.file={file}" if file else str(_TEXT),
+            seen=f"{len(tokens)} characters, of which {len(tokens) - border} are for evaluation",
+            fix=f"pass a text of {10 * (sequence_length + 1)} characters or more, or a smaller model.max_positions",
         )
     notes = () if file else (_TEXT_NOTE,)
     return {

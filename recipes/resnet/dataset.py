@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from ipurun.datasets.resized import resized
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError
 from ipurun.recipes.resnet.cifar import ADVICE, load_splits
 
 __all__ = ["MadeUpImages", "splits"]
@@ -89,11 +89,9 @@ def splits(
     if root is not None:
         if num_classes < _CIFAR_CLASSES:
             raise ConfigError(
-                Problem(
-                    "`data.num_classes` is below the 10 classes of CIFAR-10",
-                    seen=str(num_classes),
-                    fix="model.num_classes=10",
-                )
+                "`data.num_classes` is below the 10 classes of CIFAR-10",
+                seen=str(num_classes),
+                fix="model.num_classes=10",
             )
         loaded = load_splits(Path(root).expanduser())
         return {name: resized(data, image_size, in_channels) for name, data in loaded.items()}
