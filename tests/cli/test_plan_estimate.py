@@ -246,4 +246,4 @@ def test_a_page_is_written(capsys: Any) -> None:
 def test_split_auto_says_what_it_lacks(capsys: Any) -> None:
     words = [*GPT, *SMALL, "pipeline.split=auto", "pipeline.ipus=4", "gradient_accumulation=3"]
     assert main(["validate", *words]) == 2
-    assert "gradient_accumulation=9, and it is 3" in " ".join(capsys.readouterr().err.split())
+    assert "gradient_accumulation=9, but it is 3" in " ".join(capsys.readouterr().err.split())

@@ -67,8 +67,8 @@ def rows() -> List[Row]:
 def plan(row: Row, chip: Optional[str] = None) -> Planned:
     """Plan a row, on the chip that was measured or else on a GC200 unless told otherwise."""
     measured = row.get("measured", {})
-    profile, layout, settings = _situation(row["id"])
-    found = estimate(profile, layout, settings, machine(chip or measured.get("chip", "GC200")))
+    traced, layout, settings = _situation(row["id"])
+    found = estimate(traced, layout, settings, machine(chip or measured.get("chip", "GC200")))
     published = measured.get("samples_per_second", math.nan)
     return Planned(row, found, found.time.samples_per_second / published)
 
@@ -83,8 +83,8 @@ def machine(chip: str) -> Machine:
 def _situation(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     row = next(row for row in rows() if row["id"] == name)
     prepared = prepare(one(words_of(row["model"], row["run"])), on_paper=True)
-    profile = _profile(prepared, row["run"])
-    return profile, layout_of_plan(profile, prepared.plan), settings_of(prepared.plan)
+    traced = _trace(prepared, row["run"])
+    return traced, layout_of_plan(traced, prepared.plan), settings_of(prepared.plan)
 
 
 def words_of(model: Row, run: Row) -> List[str]:
@@ -154,15 +154,15 @@ def _optimizer_words(run: Row) -> List[str]:
     return [f"optimizer={name}", momentum, f"optimizer.accum_type={accumulator}"]
 
 
-_profiles: Dict[Tuple[str, int, str], TracedModel] = {}
+_traced: Dict[Tuple[str, int, str], TracedModel] = {}
 
 
-def _profile(prepared: PreparedRun, run: Row) -> TracedModel:
+def _trace(prepared: PreparedRun, run: Row) -> TracedModel:
     config = prepared.point.config
     key = (str(config.model), config.micro_batch_size, config.precision)
-    if key not in _profiles:
-        _profiles[key] = trace_model(config, module_precision=prepared.plan.module_precision)
-    found = _profiles[key]
+    if key not in _traced:
+        _traced[key] = trace_model(config, module_precision=prepared.plan.module_precision)
+    found = _traced[key]
     if "input_bits" in run:  # pictures that are sent as bytes and become numbers on the device
         found = dataclasses.replace(found, input_bytes=round(found.input_bytes * run["input_bits"] / _BITS_OF_HALF))
     return found

@@ -59,9 +59,9 @@ def test_what_needs_two_replicas_to_fit_does_not_fit_with_one() -> None:
 def test_inference_of_vit_on_one_ipu_ran_out_of_memory_with_64_pictures(pictures: int, fits: bool) -> None:
     """Reported of ViT-B/16 in single precision: 826,928 of 638,976 bytes on the first tile with 64, and 2 ran."""
     words = ["+recipe=vit", "model=vit_base", "model.num_classes=10", "precision='32.32'"]
-    profile = trace_model(one([*words, f"micro_batch_size={pictures}"]).config, training=False)
+    traced = trace_model(one([*words, f"micro_batch_size={pictures}"]).config, training=False)
     settings = Settings(micro_batch_size=pictures, training=False, device_iterations=4)
-    found = estimate(profile, single_ipu(profile), settings, machine("GC200"))
+    found = estimate(traced, single_ipu(traced), settings, machine("GC200"))
     assert (found.verdict is not Verdict.DOES_NOT_FIT) == fits
 
 

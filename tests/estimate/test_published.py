@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Dict
 
 import pytest
-from planner_published import (
+from published_runs import (
     ADAM,
     BOW_HZ,
     GC200_HZ,
@@ -38,7 +38,7 @@ def machine(kind: str = "gc200") -> Machine:
 
 def estimated(row: Measurement, clock_hz: float, **changes: object) -> Estimate:
     settings = dataclasses.replace(row.settings, **changes)
-    return estimate(row.profile, row.layout, settings, dataclasses.replace(machine(), clock_hz=clock_hz))
+    return estimate(row.traced, row.layout, settings, dataclasses.replace(machine(), clock_hz=clock_hz))
 
 
 @pytest.mark.parametrize("index", range(8))
@@ -83,8 +83,8 @@ def test_pod64_is_three_and_a_half_times_a_pod16(make: object, replicas: int) ->
 
 
 def test_memory_of_a_compiled_tiny_bert() -> None:
-    """Popliner's profile: 103.1 MB on one IPU, 62.6 MB of it code, 106,267 bytes on the fullest tile."""
-    model = bert_demo().profile
+    """Popliner's traced: 103.1 MB on one IPU, 62.6 MB of it code, 106,267 bytes on the fullest tile."""
+    model = bert_demo().traced
     settings = Settings(gradient_accumulation=16, **HALF, **{**ADAM, "state_on_chip": True})
     (ipu,) = estimate(model, single_ipu(model), settings, machine()).ipus
     assert ipu.total == pytest.approx(103_077_866, rel=0.2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ipurun.config.compose import one
-from ipurun.estimate.settings import machine_of, settings_of, words_of
+from ipurun.estimate.settings import machine_of, resets_of, settings_of
 from ipurun.estimate.types import Settings
 from ipurun.inspect.facts import Facts
 from ipurun.planning import make_plan
@@ -84,9 +84,9 @@ def test_the_machine_is_the_one_that_was_chosen() -> None:
 
 
 def test_only_what_stands_in_the_way_is_undone() -> None:
-    plain = words_of(one(["+recipe=mnist"]).config)
-    assert (plain.placement, plain.blocks, plain.resized, plain.batch) == ((), (), (), ())
-    placed = words_of(
+    plain = resets_of(one(["+recipe=mnist"]).config)
+    assert (plain.placement, plain.blocks, plain.ipus, plain.batch) == ((), (), (), ())
+    placed = resets_of(
         one(
             [
                 "+recipe=mnist",
@@ -100,5 +100,5 @@ def test_only_what_stands_in_the_way_is_undone() -> None:
     )
     assert placed.placement == ("pipeline.ipus=null",)
     assert placed.blocks == ("pipeline.blocks={}",)
-    assert placed.resized == ("memory.available_proportion=null", "inference.device_iterations=null")
+    assert placed.ipus == ("memory.available_proportion=null", "inference.device_iterations=null")
     assert placed.batch == ("global_batch_size=null",)

@@ -7,17 +7,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import List, Tuple
 
 import pytest
-from planner_toys import chain
+from estimate_toys import chain
 
 from ipurun.estimate.calibration import Measurement, calibrate_to_run, measured_throughput, ratio
 from ipurun.estimate.costs import Shape, backward_shapes, forward_shape, op_costs, plan_product
-from ipurun.estimate.estimate import estimate
+from ipurun.estimate.estimate import assumptions_of, estimate
 from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
 from ipurun.estimate.timing import estimate_time
-from ipurun.estimate.types import Settings
+from ipurun.estimate.types import EstimatedModel, Settings, StageLayout
+from ipurun.inspect.traced_model import TracedModel
 
 MACHINE = Machine()
 
@@ -91,8 +93,8 @@ def test_backward_of_a_product_is_two_products_of_the_same_size() -> None:
 
 
 def time_of(layers: int, cuts: list, **changes: object):
-    profile = chain(layers)
-    return estimate_time(profile, layout_of_cuts(profile, cuts), Settings(**changes), MACHINE)  # type: ignore[arg-type]
+    traced = chain(layers)
+    return estimate_time(traced, layout_of_cuts(traced, cuts), Settings(**changes), MACHINE)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_fills_and_drains() -> None:
@@ -111,9 +113,9 @@ def test_the_busiest_ipu_sets_the_pace() -> None:
 
 
 def test_an_ipu_that_comes_back_does_both_stages() -> None:
-    profile = chain(3)
-    layout = layout_of_blocks(profile, [("layer.0", 0), ("layer.1", 1), ("layer.2", 0)])
-    time = estimate_time(profile, layout, Settings(gradient_accumulation=8), MACHINE)
+    traced = chain(3)
+    layout = layout_of_blocks(traced, [("layer.0", 0), ("layer.1", 1), ("layer.2", 0)])
+    time = estimate_time(traced, layout, Settings(gradient_accumulation=8), MACHINE)
     assert time.cycles == 8 + 2 * 2
     assert time.ipus[0].forward == pytest.approx(2 * time.ipus[1].forward)
 
@@ -162,24 +164,22 @@ def test_weights_off_chip_are_read_for_every_micro_batch() -> None:
 
 
 def test_a_module_has_a_share_of_its_own() -> None:
-    profile = chain(2)
-    wide = dataclasses.replace(profile.ops[0], dims=(1, 4096, 4096, 4096, 1))
-    profile = dataclasses.replace(
-        profile, ops=(wide, dataclasses.replace(wide, index=1, module="layer.1", inputs=(0,)))
-    )
-    usual = op_costs(profile, MACHINE, Settings(), 0.6)
-    lean = op_costs(profile, MACHINE, Settings(), 0.1)
-    mixed = op_costs(profile, MACHINE, Settings(module_proportions={"layer.1": 0.1}), 0.6)
+    traced = chain(2)
+    wide = dataclasses.replace(traced.ops[0], dims=(1, 4096, 4096, 4096, 1))
+    traced = dataclasses.replace(traced, ops=(wide, dataclasses.replace(wide, index=1, module="layer.1", inputs=(0,))))
+    usual = op_costs(traced, MACHINE, Settings(), 0.6)
+    lean = op_costs(traced, MACHINE, Settings(), 0.1)
+    mixed = op_costs(traced, MACHINE, Settings(module_proportions={"layer.1": 0.1}), 0.6)
     assert lean[0].temporary < usual[0].temporary and lean[0].forward > usual[0].forward
     assert mixed == [usual[0], lean[1]]
 
 
 def test_a_micro_batch_is_read_while_tiles_wait_unless_some_are_set_aside() -> None:
-    profile = dataclasses.replace(chain(2), input_bytes=10**6)
-    layout = single_ipu(profile)
+    traced = dataclasses.replace(chain(2), input_bytes=10**6)
+    layout = single_ipu(traced)
 
     def cycle(replicas: int = 1, **changes: int) -> float:
-        found = estimate_time(profile, layout, Settings(replicas=replicas, **changes), MACHINE)
+        found = estimate_time(traced, layout, Settings(replicas=replicas, **changes), MACHINE)
         return found.cycle - max(ipu.total for ipu in found.ipus)
 
     reading = 10**6 / MACHINE.streaming_bytes_per_second
@@ -204,8 +204,8 @@ def test_a_dropout_is_one_operation_and_a_permutation_none() -> None:
         dataclasses.replace(plain, index=4, inputs=(3,), name="clone", kind="copy", signature="d"),
         dataclasses.replace(plain, index=5, inputs=(4,), name="div_", signature="b"),
     ]
-    profile = dataclasses.replace(chain(1), ops=tuple(ops))
-    seconds = [cost.forward for cost in op_costs(profile, MACHINE, Settings(), 0.6)]
+    traced = dataclasses.replace(chain(1), ops=tuple(ops))
+    seconds = [cost.forward for cost in op_costs(traced, MACHINE, Settings(), 0.6)]
     assert seconds[0] == seconds[1] == seconds[4] == 0
     assert seconds[2] > seconds[3] > 0  # random numbers take time, and the same product without them less
     assert seconds[5] > 0
@@ -214,8 +214,8 @@ def test_a_dropout_is_one_operation_and_a_permutation_none() -> None:
 def test_the_gradient_of_a_cast_weight_is_cast_while_it_is_accumulated() -> None:
     data = dataclasses.replace(chain(1).ops[0], kind="copy", name="_to_copy", dims=(), traffic_bytes=10**6, gradients=1)
     weight = dataclasses.replace(data, index=1, is_batched=False)
-    profile = dataclasses.replace(chain(1), ops=(data, weight))
-    costs = op_costs(profile, MACHINE, Settings(), 0.6)
+    traced = dataclasses.replace(chain(1), ops=(data, weight))
+    costs = op_costs(traced, MACHINE, Settings(), 0.6)
     assert costs[0].forward == costs[1].forward > 0
     assert costs[0].backward > costs[1].backward == 0
 
@@ -246,25 +246,30 @@ def test_inference_has_no_backward_pass_and_no_update() -> None:
 
 
 def test_an_estimate_scales_the_profile_to_its_micro_batch() -> None:
-    profile = chain(2)
-    layout = single_ipu(profile)
-    one = estimate(profile, layout, Settings(micro_batch_size=1), MACHINE)
-    four = estimate(profile, layout, Settings(micro_batch_size=4), MACHINE)
+    traced = chain(2)
+    layout = single_ipu(traced)
+    one = estimate(traced, layout, Settings(micro_batch_size=1), MACHINE)
+    four = estimate(traced, layout, Settings(micro_batch_size=4), MACHINE)
     assert four.ipus[0].activations == 4 * one.ipus[0].activations
     assert four.ipus[0].weights == one.ipus[0].weights
 
 
+def _assumptions(traced: TracedModel, layout: StageLayout, settings: Settings) -> List[Tuple[str, str]]:
+    found = estimate(traced, layout, settings, MACHINE)
+    return assumptions_of(EstimatedModel(traced, layout, settings, MACHINE, found))
+
+
 def test_assumptions_follow_the_settings() -> None:
-    profile = chain(2)
-    found = estimate(profile, layout_of_cuts(profile, [1]), Settings(gradient_accumulation=4, replicas=2), MACHINE)
-    text = " ".join(assumption.text for assumption in found.assumptions)
+    traced = chain(2)
+    found = _assumptions(traced, layout_of_cuts(traced, [1]), Settings(gradient_accumulation=4, replicas=2))
+    text = " ".join(text for _, text in found)
     assert "estimate" in text
     assert "2 forward stages on 2 IPUs" in text
-    assert "over 1 machine makes a cycle 0% longer" in text
+    assert "1 machine makes a cycle 0% longer" in text
     assert "All tiles wait while a micro-batch is read" in text
     assert "of the matrix unit's 16 multiply-adds" in text  # of single values
-    alone = estimate(profile, single_ipu(profile), Settings(), MACHINE)
-    assert not any(assumption.topic in ("pipeline", "replicas") for assumption in alone.assumptions)
+    alone = _assumptions(traced, single_ipu(traced), Settings())
+    assert not any(topic in ("pipeline", "replicas") for topic, _ in alone)
 
 
 def test_unknown_constants_are_refused() -> None:
@@ -278,8 +283,8 @@ def test_calibrating_to_a_measured_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(step) for step in steps))
     measured = measured_throughput(tmp_path)
     assert measured == pytest.approx(402.5)
-    profile = chain(2)
-    row = Measurement("run", "run", profile, single_ipu(profile), Settings(), MACHINE.clock_hz, measured)
+    traced = chain(2)
+    row = Measurement("run", "run", traced, single_ipu(traced), Settings(), MACHINE.clock_hz, measured)
     before = abs(ratio(row, MACHINE) - 1)
     after = abs(ratio(row, calibrate_to_run(row, MACHINE)) - 1)
     assert after < before / 2
@@ -295,9 +300,9 @@ def test_the_micro_batch_of_a_profile_changes_by_proportion() -> None:
     op = chain(1).ops[0]
     still = dataclasses.replace(op, index=1, is_batched=False)
     attention = dataclasses.replace(op, index=2, dims=(12, 64, 64, 32, 1))
-    profile = dataclasses.replace(chain(1), ops=(op, still, attention)).with_micro_batch(8)
-    assert [scaled.flops_forward / op.flops_forward for scaled in profile.ops] == [8, 1, 8]
-    assert [scaled.dims for scaled in profile.ops] == [
+    traced = dataclasses.replace(chain(1), ops=(op, still, attention)).with_micro_batch(8)
+    assert [scaled.flops_forward / op.flops_forward for scaled in traced.ops] == [8, 1, 8]
+    assert [scaled.dims for scaled in traced.ops] == [
         (1, 512, 32, 32, 1),
         (1, 64, 32, 32, 1),
         (96, 64, 64, 32, 1),
