@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Collection, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Collection, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
 from ipurun.estimate.costs import op_costs
 from ipurun.estimate.machine import Machine
@@ -239,7 +239,8 @@ def cells_of(
     return cells
 
 
-class Segment(NamedTuple):
+@dataclass  # not frozen: a million of them are made in a search
+class Segment:
     """Neighbouring cells as one stage.
 
     Args:
@@ -326,8 +327,9 @@ def segments_ending_at(
         update = max(update, cell.share.update)
         temporary = max(temporary, cell.temporary)
         new = cell.code - code
-        code |= new
-        programs += sum(count for _, count in new)
+        if new:
+            code |= new
+            programs += sum(count for _, count in new)
         # The part after a cell's last checkpoint continues in the cells added before it.
         longest_run = max(longest_run, run + cell.runs[-1], *cell.runs)
         run = run + cell.runs[0] if len(cell.runs) == 1 else cell.runs[0]

@@ -36,7 +36,7 @@ def test_operations_run_where_the_plan_says() -> None:
 
 
 def own(model: str, **changes: Any) -> Dict[str, Any]:
-    return {**PLACED, "model": {"_target_": f"user_blocks.{model}"}, **changes}
+    return {**PLACED, "model": {"_target_": f"own_blocks.{model}"}, **changes}
 
 
 @pytest.mark.parametrize("model", ["InForward", "AtModules"])
@@ -135,7 +135,7 @@ def test_no_other_split_is_offered_for_a_model_that_splits_itself() -> None:
     plan = make_plan(settings, subject.facts)
     plan_estimate = estimate_plan(settings, plan, subject)
     assert not any("pipeline.split" in word for remedy in plan_estimate.remedies for word in remedy.overrides)
-    with pytest.raises(ConfigError, match="the model's code has one already"):
+    with pytest.raises(ConfigError, match="the model's code already has one"):
         solve(settings, plan, plan_estimate)
 
 

@@ -1,4 +1,4 @@
-"""Published runs on real IPUs, as facts: what ran, how, and how fast. The planner's constants are fitted to these."""
+"""Published runs on IPUs, to which the constants of the estimate are fitted."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def vit_base(replicas: int = 4) -> Measurement:
     layout = layout_of_blocks(
         model, [(f"{stack}{3 * ipu}", ipu) for ipu in range(4)], [f"{stack}{layer}" for layer in range(12)]
     )
-    # One host read and prepared the pictures, and may have been what the run waited for: Graphcore's run from scratch,
-    # which fills and drains its pipeline far less often, came out within 4% of this one.
+    # The run may have been limited by its one host, which prepared the pictures: Graphcore's run from scratch, which
+    # fills and drains its pipeline far less often, is within 4% of this one.
     return Measurement("ViT-B/16", "ViT-B/16", model, layout, settings, BOW_HZ, 7319.0, noise=0.3)
 
 

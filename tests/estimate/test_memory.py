@@ -21,7 +21,7 @@ def test_the_first_stage_keeps_most_micro_batches() -> None:
     settings = Settings(gradient_accumulation=16)
     assert [in_flight(stage, layout.num_stages, settings) for stage in range(4)] == [7, 5, 3, 1]
     memory = estimate_memory(chain(4), layout, settings, MACHINE)
-    # Each stage keeps its own result and, but for the first, its input.
+    # Each stage keeps its result and, except for the first, its input.
     assert [ipu.activations for ipu in memory] == [7 * 1000, 5 * 2000, 3 * 2000, 2000]
 
 
@@ -41,11 +41,11 @@ def test_recomputation_keeps_inputs_of_stages_and_checkpoints() -> None:
     assert bare[0].activations == 0  # its input comes from the host
     assert bare[1].activations == 1000
     assert checked[0].activations == 3 * 1000
-    # Between checkpoints lie at most 2 of 4 operations.
+    # There are at most 2 of 4 operations between checkpoints.
     assert bare[0].temporary - checked[0].temporary == 4000 - 2000
 
 
-def test_optimizer_state_by_place() -> None:
+def test_optimizer_state_on_chip_off_chip_and_sharded() -> None:
     traced = chain(2)
     layout = single_ipu(traced)
     here = Settings(gradient_accumulation=4, replicas=4, state_bytes=8.0, accumulator_bytes=2.0)
@@ -74,7 +74,7 @@ def test_equal_operations_share_code() -> None:
     different = chain(6)
     equal = dataclasses.replace(different, ops=tuple(dataclasses.replace(op, signature="mm") for op in different.ops))
     more, less = (estimate_memory(p, single_ipu(p), Settings(), MACHINE)[0].code for p in (different, equal))
-    # Five forward programs and twice as many backward ones are spared, on every tile.
+    # Five forward programs and twice as many backward ones are saved, on every tile.
     assert more - less == 5 * 3 * MACHINE.code_bytes_per_op * MACHINE.tiles
 
 
@@ -88,7 +88,7 @@ def test_equal_operations_share_code() -> None:
         (1.1, Verdict.DOES_NOT_FIT),
     ],
 )
-def test_verdict_leaves_room_for_its_own_error(share: float, verdict: Verdict) -> None:
+def test_the_verdict_is_tight_within_the_error_of_the_estimate(share: float, verdict: Verdict) -> None:
     memory = IpuMemory(0, round(share * MACHINE.memory_bytes), 0, 0, 0, 0, 0, 0, limit=MACHINE.memory_bytes)
     assert verdict_of(memory, MACHINE) is verdict
 
@@ -103,7 +103,7 @@ def test_limit_is_897_mebibytes() -> None:
     assert MACHINE.memory_bytes / 2**20 == pytest.approx(897)
 
 
-def test_in_inference_only_what_is_still_needed_waits() -> None:
+def test_inference_keeps_only_values_that_are_still_needed() -> None:
     """Four results of 1,000 bytes, the first of which the last operation reads again."""
     traced = chain(4)
     again = dataclasses.replace(traced.ops[3], inputs=(0, 2))
@@ -116,9 +116,9 @@ def test_in_inference_only_what_is_still_needed_waits() -> None:
     assert (first.working, second.working) == (0, 1000)
 
 
-def test_of_phased_execution_the_largest_phase_is_on_chip() -> None:
+def test_the_largest_phase_of_phased_execution_is_on_chip() -> None:
     traced = chain(6, values=1000)
-    blocks = [("layer.0", 0), ("layer.1", 0), ("layer.4", 0)]  # of 1, 3 and 2 layers
+    blocks = [("layer.0", 0), ("layer.1", 0), ("layer.4", 0)]  # 1, 3 and 2 layers
     layout = layout_of_blocks(traced, blocks, phases={"layer.0": 0, "layer.1": 1, "layer.4": 2})
     assert layout.ipu_of_stage == (0, 0, 0)
     assert layout.phase_of_stage == (0, 1, 2)

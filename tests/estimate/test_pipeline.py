@@ -1,4 +1,4 @@
-"""The pipeline in cycles, counted on paper."""
+"""Timelines of pipelines, counted on paper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _estimated(layout: StageLayout, settings: Settings) -> EstimatedModel:
     return EstimatedModel(traced, layout, settings, Machine(), estimate(traced, layout, settings, Machine()))
 
 
-def test_a_training_pipeline_fills_and_drains_for_two_cycles_a_stage() -> None:
+def test_a_training_pipeline_fills_and_drains_for_two_cycles_per_stage() -> None:
     layout, settings = layout_of_cuts(chain(4), [1, 2, 3]), Settings(gradient_accumulation=16)
     timeline = timeline_of(_estimated(layout, settings))
     assert (timeline.fill, timeline.steady, timeline.drain) == (6, 10, 6)
@@ -27,7 +27,7 @@ def test_a_training_pipeline_fills_and_drains_for_two_cycles_a_stage() -> None:
     assert timeline.bubble == pytest.approx(6 / 22)
 
 
-def test_an_inference_pipeline_has_no_way_back() -> None:
+def test_an_inference_pipeline_has_no_backward_pass() -> None:
     layout, settings = layout_of_cuts(chain(4), [1, 2, 3]), Settings(device_iterations=8, training=False)
     timeline = timeline_of(_estimated(layout, settings))
     assert timeline.cycles == 8 + 3
@@ -56,7 +56,7 @@ def test_the_chart_has_every_pass_of_every_micro_batch_once() -> None:
 
 @pytest.mark.parametrize("strategy", ["pipelined", "sharded"])
 def test_the_chart_respects_the_order_of_the_passes(strategy: str) -> None:
-    layout = layout_of_cuts(chain(3), [1, 2], ipus=[0, 1, 0])  # the last stage goes back to IPU 0
+    layout = layout_of_cuts(chain(3), [1, 2], ipus=[0, 1, 0])  # the last stage runs on IPU 0 again
     settings = Settings(gradient_accumulation=6, strategy=strategy)
     bars = gantt(_estimated(layout, settings))
     begins = {(bar.kind, bar.stage, bar.micro_batch): bar.start for bar in bars}

@@ -1,4 +1,4 @@
-"""Remedies: each was tried, each says what it saves, and the best come first."""
+"""Remedies: each was tried, with what it saves, and the best come first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_optimizer_state_off_chip_saves_its_size() -> None:
     found = _by_override(model)
     state = 2 * 50_000_000 * 8
     off_chip = found["memory.optimizer_state.on_chip=false"]
-    # What the update brings back of the largest parameter's state is on chip for a while.
+    # The update brings the largest parameter's state on chip for a while.
     assert state / 2 - 1 <= off_chip.saved_bytes <= state
     sharded = found["replication.tensor_sharding=true"]
     assert sharded.saved_bytes == pytest.approx(state * 3 / 4, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The solver against all splits there are, and the numbers it finds."""
+"""The solver compared with all possible splits, and the configs it finds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_memory_moves_the_split_away_from_even_work() -> None:
     assert split.modules == ("layer.1",) == tuple(f"layer.{cut}" for cut in best[1])
 
 
-def test_what_does_not_fit_has_no_split() -> None:
+def test_a_model_that_does_not_fit_has_no_split() -> None:
     traced = _uneven([1000] * 4, [600_000_000, 10, 10, 10])
     assert Search(traced, MACHINE).split(2, SETTINGS) is None
     assert Search(traced, MACHINE).solutions(Goal(devices=4, global_batch=64), variants_of(SETTINGS, ())) == []
@@ -83,7 +83,7 @@ def _with_tied_head(layers: int) -> TracedModel:
     return dataclasses.replace(plain, ops=ops, parameters=(tied, *(p for p in plain.parameters[1:] if p is not last)))
 
 
-def test_a_head_that_shares_the_first_weight_goes_back_to_its_ipu() -> None:
+def test_a_head_that_shares_the_first_weight_returns_to_its_ipu() -> None:
     traced = _with_tied_head(9)
     split = Splitter(traced, 4, SETTINGS, MACHINE).within()
     assert split is not None
@@ -111,7 +111,7 @@ def test_blocks_begin_only_at_modules_that_are_called_once() -> None:
     assert [(point.op, point.module) for point in points] == [(1, "stack.0"), (2, "stack.1"), (4, "b"), (5, "c")]
 
 
-def test_what_may_have_called_a_shared_layer_begins_no_block_behind_it() -> None:
+def test_a_possible_caller_of_a_shared_layer_begins_no_block_after_it() -> None:
     plain = chain(5)
     modules = ["shared", "encoder", "shared", "decoder", "decoder.block"]
     ops = tuple(dataclasses.replace(op, module=module) for op, module in zip(plain.ops, modules))
@@ -136,7 +136,7 @@ def test_all_uses_of_a_weight_are_on_one_ipu(uses: Tuple[int, ...], ipus: int) -
     assert split is not None
     assert len({split.layout.ipu_of_op(op) for op in uses}) == 1
     assert {ipu for _, ipu in split.blocks} | {0} == set(range(ipus))
-    # Nearly even, though IPU 0 has the uses beside its own part: 24 equal operations.
+    # Nearly even, though IPU 0 has all uses besides its part: 24 equal operations.
     times = [time.total for time in estimate(traced, split.layout, SETTINGS, MACHINE).time.ipus]
     assert max(times) == pytest.approx(split.slowest, rel=0.02)
     assert max(times) < 1.35 * sum(times) / ipus
@@ -164,7 +164,7 @@ def test_an_impossible_global_batch_has_no_solution() -> None:
     assert Search(chain(4), MACHINE).solutions(Goal(devices=4, global_batch=3), variants_of(SETTINGS, ())) == []
 
 
-def test_recomputation_pays_where_it_makes_room_for_larger_micro_batches() -> None:
+def test_recomputation_pays_if_it_allows_larger_micro_batches() -> None:
     plain = _uneven([400] * 16, [1000] * 16)
     ops = tuple(dataclasses.replace(op, output_bytes=5_000_000, saved_bytes=5_000_000) for op in plain.ops)
     traced = dataclasses.replace(plain, ops=ops)
@@ -176,7 +176,7 @@ def test_recomputation_pays_where_it_makes_room_for_larger_micro_batches() -> No
     assert len(sizes) == len(set(sizes))  # each micro-batch is solved once
 
 
-def test_what_a_config_keeps_stays_kept() -> None:
+def test_checkpoints_of_the_config_are_kept() -> None:
     kept = variants_of(SETTINGS, (3, 7), kept=(1,))
     assert kept[0].checkpoints == (1,) and kept[1].checkpoints == (1, 3, 7)
     recomputing = dataclasses.replace(SETTINGS, recompute="checkpoints")
@@ -185,7 +185,7 @@ def test_what_a_config_keeps_stays_kept() -> None:
 
 
 def test_each_ipu_has_its_own_share_of_memory_for_products() -> None:
-    """Wide products are slow in little room, so that the IPU with little room gets fewer of them."""
+    """Wide products are slow with little memory, so the IPU with less memory gets fewer of them."""
     traced = chain(8)
     ops = tuple(dataclasses.replace(op, dims=(1, 2048, 2048, 2048, 1), signature="wide") for op in traced.ops)
     traced = dataclasses.replace(traced, ops=ops)
@@ -197,8 +197,8 @@ def test_each_ipu_has_its_own_share_of_memory_for_products() -> None:
     assert uneven.slowest == pytest.approx(max(ipu.total for ipu in time.ipus), rel=0.01)
 
 
-def test_the_update_counts_where_the_slowest_stage_is_the_same() -> None:
-    """Seven layers on four IPUs: the one whose state is long on its way at either end is alone on its IPU."""
+def test_the_update_decides_between_equally_slow_splits() -> None:
+    """Seven layers on four IPUs: the layer with most state, first or last, is alone on its IPU."""
     for heavy in (0, 6):
         sizes = [4_000_000 if layer == heavy else 1_000_000 for layer in range(7)]
         traced = _uneven([512] * 7, sizes)
@@ -226,5 +226,5 @@ def test_micro_batches_between_powers_of_two_are_tried() -> None:
         return estimate(traced, layout_of_cuts(traced, ()), own, MACHINE).verdict is Verdict.FITS
 
     largest = max(size for size in range(1, batch + 1) if batch % size == 0 and fits(size))
-    assert largest & (largest - 1)  # no power of two
+    assert largest & (largest - 1)  # not a power of two
     assert found[0].settings.micro_batch_size == largest

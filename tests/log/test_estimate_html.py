@@ -1,4 +1,4 @@
-"""The planner's page: whole in itself, and true to the estimate."""
+"""The HTML page of an estimate: self-contained, and true to the estimate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ipurun.planning.plan import Plan
 
 
 class _Tags(HTMLParser):
-    """Collects what is open, and all attributes that could load something."""
+    """Collect open tags, and all attributes that could load something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_names_are_escaped() -> None:
     assert "x=&lt;y&gt;" in page
 
 
-def test_bars_are_as_long_as_the_memory_they_stand_for() -> None:
+def test_bars_are_as_long_as_the_memory_they_show() -> None:
     plan_estimate = toy_estimate()
     page = page_of(_plan(), plan_estimate)
     ipu = plan_estimate.estimate.ipus[0]
@@ -86,7 +86,7 @@ def test_the_chart_has_a_bar_for_each_pass() -> None:
     assert len(re.findall("<title>backward of micro-batch", page)) == 2 * 8
 
 
-def test_inference_has_a_section_of_its_own() -> None:
+def test_inference_has_its_own_section() -> None:
     plan_estimate = toy_estimate()
     assert "<h2>Inference</h2>" not in page_of(_plan(), plan_estimate)
     page = page_of(_plan(), dataclasses.replace(plan_estimate, inference=inference_of(plan_estimate)))

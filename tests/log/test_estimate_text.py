@@ -1,4 +1,4 @@
-"""The planner's tables, bars and files."""
+"""Tables, bars and files of estimates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISS = CacheState("miss")
 
 
 def toy_estimate(**changes: Any) -> PlanEstimate:
-    """Two layers on two IPUs."""
+    """Estimate two layers on two IPUs."""
     ops = tuple(
         TracedOp(
             index,
@@ -57,7 +57,7 @@ def toy_estimate(**changes: Any) -> PlanEstimate:
 
 
 def with_memory(plan_estimate: PlanEstimate, *ipus: IpuMemory) -> PlanEstimate:
-    """The same plan_estimate with other memory."""
+    """Return the same estimate with other memory."""
     verdicts = tuple(Verdict.DOES_NOT_FIT if ipu.share > 1 else Verdict.FITS for ipu in ipus)
     overall = Verdict.DOES_NOT_FIT if Verdict.DOES_NOT_FIT in verdicts else Verdict.FITS
     found = dataclasses.replace(plan_estimate.estimate, ipus=ipus, verdicts=verdicts, verdict=overall)
@@ -72,12 +72,12 @@ def test_a_bar_is_full_at_the_limit(share: float, shown: str) -> None:
     assert bar(share, width=8) == shown
 
 
-def test_what_poptorch_would_refuse_stands_below_the_verdict() -> None:
+def test_the_reason_why_poptorch_would_refuse_follows_the_verdict() -> None:
     plan_estimate = toy_estimate()
     traced = dataclasses.replace(plan_estimate.training.traced, refused="value read back (net.py:3)")
     refused = dataclasses.replace(plan_estimate, training=dataclasses.replace(plan_estimate.training, traced=traced))
     assert estimate_lines(refused, MISS)[1:3] == [
-        "  but PopTorch would refuse to train the model; it was traced in evaluation mode, and this is why:",
+        "  but PopTorch would refuse to train the model; it was traced in evaluation mode. The reason:",
         "  value read back (net.py:3)",
     ]
     assert estimate_dict(refused, MISS)["refused"] == "value read back (net.py:3)"
@@ -100,7 +100,7 @@ def test_the_table_shows_every_part_against_the_limit() -> None:
     assert second.endswith(">] 150% does not fit")
 
 
-def test_the_schedule_is_told() -> None:
+def test_the_pipeline_is_shown() -> None:
     text = "\n".join(estimate_lines(toy_estimate(), MISS))
     assert "2 stages: fill 2, steady 6, drain 2 cycles" in text
     assert "bubble 20%" in text  # 2 of 10 cycles
@@ -115,7 +115,7 @@ def test_the_schedule_is_told() -> None:
         (CacheState("unknown", 1, why="only PopART can tell"), "1 executable of this name; only PopART can tell"),
     ],
 )
-def test_the_cache_is_told(cache: CacheState, shown: str) -> None:
+def test_the_cache_is_shown(cache: CacheState, shown: str) -> None:
     assert f"  cache      {shown}" in estimate_lines(toy_estimate(), cache)
 
 
@@ -126,7 +126,7 @@ def inference_of(plan_estimate: PlanEstimate) -> EstimatedModel:
     return dataclasses.replace(own, settings=settings, estimate=found)
 
 
-def test_inference_is_one_line_and_a_table_of_its_own() -> None:
+def test_inference_is_one_line_and_a_separate_table() -> None:
     plan_estimate = toy_estimate()
     plan_estimate = dataclasses.replace(plan_estimate, inference=inference_of(plan_estimate))
     (line,) = [line for line in estimate_lines(plan_estimate, MISS) if line.startswith("  inference  ")]
@@ -140,7 +140,7 @@ def test_inference_is_one_line_and_a_table_of_its_own() -> None:
     assert document["time"]["all_reduce"] == 0 and document["schedule"]["cycles"] == 5
 
 
-def test_a_host_that_sets_the_pace_is_part_of_the_sum() -> None:
+def test_a_host_that_limits_throughput_is_part_of_the_sum() -> None:
     plan_estimate = toy_estimate()
     time = dataclasses.replace(plan_estimate.estimate.time, host_input=2.0, total=2.004, host=0.004, host_bound=True)
     found = dataclasses.replace(plan_estimate.estimate, time=time)
@@ -175,14 +175,14 @@ def test_remedies_can_be_copied_into_a_shell() -> None:
     assert "-12 MiB on the fullest IPU (40%), 1.50x the speed, fits" in lines[-2]
 
 
-def test_quiet_text_tells_what_the_exit_code_is_about() -> None:
+def test_quiet_text_shows_the_reason_of_the_exit_code() -> None:
     plan_estimate = toy_estimate()
     large = dataclasses.replace(plan_estimate.estimate, verdict=Verdict.DOES_NOT_FIT)
     assert "inference" not in quiet_text(dataclasses.replace(plan_estimate, inference=plan_estimate.training))
-    told = quiet_text(
+    text = quiet_text(
         dataclasses.replace(plan_estimate, inference=dataclasses.replace(plan_estimate.training, estimate=large))
     )
-    assert told.startswith(quiet_text(plan_estimate)) and "; inference: does not fit" in told
+    assert text.startswith(quiet_text(plan_estimate)) and "; inference: does not fit" in text
 
 
 def test_json_holds_plain_values() -> None:
@@ -211,27 +211,27 @@ def test_a_solution_is_valid_yaml() -> None:
 
 
 def test_no_solution_says_so() -> None:
-    assert solution_lines([])[0].startswith("solve: no split")
+    assert solution_lines([])[0].startswith("solve: no combination")
     assert "  'pipeline.split=[a]'" in solution_lines([_solution("pipeline.split=[a]")])
 
 
-def test_a_quicker_config_that_is_tight_is_told_beside_those_that_fit() -> None:
+def test_a_faster_tight_config_is_shown_besides_those_that_fit() -> None:
     fits = [_solution(f"micro_batch_size={size}") for size in (1, 2, 3)]
     time = fits[0].estimate.time
     faster = dataclasses.replace(time, samples_per_second=2 * time.samples_per_second)
     tight = dataclasses.replace(fits[0].estimate, verdict=Verdict.TIGHT, time=faster)
     lines = solution_lines([*fits, dataclasses.replace(_solution("micro_batch_size=9"), estimate=tight)])
-    told = next(index for index, line in enumerate(lines) if line.startswith("  quicker, if it fits: "))
-    assert "tight" in lines[told] and lines[told + 1] == "    micro_batch_size=9"
+    shown = next(index for index, line in enumerate(lines) if line.startswith("  faster, if it fits: "))
+    assert "tight" in lines[shown] and lines[shown + 1] == "    micro_batch_size=9"
     assert lines[-1] == "  micro_batch_size=1"
 
 
 def test_the_config_itself_may_be_the_best() -> None:
     lines = solution_lines([_solution()])
-    assert "(the config as it is)" in lines[1] and lines[-1].startswith("nothing to type")
+    assert "(the config itself)" in lines[1] and lines[-1].startswith("nothing to type")
 
 
-def test_nothing_is_broken_inside_a_word_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_not_broken_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = Remedy("another split", ("pipeline.split=[a,b]",), Verdict.FITS, 12 << 20, 1.5, 10.0, 0.4)
     plan_estimate = toy_estimate(remedies=(remedy,))
     wide = estimate_lines(plan_estimate, MISS)
