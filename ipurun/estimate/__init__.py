@@ -1,1 +1,1 @@
-"""What a config will need and do on IPUs, told before anything is compiled. Plain arithmetic: nothing imports torch."""
+"""Estimate the memory and speed of a plan on IPUs. Only `plan_estimate`, which traces the model, imports torch."""

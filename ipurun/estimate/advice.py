@@ -1,74 +1,25 @@
-"""Changes that would make a config fit or run faster: each is tried by the estimator, then ranked."""
+"""Estimate of a plan, with changes that would make it fit or run faster: each is tried, then ranked."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Collection, Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple
 
 from ipurun.estimate.costs import op_costs, proportion_of
 from ipurun.estimate.estimate import estimate, worst
-from ipurun.estimate.machine import Machine
-from ipurun.estimate.pipeline import PipelineTimeline
-from ipurun.estimate.search import Goal, Needs, Solution, search, split_for, split_overrides, variants_of
-from ipurun.estimate.settings import Words, resized
+from ipurun.estimate.search import Goal, Requirements, Search, Solution, split_overrides, variants_of
 from ipurun.estimate.stages import single_ipu
-from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
-from ipurun.inspect.traced_model import TracedModel, TracedOp
+from ipurun.estimate.types import Estimate, EstimatedModel, Settings, StageLayout, Verdict
+from ipurun.inspect.traced_model import TracedOp
 from ipurun.planning.devices import MAX_IPUS
 
-__all__ = ["PlanEstimate", "Change", "Remedy", "Situation", "remedies_for"]
+__all__ = ["PlanEstimate", "Remedy", "remedies_for"]
 
-_WORTH_SECONDS = 1.02
+_WORTH_SPEED = 1.02
 _WORTH_SHARE = 0.005  # of an IPU's memory
 _PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
 _PROPORTIONS = (0.3, 0.15)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """A config as the planner sees it.
-
-    Args:
-        profile: The model.
-        layout: Where it runs.
-        settings: How it runs.
-        machine: On what it runs.
-        estimate: What it takes as it is.
-        names: Modules at which a block can begin; None: any.
-        block_checkpoints: Operations that end the layers of the model's repeated stacks.
-        words: Overrides that undo what stands in a change's way.
-        is_batch_free: Whether nobody has said how many samples a weight update has.
-        is_placed_in_code: Whether the model's own code begins blocks, so that no override gives another split.
-    """
-
-    profile: TracedModel
-    layout: StageLayout
-    settings: Settings
-    machine: Machine
-    estimate: Estimate
-    names: Optional[Collection[str]] = None
-    block_checkpoints: Tuple[int, ...] = ()
-    words: Words = Words()
-    is_batch_free: bool = False
-    is_placed_in_code: bool = False
-
-
-@dataclass(frozen=True)
-class Change:
-    """One thing to try.
-
-    Args:
-        title: In words.
-        overrides: Exactly what to type.
-        settings: The settings with it.
-        layout: The layout with it.
-    """
-
-    title: str
-    overrides: Tuple[str, ...]
-    settings: Settings
-    layout: StageLayout
 
 
 @dataclass(frozen=True)
@@ -76,14 +27,14 @@ class Remedy:
     """A change that was tried and helps.
 
     Args:
-        title: In words.
-        overrides: Exactly what to type.
-        verdict: With the change.
-        saved_bytes: Less on the fullest IPU; negative: more.
-        speed: Throughput over that without the change.
+        title: Short description.
+        overrides: Overrides that make the change.
+        verdict: Verdict with the change.
+        saved_bytes: Bytes saved on the fullest IPU; negative: bytes added.
+        speed: Throughput relative to that without the change.
         samples_per_second: Throughput with the change.
-        fullest_share: Part of the limit that the fullest IPU takes with it.
-        devices: IPUs in all with it.
+        fullest_share: Used part of the fullest IPU's memory with the change.
+        devices: IPUs of all replicas with the change.
     """
 
     title: str
@@ -96,64 +47,102 @@ class Remedy:
     devices: int = 1
 
 
-def remedies_for(situation: Situation) -> List[Remedy]:
-    """Changes that help, those that help most first.
+@dataclass(frozen=True)
+class PlanEstimate:
+    """The estimate of a plan.
 
-    Where a config does not fit, changes that make it fit come first, the quickest of them at the top, and behind them
-    those that save most memory. Where it fits, all that is told makes it quicker and still fits. What takes more IPUs
-    comes last.
+    Args:
+        training: Its training.
+        search: The search for other configs of its model.
+        remedies: Changes that help, best first.
+        requirements: Memory and IPUs it would need, if no change makes it fit.
+        inference: Its evaluation and prediction; None if the model cannot be traced in eval mode.
     """
-    before = situation.estimate
+
+    training: EstimatedModel
+    search: Search
+    remedies: Tuple[Remedy, ...] = ()
+    requirements: Optional[Requirements] = None
+    inference: Optional[EstimatedModel] = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worse of the verdicts of training and inference."""
+        return worst(model.estimate.verdict for model in (self.training, self.inference) if model is not None)
+
+    @property
+    def estimate(self) -> Estimate:
+        """The estimate of training."""
+        return self.training.estimate
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change to try: its title, its overrides, and the settings and layout with it."""
+
+    title: str
+    overrides: Tuple[str, ...]
+    settings: Settings
+    layout: StageLayout
+
+
+def remedies_for(
+    model: EstimatedModel, search: Search, *, is_batch_free: bool = False, is_placed_in_code: bool = False
+) -> List[Remedy]:
+    """Return changes that help, best first; those that need more IPUs come last.
+
+    For a model that does not fit, changes that make it fit come first, by throughput, then those that save most memory.
+    For a model that fits, only changes that make it faster and still fit are returned.
+
+    Args:
+        model: The model as its config runs it.
+        search: The search for other configs of it.
+        is_batch_free: Whether the config leaves the global batch open.
+        is_placed_in_code: Whether the model's code begins blocks, so that no override can change the split.
+    """
+    before = model.estimate
     found = []
-    for change in _changes(situation):
-        after = estimate(situation.profile, change.layout, change.settings, situation.machine)
-        remedy = _remedy(change, before, after)
-        if _helps(remedy, before):
-            found.append(remedy)
-    if before.verdict is not Verdict.FITS and all(remedy.verdict is not Verdict.FITS for remedy in found):
-        found += [] if situation.is_placed_in_code else _together(situation)
-    devices = situation.layout.num_ipus * situation.settings.replicas
-    return sorted(found, key=lambda remedy: (remedy.devices > devices, *_rank(remedy, before)))
+    for change in _changes(model, search, is_placed_in_code):
+        after = estimate(model.traced, change.layout, change.settings, model.machine)
+        found.append(_remedy(change, before, after))
+    found = [remedy for remedy in found if _helps(remedy, before)]
+    can_fit = before.verdict is Verdict.FITS or any(remedy.verdict is Verdict.FITS for remedy in found)
+    if not can_fit and not is_placed_in_code:
+        found += [remedy for remedy in _all_together(model, search, is_batch_free) if _helps(remedy, before)]
+    return sorted(found, key=lambda remedy: (remedy.devices > model.num_ipus, *_rank(remedy, before)))
 
 
-def _together(situation: Situation) -> List[Remedy]:
-    """All that saves memory at once, over as many IPUs as that takes: what the solver finds best."""
-    settings = situation.settings
-    goal = Goal(
-        devices=situation.layout.num_ipus * settings.replicas,
-        global_batch=None if situation.is_batch_free else settings.global_batch_size,
-        words=situation.words,
-    )
-    leanest = variants_of(settings, situation.block_checkpoints, situation.layout.checkpoints)[-1:]
+def _all_together(model: EstimatedModel, search: Search, is_batch_free: bool) -> List[Remedy]:
+    """Return the best solution that saves memory in all ways at once, with as many IPUs per replica as that takes."""
+    settings = model.settings
+    global_batch = None if is_batch_free else settings.global_batch_size
+    leanest = variants_of(settings, search.block_checkpoints, model.layout.checkpoints)[-1:]
     found: List[Solution] = []
     for size in dict.fromkeys((settings.micro_batch_size, 1)):
-        goal = dataclasses.replace(goal, micro_batch=size)
-        found = found or search(situation.profile, goal, leanest, situation.machine, situation.names)
-    title = "all that saves memory, together with another split"
-    remedies = [
-        _remedy(Change(title, best.overrides, best.settings, best.layout), situation.estimate, best.estimate)
+        found = found or search.solutions(Goal(model.num_ipus, global_batch, size), leanest)
+    title = "all ways to save memory, together with another split"
+    return [
+        _remedy(_Change(title, best.overrides, best.settings, best.layout), model.estimate, best.estimate)
         for best in found[:1]
     ]
-    return [remedy for remedy in remedies if _helps(remedy, situation.estimate)]
 
 
-def _remedy(change: Change, before: Estimate, after: Estimate) -> Remedy:
-    fullest = max(ipu.fullest for ipu in after.ipus)
+def _remedy(change: _Change, before: Estimate, after: Estimate) -> Remedy:
     return Remedy(
         change.title,
         change.overrides,
         after.verdict,
-        max(ipu.fullest for ipu in before.ipus) - fullest,
+        before.fullest.fullest - after.fullest.fullest,
         after.time.samples_per_second / before.time.samples_per_second,
         after.time.samples_per_second,
-        max(ipu.share for ipu in after.ipus),
+        after.fullest.share,
         change.layout.num_ipus * change.settings.replicas,
     )
 
 
 def _helps(remedy: Remedy, before: Estimate) -> bool:
     if before.verdict is Verdict.FITS:
-        return remedy.verdict is Verdict.FITS and remedy.speed >= _WORTH_SECONDS
+        return remedy.verdict is Verdict.FITS and remedy.speed >= _WORTH_SPEED
     return remedy.saved_bytes >= _WORTH_SHARE * before.ipus[0].limit
 
 
@@ -165,217 +154,174 @@ def _rank(remedy: Remedy, before: Estimate) -> Tuple[int, float]:
     return int(remedy.verdict is Verdict.TIGHT), -remedy.speed
 
 
-def _changes(situation: Situation) -> Iterator[Change]:
-    settings = situation.settings
-    if settings.training:
-        yield from _recomputation(situation)
-        yield from _locations(situation)
-    yield from _proportion(situation)
-    yield from _serialisation(situation)
-    yield from _batches(situation)
-    if settings.strategy == "pipelined" and not situation.is_placed_in_code:
-        yield from _splits(situation)
+def _changes(model: EstimatedModel, search: Search, is_placed_in_code: bool) -> Iterator[_Change]:
+    if model.settings.training:
+        yield from _recomputation(model, search.block_checkpoints)
+        yield from _locations(model)
+    if model.estimate.verdict is not Verdict.FITS:
+        yield from _proportions(model)
+        yield from _serialisation(model)
+    yield from _batches(model, search.resets.batch)
+    if model.settings.strategy == "pipelined" and not is_placed_in_code:
+        yield from _splits(model, search)
 
 
-def _change(situation: Situation, title: str, overrides: Sequence[str], **settings: object) -> Change:
-    changed = dataclasses.replace(situation.settings, **settings)  # type: ignore[arg-type]  # names are Settings' own
-    return Change(title, tuple(overrides), changed, situation.layout)
+def _change(model: EstimatedModel, title: str, overrides: Sequence[str], **settings: object) -> _Change:
+    changed = dataclasses.replace(model.settings, **settings)  # type: ignore[arg-type]  # names are Settings' own
+    return _Change(title, tuple(overrides), changed, model.layout)
 
 
-def _recomputation(situation: Situation) -> Iterator[Change]:
-    settings, layout, blocks = situation.settings, situation.layout, situation.block_checkpoints
-    mode = "pipeline" if layout.num_stages > 1 else "standard"
+def _recomputation(model: EstimatedModel, blocks: Tuple[int, ...]) -> Iterator[_Change]:
+    settings, layout = model.settings, model.layout
+    mode = f"recompute.mode={'pipeline' if layout.num_stages > 1 else 'standard'}"
     if settings.recompute == "none":
-        title = "recompute activations"
-        yield _change(situation, title, [f"recompute.mode={mode}"], recompute="checkpoints")
+        yield _change(model, "recompute activations", [mode], recompute="checkpoints")
     else:
-        yield _change(situation, "keep all activations", ["recompute.mode=none"], recompute="none")
+        yield _change(model, "keep all activations", ["recompute.mode=none"], recompute="none")
     if blocks and not set(blocks) <= set(layout.checkpoints):
-        words = ["recompute.every=block"]
-        if settings.recompute != "checkpoints":
-            words.insert(0, f"recompute.mode={mode}")
-        kept = tuple(sorted({*layout.checkpoints, *blocks}))
+        first = () if settings.recompute == "checkpoints" else (mode,)
+        kept = dataclasses.replace(layout, checkpoints=tuple(sorted({*layout.checkpoints, *blocks})))
         changed = dataclasses.replace(settings, recompute="checkpoints")
-        yield Change("recompute layer by layer", tuple(words), changed, dataclasses.replace(layout, checkpoints=kept))
+        yield _Change("recompute layer by layer", (*first, "recompute.every=block"), changed, kept)
 
 
-def _locations(situation: Situation) -> Iterator[Change]:
-    settings = situation.settings
-    off_chip = "memory.optimizer_state.on_chip=false"
-    sharded = "replication.tensor_sharding=true"
+def _locations(model: EstimatedModel) -> Iterator[_Change]:
+    settings = model.settings
+    off_chip, sharded = "memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true"
     can_shard = settings.replicas > 1 and not settings.state_sharded
     if settings.state_bytes:
         if settings.state_on_chip:
-            yield _change(situation, "optimizer state off chip", [off_chip], state_on_chip=False)
+            yield _change(model, "optimizer state off chip", [off_chip], state_on_chip=False)
         else:
             on_chip = "memory.optimizer_state.on_chip=true"
-            yield _change(situation, "optimizer state on chip", [on_chip], state_on_chip=True)
+            yield _change(model, "optimizer state on chip", [on_chip], state_on_chip=True)
         if can_shard:
-            title = "optimizer state shared out over replicas (RTS)"
-            yield _change(situation, title, [sharded], state_sharded=True)
+            title = "optimizer state sharded over replicas (RTS)"
+            yield _change(model, title, [sharded], state_sharded=True)
         if can_shard and settings.state_on_chip:
-            title = "optimizer state off chip and shared out (RTS)"
-            yield _change(situation, title, [off_chip, sharded], state_on_chip=False, state_sharded=True)
+            title = "optimizer state off chip and sharded (RTS)"
+            yield _change(model, title, [off_chip, sharded], state_on_chip=False, state_sharded=True)
     if settings.accumulator_bytes > 2 and settings.compute_bytes == 2:
         title = "gradients accumulated in half precision"
-        yield _change(situation, title, ["optimizer.accum_type=float16"], accumulator_bytes=2.0)
+        yield _change(model, title, ["optimizer.accum_type=float16"], accumulator_bytes=2.0)
 
 
-def _proportion(situation: Situation) -> Iterator[Change]:
-    given = situation.settings.available_proportion or (situation.machine.default_proportion,)
+def _proportions(model: EstimatedModel) -> Iterator[_Change]:
+    given = model.settings.available_proportion or (model.machine.default_proportion,)
+    title = "less memory for temporaries of matmuls and convolutions"
     for share in _PROPORTIONS:
-        if share < min(given) and situation.estimate.verdict is not Verdict.FITS:
-            word = f"memory.available_proportion={share:g}"
-            yield _change(situation, "less room for matmuls and convolutions", [word], available_proportion=(share,))
+        if share < min(given):
+            override = f"memory.available_proportion={share:g}"
+            yield _change(model, title, [override], available_proportion=(share,))
 
 
-def _serialisation(situation: Situation) -> Iterator[Change]:
-    """The matmul with the largest temporaries on the fullest IPU, done in parts."""
-    profile, settings, machine = situation.profile, situation.settings, situation.machine
-    fullest = max(situation.estimate.ipus, key=lambda ipu: ipu.fullest).ipu
-    costs = op_costs(
-        profile.with_micro_batch(settings.micro_batch_size),
-        machine,
-        settings,
-        proportion_of(settings, machine, fullest),
-    )
+def _serialisation(model: EstimatedModel) -> Iterator[_Change]:
+    """Split the matmul with the largest temporaries on the fullest IPU into parts."""
+    traced, settings, machine = model.traced, model.settings, model.machine
+    fullest = model.estimate.fullest.ipu
     products = [
         op
-        for op in profile.ops
-        if op.kind == "matmul" and op.parameters and op.module and situation.layout.ipu_of_op(op.index) == fullest
+        for op in traced.ops
+        if op.kind == "matmul" and op.parameters and op.module and model.layout.ipu_of_op(op.index) == fullest
     ]
-    if not products or situation.estimate.verdict is Verdict.FITS:
+    if not products:
         return
+    scaled = traced.with_micro_batch(settings.micro_batch_size)
+    costs = op_costs(scaled, machine, settings, proportion_of(settings, machine, fullest))
     largest = max(products, key=lambda op: costs[op.index].temporary)
     factor = _parts_of(largest)
     if factor is not None and largest.module not in settings.serialized:
         parts = {**settings.serialized, largest.module: factor}
-        words = ", ".join(f"{name}: {number}" for name, number in parts.items())
-        title = f"{largest.module} done in {factor} parts"
-        yield _change(situation, title, [f"memory.serialize={{{words}}}"], serialized=parts)
+        shown = ", ".join(f"{name}: {number}" for name, number in parts.items())
+        title = f"{largest.module} split into {factor} parts"
+        yield _change(model, title, [f"memory.serialize={{{shown}}}"], serialized=parts)
 
 
 def _parts_of(op: TracedOp) -> Optional[int]:
-    """Parts that a matmul can be done in: they have to be equal."""
+    """Return a number of equal parts that a matmul can be split into."""
     return next((parts for parts in _PARTS if op.dims and op.dims[2] % parts == 0), None)
 
 
-def _batches(situation: Situation) -> Iterator[Change]:
-    settings = situation.settings
+def _batches(model: EstimatedModel, resets: Sequence[str]) -> Iterator[_Change]:
+    settings = model.settings
     size, accumulation = settings.micro_batch_size, settings.gradient_accumulation
-    least = 2 * situation.layout.num_stages - 1 if settings.strategy == "pipelined" and settings.training else 1
+    least = model.layout.least_accumulation if settings.strategy == "pipelined" and settings.training else 1
+    sizes = []
     if size % 2 == 0:
-        yield _sized(situation, "smaller micro-batch, the same global batch", size // 2, accumulation * 2)
+        sizes.append(("smaller micro-batch, the same global batch", size // 2, accumulation * 2))
     if size % 4 == 0:
-        yield _sized(situation, "much smaller micro-batch, the same global batch", size // 4, accumulation * 4)
+        sizes.append(("much smaller micro-batch, the same global batch", size // 4, accumulation * 4))
     if accumulation % 2 == 0 and accumulation // 2 >= least:
-        yield _sized(situation, "larger micro-batch, the same global batch", size * 2, accumulation // 2)
+        sizes.append(("larger micro-batch, the same global batch", size * 2, accumulation // 2))
     if settings.training:
-        title = "more accumulation (a global batch twice as large)"
-        yield _sized(situation, title, size, accumulation * 2)
-    time = situation.estimate.time
+        sizes.append(("more accumulation (a global batch twice as large)", size, accumulation * 2))
+    for title, micro_batch, accumulated in sizes:
+        overrides = [f"micro_batch_size={micro_batch}"] if micro_batch != size else []
+        yield _change(
+            model,
+            title,
+            [*overrides, f"gradient_accumulation={accumulated}", *resets],
+            micro_batch_size=micro_batch,
+            gradient_accumulation=accumulated,
+            accumulator_bytes=settings.accumulator_bytes_for(accumulated),
+        )
+    time = model.estimate.time
     if time.host > 0.02 * time.total:
         more = settings.device_iterations * 16
-        yield _change(situation, "more updates per host call", [f"device_iterations={more}"], device_iterations=more)
+        yield _change(model, "more updates per host call", [f"device_iterations={more}"], device_iterations=more)
 
 
-def _sized(situation: Situation, title: str, size: int, accumulation: int) -> Change:
-    settings = situation.settings
-    words = [f"gradient_accumulation={accumulation}", *situation.words.batch]
-    if size != settings.micro_batch_size:
-        words.insert(0, f"micro_batch_size={size}")
-    own = settings.accumulator_bytes or float(settings.compute_bytes)
-    return _change(
-        situation,
-        title,
-        words,
-        micro_batch_size=size,
-        gradient_accumulation=accumulation,
-        accumulator_bytes=own if accumulation > 1 else 0.0,
-    )
+def _splits(model: EstimatedModel, search: Search) -> Iterator[_Change]:
+    """Try the best split over the same number of IPUs per replica, over more and over fewer, with as many in total.
 
-
-def _splits(situation: Situation) -> Iterator[Change]:
-    """The solver's split over as many IPUs, over more and over fewer; the number of IPUs in all stays as it is.
-
-    Where it does not fit and there is one replica, twice as many IPUs are tried, too.
+    A single replica that does not fit is also tried on twice as many IPUs.
     """
-    settings, ipus = situation.settings, situation.layout.num_ipus
-    total = ipus * settings.replicas
+    settings, ipus = model.settings, model.layout.num_ipus
+    total = model.num_ipus
     sizes: List[int] = [ipus] if ipus > 1 else []
-    if situation.estimate.verdict is not Verdict.FITS:
+    if model.estimate.verdict is not Verdict.FITS:
         sizes += [size for size in (2 * ipus, 4 * ipus) if total % size == 0]
         sizes += [2 * ipus] if settings.replicas == 1 and ipus < MAX_IPUS else []
     sizes += [ipus // 2] if ipus % 2 == 0 else []
     for size in sizes:
         replicas = max(1, total // size)
-        samples = settings.gradient_accumulation * settings.replicas
-        if samples % replicas:
+        accumulation, rest = divmod(settings.gradient_accumulation * settings.replicas, replicas)
+        if rest:
             continue
-        accumulation = samples // replicas
         changed = dataclasses.replace(
             settings,
             replicas=replicas,
             gradient_accumulation=accumulation,
             recompute="checkpoints" if size > 1 and settings.recompute == "none" else settings.recompute,
         )
-        found = _split_change(situation, size, changed)
+        found = _split_change(model, search, size, changed)
         if found is not None:
             yield found
 
 
-def _split_change(situation: Situation, size: int, settings: Settings) -> Optional[Change]:
-    ipus, kept = situation.layout.num_ipus, situation.layout.checkpoints
-    words: List[str] = []
+def _split_change(model: EstimatedModel, search: Search, size: int, settings: Settings) -> Optional[_Change]:
+    ipus, kept = model.layout.num_ipus, model.layout.checkpoints
+    overrides: List[str] = []
     if size != ipus:
-        typed, proportions = resized(situation.words, settings.available_proportion, size)
+        resets, proportions = search.resets.for_ipus(size, settings.available_proportion)
         settings = dataclasses.replace(settings, available_proportion=proportions)
-        words = [
+        overrides = [
             f"devices={size * settings.replicas}",
-            *typed,
+            *resets,
             f"gradient_accumulation={settings.gradient_accumulation}",
-            *situation.words.batch,
+            *search.resets.batch,
         ]
     if size == 1:
-        layout = dataclasses.replace(single_ipu(situation.profile), checkpoints=kept)
-        own = split_overrides(None, situation.words)
-        return Change("one IPU a replica, more replicas", (*own, *words), settings, layout)
-    split = split_for(situation.profile, size, settings, situation.machine, situation.names, kept)
-    if split is None or split.layout.stage_of_op == situation.layout.stage_of_op:
+        layout = dataclasses.replace(single_ipu(model.traced), checkpoints=kept)
+        overrides = split_overrides(None, search.resets) + overrides
+        return _Change("one IPU per replica, more replicas", tuple(overrides), settings, layout)
+    split = search.split(size, settings, kept)
+    if split is None or split.layout.stage_of_op == model.layout.stage_of_op:
         return None
-    if settings.training and settings.gradient_accumulation < 2 * split.layout.num_stages - 1:
+    if settings.training and settings.gradient_accumulation < split.layout.least_accumulation:
         return None
     title = "another split"
     if size != ipus:
-        replicas = "more" if size < ipus else "fewer" if settings.replicas < situation.settings.replicas else "as many"
-        title = f"{size} IPUs a replica, {replicas} replicas"
-    return Change(title, (*split_overrides(split, situation.words), *words), settings, split.layout)
-
-
-@dataclass(frozen=True)
-class PlanEstimate:
-    """What the planner tells of a plan. Every figure is an estimate.
-
-    Args:
-        situation: Model, layout, settings, machine and estimate.
-        schedule: The pipeline in cycles.
-        remedies: Changes that help, best first.
-        needs: What it would take, where no change makes it fit.
-        inference: The same of evaluation and prediction; None where the model cannot be traced in eval mode.
-    """
-
-    situation: Situation
-    schedule: PipelineTimeline
-    remedies: Tuple[Remedy, ...] = ()
-    needs: Optional[Needs] = None
-    inference: Optional[Situation] = None
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worse of the verdicts of training and of inference."""
-        return worst(each.estimate.verdict for each in (self.situation, self.inference) if each is not None)
-
-    @property
-    def estimate(self) -> Estimate:
-        """The estimate of the plan."""
-        return self.situation.estimate
+        replicas = "more" if size < ipus else "fewer" if settings.replicas < model.settings.replicas else "as many"
+        title = f"{size} IPUs per replica, {replicas} replicas"
+    return _Change(title, (*split_overrides(split, search.resets), *overrides), settings, split.layout)

@@ -1,8 +1,8 @@
-"""Fitting the free constants of a machine to measured throughputs, and telling how well that predicts.
+"""Fit constants of a machine to measured throughputs, and report how well the fit predicts.
 
 The logarithm of a throughput is nearly linear in the logarithms of the constants, so a few Gauss-Newton steps do.
-Every constant is held near the value that physics suggests, by as much as that value is uncertain: a handful of
-measurements must not move what they say nothing about.
+Every constant is held near its physical value, the more so the more certain that is: a handful of measurements must
+not move constants that hardly affect them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ipurun.inspect.traced_model import TracedModel
 
 __all__ = ["FREE", "Measurement", "calibrate", "calibrate_to_run", "leave_one_out", "measured_throughput", "ratio"]
 
-# Constant -> what physics suggests, and how far off that may be, as a standard deviation of its logarithm.
+# Constant -> its physical value and the uncertainty of that, as a standard deviation of the logarithm.
 FREE: Mapping[str, Tuple[float, float]] = {
-    "product_efficiency": (0.75, 0.15),  # an inner loop that also has to fetch and store
+    "product_efficiency": (0.75, 0.15),  # an inner loop also fetches and stores
     "exchange_efficiency": (0.5, 0.3),  # messages have headers, and not all tiles receive all the time
     "vector_bytes_per_cycle": (8.0, 0.3),  # a third of the 24 bytes a tile can load and store in a cycle
     "op_cycles": (3000.0, 0.5),  # a few synchronisations, calls and copies of 500 to 1000 cycles
-    "streaming_bytes_per_second": (20e9, 0.3),  # one bank of DDR4 behind a gateway
+    "streaming_bytes_per_second": (20e9, 0.3),  # one bank of DDR4 on a gateway
     "transfer_seconds": (50e-6, 0.5),  # a synchronisation with the host over PCIe
     "host_call_seconds": (3e-3, 0.5),  # Python, copies and a launch
 }
@@ -41,20 +41,20 @@ class Measurement:
     """One measured run.
 
     Args:
-        name: What to call it.
+        name: Its name.
         family: Runs of the same model, which are left out together.
-        profile: Its model.
-        layout: Where it ran.
+        traced: Its model.
+        layout: The stages of its operations.
         settings: How it ran.
-        clock_hz: Clock of the chip it ran on: all that tells a Bow from a GC200.
-        samples_per_second: What was measured.
-        noise: How far that may be from what the device can do, as a standard deviation of its logarithm; unless told
-            otherwise, the scatter between releases of an SDK.
+        clock_hz: Clock of the chip, the only difference between a Bow and a GC200.
+        samples_per_second: Measured throughput.
+        noise: Uncertainty of the throughput, as a standard deviation of its logarithm; by default the scatter between
+            SDK releases.
     """
 
     name: str
     family: str
-    profile: TracedModel
+    traced: TracedModel
     layout: StageLayout
     settings: Settings
     clock_hz: float
@@ -63,19 +63,19 @@ class Measurement:
 
 
 def ratio(row: Measurement, machine: Machine) -> float:
-    """Estimated over measured throughput."""
+    """Return estimated over measured throughput."""
     own = dataclasses.replace(machine, clock_hz=row.clock_hz)
-    found = estimate_time(row.profile, row.layout, row.settings, own).samples_per_second
+    found = estimate_time(row.traced, row.layout, row.settings, own).samples_per_second
     return found / row.samples_per_second
 
 
 def calibrate(rows: Sequence[Measurement], machine: Machine, free: Mapping[str, Tuple[float, float]] = FREE) -> Machine:
-    """The machine whose estimates come nearest to the measurements.
+    """Return the machine whose estimates are nearest to the measurements.
 
     Args:
-        rows: What was measured. Rows of one family count as one, however many there are.
-        machine: All other constants.
-        free: Constants to fit, with the physical value and the uncertainty of each.
+        rows: The measurements; all rows of a family together count as one.
+        machine: The machine that gives all other constants.
+        free: Constants to fit, with their physical values and uncertainties.
     """
     names = list(free)
     weights = _weights(rows)
@@ -103,7 +103,7 @@ def calibrate(rows: Sequence[Measurement], machine: Machine, free: Mapping[str, 
 def leave_one_out(
     rows: Sequence[Measurement], machine: Machine, free: Mapping[str, Tuple[float, float]] = FREE
 ) -> Dict[str, float]:
-    """Estimated over measured throughput of every row, with its whole family left out of the fit."""
+    """Return estimated over measured throughput of every row, with its family left out of the fit."""
     machines: Dict[str, Machine] = {}
     for family in dict.fromkeys(row.family for row in rows):
         machines[family] = calibrate([row for row in rows if row.family != family], machine, free)
@@ -111,22 +111,22 @@ def leave_one_out(
 
 
 def calibrate_to_run(row: Measurement, machine: Machine) -> Machine:
-    """A machine whose estimate of one measured run is right, or as near as its constants can honestly move.
+    """Return a machine whose estimate of one measured run is right, or as near as plausible constants allow.
 
-    The constants of the machine at hand take the place of the physical ones: they move from there.
+    The fit starts from the constants of the given machine instead of the physical ones.
     """
     free = {name: (getattr(machine, name), spread) for name, (_, spread) in FREE.items()}
     return calibrate([row], machine, free)
 
 
 def measured_throughput(folder: Path) -> float:
-    """Samples per second of a run: the median of its steps, because the first ones compile and load.
+    """Return the samples per second of a run: the median of its steps, because the first ones compile and load.
 
     Args:
         folder: A run folder.
 
     Raises:
-        ValueError: The run has no throughput in its metrics.
+        ValueError: The metrics of the run have no throughput.
     """
     found: List[float] = []
     with open(folder / "metrics.jsonl", encoding="utf-8") as lines:
@@ -165,7 +165,7 @@ def _changed(machine: Machine, names: Sequence[str], logarithms: Sequence[float]
 
 
 def _solve(matrix: List[List[float]], right: List[float]) -> List[float]:
-    """Gaussian elimination; the matrix is positive definite, so no pivots are needed."""
+    """Solve linear equations by elimination; the matrix is positive definite and needs no pivoting."""
     size = len(right)
     rows: List[Tuple[List[float], float]] = [(list(row), value) for row, value in zip(matrix, right)]
     for pivot in range(size):

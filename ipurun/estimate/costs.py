@@ -1,4 +1,4 @@
-"""What one operation costs on one IPU: seconds forward and backward, and temporary bytes."""
+"""Cost of one operation on one IPU: seconds forward and backward, and temporary bytes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ __all__ = [
     "serial_parts",
 ]
 
-# Work per value, forward and backward, in units of an addition: reading, writing and one instruction. Statistics come
-# before what uses them, so norms and softmax go over their data several times; functions such as exp take the
-# time of several additions.
+# Work per value, forward and backward, in units of an addition: reading, writing and one instruction. Norms and softmax
+# pass over their data several times, because they need statistics first; functions such as exp take several additions.
 _WORK: Dict[str, Tuple[float, float]] = {
     "elementwise": (1.0, 1.0),
     "copy": (1.0, 1.0),
@@ -34,7 +33,7 @@ _WORK: Dict[str, Tuple[float, float]] = {
     "pool": (2.0, 2.0),
     "reduce": (1.0, 1.0),
     "softmax": (8.0, 4.0),  # maximum, exp, sum, division; product, sum, difference, product
-    "norm": (6.0, 8.0),  # mean, variance, normalisation, scale and shift; two sums more going back
+    "norm": (6.0, 8.0),  # mean, variance, normalisation, scale and shift; two more sums backward
 }
 _WORK_BY_NAME: Dict[str, Tuple[float, float]] = {
     "gelu": (6.0, 8.0),
@@ -47,20 +46,20 @@ _WORK_BY_NAME: Dict[str, Tuple[float, float]] = {
     "hardswish": (3.0, 3.0),
     "native_dropout": (4.0, 4.0),
 }
-# A dropout is one operation on the device: random numbers, compared and multiplied, drawn again going back.
+# A dropout is one operation on the device: random numbers, compared and multiplied, drawn again for the backward pass.
 _DROPOUT = (3.0, 3.0)
-# A permutation moves nothing by itself: what reads it next exchanges its operands anyway.
+# A permutation moves nothing: the operation that reads it exchanges its operands anyway.
 _REARRANGEMENTS = frozenset(["clone", "contiguous"])
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """What one operation takes for one micro-batch.
+    """Cost of one operation for one micro-batch.
 
     Args:
         forward: Seconds.
         backward: Seconds of its share of the backward pass.
-        temporary: Bytes on the whole chip while it runs, its operands and results apart.
+        temporary: Bytes on the whole chip while it runs, besides its operands and results.
     """
 
     forward: float
@@ -71,19 +70,19 @@ class OpCost:
 _FREE = OpCost(0.0, 0.0, 0.0)
 
 
-def op_costs(profile: TracedModel, machine: Machine, settings: Settings, proportion: float) -> List[OpCost]:
-    """The cost of every operation of a profile.
+def op_costs(traced: TracedModel, machine: Machine, settings: Settings, proportion: float) -> List[OpCost]:
+    """Return the cost of every operation of a model.
 
     Args:
-        profile: The model.
+        traced: The model.
         machine: The device.
-        settings: Precision, serialisation, and shares of tile memory of single modules.
-        proportion: Share of tile memory for temporaries of all other matmuls and convolutions.
+        settings: Precision, serialisation, and shares of tile memory by module.
+        proportion: Share of tile memory for temporaries of other matmuls and convolutions.
     """
     known: Dict[Tuple[str, int, int, int, float, bool, bool], OpCost] = {}
-    masks = _dropout_masks(profile)
+    masks = _dropout_masks(traced)
     costs = []
-    for op in profile.ops:
+    for op in traced.ops:
         if op.kind == "view" or op.index in masks or op.name in _REARRANGEMENTS:
             costs.append(_FREE)
             continue
@@ -97,29 +96,29 @@ def op_costs(profile: TracedModel, machine: Machine, settings: Settings, proport
     return costs
 
 
-def _dropout_masks(profile: TracedModel) -> Set[int]:
-    """Operations that draw the mask of a dropout and scale it: the device does both while it multiplies."""
+def _dropout_masks(traced: TracedModel) -> Set[int]:
+    """Return the operations that draw and scale dropout masks: the device does both while it multiplies."""
     masks: Set[int] = set()
-    for op in profile.ops:
+    for op in traced.ops:
         if op.name == "bernoulli_" or (op.name == "div_" and op.index - 1 in masks):
             masks.add(op.index)
     return masks
 
 
-def costs_by_ipu(profile: TracedModel, machine: Machine, settings: Settings, num_ipus: int) -> List[List[OpCost]]:
-    """For each IPU, the cost that every operation would have there."""
+def costs_by_ipu(traced: TracedModel, machine: Machine, settings: Settings, num_ipus: int) -> List[List[OpCost]]:
+    """Return for each IPU the cost that every operation would have there."""
     known: Dict[float, List[OpCost]] = {}
     by_ipu = []
     for ipu in range(num_ipus):
         proportion = proportion_of(settings, machine, ipu)
         if proportion not in known:
-            known[proportion] = op_costs(profile, machine, settings, proportion)
+            known[proportion] = op_costs(traced, machine, settings, proportion)
         by_ipu.append(known[proportion])
     return by_ipu
 
 
 def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
-    """Share of tile memory for matmul and convolution temporaries on an IPU."""
+    """Return the share of tile memory for matmul and convolution temporaries on an IPU."""
     given = settings.available_proportion
     return given[min(ipu, len(given) - 1)] if given else machine.default_proportion
 
@@ -159,7 +158,7 @@ def _serialised(shape: Shape, parts: int) -> Shape:
 
 
 def serial_parts(op: TracedOp, settings: Settings) -> int:
-    """Parts that a serialised matmul is done in."""
+    """Return the number of parts of a serialised matmul."""
     if not op.dims:
         return 1
     return next(
@@ -179,9 +178,8 @@ _BLOCK = 16
 class Shape(NamedTuple):
     """A product of rows x depth with depth x columns, for each group and each point of a kernel.
 
-    Points of a kernel share the rows (a convolution slides over its data). Where a weight gradient is computed,
-    each point of the kernel has a result of its own instead. A weight is laid out for its products: a tile that alone
-    needs a part of it has that part already.
+    Points of a kernel share the rows (a convolution slides over its data); in a weight gradient, each point has a
+    separate result. Weights are laid out for their products: a tile that is the only one to need a part already has it.
     """
 
     groups: int
@@ -198,8 +196,8 @@ class Product:
     """One way to spread a product over the tiles.
 
     Args:
-        cycles: Clock cycles it takes.
-        tile_bytes: Temporary memory that it takes on each tile.
+        cycles: Clock cycles.
+        tile_bytes: Temporary memory on each tile.
     """
 
     cycles: float
@@ -207,13 +205,13 @@ class Product:
 
 
 def forward_shape(dims: Tuple[int, ...], has_weight: bool = False) -> Shape:
-    """The product of a forward operation, from the `dims` of its profile; `has_weight` if it has a parameter."""
+    """Return the product of a traced operation with these `dims`; `has_weight`: whether it has a parameter."""
     groups, rows, columns, depth, kernel = dims
     return _merged(Shape(groups, rows, columns, depth, kernel, is_weight_at_home=has_weight))
 
 
 def backward_shapes(dims: Tuple[int, ...], has_weight: bool = False) -> Tuple[Shape, Shape]:
-    """The products that give the gradients of its data and of its weight."""
+    """Return the products that compute the gradients of its data and of its weight."""
     groups, rows, columns, depth, kernel = dims
     data = Shape(groups, rows, depth, columns, kernel, is_weight_at_home=has_weight)
     weight = Shape(groups, columns, depth, rows, kernel, is_weight_gradient=True)
@@ -221,7 +219,7 @@ def backward_shapes(dims: Tuple[int, ...], has_weight: bool = False) -> Tuple[Sh
 
 
 def _merged(shape: Shape) -> Shape:
-    """Takes thin groups (depthwise convolutions) together, as many as fill a block: most of it multiplies zeros."""
+    """Merge thin groups (depthwise convolutions) to fill a block, most of which then multiplies zeros."""
     widest = max(shape.columns, shape.rows if shape.is_weight_gradient else shape.depth)
     together = min(shape.groups, _BLOCK // widest) if widest < _BLOCK else 1
     if together <= 1:
@@ -234,17 +232,17 @@ def _merged(shape: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=50_000)
 def plan_product(machine: Machine, shape: Shape, element_bytes: int, partials_bytes: int, proportion: float) -> Product:
-    """The fastest way to spread a product over the tiles within a share of their memory.
+    """Find the fastest way to spread a product over the tiles within a share of their memory.
 
-    Every tile multiplies a part of the rows with a part of the columns over a part of the depth. It first has to
-    receive both operands over the exchange; where the depth is split, partial sums are exchanged and added.
+    Every tile multiplies a part of the rows with a part of the columns over a part of the depth. It first receives
+    both operands over the exchange; if the depth is split, partial sums are exchanged and added.
 
     Args:
         machine: The device.
         shape: The product.
-        element_bytes: Size of the operands' values.
+        element_bytes: Size of a value of the operands.
         partials_bytes: Size of partial sums.
-        proportion: Share of a tile's memory that temporaries may take.
+        proportion: Share of a tile's memory for temporaries.
     """
     limit = proportion * machine.tile_bytes
     best: Optional[Product] = None
@@ -276,7 +274,7 @@ def _on_a_tile(
     partials_bytes: int,
     limit: float,
 ) -> Product:
-    """The part of one tile, of as many as rows, columns and depth are split into."""
+    """Return the cost on one tile, when rows, columns and depth are split into this many parts."""
     macs = machine.macs_per_cycle(element_bytes, partials_bytes)
     is_partial = split[2] > 1
     results, weights = (part.kernel, 1) if part.is_weight_gradient else (1, part.kernel)
@@ -284,7 +282,7 @@ def _on_a_tile(
     column_bytes = part.columns * part.depth * weights * element_bytes
     result_bytes = part.rows * part.columns * results * (partials_bytes if is_partial else element_bytes)
     needed = row_bytes + column_bytes + result_bytes
-    # What does not fit at once is done in turns, each with a part of the rows and all columns.
+    # A part that does not fit is done in turns, each with some of the rows and all columns.
     turns = 1
     if needed > limit:
         turns = math.ceil((needed - column_bytes) / max(limit - column_bytes, 0.1 * limit))
@@ -301,7 +299,7 @@ def _on_a_tile(
 
 
 def _received(row_bytes: float, column_bytes: float, split: Tuple[int, int, int], pair: int) -> float:
-    """Bytes to wait for: what a pair of tiles both want comes over the buses of both, one operand or the other."""
+    """Return the bytes to wait for: an operand that both tiles of a pair need comes over the buses of both."""
     same_rows, same_columns = split[1] >= pair, split[0] >= pair
     rows_together = row_bytes / pair + column_bytes if same_rows else row_bytes + column_bytes
     columns_together = row_bytes + column_bytes / pair if same_columns else row_bytes + column_bytes
@@ -309,7 +307,7 @@ def _received(row_bytes: float, column_bytes: float, split: Tuple[int, int, int]
 
 
 def _parts(most: int, tiles: int) -> List[int]:
-    """Numbers of parts worth trying: about three to an octave."""
+    """Return numbers of parts to try: about three per octave."""
     most = max(1, min(most, tiles))
     tried, number = {1, most}, 1.0
     while number < most:

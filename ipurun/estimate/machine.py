@@ -1,4 +1,4 @@
-"""The constants of one kind of device, as conf/machine/*.yaml gives them."""
+"""Constants of one kind of device, from conf/machine/*.yaml."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the whole chip."""
+        """Bytes of memory of the whole chip."""
         return self.tiles * self.tile_bytes
 
     def macs_per_cycle(self, element_bytes: int, partials_bytes: int) -> float:
-        """Multiply-adds of a tile's matrix unit, for operands and partial sums of these sizes."""
+        """Return the multiply-adds of a tile's matrix unit for operands and partial sums of these sizes."""
         if element_bytes != 2:
             return self.single_macs_per_cycle
         return self.half_macs_per_cycle if partials_bytes == 2 else self.mixed_macs_per_cycle
 
     def machines(self, ipus: int) -> int:
-        """Machines that a number of IPUs takes."""
+        """Return the number of machines that hold this many IPUs."""
         return math.ceil(ipus / self.ipus_per_machine)
 
     def peak_flops(self, element_bytes: int) -> float:
-        """Floating-point operations per second that one IPU can do at most, for values of this size."""
+        """Return the peak floating-point operations per second of one IPU, for values of this size."""
         return 2 * self.macs_per_cycle(element_bytes, partials_bytes=element_bytes) * self.tiles * self.clock_hz
 
 
 def machine_from(values: Mapping[str, Any]) -> Machine:
-    """A machine from a mapping of constants: numbers, or mappings with a `value`.
+    """Make a machine from a mapping of constants: numbers, or mappings with a `value`.
 
     Raises:
-        KeyError: For a constant that does not exist.
+        KeyError: A constant does not exist.
     """
     known = {field.name: field.type for field in dataclasses.fields(Machine)}
     unknown = sorted(set(values) - set(known))

@@ -1,4 +1,4 @@
-"""Memory of each IPU: what lives there all the time, what the pipeline keeps, and what comes and goes."""
+"""Memory of each IPU: parameters, activations kept by the pipeline, and temporaries."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ __all__ = [
     "op_bytes",
     "parameter_shares",
     "programs_of",
+    "share_of",
     "stage_memories",
 ]
 
@@ -35,10 +36,10 @@ class ParameterShare:
         trained: Values that are updated.
         streaming: Bytes in streaming memory.
         streamed: Bytes that one update moves to and from streaming memory.
-        transfers: Tensors that it moves.
+        transfers: Tensors that one update moves.
         fetched: Bytes that one pass over the weights reads from streaming memory.
-        fetches: Tensors that it reads.
-        update: Bytes on chip that the update of the largest parameter needs beside.
+        fetches: Tensors that one pass reads.
+        update: Temporary bytes on chip for the update of the largest parameter.
     """
 
     weights: int
@@ -52,18 +53,23 @@ class ParameterShare:
     fetches: int
     update: int
 
+    @property
+    def on_chip(self) -> int:
+        """Bytes of weights, accumulators and optimizer state on chip."""
+        return self.weights + self.gradients + self.state
 
-def parameter_shares(profile: TracedModel, layout: StageLayout, settings: Settings) -> List[ParameterShare]:
-    """What the parameters take on every IPU."""
+
+def parameter_shares(traced: TracedModel, layout: StageLayout, settings: Settings) -> List[ParameterShare]:
+    """Return the memory and traffic of the parameters of every IPU."""
     owned: List[List[TracedParameter]] = [[] for _ in range(layout.num_ipus)]
-    for parameter in profile.parameters:
+    for parameter in traced.parameters:
         for ipu in {layout.ipu_of_op(op) for op in parameter.ops}:
             owned[ipu].append(parameter)
     return [share_of(parameters, settings) for parameters in owned]
 
 
 def share_of(parameters: Sequence[TracedParameter], settings: Settings) -> ParameterShare:
-    """What parameters take on the IPU that has them."""
+    """Return the memory and traffic of parameters on one IPU."""
     names = ("weights", "gradients", "state", "streaming", "streamed", "transfers", "fetched", "fetches")
     totals: Dict[str, float] = dict.fromkeys(names, 0.0)
     trained, update = 0, 0.0
@@ -104,39 +110,39 @@ def share_of(parameters: Sequence[TracedParameter], settings: Settings) -> Param
 
 
 def in_flight(stage: int, num_stages: int, settings: Settings) -> int:
-    """Micro-batches that are between the forward and the backward pass of a stage."""
+    """Return the number of micro-batches between the forward and the backward pass of a stage."""
     if settings.strategy != "pipelined" or not settings.training:
         return 1
     return 2 * (num_stages - stage) - 1
 
 
 def estimate_memory(
-    profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine
+    traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine
 ) -> Tuple[IpuMemory, ...]:
-    """The memory of every IPU of one replica."""
-    shares = parameter_shares(profile, layout, settings)
-    activations = stage_memories(profile, layout, settings)
-    received = boundary_values(profile, layout)
-    costs = costs_by_ipu(profile, machine, settings, layout.num_ipus)
+    """Return the memory of every IPU of one replica."""
+    shares = parameter_shares(traced, layout, settings)
+    activations = stage_memories(traced, layout, settings)
+    received = boundary_values(traced, layout)
+    costs = costs_by_ipu(traced, machine, settings, layout.num_ipus)
     ipus = []
     for ipu, share in enumerate(shares):
         stages = [stage for stage, at in enumerate(layout.ipu_of_stage) if at == ipu]
-        ops = [op for stage in stages for op in ops_of_stage(profile, layout, stage)]
+        ops = [op for stage in stages for op in ops_of_stage(traced, layout, stage)]
         stash = sum(activations[stage].kept * in_flight(stage, layout.num_stages, settings) for stage in stages)
         streaming = share.streaming
         if not settings.activations_on_chip:
             streaming += stash
             stash = max((activations[stage].kept for stage in stages), default=0)
-        fetched, accumulated = _of_largest_phase(profile, layout, settings, stages)
+        fetched, accumulated = _of_largest_phase(traced, layout, settings, stages)
         working = max((activations[stage].working for stage in stages), default=0)
-        temporary = working + max((op_bytes(profile, op, settings, costs[ipu]) for op in ops), default=0.0)
-        # Weights are updated when the pipeline is empty: state takes the place of activations.
+        temporary = working + max((op_bytes(traced, op, settings, costs[ipu]) for op in ops), default=0.0)
+        # Weights are updated when the pipeline is empty: state replaces activations.
         temporary = max(temporary, share.update - stash)
-        io = _transfers(profile, layout, settings, stages) + sum(received[stage] for stage in stages)
+        io = _transfers(traced, layout, settings, stages) + sum(received[stage] for stage in stages)
         ipus.append(
             IpuMemory(
                 ipu=ipu,
-                weights=share.weights + fetched + profile.buffers_bytes // layout.num_ipus,
+                weights=share.weights + fetched + traced.buffers_bytes // layout.num_ipus,
                 gradients=share.gradients + accumulated,
                 optimizer_state=share.state,
                 activations=stash,
@@ -152,9 +158,9 @@ def estimate_memory(
 
 
 def _of_largest_phase(
-    profile: TracedModel, layout: StageLayout, settings: Settings, stages: Sequence[int]
+    traced: TracedModel, layout: StageLayout, settings: Settings, stages: Sequence[int]
 ) -> Tuple[int, int]:
-    """Weights and accumulators from streaming memory that are on chip while their phase runs: the most of any."""
+    """Return the bytes of weights and accumulators brought on chip by the phase that needs most."""
     by_phase: Dict[int, Set[int]] = {}
     for stage in stages if layout.phase_of_stage else ():
         by_phase.setdefault(layout.phase_of_stage[stage], set()).add(stage)
@@ -162,7 +168,7 @@ def _of_largest_phase(
     for running in by_phase.values():
         moved = [
             parameter
-            for parameter in profile.parameters
+            for parameter in traced.parameters
             if parameter.elements >= settings.min_elements_off_chip
             and any(layout.stage_of_op[op] in running for op in parameter.ops)
         ]
@@ -174,42 +180,42 @@ def _of_largest_phase(
     return weights, gradients
 
 
-def op_bytes(profile: TracedModel, op: TracedOp, settings: Settings, costs: Sequence[OpCost]) -> float:
-    """What an operation needs while it runs: operands and results or their gradients, and temporaries."""
+def op_bytes(traced: TracedModel, op: TracedOp, settings: Settings, costs: Sequence[OpCost]) -> float:
+    """Return the bytes an operation needs while it runs: operands, results, gradients and temporaries."""
     if op.kind == "view":
         return 0.0
-    operands = max((profile.ops[index].output_bytes for index in op.inputs), default=0)
-    # Operations value by value write over what they read.
+    operands = max((traced.ops[index].output_bytes for index in op.inputs), default=0)
+    # Elementwise operations overwrite their operands.
     live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
     gradient = 0
     if settings.training and op.gradients:
-        gradient = sum(profile.trained_bytes.get(name, 0) for name in op.parameters)
+        gradient = sum(traced.trained_bytes.get(name, 0) for name in op.parameters)
     return live + gradient / serial_parts(op, settings) + costs[op.index].temporary
 
 
-def _transfers(profile: TracedModel, layout: StageLayout, settings: Settings, stages: List[int]) -> int:
-    """Buffers of data from and to the host: the first stage reads, the last one returns."""
-    size = profile.input_bytes if 0 in stages else 0
+def _transfers(traced: TracedModel, layout: StageLayout, settings: Settings, stages: List[int]) -> int:
+    """Return the bytes of host buffers: the first stage reads, the last one returns."""
+    size = traced.input_bytes if 0 in stages else 0
     if layout.num_stages - 1 in stages:
-        size += round(profile.output_bytes * min(1.0, settings.returned))
+        size += round(traced.output_bytes * min(1.0, settings.returned))
     return size
 
 
 def programs_of(op: TracedOp, settings: Settings) -> int:
-    """Programs that an operation is compiled to: its forward pass and the gradients of its operands."""
+    """Return the number of programs of an operation: its forward pass and the gradients of its operands."""
     if op.kind == "view":
         return 0
     return 1 + op.gradients if settings.training else 1
 
 
 def code_bytes(programs: int, calls: int, machine: Machine) -> float:
-    """Vertices, exchange code and control code of different programs and of all their calls."""
+    """Return the bytes of vertices, exchange code and control code of distinct programs and their calls."""
     per_tile = machine.code_bytes_per_tile + machine.code_bytes_per_op * programs + machine.code_bytes_per_call * calls
     return per_tile * machine.tiles
 
 
 def _code(ops: List[TracedOp], settings: Settings, machine: Machine) -> int:
-    """Code is shared by operations that are equal."""
+    """Return the bytes of code; equal operations share it."""
     distinct = {(op.signature, op.gradients): programs_of(op, settings) for op in ops if op.kind != "view"}
     calls = sum(programs_of(op, settings) for op in ops)
     return round(code_bytes(sum(distinct.values()), calls, machine))
@@ -220,9 +226,9 @@ class StageMemory:
     """Activations of one stage, in bytes for one micro-batch.
 
     Args:
-        kept: What waits for the backward pass, once per micro-batch in flight.
-        working: What is computed again, or just computed, at a time: the largest part between checkpoints. In
-            inference: what waits beside the operation that runs.
+        kept: Bytes kept for the backward pass, per micro-batch in flight.
+        working: Bytes (re)computed at a time: the largest part between checkpoints. In inference: values waiting for
+            later operations while another one runs.
         recomputed: Operations that run twice.
     """
 
@@ -231,17 +237,17 @@ class StageMemory:
     recomputed: Set[int]
 
 
-def stage_memories(profile: TracedModel, layout: StageLayout, settings: Settings) -> List[StageMemory]:
-    """Activations of every stage."""
-    received = received_values(profile, layout)
-    uses = {producer: op.index for op in profile.ops for producer in op.inputs}  # the last of each
+def stage_memories(traced: TracedModel, layout: StageLayout, settings: Settings) -> List[StageMemory]:
+    """Return the activations of every stage."""
+    received = received_values(traced, layout)
+    uses = {producer: op.index for op in traced.ops for producer in op.inputs}  # the last of each
     last = layout.num_stages - 1
     memories = []
     for stage, producers in enumerate(received):
-        ops = ops_of_stage(profile, layout, stage)
-        inputs = sum(profile.ops[producer].output_bytes for producer in producers)
-        if not settings.training or not profile.training:
-            memories.append(StageMemory(0, _waiting(profile, ops, producers, uses), set()))
+        ops = ops_of_stage(traced, layout, stage)
+        inputs = sum(traced.ops[producer].output_bytes for producer in producers)
+        if not settings.training or not traced.training:
+            memories.append(StageMemory(0, _waiting(traced, ops, producers, uses), set()))
         elif settings.recompute == "none":
             memories.append(_everything_kept(ops, inputs))
         elif settings.recompute == "norm_only":
@@ -251,9 +257,9 @@ def stage_memories(profile: TracedModel, layout: StageLayout, settings: Settings
     return memories
 
 
-def _waiting(profile: TracedModel, ops: Sequence[TracedOp], received: Set[int], uses: Mapping[int, int]) -> int:
-    """Most bytes that wait for later operations while another one runs, its own operands and results apart."""
-    live = {producer: profile.ops[producer].output_bytes for producer in received}
+def _waiting(traced: TracedModel, ops: Sequence[TracedOp], received: Set[int], uses: Mapping[int, int]) -> int:
+    """Return the most bytes waiting for later operations while one runs, excluding its operands and results."""
+    live = {producer: traced.ops[producer].output_bytes for producer in received}
     most = 0
     for op in ops:
         most = max(most, sum(size for producer, size in live.items() if producer not in op.inputs))
@@ -266,13 +272,13 @@ def _waiting(profile: TracedModel, ops: Sequence[TracedOp], received: Set[int], 
 
 
 def _everything_kept(ops: Sequence[TracedOp], inputs: int) -> StageMemory:
-    # What does not depend on the data, such as a weight in another precision, is the same for all micro-batches.
+    # Values independent of the data, such as a cast weight, are the same for all micro-batches.
     shared = sum(op.saved_bytes for op in ops if not op.is_batched)
     return StageMemory(sum(op.saved_bytes for op in ops) - shared + inputs, shared, set())
 
 
 def _norms_recomputed(ops: Sequence[TracedOp], inputs: int) -> StageMemory:
-    """Normalisations and activation functions after them are computed again from what came before."""
+    """Recompute normalisations and the activation functions after them from their inputs."""
     cheap = [op for op in ops if op.kind in ("norm", "elementwise") and op.saved_bytes]
     saved = sum(op.saved_bytes for op in ops)
     again = sum(op.saved_bytes for op in cheap)
@@ -292,7 +298,7 @@ def _between_checkpoints(ops: Sequence[TracedOp], checkpoints: Set[int], inputs:
             current = []
         else:
             current.append(op)
-    # What follows the last checkpoint of the last stage goes straight into the backward pass.
+    # Results after the last checkpoint of the last stage are used by the backward pass at once.
     recomputed = {op.index for segment in segments for op in segment}
     if not is_last:
         recomputed |= {op.index for op in current}

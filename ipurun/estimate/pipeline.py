@@ -1,11 +1,11 @@
-"""The pipeline in time: which IPU works on which micro-batch in which cycle, and how much of it is filling."""
+"""Timeline of a pipeline: the micro-batches that IPUs work on in each cycle, and the time lost to filling."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import List, Tuple
 
-from ipurun.estimate.types import Settings, StageLayout, TimeEstimate
+from ipurun.estimate.types import EstimatedModel
 
 __all__ = ["Bar", "PipelineTimeline", "gantt", "timeline_of"]
 
@@ -14,16 +14,16 @@ __all__ = ["Bar", "PipelineTimeline", "gantt", "timeline_of"]
 class PipelineTimeline:
     """One weight update (in inference: one host call) of a pipeline, in cycles.
 
-    A cycle is as long as the IPU with most work takes for one micro-batch; all IPUs move on together.
+    A cycle is the time the slowest IPU takes for one micro-batch; all IPUs start the next one together.
 
     Args:
         stages: Forward stages.
-        micro_batches: Micro-batches that pass.
+        micro_batches: Micro-batches that pass through.
         fill: Cycles until every stage has work.
         steady: Cycles in which every stage has work.
-        drain: Cycles from then to the end.
-        bubble: Share of the cycles that the pipeline needs beyond one per micro-batch.
-        idle: Share of all IPUs' time that no IPU works in: the bubble, and waiting for the slowest stage.
+        drain: Cycles after that.
+        bubble: Share of cycles beyond one per micro-batch.
+        idle: Share of all IPUs' time in which they wait: the bubble, and waiting for the slowest stage.
     """
 
     stages: int
@@ -36,7 +36,7 @@ class PipelineTimeline:
 
     @property
     def cycles(self) -> int:
-        """All cycles."""
+        """Cycles in total."""
         return self.fill + self.steady + self.drain
 
 
@@ -45,9 +45,9 @@ class Bar:
     """One piece of work in a Gantt chart.
 
     Args:
-        ipu: Who does it.
-        start: Seconds since the first shown work began.
-        seconds: How long it takes.
+        ipu: The IPU.
+        start: Seconds since the first bar.
+        seconds: Duration.
         kind: ``forward`` or ``backward`` (with recomputation).
         stage: Forward stage.
         micro_batch: Number of the micro-batch, from 0.
@@ -61,10 +61,11 @@ class Bar:
     micro_batch: int
 
 
-def timeline_of(layout: StageLayout, settings: Settings, time: TimeEstimate) -> PipelineTimeline:
-    """The schedule of an estimate: IPUs of a pipeline side by side, of any other strategy one after another."""
+def timeline_of(model: EstimatedModel) -> PipelineTimeline:
+    """Return the timeline of an estimate: IPUs of a pipeline work in parallel, of other strategies in turn."""
+    layout, settings, time = model.layout, model.settings, model.estimate.time
     stages = layout.num_stages if settings.strategy == "pipelined" else 1
-    micro_batches = settings.gradient_accumulation if settings.training else settings.device_iterations
+    micro_batches = settings.micro_batches
     extra = (2 if settings.training else 1) * (stages - 1)
     cycles = micro_batches + extra
     steady = max(0, micro_batches - extra)
@@ -79,18 +80,17 @@ def timeline_of(layout: StageLayout, settings: Settings, time: TimeEstimate) -> 
     return PipelineTimeline(stages, micro_batches, fill, steady, cycles - steady - fill, extra / cycles, idle)
 
 
-def gantt(layout: StageLayout, settings: Settings, time: TimeEstimate, most_cycles: int = 24) -> List[Bar]:
-    """Bars of the first cycles of an update, those of all strategies.
+def gantt(model: EstimatedModel, most_cycles: int = 24) -> List[Bar]:
+    """Return the bars of the first cycles of an update.
 
     Args:
-        layout: Stages and their IPUs.
-        settings: Strategy and number of micro-batches.
-        time: Seconds of each stage.
+        model: The model.
         most_cycles: Where to stop: a long accumulation repeats itself.
     """
-    micro_batches = settings.gradient_accumulation if settings.training else settings.device_iterations
+    layout, settings, time = model.layout, model.settings, model.estimate.time
+    micro_batches = settings.micro_batches
     if settings.strategy != "pipelined" or layout.num_stages == 1:
-        return _in_turn(layout, settings, time, min(micro_batches, max(1, most_cycles // 4)))
+        return _in_turn(model, min(micro_batches, max(1, most_cycles // 4)))
     last = layout.num_stages - 1
     longest = max(ipu.total for ipu in time.ipus)
     bars: List[Bar] = []
@@ -108,16 +108,16 @@ def gantt(layout: StageLayout, settings: Settings, time: TimeEstimate, most_cycl
     return bars
 
 
-def _in_turn(layout: StageLayout, settings: Settings, time: TimeEstimate, micro_batches: int) -> List[Bar]:
+def _in_turn(model: EstimatedModel, micro_batches: int) -> List[Bar]:
     bars: List[Bar] = []
     now = 0.0
-    stages = list(range(layout.num_stages))
+    stages = list(range(model.layout.num_stages))
     for micro_batch in range(micro_batches):
         work: List[Tuple[str, int]] = [("forward", stage) for stage in stages]
-        if settings.training:
+        if model.settings.training:
             work += [("backward", stage) for stage in reversed(stages)]
         for kind, stage in work:
-            seconds = time.stages[stage][kind == "backward"]
-            bars.append(Bar(layout.ipu_of_stage[stage], now, seconds, kind, stage, micro_batch))
+            seconds = model.estimate.time.stages[stage][kind == "backward"]
+            bars.append(Bar(model.layout.ipu_of_stage[stage], now, seconds, kind, stage, micro_batch))
             now += seconds
     return bars

@@ -1,4 +1,4 @@
-"""All that is known of a plan before it is compiled, in one place."""
+"""Estimate a plan from a trace of its model, solve for a better one, and solve `pipeline.split=auto`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,13 @@ from torch import nn
 
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError
-from ipurun.estimate.advice import PlanEstimate, Situation, remedies_for
+from ipurun.estimate.advice import PlanEstimate, remedies_for
 from ipurun.estimate.calibration import FREE, Measurement, calibrate_to_run, measured_throughput
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.pipeline import timeline_of
-from ipurun.estimate.search import (
-    Goal,
-    Solution,
-    needs_of,
-    powers_up_to,
-    ranked,
-    search,
-    split_for,
-    variants_of,
-)
-from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, settings_of, words_of
+from ipurun.estimate.search import Goal, Search, Solution, powers_up_to, ranked, variants_of
+from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, resets_of, settings_of
 from ipurun.estimate.split import Split
-from ipurun.estimate.types import Settings, StageLayout, Verdict
+from ipurun.estimate.types import EstimatedModel, Verdict
 from ipurun.inspect.data import first_sample, is_stream
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model_and_data import ModelAndData
@@ -44,7 +34,7 @@ __all__ = ["auto_split", "calibrated_words", "estimate_plan", "solve"]
 
 
 def estimate_plan(config: RunConfig, plan: Plan, subject: ModelAndData) -> PlanEstimate:
-    """Estimates a plan.
+    """Estimate a plan.
 
     Args:
         config: The config.
@@ -54,57 +44,52 @@ def estimate_plan(config: RunConfig, plan: Plan, subject: ModelAndData) -> PlanE
     Raises:
         ConfigError: The model cannot be traced.
     """
-    profile = _profile(config, subject, plan)
-    machine = machine_of(config)
-    settings = settings_of(plan)
-    layout = layout_of_plan(profile, plan)
-    found = estimate(profile, layout, settings, machine)
-    situation = Situation(
-        profile=profile,
-        layout=layout,
-        settings=settings,
-        machine=machine,
-        estimate=found,
-        names=_cuttable(subject.model),
-        block_checkpoints=block_checkpoints(profile, stacks(subject.facts)),
-        words=words_of(config),
-        is_batch_free=_is_batch_free(config),
-        is_placed_in_code=bool(plan.user_blocks),
+    training = _estimated(config, plan, subject)
+    traced = training.traced
+    search = Search(
+        traced,
+        training.machine,
+        _cut_modules(subject.model),
+        block_checkpoints(traced, stacks(subject.facts)),
+        resets_of(config),
     )
-    needs = None
-    remedies = tuple(remedies_for(situation))
-    if found.verdict is Verdict.DOES_NOT_FIT and all(r.verdict is Verdict.DOES_NOT_FIT for r in remedies):
-        variant = variants_of(settings, situation.block_checkpoints, layout.checkpoints)[-1]
-        needs = needs_of(profile, variant, plan.devices.total, machine, situation.names)
-    return PlanEstimate(
-        situation=situation,
-        schedule=timeline_of(layout, settings, found.time),
-        remedies=remedies,
-        needs=needs,
-        inference=_inference(config, plan, subject),
+    remedies = tuple(
+        remedies_for(
+            training,
+            search,
+            is_batch_free=_is_batch_free(config),
+            is_placed_in_code=bool(plan.user_blocks),
+        )
     )
-
-
-def _inference(config: RunConfig, plan: Plan, subject: ModelAndData) -> Optional[Situation]:
-    """Evaluation and prediction as `eval` and `predict` run them: no backward pass, no optimizer, and all outputs."""
+    requirements = None
+    verdicts = [training.estimate.verdict, *(remedy.verdict for remedy in remedies)]
+    if all(verdict is Verdict.DOES_NOT_FIT for verdict in verdicts):
+        variant = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints)[-1]
+        requirements = search.requirements(variant, plan.devices.total)
     try:
-        profile = _profile(config, subject, plan, training=False)
+        inference: Optional[EstimatedModel] = _estimated(config, plan, subject, training=False)
     except ConfigError:
-        return None
-    machine, settings = machine_of(config), settings_of(plan, training=False)
-    layout = layout_of_plan(profile, plan, training=False)
-    return Situation(profile, layout, settings, machine, estimate(profile, layout, settings, machine))
+        inference = None
+    return PlanEstimate(training, search, remedies, requirements, inference)
 
 
-def calibrated_words(outlook: PlanEstimate, folder: Path) -> List[str]:
-    """Overrides of machine constants with which the estimate agrees with a run of the same config on IPUs.
+def _estimated(config: RunConfig, plan: Plan, subject: ModelAndData, *, training: bool = True) -> EstimatedModel:
+    """Estimate training, or evaluation and prediction: no backward pass, no optimizer, and all outputs."""
+    traced = _trace(config, subject, plan, training=training)
+    machine, settings = machine_of(config), settings_of(plan, training=training)
+    layout = layout_of_plan(traced, plan, training=training)
+    return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))
+
+
+def calibrated_words(plan_estimate: PlanEstimate, folder: Path) -> List[str]:
+    """Return overrides of machine constants with which the estimate agrees with a run of the same config on IPUs.
 
     Args:
-        outlook: The estimate of that config.
+        plan_estimate: The estimate of that config.
         folder: The run folder.
 
     Raises:
-        ConfigError: It is no run on IPUs, or it measured no throughput.
+        ConfigError: The folder is not a run on IPUs, or has no throughput.
     """
     try:
         engine = json.loads((folder / "env.json").read_text(encoding="utf-8"))["engine"]["kind"]
@@ -117,46 +102,41 @@ def calibrated_words(outlook: PlanEstimate, folder: Path) -> List[str]:
         raise ConfigError(
             "`--calibrate` needs a run on IPUs",
             str(folder),
-            seen=f"it ran on the engine {engine}, whose speed says nothing of an IPU",
+            seen=f"it ran on the engine {engine}, whose speed says nothing about an IPU",
         )
-    own = outlook.situation
-    row = Measurement("run", "run", own.profile, own.layout, own.settings, own.machine.clock_hz, measured)
+    own = plan_estimate.training
+    row = Measurement("run", "run", own.traced, own.layout, own.settings, own.machine.clock_hz, measured)
     fitted = calibrate_to_run(row, own.machine)
     return [f"machine.{name}={getattr(fitted, name):.4g}" for name in FREE]
 
 
-def solve(config: RunConfig, plan: Plan, outlook: PlanEstimate) -> List[Solution]:
-    """Configs for the plan's number of IPUs and its global batch, the quickest that fits first.
+def solve(config: RunConfig, plan: Plan, plan_estimate: PlanEstimate) -> List[Solution]:
+    """Return configs for the plan's number of IPUs and its global batch, the fastest that fits first.
 
     Raises:
-        ConfigError: The model's own code places it, so that no config can do it otherwise.
+        ConfigError: The model's code places it, so that no config can change the split.
     """
     if plan.user_blocks:
         names = [block.block_id or block.module or "a block without a name" for block in plan.user_blocks]
         raise ConfigError(
-            "`--solve` finds a split, and the model's code has one already",
+            "`--solve` finds a split, but the model's code already has one",
             seen=f"blocks begun in the code: {', '.join(dict.fromkeys(names))}",
             fix="take poptorch.Block and poptorch.BeginBlock out of the model, or plan without --solve",
         )
-    batch = plan.training
-    goal = Goal(
-        devices=plan.devices.total,
-        global_batch=None if _is_batch_free(config) else config.global_batch_size or batch.samples_per_update,
-        words=words_of(config),
-    )
-    situation = outlook.situation
-    variants = variants_of(situation.settings, situation.block_checkpoints, situation.layout.checkpoints)
-    found = search(situation.profile, goal, variants, situation.machine, situation.names)
-    if situation.estimate.verdict is not Verdict.DOES_NOT_FIT and plan.devices.idle == 0:
-        as_it_is = Solution(situation.settings, situation.layout, None, (), situation.estimate)
-        found = ranked([*found, as_it_is])
+    global_batch = None if _is_batch_free(config) else config.global_batch_size or plan.training.samples_per_update
+    training, search = plan_estimate.training, plan_estimate.search
+    variants = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints)
+    found = search.solutions(Goal(plan.devices.total, global_batch), variants)
+    if training.estimate.verdict is not Verdict.DOES_NOT_FIT and plan.devices.idle == 0:
+        unchanged = Solution(training.settings, training.layout, None, (), training.estimate)
+        found = ranked([*found, unchanged])
     return found
 
 
 def auto_split(
     config: RunConfig, subject: ModelAndData, keys: Optional[Mapping[str, str]] = None
 ) -> Tuple[RunConfig, Facts]:
-    """A config whose `pipeline.split=auto` is solved, and the facts with the solution; both as they were if it is not.
+    """Solve `pipeline.split=auto`: return the config and the facts with the solution; unchanged for other splits.
 
     Args:
         config: The config.
@@ -171,18 +151,18 @@ def auto_split(
     trial = dataclasses.replace(config, pipeline=unsplit, devices="auto", gradient_accumulation=None)
     trial = dataclasses.replace(trial, replication=dataclasses.replace(config.replication, factor=None))
     try:
-        # Without their places, so that keys and setters that disagree are reported once, by the plan itself.
+        # Keys have no places here, so that conflicts between keys and setters are reported once, by the plan.
         taken_out = ("gradient_accumulation", "replication.factor")
         kept = None if keys is None else {key: "" for key in keys if key not in taken_out}
         plan = make_plan(trial, dataclasses.replace(facts, available_ipus=None), keys=kept)
-        profile = _profile(config, subject, plan)
+        traced = _trace(config, subject, plan)
     except ConfigError as error:
         problem = error.problems[0]
         return config, dataclasses.replace(facts, unsolved=f"{problem.what}: {problem.seen} ({problem.where})")
     obstacles: Dict[str, None] = {}
-    found = _best_auto(config, profile, settings_of(plan), plan, subject, obstacles)
+    found = _fastest_split(config, plan, Search(traced, machine_of(config), _cut_modules(subject.model)), obstacles)
     if found is None and facts.purpose is Purpose.PLAN:
-        note = f"pipeline.split=auto found no split that fits; shown is the model as a whole: {'; '.join(obstacles)}"
+        note = f"pipeline.split=auto found no split that fits; the whole model is shown: {'; '.join(obstacles)}"
         return config, dataclasses.replace(facts, solved_split=(), is_left_whole=True, notes=(*facts.notes, note))
     if found is None:
         return config, dataclasses.replace(facts, unsolved="; ".join(obstacles))
@@ -195,20 +175,14 @@ def auto_split(
     return config, dataclasses.replace(facts, solved_split=split.modules)
 
 
-def _best_auto(
-    config: RunConfig,
-    profile: TracedModel,
-    settings: Settings,
-    plan: Plan,
-    subject: ModelAndData,
-    obstacles: Dict[str, None],
+def _fastest_split(
+    config: RunConfig, plan: Plan, search: Search, obstacles: Dict[str, None]
 ) -> Optional[Tuple[Optional[Split], float]]:
-    """The quickest split that fits, with its throughput, over the numbers of IPUs that the config allows.
+    """Return the fastest split that fits, with its throughput, for the numbers of IPUs that the config allows.
 
-    Why a number of IPUs has none is added to `obstacles`.
+    The reason why a number of IPUs has none is added to `obstacles`.
     """
-    machine = machine_of(config)
-    names = _cuttable(subject.model)
+    settings, whole = settings_of(plan), layout_of_plan(search.traced, plan)
     devices = config.devices if isinstance(config.devices, int) else None
     best: Optional[Tuple[Optional[Split], float]] = None
     for ipus in _sizes(config, devices):
@@ -218,34 +192,31 @@ def _best_auto(
             settings,
             replicas=replicas,
             gradient_accumulation=accumulation,
-            accumulator_bytes=settings.accumulator_bytes or (settings.compute_bytes if accumulation > 1 else 0.0),
+            accumulator_bytes=settings.accumulator_bytes_for(accumulation),
             recompute="checkpoints" if config.recompute.mode is None and ipus > 1 else settings.recompute,
         )
-        kept = layout_of_plan(profile, plan).checkpoints
-        if ipus == 1:
-            split: Optional[Split] = None
-            layout: StageLayout = layout_of_plan(profile, plan)
-        else:
-            split = split_for(profile, ipus, own, machine, names, kept)
+        split, layout = None, whole
+        if ipus > 1:
+            split = search.split(ipus, own, whole.checkpoints)
             if split is None:
                 obstacles[f"no modules of the model begin {ipus} parts that fit, with shared weights on one IPU"] = None
                 continue
-            needed = 2 * split.layout.num_stages - 1
+            layout = split.layout
+            needed = layout.least_accumulation
             if accumulation < needed and _is_batch_free(config):
                 own = dataclasses.replace(own, gradient_accumulation=needed)
             elif accumulation < needed:
-                obstacles[f"{ipus} IPUs need gradient_accumulation={needed}, and it is {accumulation}"] = None
+                obstacles[f"{ipus} IPUs need gradient_accumulation={needed}, but it is {accumulation}"] = None
                 continue
-            layout = split.layout
-        found = estimate(profile, layout, own, machine)
+        found = estimate(search.traced, layout, own, search.machine)
         if found.verdict is Verdict.DOES_NOT_FIT and config.pipeline.ipus is None:
-            obstacles[f"over {ipus} IPU{'s' if ipus > 1 else ''} it does not fit"] = None
+            obstacles[f"it does not fit on {ipus} IPU{'s' if ipus > 1 else ''}"] = None
             continue
         speed = found.time.samples_per_second
         if best is None or speed > best[1]:
             best = (split, speed)
         if devices is None:
-            break  # as few IPUs as will do
+            break  # the fewest IPUs that fit
     return best
 
 
@@ -267,7 +238,7 @@ def _is_batch_free(config: RunConfig) -> bool:
     return config.global_batch_size is None and config.gradient_accumulation is None
 
 
-def _profile(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
+def _trace(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
     data = subject.splits.get("train")
     sample = None if data is None or is_stream(data) else first_sample(data)
     with seeded(config.seed):
@@ -280,9 +251,9 @@ def _profile(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: 
         )
 
 
-def _cuttable(model: nn.Module) -> FrozenSet[str]:
-    """Modules at which a block may begin: those that are called, as a list of modules is not, and have parameters, as
-    a dropout or an activation inside a layer has not.
+def _cut_modules(model: nn.Module) -> FrozenSet[str]:
+    """Return the modules at which a block may begin: those that are called (unlike a ModuleList) and have parameters
+    (unlike a dropout inside a layer).
     """
     return frozenset(
         name

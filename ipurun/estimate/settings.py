@@ -1,4 +1,4 @@
-"""A config and its plan in the terms of the estimate, and changes of them as overrides to type."""
+"""Translate a config and its plan to the terms of the estimate."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ from ipurun.estimate.types import Settings, StageLayout
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.planning.plan import Plan
 
-__all__ = [
-    "Words",
-    "block_checkpoints",
-    "layout_of_plan",
-    "machine_of",
-    "phases_of",
-    "resized",
-    "settings_of",
-    "words_of",
-]
+__all__ = ["Resets", "block_checkpoints", "layout_of_plan", "machine_of", "resets_of", "settings_of"]
 
 # PopART's RecomputationType by number.
 _RECOMPUTATION = {0: "none", 1: "checkpoints", 2: "norm_only", 3: "checkpoints", 4: "checkpoints"}
@@ -33,7 +24,7 @@ _STRATEGIES = {
     "SerialPhasedExecution": "serial_phased",
     "ParallelPhasedExecution": "parallel_phased",
 }
-# Optimizer class -> the types that its moments take unless told otherwise, by argument.
+# Optimizer class -> arguments that set the types of its moments.
 _MOMENTS: Mapping[str, Tuple[str, ...]] = {
     "Adam": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
     "AdamW": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
@@ -43,18 +34,31 @@ _MOMENTS: Mapping[str, Tuple[str, ...]] = {
 }
 _UPDATE_FLOPS = {"Adam": 12.0, "AdamW": 14.0, "LAMB": 20.0, "RMSprop": 10.0, "SGD": 4.0}
 _DEFAULT_PREFETCH = 1
-# PopART leaves smaller tensors where they are, unless told otherwise.
+# PopART leaves smaller tensors on chip and unsharded by default.
 _LEAST_OFF_CHIP = 2
 _LEAST_SHARDED = 8192
+_HALF = ("torch.float16", "torch.half", "float16", "half")
+# Keys that place modules, apart from the split, with their unset values.
+_PLACEMENT = {
+    "layers_per_ipu": "[]",
+    "layers": "null",
+    "embedding": "null",
+    "embedding_ipu": "null",
+    "head": "null",
+    "head_ipu": "null",
+    "stages": "[]",
+    "phases": "[]",
+    "ipus": "null",
+}
 
 
 def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: Optional[float] = None) -> Settings:
-    """The settings of a plan's training, or of its inference.
+    """Return the settings of a plan for training or for inference.
 
     Args:
         plan: The plan.
-        training: Which of the two.
-        host_samples_per_second: What the host can load and prepare, where it is known.
+        training: Whether for training.
+        host_samples_per_second: Samples that the host can load and prepare, if known.
     """
     calls = plan.training_options if training else plan.inference_options
     batch = plan.training if training else plan.inference
@@ -82,9 +86,6 @@ def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: O
     )
 
 
-_HALF = ("torch.float16", "torch.half")
-
-
 def _optimizer(call: Call, accumulation: int, weight_bytes: int) -> Dict[str, Any]:
     name = call.path.rpartition(".")[2]
     moments = [_type_bytes(call.kwargs.get(argument)) for argument in _MOMENTS.get(name, _MOMENTS["Adam"])]
@@ -107,8 +108,8 @@ def _optimizer(call: Call, accumulation: int, weight_bytes: int) -> Dict[str, An
 
 
 def _type_bytes(given: Any) -> int:
-    """Accumulators and moments are float32 unless told otherwise."""
-    return 2 if str(given) in _HALF or str(given) in ("float16", "half") else 4
+    """Return the size of an accumulator or moment, which is float32 by default."""
+    return 2 if str(given) in _HALF else 4
 
 
 def _strategy(calls: Sequence[Call]) -> str:
@@ -118,8 +119,8 @@ def _strategy(calls: Sequence[Call]) -> str:
     return _STRATEGIES.get(given.args[0].path.rpartition(".")[2], "pipelined")
 
 
-def phases_of(calls: Sequence[Call]) -> Dict[str, int]:
-    """Block id -> its phase, in phased execution."""
+def _phases(calls: Sequence[Call]) -> Dict[str, int]:
+    """Return the phase of each block id, in phased execution."""
     if not _strategy(calls).endswith("phased"):
         return {}
     given = _last(calls, "setExecutionStrategy")
@@ -137,7 +138,7 @@ def _recomputation(plan: Plan, calls: Sequence[Call]) -> str:
     given = _popart(calls, "autoRecomputation")
     if given is not None:
         return _RECOMPUTATION.get(int(given), "checkpoints")
-    # PopTorch turns it on for pipelines by itself; elsewhere checkpoints alone do nothing.
+    # PopTorch turns it on for pipelines; elsewhere checkpoints alone have no effect.
     pipelined = plan.devices.per_replica > 1 and _strategy(calls) == "pipelined"
     return "checkpoints" if pipelined else "none"
 
@@ -157,7 +158,7 @@ def _locations(calls: Sequence[Call]) -> Dict[str, Any]:
         "accumulators": _location(calls, "TensorLocations.setAccumulatorLocation"),
         "activations": _location(calls, "TensorLocations.setActivationLocation"),
     }
-    phased = _strategy(calls).endswith("phased")  # where everything is off chip unless told otherwise
+    phased = _strategy(calls).endswith("phased")  # everything is off chip there by default
     values: Dict[str, Any] = {
         f"{kind}_on_chip": bool(location.get("useOnChipStorage", not phased)) for kind, location in kinds.items()
     }
@@ -195,86 +196,67 @@ def _last(calls: Sequence[Call], path: str) -> Optional[Call]:
 
 
 def machine_of(config: RunConfig) -> Machine:
-    """The machine that `machine` describes."""
+    """Return the machine that `machine` describes."""
     return machine_from(dataclasses.asdict(config.machine))
 
 
-def layout_of_plan(profile: TracedModel, plan: Plan, *, training: bool = True) -> StageLayout:
-    """Which operation runs where, as the plan's blocks for training or for inference say."""
+def layout_of_plan(traced: TracedModel, plan: Plan, *, training: bool = True) -> StageLayout:
+    """Return the layout of the plan's blocks for training or for inference."""
     placements = plan.placements if training else plan.inference_placements
-    numbers = phases_of(plan.training_options if training else plan.inference_options)
+    numbers = _phases(plan.training_options if training else plan.inference_options)
     phases = {placed.module: numbers[placed.block_id] for placed in placements if placed.block_id in numbers}
-    return layout_of_blocks(profile, [(placed.module, placed.ipu) for placed in placements], plan.recompute, phases)
+    return layout_of_blocks(traced, [(placed.module, placed.ipu) for placed in placements], plan.recompute, phases)
 
 
-def block_checkpoints(profile: TracedModel, stacks: Mapping[str, Sequence[str]]) -> Tuple[int, ...]:
-    """Operations that end the layers of repeated stacks: what `recompute.every=block` keeps."""
+def block_checkpoints(traced: TracedModel, stacks: Mapping[str, Sequence[str]]) -> Tuple[int, ...]:
+    """Return the last operations of the layers of repeated stacks, which `recompute.every=block` keeps."""
     layers: List[str] = [layer for stack in stacks.values() for layer in stack]
-    return checkpoint_ops(profile, layers)
-
-
-# Keys that place modules, apart from the split itself, with the value that each has when it is not used.
-_PLACEMENT = {
-    "layers_per_ipu": "[]",
-    "layers": "null",
-    "embedding": "null",
-    "embedding_ipu": "null",
-    "head": "null",
-    "head_ipu": "null",
-    "stages": "[]",
-    "phases": "[]",
-    "ipus": "null",
-}
+    return checkpoint_ops(traced, layers)
 
 
 @dataclass(frozen=True)
-class Words:
-    """Overrides that undo what stands in a change's way.
+class Resets:
+    """Overrides that reset keys of a config which conflict with a suggested change.
 
     Args:
         placement: For another split: other keys that place modules.
-        blocks: The same for `pipeline.blocks`, where the change does not set it.
-        resized: For another number of IPUs in a replica.
-        batch: For other numbers of a batch.
+        blocks: The same for `pipeline.blocks`, unless the change sets it.
+        ipus: For another number of IPUs in a replica.
+        batch: For other batch sizes.
     """
 
     placement: Tuple[str, ...] = ()
     blocks: Tuple[str, ...] = ()
-    resized: Tuple[str, ...] = ()
+    ipus: Tuple[str, ...] = ()
     batch: Tuple[str, ...] = ()
 
+    def for_ipus(self, ipus: int, proportions: Sequence[float]) -> Tuple[List[str], Tuple[float, ...]]:
+        """Return the overrides for another number of IPUs in a replica, and the shares of tile memory that result.
 
-def resized(words: Words, proportions: Sequence[float], ipus: int) -> Tuple[List[str], Tuple[float, ...]]:
-    """What to type for another number of IPUs in a replica, and the shares of tile memory that then hold.
-
-    A list of shares by IPU stays where it is as long as there are IPUs; else its first one is taken for all.
-    """
-    key = "memory.available_proportion"
-    typed = list(words.resized)
-    if len(proportions) in (0, 1):
-        return typed, tuple(proportions)
-    if len(proportions) == ipus:
-        return [word for word in typed if not word.startswith(key)], tuple(proportions)
-    return [f"{key}={proportions[0]:g}" if word.startswith(key) else word for word in typed], tuple(proportions[:1])
+        Shares by IPU are kept if there is one for each IPU; otherwise the first applies to all.
+        """
+        key, given = "memory.available_proportion", tuple(proportions)
+        if len(given) in (0, 1):
+            return list(self.ipus), given
+        if len(given) == ipus:
+            return [override for override in self.ipus if not override.startswith(key)], given
+        return [f"{key}={given[0]:g}" if override.startswith(key) else override for override in self.ipus], given[:1]
 
 
-def words_of(config: RunConfig) -> Words:
-    """The overrides that a config makes necessary."""
+def resets_of(config: RunConfig) -> Resets:
+    """Return the overrides that changes of a config need in addition."""
     pipeline = config.pipeline
     placement = [
-        f"pipeline.{key}={empty}" for key, empty in _PLACEMENT.items() if getattr(pipeline, key) not in (None, [], "")
+        f"pipeline.{key}={unset}" for key, unset in _PLACEMENT.items() if getattr(pipeline, key) not in (None, [], "")
     ]
-    resized = []
-    if config.replication.factor is not None:
-        resized.append("replication.factor=null")
+    ipus = ["replication.factor=null"] if config.replication.factor is not None else []
     if isinstance(config.memory.available_proportion, (list, tuple, dict)):
-        resized.append("memory.available_proportion=null")
-    for key in ("device_iterations", "replicas", "split", "layers_per_ipu"):
-        if getattr(config.inference, key) is not None:
-            resized.append(f"inference.{key}=null")
-    return Words(
+        ipus.append("memory.available_proportion=null")
+    inference = ("device_iterations", "replicas", "split", "layers_per_ipu")
+    ipus += [f"inference.{key}=null" for key in inference if getattr(config.inference, key) is not None]
+    return Resets(
         tuple(placement),
         ("pipeline.blocks={}",) if pipeline.blocks else (),
-        tuple(resized),
+        tuple(ipus),
         ("global_batch_size=null",) if config.global_batch_size is not None else (),
     )

@@ -1,4 +1,4 @@
-"""Time: what a stage computes, how the pipeline adds it up, and what a weight update costs beside it."""
+"""Time of one weight update: stages, pipeline, gradient all-reduce, optimizer and host."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ipurun.inspect.traced_model import TracedModel
 __all__ = ["estimate_time"]
 
 
-def estimate_time(profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> TimeEstimate:
-    """Seconds of one weight update (of one batch in inference), and the throughput that follows."""
-    stages = _stage_seconds(profile, layout, settings, machine)
-    received = boundary_values(profile, layout)
-    shares = parameter_shares(profile, layout, settings)
-    streaming = _streaming(profile, shares, layout, settings, machine)
+def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> TimeEstimate:
+    """Estimate the seconds of one weight update (in inference: of one batch), and the throughput."""
+    stages = _stage_seconds(traced, layout, settings, machine)
+    received = boundary_values(traced, layout)
+    shares = parameter_shares(traced, layout, settings)
+    streaming = _streaming(traced, shares, layout, settings, machine)
     ipus = _ipu_times(stages, received, streaming, layout, settings, machine)
     cycle, cycles, bubble = _cycles(ipus, layout, settings)
     machines = machine.machines(layout.num_ipus * settings.replicas)
-    # Data comes in at every cycle, and all IPUs wait for it to be announced.
-    cycle += machine.transfer_seconds + _reading(profile, layout, settings, machine)
+    # Every cycle brings in data, and all IPUs wait for its announcement.
+    cycle += machine.transfer_seconds + _reading(traced, layout, settings, machine)
     # A synchronisation passes from machine to machine, and every replica waits for it.
     cycle *= 1 + machine.machine_loss * (machines - 1)
     compute = cycle * cycles
@@ -33,8 +33,8 @@ def estimate_time(profile: TracedModel, layout: StageLayout, settings: Settings,
     update = _update(shares, settings, machine)
     host = machine.host_call_seconds / settings.device_iterations
     batches = settings.gradient_accumulation if settings.training else 1
-    input_bytes = profile.input_bytes * batches * settings.replicas
-    output_bytes = profile.output_bytes * batches * settings.replicas * settings.returned
+    input_bytes = traced.input_bytes * batches * settings.replicas
+    output_bytes = traced.output_bytes * batches * settings.replicas * settings.returned
     host_input = (input_bytes + output_bytes) / (machine.host_bytes_per_second * machines)
     samples = settings.micro_batch_size * batches * settings.replicas
     if settings.host_samples_per_second:
@@ -57,21 +57,21 @@ def estimate_time(profile: TracedModel, layout: StageLayout, settings: Settings,
         total=total,
         samples_per_second=throughput,
         host_bound=host_input + host > device,
-        flops_share=throughput * profile.flops_per_sample / peak,
+        flops_share=throughput * traced.flops_per_sample / peak,
         link_bytes=sum(received) * (2 if settings.training else 1),
         host_bytes_per_second=input_bytes / total,
     )
 
 
 def _stage_seconds(
-    profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine
+    traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine
 ) -> List[Tuple[float, float, float]]:
-    """(forward, recomputation, backward) of each stage."""
-    memories: List[StageMemory] = stage_memories(profile, layout, settings)
+    """Return (forward, recomputation, backward) seconds of each stage."""
+    memories: List[StageMemory] = stage_memories(traced, layout, settings)
     computing = dataclasses.replace(machine, tiles=machine.tiles - settings.io_tiles)
-    by_ipu = costs_by_ipu(profile, computing, settings, layout.num_ipus)
+    by_ipu = costs_by_ipu(traced, computing, settings, layout.num_ipus)
     seconds = [[0.0, 0.0, 0.0] for _ in layout.ipu_of_stage]
-    for op, stage in zip(profile.ops, layout.stage_of_op):
+    for op, stage in zip(traced.ops, layout.stage_of_op):
         cost = by_ipu[layout.ipu_of_stage[stage]][op.index]
         seconds[stage][0] += cost.forward
         seconds[stage][1] += cost.forward if op.index in memories[stage].recomputed else 0.0
@@ -106,18 +106,18 @@ def _ipu_times(
 
 
 def _streaming(
-    profile: TracedModel, shares: List[ParameterShare], layout: StageLayout, settings: Settings, machine: Machine
+    traced: TracedModel, shares: List[ParameterShare], layout: StageLayout, settings: Settings, machine: Machine
 ) -> List[float]:
-    """Seconds that each IPU exchanges with streaming memory for one micro-batch: nothing of it overlaps.
+    """Return the seconds each IPU spends on streaming memory for one micro-batch; none of it overlaps.
 
-    Weights are read for the forward phase and again for the backward phase; without phases once for both. Activations
-    go out after the forward pass and come back for the backward pass.
+    Weights are read for the forward phase and again for the backward phase; without phases, once for both. Activations
+    are written after the forward pass and read for the backward pass.
     """
     passes = 2 if settings.training and settings.strategy.endswith("phased") else 1
     per_ipu = machine.streaming_bytes_per_second / machine.ipus_per_machine
     kept = [0] * layout.num_ipus
     if settings.training and not settings.activations_on_chip:
-        for memory, ipu in zip(stage_memories(profile, layout, settings), layout.ipu_of_stage):
+        for memory, ipu in zip(stage_memories(traced, layout, settings), layout.ipu_of_stage):
             kept[ipu] += memory.kept
     return [
         (passes * share.fetched + 2 * stash) / per_ipu + passes * share.fetches * machine.transfer_seconds
@@ -125,20 +125,20 @@ def _streaming(
     ]
 
 
-def _reading(profile: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> float:
-    """Seconds that the tiles stand still while a micro-batch comes in, where no tiles are set aside for that.
+def _reading(traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> float:
+    """Return the seconds that tiles wait for a micro-batch, if no tiles are set aside for I/O.
 
-    It waits in the machine's memory, whose rate the replicas on that machine share.
+    It is read from the machine's memory, whose rate the replicas on that machine share.
     """
     if settings.io_tiles:
         return 0.0
     readers = min(settings.replicas, max(1, machine.ipus_per_machine // layout.num_ipus))
-    return profile.input_bytes * readers / machine.streaming_bytes_per_second
+    return traced.input_bytes * readers / machine.streaming_bytes_per_second
 
 
 def _cycles(ipus: Tuple[IpuTime, ...], layout: StageLayout, settings: Settings) -> Tuple[float, int, float]:
-    """Length of a cycle, cycles of one update, and the share of them that fills and drains the pipeline."""
-    micro_batches = settings.gradient_accumulation if settings.training else settings.device_iterations
+    """Return the length of a cycle, the cycles of one update, and the share that fills and drains the pipeline."""
+    micro_batches = settings.micro_batches
     if settings.strategy != "pipelined" or layout.num_stages == 1:
         return sum(time.total for time in ipus), micro_batches if settings.training else 1, 0.0
     longest = max(time.total for time in ipus)
@@ -151,7 +151,7 @@ def _cycles(ipus: Tuple[IpuTime, ...], layout: StageLayout, settings: Settings) 
 
 
 def _all_reduce(shares: List[ParameterShare], settings: Settings, machine: Machine) -> float:
-    """Seconds to sum the gradients of all replicas: each IPU with its like, all at the same time."""
+    """Return the seconds to sum gradients over replicas: corresponding IPUs do so at the same time."""
     if not settings.training or settings.replicas < 2:
         return 0.0
     part = 2 * (settings.replicas - 1) / settings.replicas
@@ -160,7 +160,7 @@ def _all_reduce(shares: List[ParameterShare], settings: Settings, machine: Machi
 
 
 def _update(shares: List[ParameterShare], settings: Settings, machine: Machine) -> float:
-    """Seconds of the optimizer: its arithmetic on chip, and its state to streaming memory and back."""
+    """Return the seconds of the optimizer: arithmetic on chip, and transfers of its state."""
     if not settings.training:
         return 0.0
     largest = max(share.trained for share in shares)

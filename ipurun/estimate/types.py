@@ -1,4 +1,4 @@
-"""The plain data that the planner takes and gives: a model's profile, where it runs, and what it will cost."""
+"""Plain data of an estimate: where and how a traced model runs, and the memory and time it takes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ import enum
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
+from ipurun.estimate.machine import Machine
+from ipurun.inspect.traced_model import TracedModel
 
-__all__ = [
-    "Assumption",
-    "Estimate",
-    "IpuMemory",
-    "IpuTime",
-    "StageLayout",
-    "TracedModel",
-    "TracedOp",
-    "TracedParameter",
-    "Settings",
-    "TimeEstimate",
-    "Verdict",
-]
+__all__ = ["Estimate", "EstimatedModel", "IpuMemory", "IpuTime", "Settings", "StageLayout", "TimeEstimate", "Verdict"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +17,11 @@ class StageLayout:
     """Which operation runs in which stage, and which stage on which IPU.
 
     Args:
-        stage_of_op: Stage of each operation of the profile, in order. Never decreasing under pipelining.
-        ipu_of_stage: IPU of each stage; an IPU may come back (the head on the embedding's IPU).
+        stage_of_op: Stage of each traced operation, in order; never decreasing under pipelining.
+        ipu_of_stage: IPU of each stage; an IPU may run several (the head on the embedding's IPU).
         checkpoints: Operations whose results are kept where the rest is recomputed.
         phase_of_stage: Phase of each stage in phased execution, where only the weights of the running phase have to be
-            on chip; empty in any other.
+            on chip; empty for other strategies.
     """
 
     stage_of_op: Tuple[int, ...]
@@ -50,14 +39,19 @@ class StageLayout:
         """IPUs from 0 to the highest one used."""
         return max(self.ipu_of_stage) + 1
 
+    @property
+    def least_accumulation(self) -> int:
+        """Micro-batches that a weight update of a pipeline needs at least."""
+        return 2 * self.num_stages - 1
+
     def ipu_of_op(self, index: int) -> int:
-        """IPU that runs an operation."""
+        """Return the IPU that runs an operation."""
         return self.ipu_of_stage[self.stage_of_op[index]]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What of a config matters for memory and time, beside the model and its layout.
+    """The values of a config that matter for memory and time, besides the model and its layout.
 
     Args:
         micro_batch_size: Samples of one forward pass on one replica.
@@ -69,10 +63,10 @@ class Settings:
         recompute: ``none``, ``checkpoints`` (keep stage inputs and checkpoints) or ``norm_only``.
         compute_bytes: 2 where matmuls run on half values, 4 otherwise.
         partials_bytes: 2 where their partial sums are half.
-        optimizer: Name of the optimizer's class, for display.
-        state_bytes: Optimizer state of one parameter value.
-        accumulator_bytes: Gradient accumulator of one parameter value; 0 without accumulation.
-        update_flops: Operations of the update of one parameter value.
+        optimizer: Class name of the optimizer, for display.
+        state_bytes: Bytes of optimizer state per parameter value.
+        accumulator_bytes: Bytes of gradient accumulator per parameter value; 0 without accumulation.
+        update_flops: Operations that update one parameter value.
         state_on_chip: Whether optimizer state lives in the IPU.
         state_sharded: Replicated tensor sharding of optimizer state.
         weights_on_chip: Whether weights live in the IPU.
@@ -80,15 +74,15 @@ class Settings:
         accumulators_on_chip: Whether gradient accumulators live in the IPU.
         activations_on_chip: Whether stashed activations live in the IPU.
         available_proportion: Share of a tile for matmul and convolution temporaries: one per IPU, or one for all.
-        module_proportions: Module name -> the same share for its own product.
-        serialized: Module name -> number of parts that its matmul or embedding is done in.
+        module_proportions: Module name -> the share for its product.
+        serialized: Module name -> number of parts its matmul or embedding is split into.
         io_tiles: Tiles set aside for overlapped I/O.
-        prefetch_depth: Batches that wait on the device side of the host connection.
+        prefetch_depth: Batches buffered on the device side of the host connection.
         returned: Share of micro-batches whose outputs go back to the host.
-        host_samples_per_second: What the host can load and prepare; None where it is unknown.
+        host_samples_per_second: Samples the host can load and prepare; None if unknown.
         min_elements_off_chip: Tensors with fewer values stay on chip.
         min_elements_sharded: Tensors with fewer values are not sharded.
-        state_tensors: Tensors of optimizer state of one parameter.
+        state_tensors: Optimizer state tensors per parameter.
     """
 
     micro_batch_size: int = 1
@@ -126,9 +120,18 @@ class Settings:
         """Samples of one weight update."""
         return self.micro_batch_size * self.gradient_accumulation * self.replicas
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that pass a pipeline between filling and draining it."""
+        return self.gradient_accumulation if self.training else self.device_iterations
+
+    def accumulator_bytes_for(self, gradient_accumulation: int) -> float:
+        """Return the accumulator bytes per parameter value with another gradient accumulation."""
+        return (self.accumulator_bytes or float(self.compute_bytes)) if gradient_accumulation > 1 else 0.0
+
 
 class Verdict(enum.Enum):
-    """How an estimate stands against the limit; tight means within the error of the estimate, either side."""
+    """Whether an estimate is within the limit; tight: closer to the limit than the error of the estimate."""
 
     FITS = "fits"
     TIGHT = "tight"
@@ -143,13 +146,13 @@ class IpuMemory:
         ipu: Number of the IPU within its replica.
         weights: Parameters and buffers.
         gradients: Gradients and their accumulators.
-        optimizer_state: Momenta and the like.
-        activations: Results of the forward pass that wait for the backward pass.
-        temporary: Working memory of the largest operation and of a recomputed part.
+        optimizer_state: Momenta and variances.
+        activations: Forward results kept for the backward pass.
+        temporary: Working memory of the largest operation and of recomputation.
         io: Buffers of host and inter-IPU transfers.
         code: Vertices, exchange code and control code.
         limit: Memory of the chip.
-        imbalance: What the fullest tile holds above the average tile, times the number of tiles.
+        imbalance: Bytes that the fullest tile holds above the average, times the number of tiles.
         streaming: Streaming memory (off chip) that this IPU uses.
     """
 
@@ -167,7 +170,7 @@ class IpuMemory:
 
     @property
     def total(self) -> int:
-        """All that is on the chip, as if tiles were equally full."""
+        """Bytes on the chip, if all tiles were equally full."""
         return (
             self.weights
             + self.gradients
@@ -180,16 +183,16 @@ class IpuMemory:
 
     @property
     def fullest(self) -> int:
-        """The total that the fullest tile stands for: what is compared with the limit."""
+        """Bytes compared with the limit: the total if every tile were as full as the fullest."""
         return self.total + self.imbalance
 
     @property
     def share(self) -> float:
-        """Part of the limit that is taken; above 1 the estimate is over the limit."""
+        """Used part of the limit; above 1 the estimate is over the limit."""
         return self.fullest / self.limit
 
     def parts(self) -> Mapping[str, int]:
-        """The parts by name, in the order they are shown."""
+        """Return the parts by name, in the order they are shown."""
         names = ("weights", "gradients", "optimizer_state", "activations", "temporary", "io", "code")
         return {name: getattr(self, name) for name in names}
 
@@ -204,7 +207,7 @@ class IpuTime:
         recompute: Forward operations done again for the backward pass.
         backward: Backward pass.
         links: Transfers to and from other IPUs of the replica.
-        streaming: Weights and activations that live in streaming memory, for every pass that needs them.
+        streaming: Transfers of weights and activations from and to streaming memory.
     """
 
     ipu: int
@@ -216,13 +219,13 @@ class IpuTime:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds in total."""
         return self.forward + self.recompute + self.backward + self.links + self.streaming
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Where the time of one weight update (in inference: of one batch) goes, in seconds. All are estimates.
+    """Time of one weight update (in inference: of one batch), in seconds. All figures are estimates.
 
     Args:
         ipus: Work of each IPU on one micro-batch.
@@ -233,14 +236,14 @@ class TimeEstimate:
         compute: All cycles of one update.
         all_reduce: Gradients over the replicas.
         update: Optimizer, with its traffic to streaming memory.
-        host: What a host call adds that nothing hides, per update.
+        host: Overhead of host calls that is not overlapped, per update.
         host_input: Time the host connection needs for the data of one update; it overlaps with compute.
-        total: One update.
-        samples_per_second: Over all replicas.
-        host_bound: Whether the host, not the device, sets the pace.
-        flops_share: Share of the peak of all IPUs that useful operations reach.
+        total: Seconds of one update.
+        samples_per_second: Throughput of all replicas.
+        host_bound: Whether the host, not the device, limits throughput.
+        flops_share: Share of the peak FLOP/s of all IPUs spent on useful operations.
         link_bytes: Bytes that one micro-batch sends between the IPUs of a replica.
-        host_bytes_per_second: Input that the host has to deliver at this pace.
+        host_bytes_per_second: Input rate the host has to deliver.
     """
 
     ipus: Tuple[IpuTime, ...]
@@ -262,31 +265,50 @@ class TimeEstimate:
 
 
 @dataclass(frozen=True)
-class Assumption:
-    """One thing that an estimate takes for granted, for ``plan --explain``."""
-
-    topic: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Estimate:
-    """What a layout of a model needs and how fast it runs. Everything in it is an estimate.
+    """Memory and time of a model under a layout. Every figure is an estimate.
 
     Args:
         ipus: Memory of each IPU of a replica.
-        verdicts: How each of them stands.
+        verdicts: Verdict of each IPU.
         verdict: The worst of them.
         time: Time and throughput.
-        assumptions: What was taken for granted.
         streaming: Streaming memory of all replicas, in bytes.
-        streaming_limit: What the machines have.
+        streaming_limit: Streaming memory of the machines, in bytes.
     """
 
     ipus: Tuple[IpuMemory, ...]
     verdicts: Tuple[Verdict, ...]
     verdict: Verdict
     time: TimeEstimate
-    assumptions: Tuple[Assumption, ...]
     streaming: int = 0
     streaming_limit: int = 0
+
+    @property
+    def fullest(self) -> IpuMemory:
+        """Memory of the fullest IPU."""
+        return max(self.ipus, key=lambda ipu: ipu.fullest)
+
+
+@dataclass(frozen=True)
+class EstimatedModel:
+    """A traced model, where and how it runs, and its estimate.
+
+    Args:
+        traced: The model.
+        layout: The stages of its operations.
+        settings: How it runs.
+        machine: The device.
+        estimate: Its memory and time.
+    """
+
+    traced: TracedModel
+    layout: StageLayout
+    settings: Settings
+    machine: Machine
+    estimate: Estimate
+
+    @property
+    def num_ipus(self) -> int:
+        """IPUs of all replicas."""
+        return self.layout.num_ipus * self.settings.replicas

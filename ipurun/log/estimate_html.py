@@ -1,4 +1,4 @@
-"""Colours and style of the planner's page."""
+"""The estimate of a plan as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from html import escape
 from typing import Dict, List, Sequence, Tuple
 
 from ipurun.estimate.advice import PlanEstimate
-from ipurun.estimate.pipeline import gantt
-from ipurun.estimate.types import IpuMemory, StageLayout
-from ipurun.inspect.traced_model import TracedModel
+from ipurun.estimate.estimate import assumptions_of
+from ipurun.estimate.pipeline import gantt, timeline_of
+from ipurun.estimate.stages import with_parents
+from ipurun.estimate.types import EstimatedModel, IpuMemory
 from ipurun.log.estimate_text import change_text, count_short
 from ipurun.planning.plan import Plan
 
 __all__ = ["PARTS", "STYLE", "ipu_colour", "page_of"]
 
-# Field of a memory estimate, how it is called, and its colour.
+# Field of a memory estimate, its label and its colour.
 PARTS = (
     ("weights", "weights", "#2f5d8a"),
     ("gradients", "gradients and accumulators", "#4f94cd"),
@@ -26,14 +27,7 @@ PARTS = (
     ("code", "code", "#8a8a8a"),
     ("imbalance", "uneven tiles", "#c9c9c9"),
 )
-_GOLDEN_ANGLE = 137.508  # neighbours on the colour wheel stay apart, however many there are
-
-
-def ipu_colour(ipu: int) -> str:
-    """The colour of an IPU."""
-    return f"hsl({(210 + ipu * _GOLDEN_ANGLE) % 360:.0f},52%,{44 if ipu % 2 else 52}%)"
-
-
+_GOLDEN_ANGLE = 137.508  # keeps the colours of any number of IPUs apart
 STYLE = """
 :root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2rem auto;padding:0 1rem}
@@ -64,33 +58,38 @@ _ROW = 26
 _CYCLES = 24
 
 
-def page_of(plan: Plan, outlook: PlanEstimate) -> str:
-    """The whole page."""
-    title = f"{escape(plan.name)}: {outlook.estimate.verdict.value} (estimate)"
-    time = outlook.estimate.time
+def ipu_colour(ipu: int) -> str:
+    """Return the colour of an IPU."""
+    return f"hsl({(210 + ipu * _GOLDEN_ANGLE) % 360:.0f},52%,{44 if ipu % 2 else 52}%)"
+
+
+def page_of(plan: Plan, plan_estimate: PlanEstimate) -> str:
+    """Return the whole page."""
+    title = f"{escape(plan.name)}: {plan_estimate.estimate.verdict.value} (estimate)"
+    time = plan_estimate.estimate.time
     facts = (
-        ("verdict", outlook.estimate.verdict.value),
+        ("verdict", plan_estimate.estimate.verdict.value),
         ("throughput", f"{count_short(time.samples_per_second)} samples/s"),
         ("share of peak", f"{time.flops_share:.1%}"),
         ("IPUs", f"{plan.devices.replicas} x {plan.devices.per_replica}"),
-        ("bubble", f"{outlook.schedule.bubble:.0%}"),
+        ("bubble", f"{timeline_of(plan_estimate.training).bubble:.0%}"),
         ("limited by", "the host" if time.host_bound else "the IPUs"),
     )
     tiles = "".join(f"<div class=tile><b>{escape(text)}</b><span>{label}</span></div>" for label, text in facts)
     sections = (
-        _section("Memory by IPU", _legend(), _memory(outlook.estimate.ipus)),
-        _section("One update of the pipeline", _schedule_legend(), _pipeline(outlook)),
-        _section("Modules by IPU", "", _tree(outlook.situation.profile, outlook.situation.layout)),
-        _section("Inference", "", _inference(outlook)),
-        _section("What would help", "", _remedies(outlook)),
-        _section("Assumptions", "", _assumptions(outlook)),
+        _section("Memory by IPU", _legend(), _memory(plan_estimate.estimate.ipus)),
+        _section("One update of the pipeline", _pipeline_legend(), _pipeline(plan_estimate.training)),
+        _section("Modules by IPU", "", _tree(plan_estimate.training)),
+        _section("Inference", "", _inference(plan_estimate)),
+        _section("What would help", "", _remedies(plan_estimate)),
+        _section("Assumptions", "", _assumptions(plan_estimate)),
     )
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width">'
         f"<title>{title}</title><style>{STYLE}</style></head><body>"
         f"<h1>{title}</h1><p class=note>Every figure on this page is an estimate for "
-        f"{escape(outlook.situation.machine.name)}; nothing was compiled or run.</p>"
+        f"{escape(plan_estimate.training.machine.name)}; nothing was compiled or run.</p>"
         f"<div class=tiles>{tiles}</div>{''.join(sections)}</body></html>\n"
     )
 
@@ -105,7 +104,7 @@ def _legend() -> str:
 
 
 def _memory(ipus: Sequence[IpuMemory]) -> str:
-    """Stacked bars against the limit, which is a line."""
+    """Draw stacked bars, and the limit as a line."""
     most = max(1.1, *(ipu.share for ipu in ipus)) * ipus[0].limit
     scale = (_WIDTH - _LEFT - 120) / most
     height = _ROW * len(ipus) + 24
@@ -129,22 +128,22 @@ def _memory(ipus: Sequence[IpuMemory]) -> str:
     return _svg(_WIDTH, height, shapes, "Memory of each IPU against the limit")
 
 
-def _schedule_legend() -> str:
+def _pipeline_legend() -> str:
     return (
         '<p class=legend><span><i style="background:#3b76c4"></i>forward</span>'
         '<span><i style="background:#d9822b"></i>backward, recomputation included</span></p>'
     )
 
 
-def _pipeline(outlook: PlanEstimate) -> str:
-    """A Gantt chart of the first cycles."""
-    situation, schedule = outlook.situation, outlook.schedule
-    bars = gantt(situation.layout, situation.settings, situation.estimate.time, _CYCLES)
+def _pipeline(model: EstimatedModel) -> str:
+    """Draw a Gantt chart of the first cycles."""
+    num_ipus, timeline = model.layout.num_ipus, timeline_of(model)
+    bars = gantt(model, _CYCLES)
     end = max((bar.start + bar.seconds for bar in bars), default=0.0)
     if not end:
         return ""
     scale = (_WIDTH - _LEFT - 10) / end
-    shapes = [_text(4, ipu * _ROW + 16, f"IPU {ipu}") for ipu in range(situation.layout.num_ipus)]
+    shapes = [_text(4, ipu * _ROW + 16, f"IPU {ipu}") for ipu in range(num_ipus)]
     for bar in bars:
         colour = "#3b76c4" if bar.kind == "forward" else "#d9822b"
         label = f"{bar.kind} of micro-batch {bar.micro_batch}, stage {bar.stage}: {bar.seconds * 1e3:.3g} ms"
@@ -152,26 +151,25 @@ def _pipeline(outlook: PlanEstimate) -> str:
         shapes.append(_rect(left, top + 2, max(wide - 0.6, 0.3), _ROW - 6, colour, label))
         if wide > 15:
             shapes.append(f"<text x={left + 3:.1f} y={top + 15} class=on>{bar.micro_batch}</text>")
-    drawn = _svg(_WIDTH, _ROW * situation.layout.num_ipus + 4, shapes, "Pipeline schedule")
-    cycles = f"{schedule.fill} cycles to fill, {schedule.steady} steady, {schedule.drain} to drain"
-    shown = min(_CYCLES, schedule.cycles) if schedule.stages > 1 else 1 + max(bar.micro_batch for bar in bars)
-    what = "cycles" if schedule.stages > 1 else "forward and backward passes"
-    note = f"{cycles}; bubble {schedule.bubble:.0%}. The first {shown} {what} are drawn; numbers are micro-batches."
+    drawn = _svg(_WIDTH, _ROW * num_ipus + 4, shapes, "Pipeline schedule")
+    cycles = f"{timeline.fill} cycles to fill, {timeline.steady} steady, {timeline.drain} to drain"
+    shown = min(_CYCLES, timeline.cycles) if timeline.stages > 1 else 1 + max(bar.micro_batch for bar in bars)
+    what = "cycles" if timeline.stages > 1 else "forward and backward passes"
+    note = f"{cycles}; bubble {timeline.bubble:.0%}. The first {shown} {what} are drawn; numbers are micro-batches."
     return f"{drawn}<p class=note>{note}</p>"
 
 
-def _tree(profile: TracedModel, layout: StageLayout) -> str:
-    """Modules as nested lists, each with the IPUs that run it."""
+def _tree(model: EstimatedModel) -> str:
+    """Return the modules as nested lists, each with the IPUs that run it."""
     ipus: Dict[str, List[int]] = {}
     flops: Dict[str, float] = {}
     sizes: Dict[str, int] = {}
-    elements = {parameter.name: parameter.elements for parameter in profile.parameters}
+    traced = model.traced
+    elements = {parameter.name: parameter.elements for parameter in traced.parameters}
     counted: Dict[str, set] = {}
-    for op in profile.ops:
-        parts = op.module.split(".") if op.module else []
-        for depth in range(1, len(parts) + 1):
-            name = ".".join(parts[:depth])
-            ipu = layout.ipu_of_op(op.index)
+    for op in traced.ops:
+        ipu = model.layout.ipu_of_op(op.index)
+        for name in with_parents(op.module):
             if ipu not in ipus.setdefault(name, []):
                 ipus[name].append(ipu)
             flops[name] = flops.get(name, 0.0) + op.flops_forward + op.flops_backward
@@ -181,7 +179,7 @@ def _tree(profile: TracedModel, layout: StageLayout) -> str:
     children: Dict[str, List[str]] = {}
     for name in ipus:
         children.setdefault(name.rpartition(".")[0], []).append(name)
-    total = sum(op.flops_forward + op.flops_backward for op in profile.ops) or 1.0
+    total = sum(op.flops_forward + op.flops_backward for op in traced.ops) or 1.0
     return _branch("", children, ipus, {name: (flops[name] / total, sizes[name]) for name in ipus})
 
 
@@ -206,32 +204,31 @@ def _branch(
     return f"<ul class=tree>{''.join(items)}</ul>" if items else ""
 
 
-def _inference(outlook: PlanEstimate) -> str:
-    """Evaluation and prediction in one line and one chart."""
-    if outlook.inference is None:
+def _inference(plan_estimate: PlanEstimate) -> str:
+    """Return evaluation and prediction as one line and one chart."""
+    if plan_estimate.inference is None:
         return ""
-    settings, found = outlook.inference.settings, outlook.inference.estimate
-    batches = f"{settings.device_iterations} batches of {settings.micro_batch_size} by host call"
+    settings, found = plan_estimate.inference.settings, plan_estimate.inference.estimate
+    batches = f"{settings.device_iterations} batches of {settings.micro_batch_size} per host call"
     bound = "the host" if found.time.host_bound else "the IPUs"
     speed = f"{count_short(found.time.samples_per_second)} samples/s in {batches}, limited by {bound}"
     return f"<p class=note>{found.verdict.value}; {speed}.</p>{_memory(found.ipus)}"
 
 
-def _remedies(outlook: PlanEstimate) -> str:
+def _remedies(plan_estimate: PlanEstimate) -> str:
     rows = "".join(
         f"<tr><td>{escape(remedy.title)}<br><code>{escape(shlex.join(remedy.overrides))}</code></td>"
         f"<td>{change_text(remedy.saved_bytes)}</td><td>{remedy.speed:.2f}x</td>"
         f"<td>{remedy.verdict.value}</td></tr>"
-        for remedy in outlook.remedies
+        for remedy in plan_estimate.remedies
     )
     head = "<tr><th>change</th><th>fullest IPU</th><th>speed</th><th>verdict</th></tr>"
     return f"<table>{head}{rows}</table>" if rows else ""
 
 
-def _assumptions(outlook: PlanEstimate) -> str:
-    items = "".join(
-        f"<li><b>{escape(item.topic)}</b>: {escape(item.text)}</li>" for item in outlook.estimate.assumptions
-    )
+def _assumptions(plan_estimate: PlanEstimate) -> str:
+    found = assumptions_of(plan_estimate.training)
+    items = "".join(f"<li><b>{escape(topic)}</b>: {escape(text)}</li>" for topic, text in found)
     return f"<ul>{items}</ul>"
 
 

@@ -1,4 +1,4 @@
-"""What the planner expects, as text and as JSON. Every figure is an estimate, and says so."""
+"""Estimates and solutions as text and as JSON. Every figure is marked as an estimate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import shlex
 from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
-from ipurun.estimate.advice import PlanEstimate, Remedy, Situation
+from ipurun.estimate.advice import PlanEstimate, Remedy
+from ipurun.estimate.estimate import assumptions_of
 from ipurun.estimate.pipeline import PipelineTimeline, timeline_of
-from ipurun.estimate.search import Needs, Solution
-from ipurun.estimate.types import Estimate, IpuMemory, Verdict
+from ipurun.estimate.search import Requirements, Solution
+from ipurun.estimate.types import Estimate, EstimatedModel, IpuMemory, Verdict
 from ipurun.log.format import WIDE, columns, count, fitted, plural
 from ipurun.planning.artifacts import CacheState
 
@@ -17,10 +18,10 @@ __all__ = [
     "bar",
     "change_text",
     "count_short",
-    "explain_lines",
-    "inference_lines",
     "estimate_dict",
     "estimate_lines",
+    "explain_lines",
+    "inference_lines",
     "quiet_text",
     "solution_dict",
     "solution_lines",
@@ -34,45 +35,38 @@ _MOST_REMEDIES = 6
 
 
 def bar(share: float, width: int = _BAR) -> str:
-    """A bar that is full at 1; ``>`` at its end where it is over."""
+    """Draw a bar that is full at 1 and ends with ``>`` above it."""
     filled = min(width, round(share * width))
     return "[" + "#" * (filled if share <= 1 else width - 1) + ("." * (width - filled) if share <= 1 else ">") + "]"
 
 
-def estimate_lines(outlook: PlanEstimate, cache: CacheState) -> List[str]:
-    """Memory by IPU, balance, schedule, speed, and what would help."""
-    situation, found = outlook.situation, outlook.estimate
-    lines = [f"estimate for {situation.machine.name}: {_verdict_text(found)}", *_refused_lines(situation)]
-    lines += ["", *_tables(found)]
-    rows = _rows(situation, outlook.schedule)
-    if outlook.inference is not None:
-        rows.append(("inference", _inference_text(outlook.inference)))
+def estimate_lines(plan_estimate: PlanEstimate, cache: CacheState) -> List[str]:
+    """Return memory and work by IPU, throughput, pipeline, cache, and the changes that would help."""
+    training, found = plan_estimate.training, plan_estimate.estimate
+    lines = [f"estimate for {training.machine.name}: {_verdict_text(found)}"]
+    if training.traced.refused:
+        lines += [
+            "  but PopTorch would refuse to train the model; it was traced in evaluation mode. The reason:",
+            f"  {training.traced.refused}",
+        ]
+    rows = _rows(training)
+    if plan_estimate.inference is not None:
+        rows.append(("inference", _inference_text(plan_estimate.inference)))
     rows.append(("cache", _cache_text(cache)))
-    lines += ["", *_row_lines(rows)]
-    if outlook.needs is not None:
-        lines += ["", "what it would take (estimate)", *_needs_lines(outlook.needs, outlook)]
-    return lines + _remedy_lines(outlook.remedies, found)
+    lines += ["", *_tables(found), "", *_row_lines(rows)]
+    if plan_estimate.requirements is not None:
+        lines += ["", "what it would take (estimate)", *_requirement_lines(plan_estimate.requirements, training)]
+    return lines + _remedy_lines(plan_estimate.remedies, found)
 
 
-def _refused_lines(situation: Situation) -> List[str]:
-    if not situation.profile.refused:
-        return []
-    return [
-        "  but PopTorch would refuse to train the model; it was traced in evaluation mode, and this is why:",
-        f"  {situation.profile.refused}",
-    ]
-
-
-def inference_lines(outlook: PlanEstimate) -> List[str]:
-    """The same tables for evaluation and prediction."""
-    situation = outlook.inference
-    if situation is None:
+def inference_lines(plan_estimate: PlanEstimate) -> List[str]:
+    """Return the same tables for evaluation and prediction."""
+    inference = plan_estimate.inference
+    if inference is None:
         return ["", "no estimate of inference: the model cannot be traced in eval mode"]
-    schedule = timeline_of(situation.layout, situation.settings, situation.estimate.time)
-    rows = _rows(situation, schedule)
-    found = situation.estimate
-    lines = ["", f"inference on {situation.machine.name}: {_verdict_text(found)} (estimate)", "", *_tables(found), ""]
-    return lines + _row_lines(rows)
+    found = inference.estimate
+    title = f"inference on {inference.machine.name}: {_verdict_text(found)} (estimate)"
+    return ["", title, "", *_tables(found), "", *_row_lines(_rows(inference))]
 
 
 def _row_lines(rows: Iterable[Tuple[str, str]]) -> List[str]:
@@ -86,8 +80,9 @@ def _tables(found: Estimate) -> List[str]:
     return [*lines, "", "work of each IPU on one micro-batch (estimate)", *_balance(found)]
 
 
-def _rows(situation: Situation, schedule: PipelineTimeline) -> List[Tuple[str, str]]:
-    settings, time = situation.settings, situation.estimate.time
+def _rows(model: EstimatedModel) -> List[Tuple[str, str]]:
+    settings, time = model.settings, model.estimate.time
+    timeline = timeline_of(model)
     parts = [f"compute {_ms(time.compute)}"]
     if settings.training:
         parts += [f"all-reduce {_ms(time.all_reduce)}", f"optimizer {_ms(time.update)}"]
@@ -98,46 +93,45 @@ def _rows(situation: Situation, schedule: PipelineTimeline) -> List[Tuple[str, s
     return [
         ("throughput", speed),
         ("one update" if settings.training else "one batch", f"{_ms(time.total)} = {' + '.join(parts)} (estimate)"),
-        ("schedule", _schedule_text(situation, schedule)),
-        ("", f"bubble {schedule.bubble:.0%}; IPUs idle {schedule.idle:.0%} of the time, waiting included (estimate)"),
-        ("host I/O", _host_text(situation)),
+        ("schedule", _timeline_text(model, timeline)),
+        ("", f"bubble {timeline.bubble:.0%}; IPUs idle {timeline.idle:.0%} of the time, waiting included (estimate)"),
+        ("host I/O", _host_text(model)),
         ("links", f"{_mib_text(time.link_bytes)} between IPUs per micro-batch (estimate)"),
     ]
 
 
-def _inference_text(situation: Situation) -> str:
-    found = situation.estimate
-    fullest, speed = max(ipu.share for ipu in found.ipus), count_short(found.time.samples_per_second)
+def _inference_text(model: EstimatedModel) -> str:
+    found = model.estimate
+    fullest, speed = found.fullest.share, count_short(found.time.samples_per_second)
     bound = ", host-bound" if found.time.host_bound else ""
     return f"{_verdict_text(found)}, fullest IPU {fullest:,.0%}, {speed} samples/s{bound} (estimate; more: --inference)"
 
 
-def explain_lines(outlook: PlanEstimate) -> List[str]:
-    """What the estimate takes for granted."""
-    lines = ["", "assumptions"]
-    return lines + [f"  - {item.topic}: {item.text}" for item in outlook.estimate.assumptions]
+def explain_lines(plan_estimate: PlanEstimate) -> List[str]:
+    """Return the assumptions of the estimate."""
+    return ["", "assumptions", *(f"  - {topic}: {text}" for topic, text in assumptions_of(plan_estimate.training))]
 
 
-def estimate_dict(outlook: PlanEstimate, cache: CacheState) -> Dict[str, Any]:
-    """All of it as JSON-ready data; everything below is an estimate."""
+def estimate_dict(plan_estimate: PlanEstimate, cache: CacheState) -> Dict[str, Any]:
+    """Return all of it as JSON-ready data; every figure is an estimate."""
+    needs = plan_estimate.requirements
     return {
         "is_estimate": True,
-        "machine": outlook.situation.machine.name,
-        **_situation_dict(outlook.situation),
-        "inference": None if outlook.inference is None else _situation_dict(outlook.inference),
+        "machine": plan_estimate.training.machine.name,
+        **_model_dict(plan_estimate.training),
+        "inference": None if plan_estimate.inference is None else _model_dict(plan_estimate.inference),
         "cache": asdict(cache),
-        "remedies": [{**asdict(item), "verdict": item.verdict.value} for item in outlook.remedies],
-        "needs": None if outlook.needs is None else asdict(outlook.needs),
-        "assumptions": [asdict(item) for item in outlook.estimate.assumptions],
+        "remedies": [{**asdict(item), "verdict": item.verdict.value} for item in plan_estimate.remedies],
+        "needs": None if needs is None else asdict(needs),
+        "assumptions": [{"topic": topic, "text": text} for topic, text in assumptions_of(plan_estimate.training)],
     }
 
 
-def _situation_dict(situation: Situation) -> Dict[str, Any]:
-    found = situation.estimate
-    schedule = timeline_of(situation.layout, situation.settings, found.time)
+def _model_dict(model: EstimatedModel) -> Dict[str, Any]:
+    found, timeline = model.estimate, timeline_of(model)
     return {
         "verdict": found.verdict.value,
-        "refused": situation.profile.refused or None,
+        "refused": model.traced.refused or None,
         "ipus": [
             {**asdict(ipu), "total": ipu.total, "fullest": ipu.fullest, "share": ipu.share, "verdict": verdict.value}
             for ipu, verdict in zip(found.ipus, found.verdicts)
@@ -145,25 +139,25 @@ def _situation_dict(situation: Situation) -> Dict[str, Any]:
         "streaming_bytes": found.streaming,
         "streaming_limit_bytes": found.streaming_limit,
         "time": asdict(found.time),
-        "schedule": {**asdict(schedule), "cycles": schedule.cycles},
+        "schedule": {**asdict(timeline), "cycles": timeline.cycles},
     }
 
 
-def quiet_text(outlook: PlanEstimate) -> str:
-    """The estimate in a few words."""
-    told = f"estimate: {_short_text(outlook.estimate)}"
-    if outlook.inference is not None and outlook.verdict is not outlook.estimate.verdict:
-        told += f"; inference: {_short_text(outlook.inference.estimate)}"
-    return told
+def quiet_text(plan_estimate: PlanEstimate) -> str:
+    """Return the estimate in one line."""
+    text = f"estimate: {_short_text(plan_estimate.estimate)}"
+    if plan_estimate.inference is not None and plan_estimate.verdict is not plan_estimate.estimate.verdict:
+        text += f"; inference: {_short_text(plan_estimate.inference.estimate)}"
+    return text
 
 
 def _short_text(found: Estimate) -> str:
-    fullest, speed = max(ipu.share for ipu in found.ipus), count_short(found.time.samples_per_second)
-    return f"{found.verdict.value}, fullest IPU {fullest:,.0%}, {speed} samples/s"
+    speed = count_short(found.time.samples_per_second)
+    return f"{found.verdict.value}, fullest IPU {found.fullest.share:,.0%}, {speed} samples/s"
 
 
 def count_short(number: float) -> str:
-    """A throughput: whole where it is large."""
+    """Return a throughput as text, without decimals if it is large."""
     return count(number) if number >= 100 else f"{number:.3g}"
 
 
@@ -189,7 +183,7 @@ def _memory_table(found: Estimate) -> List[str]:
     for ipu, row, drawn in zip(found.ipus, rows, bars):
         cells = "".join(f"{gap}{text:>{width}}" for text, width in zip(row, widths))
         lines.append(f"  {ipu.ipu:>3}{cells}" + (f"  {drawn}" if is_wide else ""))
-    if not is_wide:  # beside the numbers they would be broken
+    if not is_wide:  # the bars would wrap next to the numbers
         lines += ["", *(f"  IPU {ipu.ipu:>2}  {drawn}" for ipu, drawn in zip(found.ipus, bars))]
     return lines
 
@@ -217,26 +211,26 @@ def _balance(found: Estimate) -> List[str]:
     return fitted((f"  IPU {name:>{width}}  {text}" for name, (text, _) in zip(names, groups)), indent=8 + width)
 
 
-def _schedule_text(situation: Situation, schedule: PipelineTimeline) -> str:
-    settings = situation.settings
-    if schedule.stages == 1:
-        strategy = f" ({settings.strategy}, in turn)" if situation.layout.num_ipus > 1 else ""
+def _timeline_text(model: EstimatedModel, timeline: PipelineTimeline) -> str:
+    settings = model.settings
+    if timeline.stages == 1:
+        strategy = f" ({settings.strategy}, in turn)" if model.layout.num_ipus > 1 else ""
         what = "accumulation" if settings.training else "batches of a host call:"
-        return f"no pipeline{strategy}: {what} {schedule.micro_batches} of {settings.micro_batch_size} samples"
-    cycle = situation.estimate.time.cycle
-    if not settings.training:  # there it is the time of a batch, filling and draining shared out
-        cycle *= schedule.micro_batches / schedule.cycles
+        return f"no pipeline{strategy}: {what} {timeline.micro_batches} of {settings.micro_batch_size} samples"
+    cycle = model.estimate.time.cycle
+    if not settings.training:  # there it is the time per batch, including filling and draining
+        cycle *= timeline.micro_batches / timeline.cycles
     return (
-        f"{schedule.stages} stages: fill {schedule.fill}, steady {schedule.steady}, drain {schedule.drain} cycles "
+        f"{timeline.stages} stages: fill {timeline.fill}, steady {timeline.steady}, drain {timeline.drain} cycles "
         f"of {_ms(cycle)} (estimate)"
     )
 
 
-def _host_text(situation: Situation) -> str:
-    profile, time = situation.profile, situation.estimate.time
+def _host_text(model: EstimatedModel) -> str:
+    traced, time = model.traced, model.estimate.time
     moved = f"{time.host_bytes_per_second / 1e6:,.1f} MB/s to read"
-    if not situation.settings.training:
-        written = profile.output_bytes / profile.micro_batch_size * time.samples_per_second
+    if not model.settings.training:
+        written = traced.output_bytes / traced.micro_batch_size * time.samples_per_second
         moved += f", {written / 1e6:,.1f} MB/s to write"
     return f"{moved}; {'host-bound' if time.host_bound else 'not host-bound'} (estimate)"
 
@@ -252,26 +246,25 @@ def _cache_text(cache: CacheState) -> str:
     return f"training {cache.training}, inference {cache.inference}, of {there} (CPU engine)"
 
 
-def _needs_lines(needs: Needs, outlook: PlanEstimate) -> List[str]:
-    memory = outlook.situation.machine.memory_bytes
-    devices = outlook.situation.layout.num_ipus * outlook.situation.settings.replicas
+def _requirement_lines(needs: Requirements, training: EstimatedModel) -> List[str]:
+    memory, devices = training.machine.memory_bytes, training.num_ipus
     lines = [
         f"  parameters of one replica take {_gib(needs.parameter_bytes)} on chip and {_gib(needs.streaming_bytes)} "
         f"in streaming memory: {needs.least_ipus:,} IPUs",
-        f"  for what is on chip alone; {plural(devices, 'IPU')} hold {_gib(devices * memory)}",
+        f"  for the on-chip part alone; {plural(devices, 'IPU')} hold {_gib(devices * memory)}",
     ]
     if needs.largest is not None:
         module, size = needs.largest
         lines.append(
             f"  {module} takes {_mib(size)} MiB and cannot be cut between modules: no split fits {_mib(memory)} MiB; "
-            "narrower layers, or memory.serialize, or a model that shares it out itself"
+            "use narrower layers, memory.serialize, or a model that splits it in its code"
         )
     elif needs.ipus is not None:
-        lines.append(f"  a split over {needs.ipus:,} IPUs by replica fits, with micro-batch 1")
+        lines.append(f"  a split over {needs.ipus:,} IPUs per replica fits, with micro-batch 1")
     else:
-        lines.append(f"  no split over up to {needs.tried:,} IPUs by replica fits, with micro-batch 1")
+        lines.append(f"  no split over up to {needs.tried:,} IPUs per replica fits, with micro-batch 1")
     if needs.overrides:
-        lines.append(f"  supposed: {shlex.join(needs.overrides)}")
+        lines.append(f"  assuming: {shlex.join(needs.overrides)}")
     return lines
 
 
@@ -281,17 +274,16 @@ def _remedy_lines(remedies: Sequence[Remedy], found: Estimate) -> List[str]:
     title = "what would make it faster" if found.verdict is Verdict.FITS else "what would help it fit"
     lines = ["", f"{title} (each tried by the planner; estimates)"]
     for number, remedy in enumerate(remedies[:_MOST_REMEDIES], start=1):
-        told = (
+        text = (
             f"  {number}. {remedy.title}: {change_text(remedy.saved_bytes)} on the fullest IPU "
             f"({remedy.fullest_share:,.0%}), {remedy.speed:.2f}x the speed, {remedy.verdict.value}"
         )
-        lines += fitted([told], indent=5)
-        lines.append("     " + shlex.join(remedy.overrides))
+        lines += [*fitted([text], indent=5), "     " + shlex.join(remedy.overrides)]
     return lines
 
 
 def change_text(saved_bytes: float) -> str:
-    """Memory that a change saves (-) or takes (+)."""
+    """Return the memory that a change saves (-) or adds (+)."""
     size = _mib(abs(saved_bytes))
     return f"{'' if size == '0' else '-' if saved_bytes > 0 else '+'}{size} MiB"
 
@@ -317,37 +309,37 @@ def _ms(seconds: float) -> str:
 
 
 def solution_lines(solutions: Sequence[Solution], most: int = 3) -> List[str]:
-    """The configs that a search found, the best one with all that is to be typed."""
+    """List the best configs of a search, the first one with its overrides."""
     if not solutions:
-        return ["solve: no split, micro-batch, accumulation and replication was found that fits (estimate)"]
+        return ["solve: no combination of split, micro-batch, accumulation and replication fits (estimate)"]
     lines = ["solve: found by trying splits, micro-batches, accumulation and replication (estimate)"]
     lines += [f"  {number}. {_line(solution)}" for number, solution in enumerate(solutions[:most], start=1)]
-    quickest = max(solutions, key=lambda solution: solution.estimate.time.samples_per_second)
-    if quickest not in solutions[:most]:
-        lines += [f"  quicker, if it fits: {_line(quickest)}"]
-        lines += [f"    {shlex.quote(word)}" for word in quickest.overrides]
+    fastest = max(solutions, key=lambda solution: solution.estimate.time.samples_per_second)
+    if fastest not in solutions[:most]:
+        lines += [f"  faster, if it fits: {_line(fastest)}"]
+        lines += [f"    {shlex.quote(word)}" for word in fastest.overrides]
     if not solutions[0].overrides:
-        return [*lines, "", "nothing to type: the config is the best of them as it is"]
+        return [*lines, "", "nothing to type: the config itself is the best of them"]
     return [*lines, "", "type", *(f"  {shlex.quote(word)}" for word in solutions[0].overrides)]
 
 
 def _line(solution: Solution) -> str:
     settings, found = solution.settings, solution.estimate
-    own = "" if solution.overrides else " (the config as it is)"
+    own = "" if solution.overrides else " (the config itself)"
     return (
         f"{plural(settings.replicas, 'replica')} x {plural(solution.ipus, 'IPU')}, "
         f"micro-batch {settings.micro_batch_size} x accumulation {settings.gradient_accumulation}: "
-        f"{found.verdict.value}, fullest IPU {max(ipu.share for ipu in found.ipus):.0%}, "
+        f"{found.verdict.value}, fullest IPU {found.fullest.share:.0%}, "
         f"{count_short(found.time.samples_per_second)} samples/s{own}"
     )
 
 
 def solution_yaml(solution: Solution, recipe_words: Sequence[str]) -> str:
-    """A config file of a solution, to be used as ``+recipe=FILE`` or copied from.
+    """Return a config file of a solution, for use as ``+recipe=FILE``.
 
     Args:
-        solution: What was found.
-        recipe_words: The command line that it was solved for, for the comment at its top.
+        solution: The solution.
+        recipe_words: The command line that was solved, for the comment at the top.
     """
     lines = ["# @package _global_", f"# Solved by `ipurun plan --solve {' '.join(recipe_words)}`; an estimate."]
     nested: Dict[str, Any] = {}
@@ -362,7 +354,7 @@ def solution_yaml(solution: Solution, recipe_words: Sequence[str]) -> str:
 
 
 def solution_dict(solution: Solution) -> Dict[str, Any]:
-    """A solution as JSON-ready data."""
+    """Return a solution as JSON-ready data."""
     return {
         "is_estimate": True,
         "overrides": list(solution.overrides),
@@ -372,7 +364,7 @@ def solution_dict(solution: Solution) -> Dict[str, Any]:
         "micro_batch_size": solution.settings.micro_batch_size,
         "gradient_accumulation": solution.settings.gradient_accumulation,
         "samples_per_second": solution.estimate.time.samples_per_second,
-        "fullest_share": max(ipu.share for ipu in solution.estimate.ipus),
+        "fullest_share": solution.estimate.fullest.share,
     }
 
 

@@ -1,6 +1,6 @@
-"""How well the planner predicts published runs that it was not fitted to. Run it with ``make bench-planner``.
+"""Accuracy of estimates for published runs that no constant was fitted to. Run it with ``make bench-planner``.
 
-Every row of tests/estimate/published.json is planned like `ipurun plan` does; it takes some minutes.
+Every row of tests/estimate/published.json is planned as `ipurun plan` does; it takes some minutes.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def _line(item: Planned) -> str:
     if math.isnan(item.ratio):
         return line
     speed = item.estimate.time.samples_per_second
-    note = "" if item.is_compared else "  bound by the host"
+    note = "" if item.is_compared else "  limited by the host"
     return f"{line} {item.published:10,.0f} {speed:10,.0f} {item.ratio:6.2f}{note}"
 
 
 def _chips(item: Planned) -> float:
-    seconds: Dict[str, float] = {
+    speeds: Dict[str, float] = {
         chip: plan(item.row, chip=chip).estimate.time.samples_per_second for chip in ("Bow", "GC200")
     }
-    return seconds["Bow"] / seconds["GC200"]
+    return speeds["Bow"] / speeds["GC200"]
 
 
 def _print_range(name: str, values: Sequence[float]) -> None:

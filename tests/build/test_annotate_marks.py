@@ -36,7 +36,7 @@ def test_operations_run_where_the_plan_says() -> None:
 
 
 def own(model: str, **changes: Any) -> Dict[str, Any]:
-    return {**PLACED, "model": {"_target_": f"user_blocks.{model}"}, **changes}
+    return {**PLACED, "model": {"_target_": f"own_blocks.{model}"}, **changes}
 
 
 @pytest.mark.parametrize("model", ["InForward", "AtModules"])
@@ -71,9 +71,9 @@ def test_the_estimate_places_user_blocks_where_they_run(model: str, changes: Dic
     settings = config(**own(model, **{**changes, "gradient_accumulation": 7}))
     settings.pipeline.auto_round = True
     subject = inspected(settings)
-    situation = estimate_plan(settings, make_plan(settings, subject.facts), subject).situation
-    products = [op.index for op in situation.profile.ops if op.name == "addmm"]
-    assert [situation.layout.ipu_of_op(index) for index in products] == ipus
+    training = estimate_plan(settings, make_plan(settings, subject.facts), subject).training
+    products = [op.index for op in training.traced.ops if op.name == "addmm"]
+    assert [training.layout.ipu_of_op(index) for index in products] == ipus
     assert ipus_of(built(settings), "addmm") == ipus
 
 
@@ -92,9 +92,9 @@ def test_operations_after_an_ended_block_stay_in_it(model: str, changes: Dict[st
     settings.pipeline.auto_round = True
     subject = inspected(settings)
     plan = make_plan(settings, subject.facts)
-    situation = estimate_plan(settings, plan, subject).situation
-    assert [situation.layout.ipu_of_op(op.index) for op in situation.profile.ops if op.name == "addmm"] == ipus
-    assert situation.layout.ipu_of_op(len(situation.profile.ops) - 1) == ipus[-1]  # the loss
+    training = estimate_plan(settings, plan, subject).training
+    assert [training.layout.ipu_of_op(op.index) for op in training.traced.ops if op.name == "addmm"] == ipus
+    assert training.layout.ipu_of_op(len(training.traced.ops) - 1) == ipus[-1]  # the loss
 
     run = built(settings)
     before = {name: value.clone() for name, value in run.user_model.state_dict().items()}
@@ -125,18 +125,18 @@ def test_operations_after_an_ended_block_stay_in_it(model: str, changes: Dict[st
 def test_the_estimate_has_the_phases(keys: Dict[str, Any], phases: Tuple[int, ...], ipus: Tuple[int, ...]) -> None:
     settings = config(**PLACED, pipeline__strategy="serial_phased", **keys)
     subject = inspected(settings)
-    situation = estimate_plan(settings, make_plan(settings, subject.facts), subject).situation
-    assert (situation.layout.phase_of_stage, situation.layout.ipu_of_stage) == (phases, ipus)
+    training = estimate_plan(settings, make_plan(settings, subject.facts), subject).training
+    assert (training.layout.phase_of_stage, training.layout.ipu_of_stage) == (phases, ipus)
 
 
 def test_no_other_split_is_suggested_for_a_model_that_splits_itself() -> None:
     settings = config(**own("Returning", gradient_accumulation=7))
     subject = inspected(settings)
     plan = make_plan(settings, subject.facts)
-    outlook = estimate_plan(settings, plan, subject)
-    assert not any("pipeline.split" in word for remedy in outlook.remedies for word in remedy.overrides)
-    with pytest.raises(ConfigError, match="the model's code has one already"):
-        solve(settings, plan, outlook)
+    plan_estimate = estimate_plan(settings, plan, subject)
+    assert not any("pipeline.split" in word for remedy in plan_estimate.remedies for word in remedy.overrides)
+    with pytest.raises(ConfigError, match="the model's code already has one"):
+        solve(settings, plan, plan_estimate)
 
 
 def test_a_module_that_already_begins_a_block_cannot_begin_another() -> None:

@@ -1,4 +1,4 @@
-"""Published runs that no constant was fitted to: facts of published.json, planned the way `ipurun plan` does."""
+"""Published runs that no constant was fitted to: the rows of published.json, planned as `ipurun plan` does."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ PUBLISHED = Path(__file__).with_name("published.json")
 _RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}
 _HEADS = {"bert": "predictions.decoder", "gpt": "lm_head"}
 _BITS_OF_HALF = 16
-# A model of our own has the data, the loss and the metrics of a recipe.
+# The EfficientNet of the tests uses the data, loss and metrics of a recipe.
 _RECIPES = {"efficientnet": "resnet"}
 Row = Dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner says of a row.
+    """The estimate of a row.
 
     Args:
         row: The facts.
-        estimate: The planner's estimate on the chip that was measured, or on a GC200.
-        ratio: Estimated over published throughput; NaN where none is published.
+        estimate: Its estimate on the chip that was measured, or on a GC200.
+        ratio: Estimated over published throughput; NaN if none is published.
     """
 
     row: Row
@@ -45,51 +45,51 @@ class Planned:
 
     @property
     def published(self) -> float:
-        """Published samples per second; NaN where there are none."""
+        """Published samples per second; NaN if there are none."""
         return float(self.row.get("measured", {}).get("samples_per_second", math.nan))
 
     @property
     def is_compared(self) -> bool:
-        """Whether a throughput is published that the device, not the host, was bound by."""
+        """Whether a throughput is published that the device, not the host, limited."""
         return not math.isnan(self.ratio) and self.row["measured"].get("device_bound", True)
 
     @property
     def is_right_about_fit(self) -> bool:
-        """Whether what ran is not called impossible, and what did not compile is."""
+        """Whether the verdict is "does not fit" exactly if the config did not compile."""
         return (self.estimate.verdict is not Verdict.DOES_NOT_FIT) == self.row["fits"]
 
 
 @functools.lru_cache(maxsize=None)
 def rows() -> List[Row]:
-    """All rows that the recipes can express."""
+    """Return all rows that the recipes can express."""
     return [row for row in json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"] if "cannot" not in row]
 
 
 def plan(row: Row, chip: Optional[str] = None) -> Planned:
-    """Plan a row, on the chip that was measured or else on a GC200 unless told otherwise."""
+    """Plan a row, by default on the chip that was measured, or else on a GC200."""
     measured = row.get("measured", {})
-    profile, layout, settings = _situation(row["id"])
-    found = estimate(profile, layout, settings, machine(chip or measured.get("chip", "GC200")))
+    traced, layout, settings = _placed(row["id"])
+    found = estimate(traced, layout, settings, machine(chip or measured.get("chip", "GC200")))
     published = measured.get("samples_per_second", math.nan)
     return Planned(row, found, found.time.samples_per_second / published)
 
 
 @functools.lru_cache(maxsize=None)
 def machine(chip: str) -> Machine:
-    """The shipped constants of a chip."""
+    """Return the shipped constants of a chip."""
     return machine_of(one(["+recipe=mnist", f"machine={chip.lower()}"]).config)
 
 
 @functools.lru_cache(maxsize=None)
-def _situation(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
+def _placed(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     row = next(row for row in rows() if row["id"] == name)
-    prepared = prepare(one(words_of(row["model"], row["run"])), Purpose.PLAN)
-    profile = _profile(prepared, row["run"])
-    return profile, layout_of_plan(profile, prepared.plan), settings_of(prepared.plan)
+    prepared = prepare(one(overrides_of(row["model"], row["run"])), Purpose.PLAN)
+    traced = _trace(prepared, row["run"])
+    return traced, layout_of_plan(traced, prepared.plan), settings_of(prepared.plan)
 
 
-def words_of(model: Row, run: Row) -> List[str]:
-    """The overrides that describe a row to `ipurun plan`."""
+def overrides_of(model: Row, run: Row) -> List[str]:
+    """Return the overrides that describe a row to `ipurun plan`."""
     kind = model["kind"]
     ipus = len(run.get("layers_per_ipu") or [0, *run.get("split", [])])
     samples = run["micro_batch"] * run["accumulation"] * run["replicas"] * run["device_iterations"]
@@ -155,28 +155,28 @@ def _optimizer_words(run: Row) -> List[str]:
     return [f"optimizer={name}", momentum, f"optimizer.accum_type={accumulator}"]
 
 
-_profiles: Dict[Tuple[str, int, str], TracedModel] = {}
+_traced: Dict[Tuple[str, int, str], TracedModel] = {}
 
 
-def _profile(prepared: PreparedRun, run: Row) -> TracedModel:
+def _trace(prepared: PreparedRun, run: Row) -> TracedModel:
     config = prepared.point.config
     key = (str(config.model), config.micro_batch_size, config.precision)
-    if key not in _profiles:
-        _profiles[key] = trace_model(config, module_precision=prepared.plan.module_precision)
-    found = _profiles[key]
-    if "input_bits" in run:  # pictures that are sent as bytes and become numbers on the device
+    if key not in _traced:
+        _traced[key] = trace_model(config, module_precision=prepared.plan.module_precision)
+    found = _traced[key]
+    if "input_bits" in run:  # pictures sent as bytes and converted on the device
         found = dataclasses.replace(found, input_bytes=round(found.input_bytes * run["input_bits"] / _BITS_OF_HALF))
     return found
 
 
 @functools.lru_cache(maxsize=None)
 def all_planned() -> Tuple[Planned, ...]:
-    """Every row, planned."""
+    """Plan every row."""
     return tuple(plan(row) for row in rows())
 
 
 def pairs_of_pods(found: Sequence[Planned]) -> Dict[str, Tuple[float, float]]:
-    """Name of a run on a Pod16 -> how much faster it is on a Pod64, published and estimated."""
+    """Return for each run on a Pod16 the speed-up on a Pod64, published and estimated."""
     by_id = {item.row["id"]: item for item in found}
     pairs = {}
     for name, large in by_id.items():
@@ -188,7 +188,7 @@ def pairs_of_pods(found: Sequence[Planned]) -> Dict[str, Tuple[float, float]]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: how well one order tells the other."""
+    """Return Spearman's rank correlation."""
     ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
     size = len(first)
     return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks)) / (size * (size * size - 1))

@@ -1,4 +1,4 @@
-"""Models of published runs that no recipe makes, with the module names that their configs use."""
+"""Models of published runs that are not recipes, with the module names that their configs use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STAGES = ((1, 3, 1, 16), (2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80), (3, 5, 1,
 
 
 class _Excitation(nn.Module):
-    """Weighs channels by what all of the picture has in them."""
+    """Weigh channels by their mean over the picture."""
 
     def __init__(self, channels: int, reduced: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class EfficientNet(nn.Module):
     Args:
         image_size: Height and width of the pictures; only the data need it.
         in_channels: Colours of the pictures.
-        num_classes: How many classes are told apart.
+        num_classes: Number of classes.
         width: How many times B0's channels.
         depth: How many times B0's layers.
         expansion: How much wider a layer is inside.
@@ -103,6 +103,6 @@ class EfficientNet(nn.Module):
 
 
 def _rounded(channels: float) -> int:
-    """A multiple of eight that is not much less."""
+    """Round to a multiple of eight that is not much smaller."""
     found = max(8, int(channels + 4) // 8 * 8)
     return found + 8 if found < 0.9 * channels else found

@@ -1,4 +1,4 @@
-"""The planner against published runs that it was not fitted to: some of each kind; ``make bench-planner`` does all."""
+"""Estimates of published runs that no constant was fitted to: some of each kind; ``make bench-planner`` does all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import List
 
 import pytest
-from held_out import PUBLISHED, machine, pairs_of_pods, plan, rank_correlation, rows, words_of
+from held_out import PUBLISHED, machine, overrides_of, pairs_of_pods, plan, rank_correlation, rows
 
 from ipurun.config.compose import one
 from ipurun.estimate.estimate import estimate
@@ -32,7 +32,7 @@ def named(names: List[str]) -> list:
     return [by_id[name] for name in names]
 
 
-def test_every_row_says_where_it_comes_from() -> None:
+def test_every_row_names_its_source() -> None:
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"]
     assert len({row["id"] for row in published}) == len(published) > 70
     for row in published:
@@ -45,8 +45,8 @@ def test_configs_that_run_are_not_called_impossible(row: dict) -> None:
     assert plan(row).is_right_about_fit
 
 
-def test_what_needs_two_replicas_to_fit_does_not_fit_with_one() -> None:
-    """Sharding over two replicas leaves each half of the optimizer state: most where the embedding is."""
+def test_a_config_that_needs_two_replicas_does_not_fit_with_one() -> None:
+    """Sharding over two replicas halves the optimizer state, which is largest where the embedding is."""
     alone, shared = (plan(row).estimate for row in named(["bert.squad_large_384_one_replica", "bert.squad_large_384"]))
     assert shared.verdict is Verdict.TIGHT
     assert alone.verdict is Verdict.DOES_NOT_FIT
@@ -59,13 +59,13 @@ def test_what_needs_two_replicas_to_fit_does_not_fit_with_one() -> None:
 def test_inference_of_vit_on_one_ipu_ran_out_of_memory_with_64_pictures(pictures: int, fits: bool) -> None:
     """Reported of ViT-B/16 in single precision: 826,928 of 638,976 bytes on the first tile with 64, and 2 ran."""
     words = ["+recipe=vit", "model=vit_base", "model.num_classes=10", "precision='32.32'"]
-    profile = trace_model(one([*words, f"micro_batch_size={pictures}"]).config, training=False)
+    traced = trace_model(one([*words, f"micro_batch_size={pictures}"]).config, training=False)
     settings = Settings(micro_batch_size=pictures, training=False, device_iterations=4)
-    found = estimate(profile, single_ipu(profile), settings, machine("GC200"))
+    found = estimate(traced, single_ipu(traced), settings, machine("GC200"))
     assert (found.verdict is not Verdict.DOES_NOT_FIT) == fits
 
 
-def test_throughputs_come_out_within_half_as_much_again_and_in_order() -> None:
+def test_throughputs_are_within_a_factor_of_1_5_and_in_order() -> None:
     found = [plan(row) for row in named(list(THROUGHPUTS))]
     for item in found:
         assert 1 / 1.5 < item.ratio < 1.5, (item.row["id"], item.ratio)
@@ -87,8 +87,8 @@ def test_four_times_the_ipus_for_the_same_batch_are_three_and_a_half_times_as_fa
     assert 3.3 < estimated < 3.7
 
 
-def test_facts_become_words_that_a_user_could_type() -> None:
+def test_rows_become_overrides_that_a_user_could_type() -> None:
     (row,) = named(["bert.squad_large_384"])
-    words = words_of(row["model"], row["run"])
+    words = overrides_of(row["model"], row["run"])
     assert "pipeline.layers_per_ipu=[2, 3, 3, 3, 3, 3, 3, 4]" in words
     assert "devices=16" in words and "replication.factor=2" in words

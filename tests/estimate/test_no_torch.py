@@ -1,4 +1,4 @@
-"""The planner is arithmetic: it runs where torch is not installed."""
+"""The estimate is plain arithmetic: it runs without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import ipurun.log.estimate_text, ipurun.log.estimate_html
 """
 
 
-def test_every_module_of_the_planner_loads_without_torch() -> None:
+def test_every_module_of_the_estimate_loads_without_torch() -> None:
     root = Path(ipurun.estimate.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=str(root), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

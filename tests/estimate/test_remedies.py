@@ -1,40 +1,45 @@
-"""Remedies: each was tried, each says what it saves, and the best come first."""
+"""Remedies: each was tried, with what it saves, and the best come first."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
-from planner_toys import chain
+from estimate_toys import chain
 
-from ipurun.estimate.advice import Remedy, Situation, remedies_for
+from ipurun.estimate.advice import Remedy, remedies_for
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
+from ipurun.estimate.search import Search
 from ipurun.estimate.stages import layout_of_cuts, single_ipu
-from ipurun.estimate.types import Settings, StageLayout, Verdict
+from ipurun.estimate.types import EstimatedModel, Settings, StageLayout, Verdict
 from ipurun.inspect.traced_model import TracedModel
 
 MACHINE = Machine()
 ADAM: Dict[str, Any] = {"state_bytes": 8.0, "state_tensors": 2, "compute_bytes": 2, "accumulator_bytes": 4.0}
 
 
-def _situation(profile: TracedModel, layout: StageLayout, settings: Settings) -> Situation:
-    return Situation(profile, layout, settings, MACHINE, estimate(profile, layout, settings, MACHINE))
+def _estimated(traced: TracedModel, layout: StageLayout, settings: Settings) -> EstimatedModel:
+    return EstimatedModel(traced, layout, settings, MACHINE, estimate(traced, layout, settings, MACHINE))
 
 
-def _by_override(situation: Situation) -> Dict[str, Remedy]:
-    return {" ".join(remedy.overrides): remedy for remedy in remedies_for(situation)}
+def _remedies(model: EstimatedModel) -> List[Remedy]:
+    return remedies_for(model, Search(model.traced, model.machine))
+
+
+def _by_override(model: EstimatedModel) -> Dict[str, Remedy]:
+    return {" ".join(remedy.overrides): remedy for remedy in _remedies(model)}
 
 
 def test_optimizer_state_off_chip_saves_its_size() -> None:
-    profile = chain(2, values=50_000_000)
-    situation = _situation(profile, single_ipu(profile), Settings(gradient_accumulation=8, replicas=4, **ADAM))
-    assert situation.estimate.verdict is Verdict.DOES_NOT_FIT
-    found = _by_override(situation)
+    traced = chain(2, values=50_000_000)
+    model = _estimated(traced, single_ipu(traced), Settings(gradient_accumulation=8, replicas=4, **ADAM))
+    assert model.estimate.verdict is Verdict.DOES_NOT_FIT
+    found = _by_override(model)
     state = 2 * 50_000_000 * 8
     off_chip = found["memory.optimizer_state.on_chip=false"]
-    # What the update brings back of the largest parameter's state takes room for a while.
+    # The update brings the largest parameter's state on chip for a while.
     assert state / 2 - 1 <= off_chip.saved_bytes <= state
     sharded = found["replication.tensor_sharding=true"]
     assert sharded.saved_bytes == pytest.approx(state * 3 / 4, rel=1e-3)
@@ -43,46 +48,44 @@ def test_optimizer_state_off_chip_saves_its_size() -> None:
 
 
 def test_remedies_that_make_it_fit_come_first() -> None:
-    profile = chain(4, values=30_000_000)
-    situation = _situation(profile, single_ipu(profile), Settings(gradient_accumulation=32, replicas=4, **ADAM))
-    assert situation.estimate.verdict is Verdict.DOES_NOT_FIT
-    order = [remedy.verdict for remedy in remedies_for(situation)]
+    traced = chain(4, values=30_000_000)
+    model = _estimated(traced, single_ipu(traced), Settings(gradient_accumulation=32, replicas=4, **ADAM))
+    assert model.estimate.verdict is Verdict.DOES_NOT_FIT
+    order = [remedy.verdict for remedy in _remedies(model)]
     ranks = [[Verdict.FITS, Verdict.TIGHT, Verdict.DOES_NOT_FIT].index(verdict) for verdict in order]
     assert ranks == sorted(ranks)
     assert order[0] is Verdict.FITS
 
 
 def test_smaller_micro_batches_keep_the_global_batch() -> None:
-    profile = chain(2, kept=30_000_000, micro_batch_size=16)
-    situation = _situation(profile, single_ipu(profile), Settings(micro_batch_size=16, gradient_accumulation=4, **ADAM))
-    situation = dataclasses.replace(
-        situation,
-        estimate=estimate(
-            profile, situation.layout, situation.settings, dataclasses.replace(MACHINE, tile_bytes=80_000)
-        ),
+    traced = chain(2, kept=30_000_000, micro_batch_size=16)
+    model = _estimated(traced, single_ipu(traced), Settings(micro_batch_size=16, gradient_accumulation=4, **ADAM))
+    model = dataclasses.replace(
+        model,
+        estimate=estimate(traced, model.layout, model.settings, dataclasses.replace(MACHINE, tile_bytes=80_000)),
     )
-    found = _by_override(dataclasses.replace(situation, machine=dataclasses.replace(MACHINE, tile_bytes=80_000)))
+    found = _by_override(dataclasses.replace(model, machine=dataclasses.replace(MACHINE, tile_bytes=80_000)))
     assert "micro_batch_size=8 gradient_accumulation=8" in found
     assert found["micro_batch_size=8 gradient_accumulation=8"].saved_bytes > 25_000_000
 
 
 def test_recomputation_is_offered_where_activations_are_the_problem() -> None:
-    profile = chain(12, kept=40_000_000)
-    layout = layout_of_cuts(profile, [3, 6, 9])
-    situation = _situation(profile, layout, Settings(gradient_accumulation=32, **ADAM))
-    assert situation.estimate.verdict is not Verdict.FITS
-    remedy = _by_override(situation)["recompute.mode=pipeline"]
+    traced = chain(12, kept=40_000_000)
+    layout = layout_of_cuts(traced, [3, 6, 9])
+    model = _estimated(traced, layout, Settings(gradient_accumulation=32, **ADAM))
+    assert model.estimate.verdict is not Verdict.FITS
+    remedy = _by_override(model)["recompute.mode=pipeline"]
     # The first stage keeps 7 micro-batches: 3 results each before, none after, as it has no input of another stage.
     assert remedy.saved_bytes > 7 * 40_000_000
     assert remedy.speed < 1
 
 
-def test_what_fits_is_only_told_how_to_run_faster() -> None:
-    profile = chain(8)
-    layout = layout_of_cuts(profile, [2, 4, 6])
-    situation = _situation(profile, layout, Settings(gradient_accumulation=8, replicas=2, **ADAM))
-    assert situation.estimate.verdict is Verdict.FITS
-    found = remedies_for(situation)
+def test_a_model_that_fits_only_gets_remedies_that_make_it_faster() -> None:
+    traced = chain(8)
+    layout = layout_of_cuts(traced, [2, 4, 6])
+    model = _estimated(traced, layout, Settings(gradient_accumulation=8, replicas=2, **ADAM))
+    assert model.estimate.verdict is Verdict.FITS
+    found = _remedies(model)
     assert found and all(remedy.verdict is Verdict.FITS and remedy.speed > 1 for remedy in found)
     assert [remedy.speed for remedy in found] == sorted((remedy.speed for remedy in found), reverse=True)
     assert any("more replicas" in remedy.title for remedy in found)

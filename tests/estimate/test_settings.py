@@ -1,4 +1,4 @@
-"""What the planner reads off a plan."""
+"""Settings of the estimate, read from a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ipurun.config.compose import one
-from ipurun.estimate.settings import machine_of, phases_of, settings_of, words_of
+from ipurun.estimate.settings import machine_of, phases_of, resets_of, settings_of
 from ipurun.estimate.types import Settings
 from ipurun.inspect.facts import Facts
 from ipurun.planning import make_plan
@@ -57,21 +57,21 @@ def test_locations_and_precision() -> None:
     assert found.weights_on_chip and not found.weights_sharded
 
 
-def test_small_tensors_are_not_sharded_unless_told_so() -> None:
-    """8,192 values is PopART's own threshold, which PopTorch leaves as it is."""
+def test_small_tensors_are_not_sharded_by_default() -> None:
+    """8,192 values is the threshold of PopART, which PopTorch does not change."""
     sharded = ["replication.tensor_sharding=true", "devices=2"]
     assert _settings(*sharded).min_elements_sharded == 8192
     assert _settings(*sharded, "memory.optimizer_state.min_elements_sharded=5").min_elements_sharded == 5
 
 
-def test_shares_of_single_modules_are_handed_on() -> None:
+def test_memory_proportions_of_modules_are_used() -> None:
     config = one(["+recipe=mnist", "memory.module_proportion={fc1: 0.3}"]).config
     kinds = {"fc1": "Linear"}
     facts = Facts("cpu", "emulator", train_samples=4000, module_names=("fc1",), module_kinds=kinds)
     assert settings_of(make_plan(config, facts)).module_proportions == {"fc1": 0.3}
 
 
-def test_a_pipeline_recomputes_unless_told_otherwise() -> None:
+def test_a_pipeline_recomputes_by_default() -> None:
     split = ["pipeline.split=[fc1]", "gradient_accumulation=8"]
     assert _settings().recompute == "none"
     assert _settings(*split).recompute == "checkpoints"
@@ -79,22 +79,22 @@ def test_a_pipeline_recomputes_unless_told_otherwise() -> None:
     assert _settings(*split, "recompute.mode=norm_only").recompute == "norm_only"
 
 
-def test_options_of_poptorch_count_as_well() -> None:
+def test_poptorch_options_count_as_well() -> None:
     assert _settings("options.Precision.setPartialsType=torch.half").partials_bytes == 2
     assert _settings("memory.available_proportion=0.3").available_proportion == (0.3,)
 
 
-def test_the_machine_is_the_one_that_was_chosen() -> None:
+def test_the_machine_is_the_configured_one() -> None:
     gc200, bow = machine_of(one(["+recipe=mnist"]).config), machine_of(one(["+recipe=mnist", "machine=bow"]).config)
     assert gc200.memory_bytes == bow.memory_bytes == 1472 * 638976
     assert bow.clock_hz > gc200.clock_hz
     assert machine_of(one(["+recipe=mnist", "machine.tiles=10"]).config).tiles == 10
 
 
-def test_only_what_stands_in_the_way_is_undone() -> None:
-    plain = words_of(one(["+recipe=mnist"]).config)
-    assert (plain.placement, plain.blocks, plain.resized, plain.batch) == ((), (), (), ())
-    placed = words_of(
+def test_only_conflicting_keys_are_reset() -> None:
+    plain = resets_of(one(["+recipe=mnist"]).config)
+    assert (plain.placement, plain.blocks, plain.ipus, plain.batch) == ((), (), (), ())
+    placed = resets_of(
         one(
             [
                 "+recipe=mnist",
@@ -108,5 +108,5 @@ def test_only_what_stands_in_the_way_is_undone() -> None:
     )
     assert placed.placement == ("pipeline.ipus=null",)
     assert placed.blocks == ("pipeline.blocks={}",)
-    assert placed.resized == ("memory.available_proportion=null", "inference.device_iterations=null")
+    assert placed.ipus == ("memory.available_proportion=null", "inference.device_iterations=null")
     assert placed.batch == ("global_batch_size=null",)

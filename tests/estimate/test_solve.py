@@ -1,4 +1,4 @@
-"""The solver against all splits there are, and the numbers it finds."""
+"""The solver compared with all possible splits, and the configs it finds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import itertools
 from typing import List, Optional, Sequence, Tuple
 
 import pytest
-from planner_toys import chain
+from estimate_toys import chain
 
 from ipurun.estimate.cuts import cut_points
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.search import Goal, search, split_for, variants_of
-from ipurun.estimate.split import solve_split
+from ipurun.estimate.search import Goal, Search, variants_of
+from ipurun.estimate.split import Splitter
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts
 from ipurun.estimate.types import Settings, Verdict
 from ipurun.inspect.traced_model import TracedModel
@@ -35,10 +35,10 @@ def _uneven(rows: Sequence[int], values: Sequence[int]) -> TracedModel:
     return dataclasses.replace(plain, ops=ops, parameters=parameters)
 
 
-def _best_by_hand(profile: TracedModel, ipus: int, settings: Settings) -> Optional[Tuple[float, Tuple[int, ...]]]:
+def _best_by_hand(traced: TracedModel, ipus: int, settings: Settings) -> Optional[Tuple[float, Tuple[int, ...]]]:
     found: List[Tuple[float, Tuple[int, ...]]] = []
-    for cuts in itertools.combinations(range(1, len(profile.ops)), ipus - 1):
-        tried = estimate(profile, layout_of_cuts(profile, cuts), settings, MACHINE)
+    for cuts in itertools.combinations(range(1, len(traced.ops)), ipus - 1):
+        tried = estimate(traced, layout_of_cuts(traced, cuts), settings, MACHINE)
         if tried.verdict is Verdict.FITS:
             found.append((max(ipu.total for ipu in tried.time.ipus), cuts))
     return min(found, default=None)
@@ -48,31 +48,31 @@ def _best_by_hand(profile: TracedModel, ipus: int, settings: Settings) -> Option
 @pytest.mark.parametrize("recompute", ["none", "checkpoints"])
 def test_the_split_is_the_best_of_all(ipus: int, recompute: str) -> None:
     rows = [40000, 900, 30000, 7000, 60000, 500, 20000, 12000]
-    profile = _uneven(rows, [1000] * len(rows))
+    traced = _uneven(rows, [1000] * len(rows))
     settings = dataclasses.replace(SETTINGS, recompute=recompute)
-    best = _best_by_hand(profile, ipus, settings)
-    split = solve_split(profile, ipus, settings, MACHINE)
+    best = _best_by_hand(traced, ipus, settings)
+    split = Splitter(traced, ipus, settings, MACHINE).within()
     assert best is not None and split is not None
     assert split.slowest == pytest.approx(best[0])
-    tried = estimate(profile, split.layout, settings, MACHINE)
+    tried = estimate(traced, split.layout, settings, MACHINE)
     assert max(ipu.total for ipu in tried.time.ipus) == pytest.approx(best[0])
     assert len(split.modules) == ipus - 1
 
 
 def test_memory_moves_the_split_away_from_even_work() -> None:
     heavy = 80_000_000  # 160 MB, and as much for the accumulator
-    profile = _uneven([10000] * 6, [heavy, heavy, 1000, 1000, 1000, 1000])
-    assert split_for(_uneven([10000] * 6, [1000] * 6), 2, SETTINGS, MACHINE).modules == ("layer.3",)  # type: ignore[union-attr]
-    best = _best_by_hand(profile, 2, SETTINGS)
-    split = solve_split(profile, 2, SETTINGS, MACHINE)
+    traced = _uneven([10000] * 6, [heavy, heavy, 1000, 1000, 1000, 1000])
+    assert Search(_uneven([10000] * 6, [1000] * 6), MACHINE).split(2, SETTINGS).modules == ("layer.3",)  # type: ignore[union-attr]
+    best = _best_by_hand(traced, 2, SETTINGS)
+    split = Splitter(traced, 2, SETTINGS, MACHINE).within()
     assert best is not None and split is not None
     assert split.modules == ("layer.1",) == tuple(f"layer.{cut}" for cut in best[1])
 
 
-def test_what_does_not_fit_has_no_split() -> None:
-    profile = _uneven([1000] * 4, [600_000_000, 10, 10, 10])
-    assert split_for(profile, 2, SETTINGS, MACHINE) is None
-    assert search(profile, Goal(devices=4, global_batch=64), variants_of(SETTINGS, ()), MACHINE) == []
+def test_a_model_that_does_not_fit_has_no_split() -> None:
+    traced = _uneven([1000] * 4, [600_000_000, 10, 10, 10])
+    assert Search(traced, MACHINE).split(2, SETTINGS) is None
+    assert Search(traced, MACHINE).solutions(Goal(devices=4, global_batch=64), variants_of(SETTINGS, ())) == []
 
 
 def _with_tied_head(layers: int) -> TracedModel:
@@ -83,13 +83,13 @@ def _with_tied_head(layers: int) -> TracedModel:
     return dataclasses.replace(plain, ops=ops, parameters=(tied, *(p for p in plain.parameters[1:] if p is not last)))
 
 
-def test_a_head_that_shares_the_first_weight_goes_back_to_its_ipu() -> None:
-    profile = _with_tied_head(9)
-    split = solve_split(profile, 4, SETTINGS, MACHINE)
+def test_a_head_that_shares_the_first_weight_returns_to_its_ipu() -> None:
+    traced = _with_tied_head(9)
+    split = Splitter(traced, 4, SETTINGS, MACHINE).within()
     assert split is not None
     assert split.returning == {"head": 0}
     assert split.layout.ipu_of_stage == (0, 1, 2, 3, 0)
-    ipus = {split.layout.ipu_of_op(op) for op in profile.parameters[0].ops}
+    ipus = {split.layout.ipu_of_op(op) for op in traced.parameters[0].ops}
     assert ipus == {0}
 
 
@@ -97,8 +97,8 @@ def test_layers_that_share_a_weight_stay_together() -> None:
     plain = chain(8)
     shared = dataclasses.replace(plain.parameters[3], ops=(3, 4, 5))
     parameters = (*plain.parameters[:3], shared, *plain.parameters[4:])
-    profile = dataclasses.replace(plain, parameters=parameters)
-    split = solve_split(profile, 2, SETTINGS, MACHINE)
+    traced = dataclasses.replace(plain, parameters=parameters)
+    split = Splitter(traced, 2, SETTINGS, MACHINE).within()
     assert split is not None
     assert len({split.layout.ipu_of_op(op) for op in shared.ops}) == 1
 
@@ -107,11 +107,11 @@ def test_blocks_begin_only_at_modules_that_are_called_once() -> None:
     plain = chain(6)
     modules = ["a", "stack.0", "stack.1", "a", "b", "c"]
     ops = tuple(dataclasses.replace(op, module=module) for op, module in zip(plain.ops, modules))
-    points = cut_points(dataclasses.replace(plain, ops=ops), names={"a", "stack.0", "stack.1", "b", "c"})
+    points = cut_points(dataclasses.replace(plain, ops=ops), cut_modules={"a", "stack.0", "stack.1", "b", "c"})
     assert [(point.op, point.module) for point in points] == [(1, "stack.0"), (2, "stack.1"), (4, "b"), (5, "c")]
 
 
-def test_what_may_have_called_a_shared_layer_begins_no_block_behind_it() -> None:
+def test_a_possible_caller_of_a_shared_layer_begins_no_block_after_it() -> None:
     plain = chain(5)
     modules = ["shared", "encoder", "shared", "decoder", "decoder.block"]
     ops = tuple(dataclasses.replace(op, module=module) for op, module in zip(plain.ops, modules))
@@ -131,22 +131,22 @@ def _with_table(uses: Tuple[int, ...]) -> TracedModel:
 @pytest.mark.parametrize("uses", [(0, 12, 23), (12, 23), (0, 8, 16)])
 @pytest.mark.parametrize("ipus", [2, 4])
 def test_all_uses_of_a_weight_are_on_one_ipu(uses: Tuple[int, ...], ipus: int) -> None:
-    profile = _with_table(uses)
-    split = solve_split(profile, ipus, SETTINGS, MACHINE)
+    traced = _with_table(uses)
+    split = Splitter(traced, ipus, SETTINGS, MACHINE).within()
     assert split is not None
     assert len({split.layout.ipu_of_op(op) for op in uses}) == 1
     assert {ipu for _, ipu in split.blocks} | {0} == set(range(ipus))
-    # Nearly even, though IPU 0 has the uses beside its own part: 24 equal operations.
-    times = [time.total for time in estimate(profile, split.layout, SETTINGS, MACHINE).time.ipus]
+    # Nearly even, though IPU 0 has all uses besides its part: 24 equal operations.
+    times = [time.total for time in estimate(traced, split.layout, SETTINGS, MACHINE).time.ipus]
     assert max(times) == pytest.approx(split.slowest, rel=0.02)
     assert max(times) < 1.35 * sum(times) / ipus
-    again = layout_of_blocks(profile, split.blocks)
+    again = layout_of_blocks(traced, split.blocks)
     assert (again.stage_of_op, again.ipu_of_stage) == (split.layout.stage_of_op, split.layout.ipu_of_stage)
 
 
 def test_solutions_keep_the_global_batch_and_feed_the_pipeline() -> None:
-    profile = _uneven([20000] * 8, [30_000_000] * 8)
-    found = search(profile, Goal(devices=8, global_batch=96), variants_of(SETTINGS, ()), MACHINE)
+    traced = _uneven([20000] * 8, [30_000_000] * 8)
+    found = Search(traced, MACHINE).solutions(Goal(devices=8, global_batch=96), variants_of(SETTINGS, ()))
     assert found
     for solution in found:
         settings = solution.settings
@@ -161,22 +161,22 @@ def test_solutions_keep_the_global_batch_and_feed_the_pipeline() -> None:
 
 def test_an_impossible_global_batch_has_no_solution() -> None:
     # Three samples feed neither 2 nor 4 replicas, and a pipeline of 4 stages needs 7 micro-batches.
-    assert search(chain(4), Goal(devices=4, global_batch=3), variants_of(SETTINGS, ()), MACHINE) == []
+    assert Search(chain(4), MACHINE).solutions(Goal(devices=4, global_batch=3), variants_of(SETTINGS, ())) == []
 
 
-def test_recomputation_pays_where_it_makes_room_for_larger_micro_batches() -> None:
+def test_recomputation_pays_if_it_allows_larger_micro_batches() -> None:
     plain = _uneven([400] * 16, [1000] * 16)
     ops = tuple(dataclasses.replace(op, output_bytes=5_000_000, saved_bytes=5_000_000) for op in plain.ops)
-    profile = dataclasses.replace(plain, ops=ops)
+    traced = dataclasses.replace(plain, ops=ops)
     variants = variants_of(dataclasses.replace(SETTINGS, strategy="pipelined"), (3, 7, 11, 15))
-    found = search(profile, Goal(devices=1, global_batch=64), variants, MACHINE)
+    found = Search(traced, MACHINE).solutions(Goal(devices=1, global_batch=64), variants)
     largest_without = max(s.settings.micro_batch_size for s in found if "recompute.mode=standard" not in s.overrides)
     assert max(s.settings.micro_batch_size for s in found) > largest_without
     sizes = [s.settings.micro_batch_size for s in found if s.estimate.verdict is Verdict.FITS]
     assert len(sizes) == len(set(sizes))  # each micro-batch is solved once
 
 
-def test_what_a_config_keeps_stays_kept() -> None:
+def test_checkpoints_of_the_config_are_kept() -> None:
     kept = variants_of(SETTINGS, (3, 7), kept=(1,))
     assert kept[0].checkpoints == (1,) and kept[1].checkpoints == (1, 3, 7)
     recomputing = dataclasses.replace(SETTINGS, recompute="checkpoints")
@@ -185,46 +185,46 @@ def test_what_a_config_keeps_stays_kept() -> None:
 
 
 def test_each_ipu_has_its_own_share_of_memory_for_products() -> None:
-    """Wide products are slow in little room, so that the IPU with little room gets fewer of them."""
-    profile = chain(8)
-    ops = tuple(dataclasses.replace(op, dims=(1, 2048, 2048, 2048, 1), signature="wide") for op in profile.ops)
-    profile = dataclasses.replace(profile, ops=ops)
+    """Wide products are slow with little memory, so the IPU with less memory gets fewer of them."""
+    traced = chain(8)
+    ops = tuple(dataclasses.replace(op, dims=(1, 2048, 2048, 2048, 1), signature="wide") for op in traced.ops)
+    traced = dataclasses.replace(traced, ops=ops)
     lean = dataclasses.replace(SETTINGS, available_proportion=(0.6, 0.02))
-    even, uneven = (solve_split(profile, 2, settings, MACHINE) for settings in (SETTINGS, lean))
+    even, uneven = (Splitter(traced, 2, settings, MACHINE).within() for settings in (SETTINGS, lean))
     assert even is not None and uneven is not None
     assert uneven.layout.stage_of_op.count(1) < even.layout.stage_of_op.count(1)
-    time = estimate(profile, uneven.layout, lean, MACHINE).time
+    time = estimate(traced, uneven.layout, lean, MACHINE).time
     assert uneven.slowest == pytest.approx(max(ipu.total for ipu in time.ipus), rel=0.01)
 
 
-def test_the_update_counts_where_the_slowest_stage_is_the_same() -> None:
-    """Seven layers on four IPUs: the one whose state is long on its way at either end is alone on its IPU."""
+def test_the_update_decides_between_equally_slow_splits() -> None:
+    """Seven layers on four IPUs: the layer with most state, first or last, is alone on its IPU."""
     for heavy in (0, 6):
         sizes = [4_000_000 if layer == heavy else 1_000_000 for layer in range(7)]
-        profile = _uneven([512] * 7, sizes)
+        traced = _uneven([512] * 7, sizes)
         settings = dataclasses.replace(SETTINGS, state_bytes=8.0, state_tensors=2, state_on_chip=False)
-        found = split_for(profile, 4, settings, MACHINE)
+        found = Search(traced, MACHINE).split(4, settings)
         assert found is not None
         tried = (
-            estimate(profile, layout_of_cuts(profile, cuts), settings, MACHINE).time.samples_per_second
+            estimate(traced, layout_of_cuts(traced, cuts), settings, MACHINE).time.samples_per_second
             for cuts in itertools.combinations(range(1, 7), 3)
         )
-        speed = estimate(profile, found.layout, settings, MACHINE).time.samples_per_second
+        speed = estimate(traced, found.layout, settings, MACHINE).time.samples_per_second
         assert speed == pytest.approx(max(tried), rel=0.02)
 
 
 def test_micro_batches_between_powers_of_two_are_tried() -> None:
     plain = _uneven([400] * 4, [1000] * 4)
     ops = tuple(dataclasses.replace(op, output_bytes=4_000_000, saved_bytes=4_000_000) for op in plain.ops)
-    profile = dataclasses.replace(plain, ops=ops)
+    traced = dataclasses.replace(plain, ops=ops)
     settings = dataclasses.replace(SETTINGS, strategy="pipelined")
     batch = 17 * 2**6 * 3  # 28 divisors
-    found = search(profile, Goal(devices=1, global_batch=batch), variants_of(settings, ())[:1], MACHINE)
+    found = Search(traced, MACHINE).solutions(Goal(devices=1, global_batch=batch), variants_of(settings, ())[:1])
 
     def fits(size: int) -> bool:
         own = dataclasses.replace(settings, micro_batch_size=size, gradient_accumulation=batch // size)
-        return estimate(profile, layout_of_cuts(profile, ()), own, MACHINE).verdict is Verdict.FITS
+        return estimate(traced, layout_of_cuts(traced, ()), own, MACHINE).verdict is Verdict.FITS
 
     largest = max(size for size in range(1, batch + 1) if batch % size == 0 and fits(size))
-    assert largest & (largest - 1)  # no power of two
+    assert largest & (largest - 1)  # not a power of two
     assert found[0].settings.micro_batch_size == largest

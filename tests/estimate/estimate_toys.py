@@ -1,4 +1,4 @@
-"""Small profiles written by hand, whose memory and time can be worked out on paper."""
+"""Small hand-written traced models, whose memory and time can be worked out on paper."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 
 def chain(layers: int, *, kept: int = 1000, values: int = 400, micro_batch_size: int = 1) -> TracedModel:
-    """A chain of equal matmuls, one to a module ``layer.I``, each with a weight and a result that is kept."""
+    """Return a chain of equal matmuls, one per module ``layer.I``, each with a weight and a result that is kept."""
     ops = [
         TracedOp(
             index=index,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from planner_toys import chain
+from estimate_toys import chain
 
 from ipurun.estimate.estimate import verdict_of, worst
 from ipurun.estimate.machine import Machine
@@ -21,7 +21,7 @@ def test_the_first_stage_keeps_most_micro_batches() -> None:
     settings = Settings(gradient_accumulation=16)
     assert [in_flight(stage, layout.num_stages, settings) for stage in range(4)] == [7, 5, 3, 1]
     memory = estimate_memory(chain(4), layout, settings, MACHINE)
-    # Each stage keeps its own result and, but for the first, its input.
+    # Each stage keeps its result and, except for the first, its input.
     assert [ipu.activations for ipu in memory] == [7 * 1000, 5 * 2000, 3 * 2000, 2000]
 
 
@@ -32,39 +32,39 @@ def test_without_a_pipeline_one_micro_batch_is_kept() -> None:
 
 
 def test_recomputation_keeps_inputs_of_stages_and_checkpoints() -> None:
-    profile = chain(8)
-    everything = estimate_memory(profile, layout_of_cuts(profile, [4]), Settings(gradient_accumulation=8), MACHINE)
+    traced = chain(8)
+    everything = estimate_memory(traced, layout_of_cuts(traced, [4]), Settings(gradient_accumulation=8), MACHINE)
     settings = Settings(gradient_accumulation=8, recompute="checkpoints")
-    bare = estimate_memory(profile, layout_of_cuts(profile, [4]), settings, MACHINE)
-    checked = estimate_memory(profile, layout_of_cuts(profile, [4], checkpoints=[1]), settings, MACHINE)
+    bare = estimate_memory(traced, layout_of_cuts(traced, [4]), settings, MACHINE)
+    checked = estimate_memory(traced, layout_of_cuts(traced, [4], checkpoints=[1]), settings, MACHINE)
     assert everything[0].activations == 3 * 4000
     assert bare[0].activations == 0  # its input comes from the host
     assert bare[1].activations == 1000
     assert checked[0].activations == 3 * 1000
-    # Between checkpoints lie at most 2 of 4 operations.
+    # There are at most 2 of 4 operations between checkpoints.
     assert bare[0].temporary - checked[0].temporary == 4000 - 2000
 
 
-def test_optimizer_state_by_place() -> None:
-    profile = chain(2)
-    layout = single_ipu(profile)
+def test_optimizer_state_on_chip_off_chip_and_sharded() -> None:
+    traced = chain(2)
+    layout = single_ipu(traced)
     here = Settings(gradient_accumulation=4, replicas=4, state_bytes=8.0, accumulator_bytes=2.0)
-    (on_chip,) = parameter_shares(profile, layout, here)
+    (on_chip,) = parameter_shares(traced, layout, here)
     assert (on_chip.weights, on_chip.gradients, on_chip.state) == (2 * 400 * 2, 2 * 400 * 2, 2 * 400 * 8)
-    (sharded,) = parameter_shares(profile, layout, dataclasses.replace(here, state_sharded=True))
+    (sharded,) = parameter_shares(traced, layout, dataclasses.replace(here, state_sharded=True))
     assert sharded.state == on_chip.state / 4
-    (off_chip,) = parameter_shares(profile, layout, dataclasses.replace(here, state_on_chip=False))
+    (off_chip,) = parameter_shares(traced, layout, dataclasses.replace(here, state_on_chip=False))
     assert (off_chip.state, off_chip.streaming, off_chip.streamed) == (0, 2 * 400 * 8, 2 * 2 * 400 * 8)
     (stays,) = parameter_shares(
-        profile, layout, dataclasses.replace(here, state_on_chip=False, min_elements_off_chip=401)
+        traced, layout, dataclasses.replace(here, state_on_chip=False, min_elements_off_chip=401)
     )
     assert stays.state == on_chip.state
 
 
 def test_a_tied_weight_counts_once_on_its_ipu() -> None:
-    profile = chain(3)
-    first = dataclasses.replace(profile.parameters[0], ops=(0, 2))
-    tied = dataclasses.replace(profile, parameters=(first, profile.parameters[1]))
+    traced = chain(3)
+    first = dataclasses.replace(traced.parameters[0], ops=(0, 2))
+    tied = dataclasses.replace(traced, parameters=(first, traced.parameters[1]))
     layout = layout_of_blocks(tied, [("layer.0", 0), ("layer.1", 1), ("layer.2", 0)])
     assert layout.ipu_of_stage == (0, 1, 0)
     assert [share.weights for share in parameter_shares(tied, layout, Settings())] == [800, 800]
@@ -74,7 +74,7 @@ def test_equal_operations_share_code() -> None:
     different = chain(6)
     equal = dataclasses.replace(different, ops=tuple(dataclasses.replace(op, signature="mm") for op in different.ops))
     more, less = (estimate_memory(p, single_ipu(p), Settings(), MACHINE)[0].code for p in (different, equal))
-    # Five forward programs and twice as many backward ones are spared, on every tile.
+    # Five forward programs and twice as many backward ones are saved, on every tile.
     assert more - less == 5 * 3 * MACHINE.code_bytes_per_op * MACHINE.tiles
 
 
@@ -88,7 +88,7 @@ def test_equal_operations_share_code() -> None:
         (1.1, Verdict.DOES_NOT_FIT),
     ],
 )
-def test_verdict_leaves_room_for_its_own_error(share: float, verdict: Verdict) -> None:
+def test_the_verdict_is_tight_within_the_error_of_the_estimate(share: float, verdict: Verdict) -> None:
     memory = IpuMemory(0, round(share * MACHINE.memory_bytes), 0, 0, 0, 0, 0, 0, limit=MACHINE.memory_bytes)
     assert verdict_of(memory, MACHINE) is verdict
 
@@ -103,23 +103,23 @@ def test_limit_is_897_mebibytes() -> None:
     assert MACHINE.memory_bytes / 2**20 == pytest.approx(897)
 
 
-def test_in_inference_only_what_is_still_needed_waits() -> None:
+def test_inference_keeps_only_values_that_are_still_needed() -> None:
     """Four results of 1,000 bytes, the first of which the last operation reads again."""
-    profile = chain(4)
-    again = dataclasses.replace(profile.ops[3], inputs=(0, 2))
-    profile = dataclasses.replace(profile, ops=(*profile.ops[:3], again))
+    traced = chain(4)
+    again = dataclasses.replace(traced.ops[3], inputs=(0, 2))
+    traced = dataclasses.replace(traced, ops=(*traced.ops[:3], again))
     inference = Settings(training=False)
-    (whole,) = stage_memories(profile, single_ipu(profile), inference)
+    (whole,) = stage_memories(traced, single_ipu(traced), inference)
     # While the third runs on the second's result, the first one waits.
     assert (whole.kept, whole.working) == (0, 1000)
-    first, second = stage_memories(profile, layout_of_cuts(profile, [2]), inference)
+    first, second = stage_memories(traced, layout_of_cuts(traced, [2]), inference)
     assert (first.working, second.working) == (0, 1000)
 
 
-def test_of_phased_execution_the_largest_phase_is_on_chip() -> None:
-    profile = chain(6, values=1000)
-    blocks = [("layer.0", 0), ("layer.1", 0), ("layer.4", 0)]  # of 1, 3 and 2 layers
-    layout = layout_of_blocks(profile, blocks, phases={"layer.0": 0, "layer.1": 1, "layer.4": 2})
+def test_the_largest_phase_of_phased_execution_is_on_chip() -> None:
+    traced = chain(6, values=1000)
+    blocks = [("layer.0", 0), ("layer.1", 0), ("layer.4", 0)]  # 1, 3 and 2 layers
+    layout = layout_of_blocks(traced, blocks, phases={"layer.0": 0, "layer.1": 1, "layer.4": 2})
     assert layout.ipu_of_stage == (0, 0, 0)
     assert layout.phase_of_stage == (0, 1, 2)
     off_chip = Settings(
@@ -130,11 +130,11 @@ def test_of_phased_execution_the_largest_phase_is_on_chip() -> None:
         accumulators_on_chip=False,
         activations_on_chip=False,
     )
-    (ipu,) = estimate_memory(profile, layout, off_chip, MACHINE)
+    (ipu,) = estimate_memory(traced, layout, off_chip, MACHINE)
     assert ipu.weights == 3 * 1000 * 2
     assert ipu.gradients == 3 * 1000 * 4
     assert ipu.streaming >= 6 * 1000 * (2 + 4)
     on_chip = dataclasses.replace(off_chip, weights_on_chip=True, accumulators_on_chip=True)
-    (ipu,) = estimate_memory(profile, layout, on_chip, MACHINE)
+    (ipu,) = estimate_memory(traced, layout, on_chip, MACHINE)
     assert (ipu.weights, ipu.gradients) == (6 * 1000 * 2, 6 * 1000 * 4)
-    assert layout_of_blocks(profile, blocks).num_stages == 1  # without phases it is one stage
+    assert layout_of_blocks(traced, blocks).num_stages == 1  # without phases it is one stage

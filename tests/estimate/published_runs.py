@@ -1,4 +1,4 @@
-"""Published runs on real IPUs, as facts: what ran, how, and how fast. The planner's constants are fitted to these."""
+"""Published runs on IPUs, to which the constants of the estimate are fitted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADAM = {"optimizer": "AdamW", "state_bytes": 8.0, "state_tensors": 2, "accumulat
 
 
 @functools.lru_cache(maxsize=None)
-def profile(recipe: str, model: str, micro_batch_size: int) -> TracedModel:
+def traced(recipe: str, model: str, micro_batch_size: int) -> TracedModel:
     config = one(
         [f"+recipe={recipe}", f"model={model}", "precision=16.16", f"micro_batch_size={micro_batch_size}"]
     ).config
@@ -41,7 +41,7 @@ def gpt_layout(model: TracedModel, starts: Sequence[int], layers: int) -> StageL
 
 def bert_base() -> Measurement:
     """graphcore/examples pretrain_base_128_pod4, measured on four Bow IPUs by EIDF."""
-    model = profile("bert", "bert_base", 32)
+    model = traced("bert", "bert_base", 32)
     settings = Settings(
         micro_batch_size=32,
         gradient_accumulation=2048,
@@ -55,14 +55,14 @@ def bert_base() -> Measurement:
 
 def bert_demo() -> Measurement:
     """graphcore/examples demo_tiny_128, measured on four Bow IPUs by ALCF: bound by latency."""
-    model = profile("bert", "bert_demo", 1)
+    model = traced("bert", "bert_demo", 1)
     settings = Settings(gradient_accumulation=16, recompute="checkpoints", available_proportion=(0.6,), **HALF, **ADAM)
     return Measurement("BERT demo", "BERT demo", model, bert_layout(model, (0, 1, 2), 3), settings, BOW_HZ, 749.6)
 
 
 def gpt2_small(gradient_accumulation: int, measured: float) -> Measurement:
     """CARAML's GPT-2 of 117M parameters, measured on four GC200 in Juelich."""
-    model = profile("gpt", "gpt2_small", 1)
+    model = traced("gpt", "gpt2_small", 1)
     settings = Settings(
         gradient_accumulation=gradient_accumulation,
         device_iterations=4,
@@ -78,7 +78,7 @@ def gpt2_small(gradient_accumulation: int, measured: float) -> Measurement:
 
 def resnet50(replicas: int = 4) -> Measurement:
     """graphcore/examples resnet50, measured on four Bow IPUs by ALCF; pictures are sent as bytes."""
-    model = profile("resnet", "resnet50", 18)
+    model = traced("resnet", "resnet50", 18)
     model = dataclasses.replace(model, input_bytes=model.input_bytes // 2)
     kept = [name for name in module_ranges(model) if re.fullmatch(r"layer[123]\.\d+|layer4\..+|avgpool|fc", name)]
     settings = Settings(
@@ -95,7 +95,7 @@ def resnet50(replicas: int = 4) -> Measurement:
 
 def vit_base(replicas: int = 4) -> Measurement:
     """graphcore/examples b16_imagenet1k, measured on a Bow Pod16 by Graphcore; its args.py has half partials."""
-    model = profile("vit", "vit_base", 17)
+    model = traced("vit", "vit_base", 17)
     stack = next(name[:-2] for name in module_ranges(model) if re.fullmatch(r"(\w+\.)*\w+\.11", name))
     settings = Settings(
         micro_batch_size=17,
@@ -113,8 +113,8 @@ def vit_base(replicas: int = 4) -> Measurement:
     layout = layout_of_blocks(
         model, [(f"{stack}{3 * ipu}", ipu) for ipu in range(4)], [f"{stack}{layer}" for layer in range(12)]
     )
-    # One host read and prepared the pictures, and may have been what the run waited for: Graphcore's run from scratch,
-    # which fills and drains its pipeline far less often, came out within 4% of this one.
+    # The run may have been limited by its one host, which prepared the pictures: Graphcore's run from scratch, which
+    # fills and drains its pipeline far less often, is within 4% of this one.
     return Measurement("ViT-B/16", "ViT-B/16", model, layout, settings, BOW_HZ, 7319.0, noise=0.3)
 
 

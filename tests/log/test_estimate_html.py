@@ -1,4 +1,4 @@
-"""The planner's page: whole in itself, and true to the estimate."""
+"""The HTML page of an estimate: self-contained, and true to the estimate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any, List
 
 import pytest
-from test_planner_text import inference_of, toy_estimate
+from test_estimate_text import inference_of, toy_estimate
 
 from ipurun.estimate.advice import Remedy
 from ipurun.estimate.types import Verdict
@@ -19,7 +19,7 @@ from ipurun.planning.plan import Plan
 
 
 class _Tags(HTMLParser):
-    """Collects what is open, and all attributes that could load something."""
+    """Collect open tags, and all attributes that could load something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ def test_names_are_escaped() -> None:
     assert "x=&lt;y&gt;" in page
 
 
-def test_bars_are_as_long_as_the_memory_they_stand_for() -> None:
-    outlook = toy_estimate()
-    page = page_of(_plan(), outlook)
-    ipu = outlook.estimate.ipus[0]
+def test_bars_are_as_long_as_the_memory_they_show() -> None:
+    plan_estimate = toy_estimate()
+    page = page_of(_plan(), plan_estimate)
+    ipu = plan_estimate.estimate.ipus[0]
     widths = {
         label: float(width)
         for width, label in re.findall(r'width="([\d.]+)" height="[\d.]+" fill="[^"]+"><title>IPU 0 ([^:]+):', page)
@@ -86,10 +86,10 @@ def test_the_chart_has_a_bar_for_each_pass() -> None:
     assert len(re.findall("<title>backward of micro-batch", page)) == 2 * 8
 
 
-def test_inference_has_a_section_of_its_own() -> None:
-    outlook = toy_estimate()
-    assert "<h2>Inference</h2>" not in page_of(_plan(), outlook)
-    page = page_of(_plan(), dataclasses.replace(outlook, inference=inference_of(outlook)))
+def test_inference_has_its_own_section() -> None:
+    plan_estimate = toy_estimate()
+    assert "<h2>Inference</h2>" not in page_of(_plan(), plan_estimate)
+    page = page_of(_plan(), dataclasses.replace(plan_estimate, inference=inference_of(plan_estimate)))
     section = page[page.index("<h2>Inference</h2>") :]
-    assert "samples/s in 4 batches of 1 by host call" in section
+    assert "samples/s in 4 batches of 1 per host call" in section
     assert len(re.findall("<title>IPU 0 weights:", page)) == 2

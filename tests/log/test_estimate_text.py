@@ -1,4 +1,4 @@
-"""The planner's tables, bars and files."""
+"""Tables, bars and files of estimates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any, List
 import pytest
 import yaml
 
-from ipurun.estimate.advice import PlanEstimate, Remedy, Situation
+from ipurun.estimate.advice import PlanEstimate, Remedy
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.pipeline import timeline_of
-from ipurun.estimate.search import Solution
+from ipurun.estimate.search import Search, Solution
 from ipurun.estimate.stages import layout_of_cuts
-from ipurun.estimate.types import IpuMemory, Settings, Verdict
+from ipurun.estimate.types import EstimatedModel, IpuMemory, Settings, Verdict
 from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 from ipurun.log.estimate_text import (
     bar,
@@ -32,7 +31,7 @@ MISS = CacheState("miss")
 
 
 def toy_estimate(**changes: Any) -> PlanEstimate:
-    """Two layers on two IPUs."""
+    """Estimate two layers on two IPUs."""
     ops = tuple(
         TracedOp(
             index,
@@ -51,19 +50,18 @@ def toy_estimate(**changes: Any) -> PlanEstimate:
         for index in range(2)
     )
     parameters = tuple(TracedParameter(f"layer.{index}.weight", 1024, 2, True, (index,)) for index in range(2))
-    profile = TracedModel(ops, parameters, 0, 100, 4, 1)
-    layout, settings, machine = layout_of_cuts(profile, [1]), Settings(gradient_accumulation=8), Machine()
-    found = estimate(profile, layout, settings, machine)
-    situation = Situation(profile, layout, settings, machine, found)
-    return PlanEstimate(situation, timeline_of(layout, settings, found.time), **changes)
+    traced = TracedModel(ops, parameters, 0, 100, 4, 1)
+    layout, settings, machine = layout_of_cuts(traced, [1]), Settings(gradient_accumulation=8), Machine()
+    found = estimate(traced, layout, settings, machine)
+    return PlanEstimate(EstimatedModel(traced, layout, settings, machine, found), Search(traced, machine), **changes)
 
 
-def with_memory(outlook: PlanEstimate, *ipus: IpuMemory) -> PlanEstimate:
-    """The same outlook with other memory."""
+def with_memory(plan_estimate: PlanEstimate, *ipus: IpuMemory) -> PlanEstimate:
+    """Return the same estimate with other memory."""
     verdicts = tuple(Verdict.DOES_NOT_FIT if ipu.share > 1 else Verdict.FITS for ipu in ipus)
     overall = Verdict.DOES_NOT_FIT if Verdict.DOES_NOT_FIT in verdicts else Verdict.FITS
-    found = dataclasses.replace(outlook.estimate, ipus=ipus, verdicts=verdicts, verdict=overall)
-    return dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found))
+    found = dataclasses.replace(plan_estimate.estimate, ipus=ipus, verdicts=verdicts, verdict=overall)
+    return dataclasses.replace(plan_estimate, training=dataclasses.replace(plan_estimate.training, estimate=found))
 
 
 @pytest.mark.parametrize(
@@ -74,16 +72,16 @@ def test_a_bar_is_full_at_the_limit(share: float, shown: str) -> None:
     assert bar(share, width=8) == shown
 
 
-def test_what_poptorch_would_refuse_stands_below_the_verdict() -> None:
-    outlook = toy_estimate()
-    profile = dataclasses.replace(outlook.situation.profile, refused="value read back (net.py:3)")
-    refused = dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, profile=profile))
+def test_the_reason_why_poptorch_would_refuse_follows_the_verdict() -> None:
+    plan_estimate = toy_estimate()
+    traced = dataclasses.replace(plan_estimate.training.traced, refused="value read back (net.py:3)")
+    refused = dataclasses.replace(plan_estimate, training=dataclasses.replace(plan_estimate.training, traced=traced))
     assert estimate_lines(refused, MISS)[1:3] == [
-        "  but PopTorch would refuse to train the model; it was traced in evaluation mode, and this is why:",
+        "  but PopTorch would refuse to train the model; it was traced in evaluation mode. The reason:",
         "  value read back (net.py:3)",
     ]
     assert estimate_dict(refused, MISS)["refused"] == "value read back (net.py:3)"
-    assert estimate_dict(outlook, MISS)["refused"] is None and estimate_lines(outlook, MISS)[1] == ""
+    assert estimate_dict(plan_estimate, MISS)["refused"] is None and estimate_lines(plan_estimate, MISS)[1] == ""
 
 
 def test_the_table_shows_every_part_against_the_limit() -> None:
@@ -102,7 +100,7 @@ def test_the_table_shows_every_part_against_the_limit() -> None:
     assert second.endswith(">] 150% does not fit")
 
 
-def test_the_schedule_is_told() -> None:
+def test_the_pipeline_is_shown() -> None:
     text = "\n".join(estimate_lines(toy_estimate(), MISS))
     assert "2 stages: fill 2, steady 6, drain 2 cycles" in text
     assert "bubble 20%" in text  # 2 of 10 cycles
@@ -117,53 +115,55 @@ def test_the_schedule_is_told() -> None:
         (CacheState("unknown", 1, why="only PopART can tell"), "1 executable of this name; only PopART can tell"),
     ],
 )
-def test_the_cache_is_told(cache: CacheState, shown: str) -> None:
+def test_the_cache_is_shown(cache: CacheState, shown: str) -> None:
     assert f"  cache      {shown}" in estimate_lines(toy_estimate(), cache)
 
 
-def inference_of(outlook: PlanEstimate) -> Situation:
-    own = outlook.situation
+def inference_of(plan_estimate: PlanEstimate) -> EstimatedModel:
+    own = plan_estimate.training
     settings = dataclasses.replace(own.settings, training=False, gradient_accumulation=1, device_iterations=4)
-    found = estimate(own.profile, own.layout, settings, own.machine)
+    found = estimate(own.traced, own.layout, settings, own.machine)
     return dataclasses.replace(own, settings=settings, estimate=found)
 
 
-def test_inference_is_one_line_and_a_table_of_its_own() -> None:
-    outlook = toy_estimate()
-    outlook = dataclasses.replace(outlook, inference=inference_of(outlook))
-    (line,) = [line for line in estimate_lines(outlook, MISS) if line.startswith("  inference  ")]
+def test_inference_is_one_line_and_a_separate_table() -> None:
+    plan_estimate = toy_estimate()
+    plan_estimate = dataclasses.replace(plan_estimate, inference=inference_of(plan_estimate))
+    (line,) = [line for line in estimate_lines(plan_estimate, MISS) if line.startswith("  inference  ")]
     assert line.startswith("  inference  fits, fullest IPU ") and "samples/s" in line and "(estimate" in line
-    text = "\n".join(inference_lines(outlook))
+    text = "\n".join(inference_lines(plan_estimate))
     # 4 batches through 2 stages: one more cycle than batches, without a backward pass.
     assert "2 stages: fill 1, steady 3, drain 1 cycles" in text and "bubble 20%" in text
     assert "one batch" in text and "optimizer" not in text and "to write" in text
-    document = estimate_dict(outlook, MISS)["inference"]
+    document = estimate_dict(plan_estimate, MISS)["inference"]
     assert [ipu["activations"] + ipu["gradients"] + ipu["optimizer_state"] for ipu in document["ipus"]] == [0, 0]
     assert document["time"]["all_reduce"] == 0 and document["schedule"]["cycles"] == 5
 
 
-def test_a_host_that_sets_the_pace_is_part_of_the_sum() -> None:
-    outlook = toy_estimate()
-    time = dataclasses.replace(outlook.estimate.time, host_input=2.0, total=2.004, host=0.004, host_bound=True)
-    found = dataclasses.replace(outlook.estimate, time=time)
+def test_a_host_that_limits_throughput_is_part_of_the_sum() -> None:
+    plan_estimate = toy_estimate()
+    time = dataclasses.replace(plan_estimate.estimate.time, host_input=2.0, total=2.004, host=0.004, host_bound=True)
+    found = dataclasses.replace(plan_estimate.estimate, time=time)
     text = "\n".join(
         estimate_lines(
-            dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found)), MISS
+            dataclasses.replace(plan_estimate, training=dataclasses.replace(plan_estimate.training, estimate=found)),
+            MISS,
         )
     )
     assert "one update 2 s = host I/O 2 s (beside compute " in text and ") + host 4 ms (estimate)" in text
 
 
 def test_ipus_with_the_same_work_share_a_line() -> None:
-    outlook = toy_estimate()
-    one = outlook.estimate.time.ipus[0]
+    plan_estimate = toy_estimate()
+    one = plan_estimate.estimate.time.ipus[0]
     for numbers, shown in (((0, 1, 2), ["IPU 0-2"]), ((0,), ["IPU  0"])):
         time = dataclasses.replace(
-            outlook.estimate.time, ipus=tuple(dataclasses.replace(one, ipu=number) for number in numbers)
+            plan_estimate.estimate.time, ipus=tuple(dataclasses.replace(one, ipu=number) for number in numbers)
         )
-        found = dataclasses.replace(outlook.estimate, time=time)
+        found = dataclasses.replace(plan_estimate.estimate, time=time)
         lines = estimate_lines(
-            dataclasses.replace(outlook, situation=dataclasses.replace(outlook.situation, estimate=found)), MISS
+            dataclasses.replace(plan_estimate, training=dataclasses.replace(plan_estimate.training, estimate=found)),
+            MISS,
         )
         assert [line.strip()[:7].strip() for line in lines if "recomputed" in line] == shown
 
@@ -175,12 +175,14 @@ def test_remedies_can_be_copied_into_a_shell() -> None:
     assert "-12 MiB on the fullest IPU (40%), 1.50x the speed, fits" in lines[-2]
 
 
-def test_quiet_text_tells_what_the_exit_code_is_about() -> None:
-    outlook = toy_estimate()
-    large = dataclasses.replace(outlook.estimate, verdict=Verdict.DOES_NOT_FIT)
-    assert "inference" not in quiet_text(dataclasses.replace(outlook, inference=outlook.situation))
-    told = quiet_text(dataclasses.replace(outlook, inference=dataclasses.replace(outlook.situation, estimate=large)))
-    assert told.startswith(quiet_text(outlook)) and "; inference: does not fit" in told
+def test_quiet_text_shows_the_reason_of_the_exit_code() -> None:
+    plan_estimate = toy_estimate()
+    large = dataclasses.replace(plan_estimate.estimate, verdict=Verdict.DOES_NOT_FIT)
+    assert "inference" not in quiet_text(dataclasses.replace(plan_estimate, inference=plan_estimate.training))
+    text = quiet_text(
+        dataclasses.replace(plan_estimate, inference=dataclasses.replace(plan_estimate.training, estimate=large))
+    )
+    assert text.startswith(quiet_text(plan_estimate)) and "; inference: does not fit" in text
 
 
 def test_json_holds_plain_values() -> None:
@@ -193,8 +195,8 @@ def test_json_holds_plain_values() -> None:
 
 
 def _solution(*overrides: str) -> Solution:
-    situation = toy_estimate().situation
-    return Solution(situation.settings, situation.layout, None, overrides, situation.estimate)
+    training = toy_estimate().training
+    return Solution(training.settings, training.layout, None, overrides, training.estimate)
 
 
 def test_a_solution_is_valid_yaml() -> None:
@@ -209,33 +211,33 @@ def test_a_solution_is_valid_yaml() -> None:
 
 
 def test_no_solution_says_so() -> None:
-    assert solution_lines([])[0].startswith("solve: no split")
+    assert solution_lines([])[0].startswith("solve: no combination")
     assert "  'pipeline.split=[a]'" in solution_lines([_solution("pipeline.split=[a]")])
 
 
-def test_a_quicker_config_that_is_tight_is_told_beside_those_that_fit() -> None:
+def test_a_faster_tight_config_is_shown_besides_those_that_fit() -> None:
     fits = [_solution(f"micro_batch_size={size}") for size in (1, 2, 3)]
     time = fits[0].estimate.time
     faster = dataclasses.replace(time, samples_per_second=2 * time.samples_per_second)
     tight = dataclasses.replace(fits[0].estimate, verdict=Verdict.TIGHT, time=faster)
     lines = solution_lines([*fits, dataclasses.replace(_solution("micro_batch_size=9"), estimate=tight)])
-    told = next(index for index, line in enumerate(lines) if line.startswith("  quicker, if it fits: "))
-    assert "tight" in lines[told] and lines[told + 1] == "    micro_batch_size=9"
+    shown = next(index for index, line in enumerate(lines) if line.startswith("  faster, if it fits: "))
+    assert "tight" in lines[shown] and lines[shown + 1] == "    micro_batch_size=9"
     assert lines[-1] == "  micro_batch_size=1"
 
 
 def test_the_config_itself_may_be_the_best() -> None:
     lines = solution_lines([_solution()])
-    assert "(the config as it is)" in lines[1] and lines[-1].startswith("nothing to type")
+    assert "(the config itself)" in lines[1] and lines[-1].startswith("nothing to type")
 
 
-def test_nothing_is_broken_inside_a_word_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_not_broken_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = Remedy("another split", ("pipeline.split=[a,b]",), Verdict.FITS, 12 << 20, 1.5, 10.0, 0.4)
-    outlook = toy_estimate(remedies=(remedy,))
-    wide = estimate_lines(outlook, MISS)
+    plan_estimate = toy_estimate(remedies=(remedy,))
+    wide = estimate_lines(plan_estimate, MISS)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    narrow = estimate_lines(outlook, MISS)
+    narrow = estimate_lines(plan_estimate, MISS)
     assert max(map(len, narrow)) <= 80 < max(map(len, wide))
     assert set(" ".join(narrow).split()) == set(" ".join(wide).split())
 
