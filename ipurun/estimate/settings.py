@@ -119,7 +119,7 @@ def _strategy(calls: Sequence[Call]) -> str:
     return _STRATEGIES.get(given.args[0].path.rpartition(".")[2], "pipelined")
 
 
-def _phases(calls: Sequence[Call]) -> Dict[str, int]:
+def phases_of(calls: Sequence[Call]) -> Dict[str, int]:
     """Return the phase of each block id, in phased execution."""
     if not _strategy(calls).endswith("phased"):
         return {}
@@ -203,7 +203,7 @@ def machine_of(config: RunConfig) -> Machine:
 def layout_of_plan(traced: TracedModel, plan: Plan, *, training: bool = True) -> StageLayout:
     """Return the layout of the plan's blocks for training or for inference."""
     placements = plan.placements if training else plan.inference_placements
-    numbers = _phases(plan.training_options if training else plan.inference_options)
+    numbers = phases_of(plan.training_options if training else plan.inference_options)
     phases = {placed.module: numbers[placed.block_id] for placed in placements if placed.block_id in numbers}
     return layout_of_blocks(traced, [(placed.module, placed.ipu) for placed in placements], plan.recompute, phases)
 
