@@ -14,7 +14,7 @@ from ipurun.estimate.types import Settings, StageLayout
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.planning.plan import Plan
 
-__all__ = ["Resets", "block_checkpoints", "layout_of_plan", "machine_of", "resets_of", "settings_of"]
+__all__ = ["Resets", "block_checkpoints", "layout_of_plan", "machine_of", "phases_of", "resets_of", "settings_of"]
 
 # PopART's RecomputationType by number.
 _RECOMPUTATION = {0: "none", 1: "checkpoints", 2: "norm_only", 3: "checkpoints", 4: "checkpoints"}
