@@ -101,7 +101,7 @@ format: $(VENV)/.lint  ## Put the code into shape.
 
 docs: $(VENV)/.test  ## Rewrite the generated reference pages, and what the examples in README.md and docs/ print.
 	$(BIN)/python -m ipurun.config.reference docs/reference/config-keys.md
-	$(BIN)/python -m ipurun.emulator.coverage ipurun/api/api.json tests/emulator docs/reference/emulator-coverage.md
+	$(BIN)/python tests/emulator/coverage_table.py ipurun/api/api.json tests/emulator docs/reference/emulator-coverage.md
 	$(BIN)/python tests/docs_examples.py
 
 wheel: $(VENV)/.installed  ## Build the wheel into dist/.

@@ -20,7 +20,6 @@ MODULES = {
 EXTRA_NAMES = {
     "autocast": "PopTorch up to 3.0, for older programs",
     "autocasting": "PopTorch up to 3.0, for older programs",
-    "coverage": "lists what is emulated",
     "exec": "runs an unmodified PopTorch program",
     "graph": "captured graphs, for tools that inspect models",
     "install": "makes `import poptorch` import the emulator",

@@ -2,11 +2,11 @@
 
 import os
 
+import coverage_table as coverage
 import pytest
 
 import ipurun
 from ipurun.api.manifest import load as load_manifest
-from ipurun.emulator import coverage
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(ipurun.__file__)))
 TESTS = os.path.join(ROOT, "tests", "emulator")
@@ -58,6 +58,4 @@ def test_missing_names_and_tests_are_reported(tmp_path):
 def test_the_page_is_up_to_date():
     with open(PAGE, encoding="utf-8") as file:
         written = file.read()
-    assert written == coverage.make_table(load_manifest(), TESTS), (
-        "run: python -m ipurun.emulator.coverage ipurun/api/api.json tests/emulator docs/reference/emulator-coverage.md"
-    )
+    assert written == coverage.make_table(load_manifest(), TESTS), "run: make docs"
