@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Dict, FrozenSet, List, Mapping, Optional, Tuple
-
-from torch import nn
+from typing import Dict, List, Mapping, Optional, Tuple
 
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError
@@ -20,6 +18,7 @@ from ipurun.estimate.split import Split
 from ipurun.estimate.types import EstimatedModel, Verdict
 from ipurun.inspect.data import first_sample, is_stream
 from ipurun.inspect.facts import Facts, Purpose
+from ipurun.inspect.model import cut_modules
 from ipurun.inspect.model_and_data import ModelAndData
 from ipurun.inspect.sampling import seeded
 from ipurun.inspect.trace import strategy_of, trace_model
@@ -49,7 +48,7 @@ def estimate_plan(config: RunConfig, plan: Plan, subject: ModelAndData) -> PlanE
     search = Search(
         traced,
         training.machine,
-        _cut_modules(subject.model),
+        cut_modules(subject.model),
         block_checkpoints(traced, stacks(subject.facts)),
         resets_of(config),
     )
@@ -160,7 +159,7 @@ def auto_split(
         problem = error.problems[0]
         return config, dataclasses.replace(facts, unsolved=f"{problem.what}: {problem.seen} ({problem.where})")
     obstacles: Dict[str, None] = {}
-    found = _fastest_split(config, plan, Search(traced, machine_of(config), _cut_modules(subject.model)), obstacles)
+    found = _fastest_split(config, plan, Search(traced, machine_of(config), cut_modules(subject.model)), obstacles)
     if found is None and facts.purpose is Purpose.PLAN:
         note = f"pipeline.split=auto found no split that fits; the whole model is shown: {'; '.join(obstacles)}"
         return config, dataclasses.replace(facts, solved_split=(), is_left_whole=True, notes=(*facts.notes, note))
@@ -249,14 +248,3 @@ def _trace(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: bo
             module_precision=plan.module_precision,
             strategy=strategy_of(plan.training_options if training else plan.inference_options),
         )
-
-
-def _cut_modules(model: nn.Module) -> FrozenSet[str]:
-    """Return the modules at which a block may begin: those that are called (unlike a ModuleList) and have parameters
-    (unlike a dropout inside a layer).
-    """
-    return frozenset(
-        name
-        for name, module in model.named_modules()
-        if name and type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, Set, Tuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ __all__ = [
     "CACHE_NOTE",
     "changing_buffers",
     "count_parameters",
+    "cut_modules",
     "make_meta_model",
     "make_model",
     "model_structure",
@@ -69,6 +70,17 @@ def make_meta_model(config: RunConfig) -> nn.Module:
 def count_parameters(model: nn.Module) -> int:
     """Return the number of values in all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def cut_modules(model: nn.Module) -> FrozenSet[str]:
+    """Return the modules at which a block may begin: those that are called (unlike a ModuleList) and have parameters
+    (unlike a dropout inside a layer).
+    """
+    return frozenset(
+        name
+        for name, module in model.named_modules()
+        if name and type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
+    )
 
 
 def model_structure(model: nn.Module) -> Dict[str, Any]:
