@@ -514,8 +514,8 @@ def _report(prepared: PreparedRun, words: Sequence[str], solve: bool, calibrate:
 
     config = prepared.point.config
     try:
-        found = plan_estimate.estimate_plan(config, prepared.plan, prepared.subject)
-        cache = look_into_cache(config, prepared.plan, prepared.subject, prepared.engine)
+        found = plan_estimate.estimate_plan(config, prepared.plan, prepared.inspected)
+        cache = look_into_cache(config, prepared.plan, prepared.inspected, prepared.engine)
     except ConfigError as error:
         if solve or calibrate is not None:
             raise

@@ -32,24 +32,24 @@ from ipurun.planning.plan import Plan
 __all__ = ["auto_split", "calibrated_words", "estimate_plan", "solve"]
 
 
-def estimate_plan(config: RunConfig, plan: Plan, subject: ModelAndData) -> PlanEstimate:
+def estimate_plan(config: RunConfig, plan: Plan, inspected: ModelAndData) -> PlanEstimate:
     """Estimate a plan.
 
     Args:
         config: The config.
         plan: Its plan.
-        subject: Its model and data.
+        inspected: Its model and data.
 
     Raises:
         ConfigError: The model cannot be traced.
     """
-    training = _estimated(config, plan, subject)
+    training = _estimated(config, plan, inspected)
     traced = training.traced
     search = Search(
         traced,
         training.machine,
-        cut_modules(subject.model),
-        block_checkpoints(traced, stacks(subject.facts)),
+        cut_modules(inspected.model),
+        block_checkpoints(traced, stacks(inspected.facts)),
         resets_of(config),
     )
     remedies = tuple(
@@ -66,15 +66,15 @@ def estimate_plan(config: RunConfig, plan: Plan, subject: ModelAndData) -> PlanE
         variant = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints)[-1]
         requirements = search.requirements(variant, plan.devices.total)
     try:
-        inference: Optional[EstimatedModel] = _estimated(config, plan, subject, training=False)
+        inference: Optional[EstimatedModel] = _estimated(config, plan, inspected, training=False)
     except ConfigError:
         inference = None
     return PlanEstimate(training, search, remedies, requirements, inference)
 
 
-def _estimated(config: RunConfig, plan: Plan, subject: ModelAndData, *, training: bool = True) -> EstimatedModel:
+def _estimated(config: RunConfig, plan: Plan, inspected: ModelAndData, *, training: bool = True) -> EstimatedModel:
     """Estimate training, or evaluation and prediction: no backward pass, no optimizer, and all outputs."""
-    traced = _trace(config, subject, plan, training=training)
+    traced = _trace(config, inspected, plan, training=training)
     machine, settings = machine_of(config), settings_of(plan, training=training)
     layout = layout_of_plan(traced, plan, training=training)
     return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))
@@ -133,17 +133,17 @@ def solve(config: RunConfig, plan: Plan, plan_estimate: PlanEstimate) -> List[So
 
 
 def auto_split(
-    config: RunConfig, subject: ModelAndData, keys: Optional[Mapping[str, str]] = None
+    config: RunConfig, inspected: ModelAndData, keys: Optional[Mapping[str, str]] = None
 ) -> Tuple[RunConfig, Facts]:
     """Solve `pipeline.split=auto`: return the config and the facts with the solution; unchanged for other splits.
 
     Args:
         config: The config.
-        subject: Its model and data. Where no split fits and their purpose is to plan, the model is left whole, so that
+        inspected: Its model and data. Where no split fits and their purpose is to plan, the model is left whole, so that
             the plan can show what it would take.
         keys: The keys that were set; None: those that differ from their defaults.
     """
-    facts = subject.facts
+    facts = inspected.facts
     if not is_auto(config.pipeline.split):
         return config, facts
     unsplit = dataclasses.replace(config.pipeline, split=[], ipus=None)
@@ -154,12 +154,12 @@ def auto_split(
         taken_out = ("gradient_accumulation", "replication.factor")
         kept = None if keys is None else {key: "" for key in keys if key not in taken_out}
         plan = make_plan(trial, dataclasses.replace(facts, available_ipus=None), keys=kept)
-        traced = _trace(config, subject, plan)
+        traced = _trace(config, inspected, plan)
     except ConfigError as error:
         problem = error.problems[0]
         return config, dataclasses.replace(facts, unsolved=f"{problem.what}: {problem.seen} ({problem.where})")
     obstacles: Dict[str, None] = {}
-    found = _fastest_split(config, plan, Search(traced, machine_of(config), cut_modules(subject.model)), obstacles)
+    found = _fastest_split(config, plan, Search(traced, machine_of(config), cut_modules(inspected.model)), obstacles)
     if found is None and facts.purpose is Purpose.PLAN:
         note = f"pipeline.split=auto found no split that fits; the whole model is shown: {'; '.join(obstacles)}"
         return config, dataclasses.replace(facts, solved_split=(), is_left_whole=True, notes=(*facts.notes, note))
@@ -237,8 +237,8 @@ def _is_batch_free(config: RunConfig) -> bool:
     return config.global_batch_size is None and config.gradient_accumulation is None
 
 
-def _trace(config: RunConfig, subject: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
-    data = subject.splits.get("train")
+def _trace(config: RunConfig, inspected: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
+    data = inspected.splits.get("train")
     sample = None if data is None or is_stream(data) else first_sample(data)
     with seeded(config.seed):
         return trace_model(

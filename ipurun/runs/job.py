@@ -75,7 +75,7 @@ def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFo
         RunError: The run failed; the traceback is in the log of its folder.
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
-    run = build_run(point.config, plan, prepared.subject, engine)
+    run = build_run(point.config, plan, prepared.inspected, engine)
     described = (point.config, point, plan, engine)
     folder = resume_folder or RunFolder.create(*described)
     checkpoint = latest(folder)

@@ -27,7 +27,7 @@ class PreparedRun:
 
     point: Point
     engine: engines.Engine
-    subject: ModelAndData
+    inspected: ModelAndData
     plan: Plan
 
 
@@ -38,16 +38,16 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
         ConfigError: With all problems that could be found.
     """
     problems: List[Problem] = list(point.problems)
-    engine = subject = plan = None
+    engine = inspected = plan = None
     config = point.config
     try:
         engine = engines.load(point.config.engine)
-        subject = inspect(config, engine, purpose)
-        facts = subject.facts
+        inspected = inspect(config, engine, purpose)
+        facts = inspected.facts
         if is_auto(config.pipeline.split):
             from ipurun.estimate.plan_estimate import auto_split  # deferred: other runs need no estimate
 
-            config, facts = auto_split(config, subject, point.given)
+            config, facts = auto_split(config, inspected, point.given)
     except ConfigError as error:
         problems += _new_problems(error, problems, point)
         # Without the model and the data much can still be checked.
@@ -58,9 +58,9 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
         plan = make_plan(config, facts, keys=point.given)
     except ConfigError as error:
         problems += _new_problems(error, problems, point)
-    if problems or engine is None or subject is None or plan is None:
+    if problems or engine is None or inspected is None or plan is None:
         raise ConfigError(problems)
-    return PreparedRun(point, engine, subject, plan)
+    return PreparedRun(point, engine, inspected, plan)
 
 
 def _new_problems(error: ConfigError, problems: List[Problem], point: Point) -> List[Problem]:

@@ -145,7 +145,7 @@ def load_run(
     point = stored_point(folder, argv, f"{command} {folder}")
     checkpoint = _checkpoint(folder, checkpoint_file, use_best)
     prepared = prepare(point)
-    run = build_run(point.config, prepared.plan, prepared.subject, prepared.engine)
+    run = build_run(point.config, prepared.plan, prepared.inspected, prepared.engine)
     load_weights(run.user_model, checkpoint)
     return LoadedRun(run, folder, checkpoint)
 
