@@ -139,8 +139,8 @@ def auto_split(
 
     Args:
         config: The config.
-        inspected: Its model and data. Where no split fits and their purpose is to plan, the model is left whole, so that
-            the plan can show what it would take.
+        inspected: Its model and data. If no split fits and their purpose is to plan, the model is left whole, so that
+            the plan can show what it would need.
         keys: The keys that were set; None: those that differ from their defaults.
     """
     facts = inspected.facts
