@@ -191,7 +191,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Outputs of a run's weights for a split: `outputs` has one row a sample, in the order of the data."""
+    """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data."""
 
     folder: Path
     checkpoint: Path

@@ -22,7 +22,7 @@ usage: ipurun ls [recipes]
        ipurun ls keys [PATTERN]
 
 Lists the recipes (built-in, and yours below ./conf/recipe), the options of every config group, or every
-config key with its type, default and meaning. PATTERN is a part of a key, or has * and ?.
+config key with its type, default and meaning. PATTERN is part of a key; * and ? are wildcards.
 
 examples
   ipurun ls

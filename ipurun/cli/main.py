@@ -18,7 +18,7 @@ COMMANDS = {
     "train": "Train a model from a recipe; any key can be overridden (-m sweeps).",
     "eval": "Evaluate the weights of a run.",
     "predict": "Write a run's predictions for a split of its data.",
-    "plan": "Compose, check and show everything that would happen; touch nothing.",
+    "plan": "Show what a config would do, without running it.",
     "validate": "Check configs without running them.",
     "ls": "List recipes; `ls keys` lists every config key.",
     "cat": "Print a recipe.",
@@ -66,7 +66,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command line.
 
     Returns:
-        The exit code: 0 done, 1 the run failed, 2 the config is wrong, 130 interrupted.
+        The exit code: 0 done, 1 the run failed, 2 the config is wrong, 3 a plan does not fit, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     drop_working_folder()

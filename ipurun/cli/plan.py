@@ -23,13 +23,13 @@ an estimate of memory and speed on IPUs, from a trace of the model. Nothing is c
 every point of a sweep. The exit code is 3 if a config is estimated not to fit.
 
 flags
-  --inference     show the memory and the speed of evaluation and prediction in full, too
+  --inference     also show memory and speed of evaluation and prediction in full
   --explain       list what the estimate assumes
   --solve         find split, micro-batch, accumulation and replication for `devices` and the global batch
   --solve=FILE    the same, and write the config to a YAML file
   --html FILE     write the estimate as one self-contained page
-  --calibrate RUN machine constants with which the estimate agrees with a run of this config on IPUs
-  --quiet         one line a plan
+  --calibrate RUN fit the machine constants to a run of this config on IPUs
+  --quiet         one line per plan
   --json          one JSON document on standard output (a list with -m)
   --debug         show tracebacks
 

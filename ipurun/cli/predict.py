@@ -15,7 +15,7 @@ _USAGE = """\
 usage: ipurun predict RUN_FOLDER [key=value ...] [flags]
 
 Loads the config and the newest checkpoint of a run and writes the model's outputs for the test split where the data has
-one, else for the eval split: one row a sample, in the order of the data.
+one, else for the eval split: one row per sample, in the order of the data.
 
 flags
   --split NAME        another split: train, eval or test

@@ -35,9 +35,6 @@ def run(argv: List[str]) -> int:
     if flags.help:
         print(_USAGE, end="")
         return 0
-    from ipurun.config.argv import parse_argv
-
-    parse_argv(rest)  # refuses unknown flags, whose value would be taken for a recipe
     with only_json(flags.json):
         from ipurun.interface import check_words
 
@@ -62,6 +59,8 @@ def run(argv: List[str]) -> int:
 
 def _lines(argv: List[str]) -> List[List[str]]:
     """Return a command line for each recipe that is given by its bare name, else the line as it is."""
-    names = [word for word in argv if "=" not in word and not word.startswith(("-", "~"))]
+    from ipurun.config.argv import parse_argv
+
+    names = [word for word in parse_argv(argv).overrides if "=" not in word and not word.startswith("~")]
     others = [word for word in argv if word not in names]
     return [[f"+recipe={name}", *others] for name in names] or [argv]

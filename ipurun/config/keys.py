@@ -28,6 +28,18 @@ __all__ = [
 # Groups whose files each describe one object: the second of two in a list would silently win.
 ONE_CHOICE = ("model", "data", "optimizer", "schedule", "machine")
 
+# Names of types as messages write them.
+_TYPES = {
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "list of any": "a list",
+    "list of int": "a list of whole numbers",
+    "list of str": "a list of names",
+    "mapping": "a mapping",
+    "str": "text",
+}
+
 
 @functools.lru_cache(maxsize=None)
 def all_keys() -> Dict[str, Key]:
@@ -126,15 +138,22 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
     if isinstance(value, str) and "${" in value:
         return None  # an interpolation: its value is known only after composing
     if isinstance(value, bool) and not _takes_bool(path):
-        return all_keys()[path].type_name, str(value).lower()  # OmegaConf would accept it as 0 or 1, or as text
+        return _accepted(path), str(value).lower()  # OmegaConf would accept it as 0 or 1, or as text
     try:
         OmegaConf.update(_scratch(), path, value, merge=False)
     except OmegaConfBaseException:
         takes = all_keys()[path].type_name
         if isinstance(value, list) and len(value) > 1 and "list" not in takes:
-            takes = f"one {'number' if 'int' in takes or 'float' in takes else 'value'}, not a list"
-        return takes, _shown(value)
+            return f"one {'number' if 'int' in takes or 'float' in takes else 'value'}, not a list", _shown(value)
+        return _accepted(path), _shown(value)
     return None
+
+
+def _accepted(path: str) -> str:
+    """Describe the values that a key takes: ``a whole number or null``."""
+    names = all_keys()[path].type_name.split(" | ")
+    described = [_TYPES.get(name, name) for name in names]
+    return " or ".join([", ".join(described[:-1]), described[-1]] if len(described) > 1 else described)
 
 
 def example(path: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.api.calls import Call
+from ipurun.api.calls import Call, last_call
 from ipurun.config.schema import RunConfig
 from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import checkpoint_ops, layout_of_blocks
@@ -113,7 +113,7 @@ def _type_bytes(given: Any) -> int:
 
 
 def _strategy(calls: Sequence[Call]) -> str:
-    given = _last(calls, "setExecutionStrategy")
+    given = last_call("setExecutionStrategy", calls)
     if given is None or not given.args or not isinstance(given.args[0], Call):
         return "pipelined"
     return _STRATEGIES.get(given.args[0].path.rpartition(".")[2], "pipelined")
@@ -123,7 +123,7 @@ def phases_of(calls: Sequence[Call]) -> Dict[str, int]:
     """Return the phase of each block id, in phased execution."""
     if not _strategy(calls).endswith("phased"):
         return {}
-    given = _last(calls, "setExecutionStrategy")
+    given = last_call("setExecutionStrategy", calls)
     phases = given.args[0].args if given is not None else ()
     return {block: number for number, phase in enumerate(phases) for block in _block_ids(phase)}
 
@@ -179,7 +179,7 @@ def _location(calls: Sequence[Call], path: str) -> Dict[str, Any]:
 
 
 def _argument(calls: Sequence[Call], path: str) -> Any:
-    call = _last(calls, path)
+    call = last_call(path, calls)
     if call is None or not call.args:
         return None
     given = call.args[0]
@@ -189,10 +189,6 @@ def _argument(calls: Sequence[Call], path: str) -> Any:
 def _popart(calls: Sequence[Call], option: str) -> Any:
     matching: Iterable[Call] = (call for call in calls if call.path == "_Popart.set" and call.args[0] == option)
     return next((call.args[1] for call in reversed(list(matching))), None)
-
-
-def _last(calls: Sequence[Call], path: str) -> Optional[Call]:
-    return next((call for call in reversed(calls) if call.path == path), None)
 
 
 def machine_of(config: RunConfig) -> Machine:

@@ -44,7 +44,13 @@ def check_data(node: Mapping[str, Any], engine_module: Optional[ModuleType] = No
                 key="data._target_",
             )
         ]
-    problems = []
+    problems = [
+        Problem(f"`data.{word}` takes a mapping of arguments", seen=repr(node[word]), key=f"data.{word}")
+        for word in _OVERRIDES
+        if not isinstance(node.get(word) or {}, Mapping)
+    ]
+    if problems:
+        return problems
     for name, arguments in _variants(node).items():
         key = "data" if name == "train" else f"data._{name}_"
         problems += check_node(arguments, key, engine_module)

@@ -20,6 +20,8 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
     problems: List[Problem] = []
     for name, node in nodes.items():
         key = f"metrics.{name}"
+        if node is not None and not isinstance(node, Mapping):
+            continue  # composing has reported it
         arguments, phases, _ = _parts(node)
         wrong = [phase for phase in phases if phase not in _PHASES]
         if wrong:
@@ -96,8 +98,8 @@ def _make(name: str, arguments: Dict[str, Any], higher: Optional[bool], engine_m
 
 def _parts(node: Any) -> Tuple[Dict[str, Any], Tuple[str, ...], Optional[bool]]:
     """Split a metric's node into its arguments, the phases it is computed in, and its direction if given."""
-    arguments = dict(node or {})
+    arguments = dict(node) if isinstance(node, Mapping) else {}
     # YAML 1.1 reads a bare `on` as the boolean true.
     phases = arguments.pop("on", arguments.pop(True, ("eval",)))  # type: ignore[call-overload]  # see above
     higher = arguments.pop("higher_is_better", None)
-    return arguments, (phases,) if isinstance(phases, str) else tuple(phases), higher
+    return arguments, tuple(phases) if isinstance(phases, (list, tuple)) else (phases,), higher

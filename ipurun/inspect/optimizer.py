@@ -29,7 +29,8 @@ def check_optimizer(node: Mapping[str, Any], engine_module: ModuleType) -> List[
 def check_groups(node: Mapping[str, Any], parameter_names: Sequence[str]) -> List[Problem]:
     """Return the problems of `optimizer.groups` with a model: every pattern must match a parameter."""
     found = Findings()
-    for number, group in enumerate(node.get("groups") or ()):
+    groups = node.get("groups")
+    for number, group in enumerate(groups if isinstance(groups, (list, tuple)) else ()):  # the plan refuses others
         key = f"optimizer.groups.{number}"
         for pattern in names_in(group.get("match"), key, found, "parameter") if isinstance(group, Mapping) else ():
             check_parameters(pattern, key, parameter_names, found)

@@ -123,6 +123,8 @@ def check_node(
     positional: int = 0,
 ) -> List[Problem]:
     """Return the problems of a node with `_target_` and of its nested targets, without calling any."""
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        return [Problem(f"`{key}` has no `_target_`", seen=repr(node), fix=f"{key}._target_=module.Name", key=key)]
     problems: List[Problem] = []
     for name, value in arguments_of(node).items():
         problems += _check_nested(value, f"{key}.{name}", engine_module)

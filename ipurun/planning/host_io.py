@@ -150,6 +150,6 @@ def _training_metrics(config: RunConfig) -> List[str]:
     named = []
     for name, node in config.metrics.items():
         on = node.get("on") if isinstance(node, Mapping) else None
-        if on is not None and "train" in ([on] if isinstance(on, str) else list(on)):
+        if on is not None and "train" in (on if isinstance(on, (list, tuple)) else [on]):
             named.append(str(name))
     return named

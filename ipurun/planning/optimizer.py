@@ -287,6 +287,10 @@ def _names(value: Any) -> List[str]:
 def _groups(
     groups: Any, target: str, described: Optional[Mapping[str, Any]], found: Findings
 ) -> Tuple[ParameterGroup, ...]:
+    if groups is not None and not isinstance(groups, (list, tuple)):
+        fix = "optimizer.groups=[{match: '*.bias', weight_decay: 0.0}]"
+        found.problem("`optimizer.groups` takes a list", seen=repr(groups), fix=fix, key="optimizer.groups")
+        return ()
     planned = []
     for index, group in enumerate(groups or ()):
         key = f"optimizer.groups.{index}"

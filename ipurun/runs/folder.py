@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON object a line: training and evaluation metrics."""
+        """One JSON object per line: training and evaluation metrics."""
         return self.path / "metrics.jsonl"
 
     @property

@@ -12,7 +12,7 @@ import traceback
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Callable, List, Optional, Sequence
+from typing import IO, Callable, List, Mapping, Optional, Sequence
 
 from ipurun.build import Run, build_run
 from ipurun.checkpoint import Checkpoint, latest
@@ -185,7 +185,8 @@ def _last_line(error: BaseException) -> str:
 def _logger_problems(point: Point) -> List[Problem]:
     problems: List[Problem] = []
     for name, node in point.config.logger.items():
-        problems += check_node(node, f"logger.{name}", given=("folder",))
+        if isinstance(node, Mapping):  # composing has reported others
+            problems += check_node(node, f"logger.{name}", given=("folder",))
     return problems
 
 

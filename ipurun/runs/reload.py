@@ -157,7 +157,7 @@ class LoadedModel:
     Args:
         model: The model with its weights.
         config: The config of the run.
-        step: Weight updates behind the weights.
+        step: Number of weight updates that produced the weights.
         metrics: Values of the last evaluation before the checkpoint; empty where there was none.
         folder: The run folder.
         checkpoint: The file that the weights are from.

@@ -166,3 +166,27 @@ def test_bytes_that_are_no_text(capsys: pytest.CaptureFixture) -> None:
     message = capsys.readouterr().err
     assert "not UTF-8 text" in message
     assert "caf\\xe9" in message
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("metrics.x=3", "`metrics.x` takes a mapping"),
+        ("metrics.accuracy.on=3", "`metrics.accuracy.on`: `3` is not a phase of a run"),
+        ("optimizer.groups=3", "`optimizer.groups` takes a list"),
+        ("optimizer.groups=abc", "`optimizer.groups` takes a list"),
+        ("logger.x=3", "`logger.x` takes a mapping"),
+        ("logger.x={}", "`logger.x` has no `_target_`"),
+        ("data._eval_=1.5", "`data._eval_` takes a mapping of arguments"),
+        ("epochs=soon", "`epochs` takes a whole number or null"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_gets_one_message(word: str, what: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["validate", "+recipe=mnist", word]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith(f"error: {what}")
+
+
+def test_validate_does_not_take_a_config_folder_for_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["validate", "--config-dir", str(tmp_path), "mnist"]) == 0
+    assert "mnist" in capsys.readouterr().out

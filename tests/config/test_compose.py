@@ -219,7 +219,7 @@ class TestBadInput:
         found = problems_of("+recipe=mnist", "device=8", "epochs=many", "engine=gpu", "micro_batch_size=0", "loose")
         assert [problem.what for problem in found] == [
             "unknown key `device`",
-            "`epochs` takes int | null",
+            "`epochs` takes a whole number or null",
             "`loose` is not an override",
             "`micro_batch_size` must be 1 or more",
             "`engine` cannot be `gpu`",
@@ -234,7 +234,7 @@ class TestBadInput:
     @pytest.mark.parametrize("value", ["true", "abc", "1.5", "[1]"])
     def test_a_number_must_be_a_number(self, value: str) -> None:
         (problem,) = problems_of("+recipe=mnist", f"device_iterations={value}")
-        assert problem.what == "`device_iterations` takes int"
+        assert problem.what == "`device_iterations` takes a whole number"
 
     def test_malformed_yaml_names_file_line_and_column(self) -> None:
         write_recipe("mine", "# @package _global_\nepochs: 1\nmodel: [unclosed\nseed: 3\n")
@@ -248,7 +248,7 @@ class TestBadInput:
         found = problems_of("+recipe=mine")
         assert [(p.what, p.where) for p in found] == [
             ("unknown key `epoch`", "conf/recipe/mine.yaml:2"),
-            ("`seed` takes int", "conf/recipe/mine.yaml:3"),
+            ("`seed` takes a whole number", "conf/recipe/mine.yaml:3"),
             ("unknown key `loader.shufle`", "conf/recipe/mine.yaml:5"),
         ]
         assert "epochs" in found[0].known
