@@ -10,12 +10,25 @@ from ipurun import moved
 TYPE_CHECKING = False  # not from `typing`, which a file in the working folder could stand in for at this time
 if TYPE_CHECKING:
     from ipurun.errors import ConfigError, IpurunError, Problem, RunError
-    from ipurun.interface import PlanReport, Result, evaluate, load, plan, predict, train, validate
+    from ipurun.interface import (
+        Evaluated,
+        PlanReport,
+        Predicted,
+        Result,
+        evaluate,
+        load,
+        plan,
+        predict,
+        train,
+        validate,
+    )
 
 __all__ = [
     "ConfigError",
+    "Evaluated",
     "IpurunError",
     "PlanReport",
+    "Predicted",
     "Problem",
     "Result",
     "RunError",

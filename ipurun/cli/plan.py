@@ -87,5 +87,7 @@ def _write(path: str, text: str, flag: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"`{flag}` cannot write its file", seen=str(error), fix=f"{flag}=FILE in a folder that exists"
+            f"`{flag}` cannot write its file",
+            seen=f"{path}: {error.strerror}",
+            fix=f"{flag}=FILE in a folder that exists",
         ) from error

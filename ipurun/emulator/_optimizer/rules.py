@@ -58,7 +58,7 @@ class Slot:
 
 
 @dataclass
-class Step:
+class UpdateValues:
     """Values shared by all parameters of one update."""
 
     factor: float
@@ -79,7 +79,7 @@ def working(tensor: torch.Tensor) -> torch.Tensor:
 class Rule:
     """An update rule. Each subclass implements one optimizer."""
 
-    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: UpdateValues) -> torch.Tensor:
         """Return the tensor that gradient clipping applies to."""
         return working(gradient)
 
@@ -87,13 +87,13 @@ class Rule:
         """Return the divisor of the prepared tensor's norm for the comparison with `max_grad_norm`."""
         return 1.0
 
-    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: UpdateValues) -> None:
         """Update the weight and the state."""
         raise NotImplementedError
 
 
 class _PlainSgd(Rule):
-    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: UpdateValues) -> None:
         weight = working(slot.weight)
         decay = slot["weightDecayScaleFactor0"]
         if decay != 1.0:
@@ -103,7 +103,7 @@ class _PlainSgd(Rule):
 
 
 class _SeparateSgd(Rule):
-    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: UpdateValues) -> torch.Tensor:
         stored = slot.state["Accl1"]
         velocity = working(stored)
         velocity.mul_(slot["scaledMomentum2"])
@@ -117,7 +117,7 @@ class _SeparateSgd(Rule):
     def clip_divisor(self, slot: Slot) -> float:
         return slot.velocity_scaling
 
-    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: UpdateValues) -> None:
         weight = working(slot.weight)
         direction = prepared
         if slot.nesterov:
@@ -130,7 +130,7 @@ class _SeparateSgd(Rule):
 
 
 class _CombinedSgd(Rule):
-    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: UpdateValues) -> torch.Tensor:
         stored = slot.state["Accl"]
         velocity = working(stored)
         velocity.add_(working(gradient), alpha=slot["dampeningScaleFactor1"] * step.factor)
@@ -140,7 +140,7 @@ class _CombinedSgd(Rule):
     def clip_divisor(self, slot: Slot) -> float:
         return slot.velocity_scaling
 
-    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: UpdateValues) -> None:
         weight = working(slot.weight)
         direction = prepared
         if slot.nesterov:
@@ -155,7 +155,7 @@ class _CombinedSgd(Rule):
         step.store(stored, velocity)
 
 
-def _unscaled(slot: Slot, gradient: torch.Tensor, step: Step, *, l2: bool) -> torch.Tensor:
+def _unscaled(slot: Slot, gradient: torch.Tensor, step: UpdateValues, *, l2: bool) -> torch.Tensor:
     scale = step.factor / step.loss_scaling
     unscaled = working(gradient) if scale == 1.0 else working(gradient) * scale
     if l2 and slot["weightDecay"] != 0.0:
@@ -164,10 +164,10 @@ def _unscaled(slot: Slot, gradient: torch.Tensor, step: Step, *, l2: bool) -> to
 
 
 class _Adam(Rule):
-    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: UpdateValues) -> torch.Tensor:
         return _unscaled(slot, gradient, step, l2=slot.variant is Variant.ADAM)
 
-    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: UpdateValues) -> None:
         first, second = self._moments(slot, prepared, step)
         correction1 = correction2 = 1.0
         if slot.bias_corrected:
@@ -178,7 +178,7 @@ class _Adam(Rule):
         self._move(slot, weight, first, denominator, correction1)
         step.store(slot.weight, weight)
 
-    def _moments(self, slot: Slot, prepared: torch.Tensor, step: Step) -> Tuple[torch.Tensor, torch.Tensor]:
+    def _moments(self, slot: Slot, prepared: torch.Tensor, step: UpdateValues) -> Tuple[torch.Tensor, torch.Tensor]:
         beta1, beta2 = slot["adamBeta1"], slot["adamBeta2"]
         first = working(slot.state["Accl1"])
         first.mul_(beta1).add_(prepared, alpha=1 - beta1)
@@ -223,10 +223,10 @@ def _root(value: float) -> float:
 
 
 class _RmsProp(Rule):
-    def prepare(self, slot: Slot, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+    def prepare(self, slot: Slot, gradient: torch.Tensor, step: UpdateValues) -> torch.Tensor:
         return _unscaled(slot, gradient, step, l2=True)
 
-    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: Step) -> None:
+    def finish(self, slot: Slot, prepared: torch.Tensor, gradient: torch.Tensor, step: UpdateValues) -> None:
         direction = prepared / self._denominator(slot, prepared, step)
         learning_rate = slot["learningRate"]
         if "Accl3" in slot.state:
@@ -240,7 +240,7 @@ class _RmsProp(Rule):
         weight.add_(direction, alpha=-learning_rate)
         step.store(slot.weight, weight)
 
-    def _denominator(self, slot: Slot, prepared: torch.Tensor, step: Step) -> torch.Tensor:
+    def _denominator(self, slot: Slot, prepared: torch.Tensor, step: UpdateValues) -> torch.Tensor:
         alpha, eps = slot["adaptiveAlpha"], slot["adaptiveEps"]
         squares = working(slot.state["Accl1"])
         squares.mul_(alpha).addcmul_(prepared, prepared, value=1 - alpha)

@@ -11,7 +11,7 @@ from ipurun.emulator import enums
 from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
-from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, Step, clipped
+from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, UpdateValues, clipped
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
 
@@ -226,7 +226,7 @@ class DeviceOptimizer:
         automatic_factor = 1.0 if self._automatic is None else float(self._automatic.factor)
         # The running mean covers only this process; the result must cover all processes.
         factor = (self._micro_batches if self._running else 1) / self._mean_over
-        step = Step(factor / automatic_factor, self._loss_scaling.value, self._round_into)
+        step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, self._round_into)
         max_norm = float(self._converted.value("max_grad_norm"))
         work = [(self._slots[name], gradient) for name, gradient in self._gradients.items()]
         if math.isinf(max_norm):

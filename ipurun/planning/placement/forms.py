@@ -30,7 +30,7 @@ class RequestedBlock:
 
 
 def is_auto(split: Any) -> bool:
-    """Whether the split is left to the planner."""
+    """Return whether the split is to be found automatically."""
     return isinstance(split, str) and split.strip().lower() == "auto"
 
 
