@@ -129,9 +129,9 @@ def install(inherited: bool = True) -> None:
     folder = shim_folder()
     if folder not in sys.path:
         sys.path.insert(1, folder)
-    inherited = os.environ.get("PYTHONPATH", "")
-    if folder not in inherited.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, inherited]))
+    folders = os.environ.get("PYTHONPATH", "")
+    if folder not in folders.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, folders]))
 
 
 def uninstall() -> None:
