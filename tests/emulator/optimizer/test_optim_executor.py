@@ -104,7 +104,7 @@ class TestState:
         assert optimizer.state_dict()["ipu_state"] is None
         training.compile(*batch)
         parameters = optimizer.state_dict()["ipu_param"]
-        rate = parameters["scaledLearningRate0___specific___model.layers.0.bias"]
+        rate = parameters["scaledLearningRate0___specific___layers.0.bias"]
         assert rate.item() == pytest.approx(0.05 / 0.75)
         assert parameters["lossScaling_FLOAT"].item() == 0.75
 
@@ -162,8 +162,8 @@ class TestState:
         training(*batch)
         state = fresh.state_dict()
         assert state["param_groups"][0]["lr"] == 0.5
-        assert state["ipu_param"]["learningRate___specific___model.layers.0.bias"].item() == 0.5
-        assert state["ipu_state"]["Step___model.layers.0.bias"].item() == 2.0
+        assert state["ipu_param"]["learningRate___specific___layers.0.bias"].item() == 0.5
+        assert state["ipu_state"]["Step___layers.0.bias"].item() == 2.0
 
     def test_detaching_reads_it(self, model, batch, caplog):
         optimizer = optim.Adam(model.parameters(), lr=0.1)
@@ -173,7 +173,7 @@ class TestState:
             training.detachFromDevice()
         assert "Writing optimiser state tensors from IPU to host." in caplog.text
         saved = optimizer.state_dict()
-        assert saved["ipu_state"]["Step___model.layers.0.bias"].item() == 1.0
+        assert saved["ipu_state"]["Step___layers.0.bias"].item() == 1.0
         optimizer.load_state_dict(saved)
         caplog.clear()
         with caplog.at_level(logging.DEBUG, logger=NATIVE):
@@ -221,8 +221,8 @@ class TestSetOptimizer:
         second = optim.Adam(model.parameters(), lr=0.1)
         training.setOptimizer(second)
         training(*batch)
-        assert first.state_dict()["ipu_state"]["Step___model.layers.0.bias"].item() == 1.0
-        assert second.state_dict()["ipu_state"]["Step___model.layers.0.bias"].item() == 2.0
+        assert first.state_dict()["ipu_state"]["Step___layers.0.bias"].item() == 1.0
+        assert second.state_dict()["ipu_state"]["Step___layers.0.bias"].item() == 2.0
 
     def test_half_accumulators_choose_the_running_mean(self, model, batch):
         options = poptorch.Options()
