@@ -80,13 +80,13 @@ def compile_model(
     add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
     interpreter = interpreter_for(options)
     executable = Executable(captured, weights, layout, streams, options.anchored_tensors, interpreter or generate)
-    checks.check_buffers(executable.written_buffers, options, layout)
+    checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
     if layout.replicas > 1:
-        weights.separate_buffers(executable.written_buffers)
-    weights.upload(host)
+        weights.separate_buffers(captured.graph.buffers_written())
+    weights.upload(host, constants=True)
     # Compare without stochastic rounding, which is not reproducible, and without floating-point exceptions.
     _check_replay(executable if interpreter is None else Executable(captured, weights, layout, streams), originals)
-    weights.upload(host)
+    weights.upload(host, constants=True)
     captured.reference = ([], {})
     executable_cache.store(captured.graph, options)
     return executable
