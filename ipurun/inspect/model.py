@@ -149,9 +149,9 @@ def batch_norms(model: nn.Module) -> int:
 def written_buffers(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> Tuple[str, ...]:
     """Return the names of the floating-point buffers that a forward pass in training mode writes to in place.
 
-    Batch norm does not count: on an IPU, its statistics are outputs of the operation. Nor do integer buffers, which are
-    constants there. Tracked statistics of instance norm are known by name. To find other buffers, the model runs once on
-    two samples. If that fails, none are reported, and the engine's own check at compile time remains.
+    Batch norm does not count: on an IPU, its statistics are outputs of the operation. Nor do integer buffers, which
+    are constants there. Tracked statistics of instance norm are known by name. To find other buffers, the model runs
+    once on two samples. If that fails, none are reported, and the engine's own check at compile time remains.
 
     Args:
         model: The model. Its buffers, its mode and the random states are restored.

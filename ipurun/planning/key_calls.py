@@ -153,8 +153,8 @@ def _add_broadcast(
         )
     if facts.batch_norms and batch.distinct_replicas > 1:
         found.note(
-            f"each of the {batch.replicas} replicas keeps its own batch norm statistics; those of the first replica are "
-            "evaluated and saved"
+            f"each of the {batch.replicas} replicas keeps its own batch norm statistics; those of the first replica "
+            "are evaluated and saved"
         )
 
 

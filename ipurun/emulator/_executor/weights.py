@@ -75,8 +75,8 @@ class ReplicaGroups:
 class DeviceWeights:
     """The device's parameters and buffers, separate from the host's.
 
-    Integer parameters and buffers are constants of the compiled program: they keep the values of the host when the model
-    was compiled, and are not copied back.
+    Integer parameters and buffers are constants of the compiled program: they keep the values that the host had when
+    the model was compiled, and are not copied back.
 
     Args:
         parameters: The host's parameters by name, without duplicates.
