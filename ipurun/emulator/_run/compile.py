@@ -80,6 +80,7 @@ def compile_model(
     add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
     interpreter = interpreter_for(options)
     executable = Executable(captured, weights, layout, streams, options.anchored_tensors, interpreter or generate)
+    checks.check_named_buffers(options, captured.graph)
     checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
     if layout.replicas > 1:
         weights.separate_buffers(captured.graph.buffers_written())

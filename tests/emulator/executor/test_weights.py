@@ -145,6 +145,15 @@ def test_named_buffers_need_the_option():
         executor.copyNamedBuffersToDevice()
 
 
+@pytest.mark.parametrize("name", ["cuont", "steps"])
+def test_named_buffers_must_be_variables_of_the_device(name):
+    model = _Counter()
+    model.register_buffer("steps", torch.zeros(1, dtype=torch.int64))  # integers are constants of the program
+    executor = poptorch.inferenceModel(model, options(updatableNamedBuffers=["count", name]))
+    with pytest.raises(poptorch.Error, match=f"No Ir::Tensor with TensorId '{name}'.*has count"):
+        executor(torch.ones(1))
+
+
 def test_replicas_that_change_buffers_need_broadcast_buffers_off():
     executor = poptorch.inferenceModel(_Counter(), options(replicas=2))
     with pytest.raises(poptorch.Error, match="does not support broadcasting buffers"):
