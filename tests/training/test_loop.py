@@ -13,6 +13,7 @@ from torch import nn
 
 from ipurun.checkpoint import latest, listed, load
 from ipurun.errors import ConfigError, RunError
+from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.inspect.sampling import seeded
 from ipurun.training.loop import train
 
@@ -188,6 +189,33 @@ def test_custom_loss_through_identity_loss(tmp_path: Path) -> None:
     output = model(data.x).gather(1, data.y.unsqueeze(1)).squeeze(1)
     expected = ((1 - output) ** 2).reshape(8, 4).mean(1).tolist()
     assert recorder.losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_rate_that_changes_during_an_evaluation_reaches_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PopTorch writes the optimizer's values of the last detach again when it attaches; the emulator does not."""
+    changes = {
+        "schedule": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "threshold": 10.0},
+        "eval__every_epochs": 1,
+        "epochs": 3,
+        "monitor": "loss",
+    }
+    _, _, expected = trained(tmp_path / "emulator", **changes)
+    attach = PoplarExecutor.attachToDevice
+
+    def attach_with_old_values(executor: PoplarExecutor) -> None:
+        attach(executor)
+        if executor._optimizer is not None:
+            kept = executor._optimizer.optimizer.get_state_dict()
+            if kept["ipu_param"] is not None:
+                executor._optimizer._device.write_state(kept)
+
+    monkeypatch.setattr(PoplarExecutor, "attachToDevice", attach_with_old_values)
+    _, _, recorder = trained(tmp_path / "device", **changes)
+    rates = [event.lr for event in recorder.events["step"]]
+    assert rates[0] > rates[8] > rates[16]
+    assert recorder.losses == expected.losses
 
 
 def test_batchnorm_on_two_replicas(tmp_path: Path) -> None:

@@ -97,6 +97,26 @@ def test_groups_change_one_by_one(batch):
     assert [torch.equal(a, b) for a, b in zip(before, model.parameters())] == [False] * 4
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_learning_rate_set_while_detached_reaches_the_device_at_attach(model, batch, name):
+    other = copy.deepcopy(model)
+    results = []
+    for trained, detaches in ((model, True), (other, False)):
+        optimizer = MAKERS[name](trained.parameters(), lr=0.01)
+        training = poptorch.trainingModel(trained, optimizer=optimizer)
+        training(*batch)
+        if detaches:
+            training.detachFromDevice()
+        optimizer.param_groups[0]["lr"] = 0.03
+        training.setOptimizer(optimizer)
+        if detaches:
+            training.attachToDevice()
+        results.append([training(*batch)[1].item() for _ in range(2)])
+    assert results[0] == results[1]
+    for weight, expected in zip(model.parameters(), other.parameters()):
+        assert torch.equal(weight, expected)
+
+
 class TestState:
     def test_filled_by_compilation(self, model, batch):
         optimizer = optim.SGD(model.parameters(), lr=0.05, weight_decay=0.025, loss_scaling=0.75)
