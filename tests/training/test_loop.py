@@ -12,8 +12,8 @@ from run_toys import Net, Points
 from torch import nn
 
 from ipurun.checkpoint import latest, listed, load
-from ipurun.errors import ConfigError, RunError
 from ipurun.emulator._poplar_executor import PoplarExecutor
+from ipurun.errors import ConfigError, RunError
 from ipurun.inspect.sampling import seeded
 from ipurun.training.loop import train
 

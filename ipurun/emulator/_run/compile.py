@@ -52,7 +52,9 @@ def compile_model(
     micro_batch = [layout.cut(tensor)[0].clone() for tensor in arguments.tensors()]
     parameters, buffers = named_tensors(model)
     weights = DeviceWeights(parameters, buffers, layout.replicas, groups)
-    host = {name: tensor.detach().clone() for name, tensor in buffers.items()}
+    # Attaching uploads the other parameters.
+    integers = {name: tensor for name, tensor in parameters.items() if not tensor.is_floating_point()}
+    host = {name: tensor.detach().clone() for name, tensor in {**integers, **buffers}.items()}
     streams = RandomStreams(seed)
     call_arguments = arguments.with_tensors(micro_batch)
     originals = [tensor.clone() for tensor in micro_batch]

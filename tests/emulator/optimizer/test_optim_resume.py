@@ -172,6 +172,37 @@ def test_earlier_names_are_told_from_names_of_a_module_called_model(rename):
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
+def test_half_precision_resumes_exactly_with_stochastic_rounding():
+    """Every random number of an update comes from the streams that `rng_state` describes."""
+
+    def made():
+        model = TwoLayers().half()
+        options = poptorch.Options().randomSeed(4)
+        options.Precision.enableStochasticRounding(True)
+        options.Training.setAutomaticLossScaling(True)
+        optimizer = make_optimizer(model, "AdamW half", variable=True)
+        return model, optimizer, poptorch.trainingModel(model, options, optimizer)
+
+    given = [(x.half(), label) for x, label in batches(1)]
+    straight, _, training = made()
+    for batch in given:
+        training(*batch)
+    first, optimizer, training = made()
+    for batch in given[:3]:
+        training(*batch)
+    weights, state = saved_and_loaded((first.state_dict(), optimizer.state_dict()))
+    random_state = training.rng_state
+    second, optimizer, training = made()
+    second.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    training.compile(*given[3])
+    training.rng_state = random_state
+    for batch in given[3:]:
+        training(*batch)
+    for resumed, expected in zip(second.state_dict().values(), straight.state_dict().values()):
+        assert torch.equal(resumed, expected)
+
+
 def test_a_weight_with_two_names_is_stored_under_the_first():
     class Tied(nn.Module):
         def __init__(self):
