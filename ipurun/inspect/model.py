@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any, Dict, FrozenSet, List, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, Set, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -167,7 +167,7 @@ def written_buffers(model: nn.Module, data: Any, loss: LossConfig, seed: int) ->
     return tuple(name for name in floats if name in written)
 
 
-def _running_statistics(model: nn.Module, kind: type) -> List[str]:
+def _running_statistics(model: nn.Module, kind: Type[Union[_BatchNorm, _InstanceNorm]]) -> List[str]:
     names = []
     for prefix, module in model.named_modules():
         if isinstance(module, kind) and module.running_mean is not None:
