@@ -150,6 +150,19 @@ def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None
         )
 
 
+def check_named_buffers(options: Any, graph: Graph) -> None:
+    """Raise if `Options.updatableNamedBuffers` names a tensor that the device does not hold as a variable."""
+    known = [item.name for item in graph.inputs_of("parameter", "buffer") if graph.persists(item)]
+    for name in options._Popart.options.get("updatableNamedBuffers", ()):
+        if name not in known:
+            raise createNativeError(
+                f"No Ir::Tensor with TensorId '{name}' in Tensors::get(..): Options.updatableNamedBuffers takes names "
+                "of floating-point buffers of the model, which has "
+                f"{', '.join(item.name for item in graph.inputs_of('buffer') if item.name in known) or 'none'}.",
+                "popart_exception",
+            )
+
+
 def refuse_accumulation(options: Any) -> None:
     """Raise for gradient accumulation in the options of an inference model."""
     factor = options.Training.gradient_accumulation
