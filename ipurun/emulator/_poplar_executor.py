@@ -70,6 +70,30 @@ def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
     return _register(_after, hook)
 
 
+class _OverwriteContextManager:
+    """Replaces functions of other libraries while a model is captured; poptorch_geometric registers such managers."""
+
+    _subsitution_manager_types: List[Callable[[], Any]] = []
+
+    def __init__(self) -> None:
+        self.substitution_managers = [manager() for manager in self._subsitution_manager_types]
+
+    def __enter__(self) -> _OverwriteContextManager:
+        for manager in self.substitution_managers:
+            manager.replace()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for manager in reversed(self.substitution_managers):
+            manager.restore()
+
+    @classmethod
+    def registerSubsitutionManager(cls, type: Callable[[], Any]) -> None:
+        """Call `replace` of a new instance of the class before each capture and its `restore` afterwards."""
+        if type not in cls._subsitution_manager_types:
+            cls._subsitution_manager_types.append(type)
+
+
 class PoplarExecutor:
     """Runs a model as a device does: compiled at the first call, with a separate copy of the weights.
 
@@ -514,7 +538,7 @@ class PoplarExecutor:
         try:
             with self._device.acquired(), self._profiling.tracepoint("modelCompilation"), cache_lock(
                 self._model, self._options
-            ):
+            ), _OverwriteContextManager():
                 executable = compile_model(
                     self._model,
                     self._parser.on_device(given),
