@@ -428,7 +428,8 @@ class PoplarExecutor:
         Raises:
             Error: If the model is not compiled, or if the progress bar, which measures the time, is off.
         """
-        self._compiled("compilationTime")
+        if self._executable is None:
+            raise createPoptorchError("Please compile the model before obtaining compilation time.")
         if not self._options._show_compilation_progress_bar or self._compilation_time is None:
             raise createPoptorchError(
                 "compilationTime needs the compilation progress bar: use Options.showCompilationProgressBar(True)."
@@ -554,8 +555,7 @@ class PoplarExecutor:
                 hook()
         self._executable = executable
         self._compiled_arguments = given
-        default_name = "training" if self._training else "inference"
-        files.write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
+        files.write_compile_files(self._debugGetPopartIR, self._options, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:

@@ -89,7 +89,7 @@ def test_what_needs_the_sdk_can_be_imported_but_not_used():
     assert isinstance(Builder, type)
     with pytest.raises(popart.popart_exception, match=r"popart\.TrainingSession needs the Poplar SDK"):
         TrainingSession(fnModel=b"")
-    with pytest.raises(AttributeError, match="no 'Bilder'.*Poplar SDK"):
+    with pytest.raises(AttributeError, match=r"no 'Bilder'.*Poplar SDK"):
         popart.Bilder  # noqa: B018  # the access is tested
 
 

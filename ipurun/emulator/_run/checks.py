@@ -12,13 +12,17 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._executor import device
 from ipurun.emulator._impl import createNativeError, createPoptorchError
-from ipurun.emulator._logging import native_logger
+from ipurun.emulator._logging import native_logger, warn_once
 from ipurun.emulator._options import checks
 from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
 from ipurun.emulator._run.batches import BatchLayout
 from ipurun.emulator.enums import ConnectionType, OutputMode
 
 _MAX_IPUS = 64
+_NO_IPU_MODEL = (
+    "The IPU Model is selected (useIpuModel or POPTORCH_IPU_MODEL), but it is part of the Poplar SDK. The CPU emulator "
+    "runs the model with torch on the CPU as always; the memory and cycles of an IPU are not modelled."
+)
 
 
 def check_options(options: Any, layout: BatchLayout) -> None:
@@ -35,6 +39,8 @@ def check_options(options: Any, layout: BatchLayout) -> None:
     uses_model = bool(options.use_model) if options.exists("use_model") else device.uses_ipu_model()
     if options.exists("use_model"):
         native_logger.info("From the user configuration: Ipu model: %s", "Enabled" if uses_model else "Disabled")
+    if uses_model:
+        warn_once(_NO_IPU_MODEL)
     never = options.connection_type == ConnectionType.Never.value
     if never and uses_model:
         raise createNativeError("ConnectionType.Never is not supported with the IPU model")
@@ -42,7 +48,9 @@ def check_options(options: Any, layout: BatchLayout) -> None:
         raise createNativeError("useIpuId cannot be used with ConnectionType.Never: there is nothing to attach to")
     counts_cycles = options._Popart.options.get("instrumentWithHardwareCycleCounter", False)
     if counts_cycles and (uses_model or device.hardware_version() == 0):
-        raise createNativeError("Cycle count logging is only supported on actual IPU hardware.")
+        raise createNativeError(
+            f"Cycle count logging is only supported on actual IPU hardware. {device.HOW_TO_SIMULATE}"
+        )
 
 
 def num_ipus(graph: Graph) -> int:
