@@ -18,6 +18,7 @@ from ipurun.emulator._capture.op_kinds import (
     RANDOM_OPS,
     explain_data_dependence,
     refuse_mask_index,
+    refuse_open_bincount,
     written_arguments,
 )
 from ipurun.emulator._capture.sources import calling_line
@@ -270,6 +271,8 @@ class Recorder(TorchDispatchMode):
             raise createPoptorchError(explain_data_dependence(base_name))
         if base_name == "index" and mask & 1 and not self.in_backward:
             refuse_mask_index(args[1])
+        if base_name == "bincount" and mask & 1:
+            refuse_open_bincount(*args[1:], **kwargs)
         mutated = _mutated(func, node.args, node.kwargs)
         on_host = not self.in_backward and self.host.runs_here(base_name, self._specs(node.reads()), node.source)
         if not self.in_backward and base_name != "detach":
