@@ -239,7 +239,11 @@ class Recorder(TorchDispatchMode):
     def varies(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor depends on an input, a parameter, a buffer or a random draw."""
         known = self._numbers.find(tensor)
-        return known is not None and bool(self._mask_of(known) & 1)
+        return known is not None and self.value_varies(known)
+
+    def value_varies(self, value: Value) -> bool:
+        """Whether the tensor with this number depends on an input, a parameter, a buffer or a random draw."""
+        return bool(self._mask_of(value) & 1)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -252,7 +256,7 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> Graph:
         """Close the graph and release all tensors."""
-        self.graph.varying = {value for value in self.graph.specs if self._mask_of(value) & 1}
+        self.graph.varying = {value for value in self.graph.specs if self.value_varies(value)}
         self._kept.clear()
         self._numbers.clear()
         return self.graph
@@ -283,7 +287,12 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None and (mask & 1 or node.is_random):
                 self._check_op(node)  # operations on constants alone run on the host
+        random_state = torch.get_rng_state() if node.is_random else None
         node.op, args, result = run_op(func, args, kwargs)
+        if random_state is not None and node.op is not func:
+            # Torch 2.0 draws numbers before it refuses a type; a replay calls only the operation that works.
+            torch.set_rng_state(random_state)
+            result = node.op(*args, **kwargs)
         if mask & 1:
             node.op, result = kept_in_32_bits(node.op, base_name, result)
         node.args = self._encode(args)
