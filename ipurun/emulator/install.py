@@ -15,7 +15,7 @@ from typing import Any, Optional, Sequence
 import torch
 from torch.utils.data import Sampler
 
-from ipurun.emulator._ops import annotations
+from ipurun.emulator._ops import annotations as native_ops
 from ipurun.emulator.autocasting import autocast_module
 
 __all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder"]
@@ -128,7 +128,7 @@ def install() -> None:
         sys.meta_path.insert(0, _AliasFinder())
     torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
     for name in _OPS_OF_PROGRAMS:
-        setattr(torch.ops.poptorch, name, getattr(annotations, name))
+        setattr(torch.ops.poptorch, name, getattr(native_ops, name))
     restore_removed()
     folder = shim_folder()
     if folder not in sys.path:

@@ -183,6 +183,7 @@ def test_libpvti_traces_nothing():
 
     libpvti.Tracepoint.begin(libpvti.traceFramework, "all")
     libpvti.Graph("Loss", "").addSeries("training").add(double(0.5))
+    libpvti.HeatmapDouble("weights", [-1.0, 0.0, 1.0], "2^x").add([0.5])
     libpvti.Tracepoint.end(libpvti.traceFramework, "all")
     assert double(3) == 6
     assert libpvti.getCurrentTraceFilename() == ""

@@ -9,6 +9,9 @@ from ipurun.emulator._logging import logger
 
 __all__ = [
     "Graph",
+    "HeatmapDouble",
+    "HeatmapFloat",
+    "HeatmapInt",
     "Series",
     "TraceChannel",
     "Tracepoint",
@@ -141,6 +144,36 @@ class Graph:
     def addSeries(self, name: str) -> Series:
         """Return a new line of the graph."""
         return Series(name)
+
+
+class _Heatmap:
+    """Counts of values in bins over time.
+
+    Args:
+        name: Its name.
+        edges: The edges of the bins.
+        unit: Unit of the values.
+    """
+
+    def __init__(self, name: str, edges: Sequence[float], unit: str = "") -> None:
+        self.name = name
+        self.edges = list(edges)
+        self.unit = unit
+
+    def add(self, values: Sequence[float]) -> None:
+        """Do nothing."""
+
+
+class HeatmapDouble(_Heatmap):
+    """A heatmap of double-precision numbers."""
+
+
+class HeatmapFloat(_Heatmap):
+    """A heatmap of single-precision numbers."""
+
+
+class HeatmapInt(_Heatmap):
+    """A heatmap of integers."""
 
 
 def instrument(obj: Any, methods: Sequence[str], channel: TraceChannel) -> None:

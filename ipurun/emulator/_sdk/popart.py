@@ -75,7 +75,8 @@ class _Enumeration(enum.Enum):
 def _enumeration(name: str, members: str) -> Any:
     """Return an enumeration whose members have the values 0, 1, 2, ... in this order."""
     numbered = [(member, value) for value, member in enumerate(members.split())]
-    return _Enumeration(name, numbered, module=__name__)  # type: ignore[call-overload]  # makes a subclass
+    make_subclass: Any = _Enumeration
+    return make_subclass(name, numbered, module=__name__)
 
 
 AccumulateOuterFragmentSchedule = _enumeration(
