@@ -70,6 +70,30 @@ def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
     return _register(_after, hook)
 
 
+class _OverwriteContextManager:
+    """Replaces functions of other libraries while a model is captured; poptorch_geometric registers such managers."""
+
+    _subsitution_manager_types: List[Callable[[], Any]] = []
+
+    def __init__(self) -> None:
+        self.substitution_managers = [manager() for manager in self._subsitution_manager_types]
+
+    def __enter__(self) -> _OverwriteContextManager:
+        for manager in self.substitution_managers:
+            manager.replace()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for manager in reversed(self.substitution_managers):
+            manager.restore()
+
+    @classmethod
+    def registerSubsitutionManager(cls, type: Callable[[], Any]) -> None:
+        """Call `replace` of a new instance of the class before each capture and its `restore` afterwards."""
+        if type not in cls._subsitution_manager_types:
+            cls._subsitution_manager_types.append(type)
+
+
 class PoplarExecutor:
     """Runs a model as a device does: compiled at the first call, with a separate copy of the weights.
 
@@ -404,7 +428,8 @@ class PoplarExecutor:
         Raises:
             Error: If the model is not compiled, or if the progress bar, which measures the time, is off.
         """
-        self._compiled("compilationTime")
+        if self._executable is None:
+            raise createPoptorchError("Please compile the model before obtaining compilation time.")
         if not self._options._show_compilation_progress_bar or self._compilation_time is None:
             raise createPoptorchError(
                 "compilationTime needs the compilation progress bar: use Options.showCompilationProgressBar(True)."
@@ -514,7 +539,7 @@ class PoplarExecutor:
         try:
             with self._device.acquired(), self._profiling.tracepoint("modelCompilation"), cache_lock(
                 self._model, self._options
-            ):
+            ), _OverwriteContextManager():
                 executable = compile_model(
                     self._model,
                     self._parser.on_device(given),
@@ -530,8 +555,7 @@ class PoplarExecutor:
                 hook()
         self._executable = executable
         self._compiled_arguments = given
-        default_name = "training" if self._training else "inference"
-        files.write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
+        files.write_compile_files(self._debugGetPopartIR, self._options, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:

@@ -207,7 +207,7 @@ class ProfileConfig:
 
     kind: str = option(
         "none",
-        "graph: record for the Graph Analyser; system: for the System Analyser.",
+        "graph: record for the Graph Analyser; system: for the System Analyser. IPUs only.",
         choices=("none", "graph", "system"),
     )
     dir: Optional[str] = option(

@@ -507,3 +507,22 @@ def test_optimizer_state_of_parameters_that_differ_has_a_leading_dimension():
     executor.load_state_dict({"weight": weights})
     assert torch.equal(executor(x)[1], expected[0])
     assert torch.equal(model.weight.detach(), expected[1])
+
+
+def test_a_model_can_be_unwrapped_and_rewrapped_as_optimum_does():
+    from ipurun.emulator._impl import rewrapModelIfNecessary, unwrapModelIfNecessary
+
+    model, executor, before = _trained()
+    wrapped = type(model.linear.weight)
+    executor(*images(4))
+    unwrapModelIfNecessary(model)
+    assert type(model.linear.weight) is nn.Parameter
+    assert not torch.equal(model.linear.weight, before["linear.weight"]), "the trained weights were not copied"
+    copied = pickle.loads(pickle.dumps(model.linear.weight))
+    assert torch.equal(copied, model.linear.weight)
+    rewrapModelIfNecessary(model)
+    assert type(model.linear.weight) is wrapped
+    executor(*images(4))
+    assert not torch.equal(model.linear.weight, copied), "reading a rewrapped weight must copy it from the device"
+    rewrapModelIfNecessary(model)
+    unwrapModelIfNecessary(nn.Linear(1, 1))

@@ -230,6 +230,20 @@ def test_fast_gather_of_poptorch_works_and_has_a_gradient():
     torch.testing.assert_close(trained_weight(gather, data), data - uses)
 
 
+@pytest.mark.parametrize(("axis", "accepted"), [(-1, True), (1, True), (0, False)])
+def test_fast_gather_of_poptorch_takes_the_last_axis(axis, accepted):
+    def gather(data, index):
+        inputs, attributes = [data, index], {"axis": axis}
+        return poptorch.custom_op(inputs, "FastGatherLastDim", "poptorch.custom_ops", 1, [data], attributes)[0]
+
+    data, index = torch.tensor([[1.0, 2.0]]), torch.tensor([[1, 0]])
+    if accepted:
+        assert infer(gather)(data, index).tolist() == [[2.0, 1.0]]
+    else:
+        with pytest.raises(poptorch.Error, match="axis must be the last one, got 0"):
+            infer(gather)(data, index)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 3), (2, 3)])
 def test_fast_gather_of_poptorch_needs_equal_dimensions_except_the_last(shape):
     with pytest.raises(poptorch.Error, match="FastGatherLastDim"):
