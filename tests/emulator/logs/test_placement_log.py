@@ -154,3 +154,29 @@ def test_source_lines_respect_the_excludes(capfd, excludes, in_model, in_torch):
 def test_the_choice_of_the_simulator_is_logged(capfd, use_model, word):
     poptorch.inferenceModel(TwoLayers(), poptorch.Options().useIpuModel(use_model)).compile(torch.ones(1, 4))
     assert f"From the user configuration: Ipu model: {word}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "index, op, dim",
+    [
+        ((slice(None), torch.tensor([0, 2])), "ScatterReduce", 1),
+        ((torch.tensor([0, 2]),), "ScatterReduce", 0),
+        ((torch.tensor([1]),), "Scatter", None),
+        ((torch.tensor([0, 1]), torch.tensor([0, 1])), "Scatter", None),
+        ((torch.tensor([True, False, True, True]),), "Where", None),
+    ],
+)
+def test_indexed_assignment(capfd, index, op, dim):
+    """A vector of integers in one dimension replaces whole slices; other indices go by element, masks select."""
+
+    class Assign(torch.nn.Module):
+        def forward(self, x):
+            copy = x + 1
+            copy[index] = 0.0
+            return copy
+
+    poptorch.setLogLevel("TRACE")
+    text = logged(capfd, Assign(), device_iterations=1, shape=(4, 4))
+    assert f"was lowered to {op}\n" in text
+    assert ("Using vectorized ScatterReduce" in text) == (dim is not None)
+    assert dim is None or f"none reduction in dim {dim}\n" in text
