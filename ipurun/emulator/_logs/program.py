@@ -19,7 +19,8 @@ from ipurun.emulator.enums import Liveness
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 # All other ops belong to ONNX.
 _GRAPHCORE_OPS = frozenset(
-    ["Checkpoint", "Gelu", "GroupNormalization", "IdentityLoss", "L1", "MultiConv", "Nll", "Nop", "Scale", "ScatterReduce"]
+    ["Checkpoint", "Gelu", "GroupNormalization", "IdentityLoss", "L1", "MultiConv", "Nll", "Nop", "Scale"]
+    + ["ScatterReduce"]
 )
 _PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
 _PHASES_BETWEEN_PASSES_OFF_CHIP = 3

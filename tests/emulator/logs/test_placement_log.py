@@ -157,7 +157,7 @@ def test_the_choice_of_the_simulator_is_logged(capfd, use_model, word):
 
 
 @pytest.mark.parametrize(
-    "index, op, dim",
+    ("index", "op", "dim"),
     [
         ((slice(None), torch.tensor([0, 2])), "ScatterReduce", 1),
         ((torch.tensor([0, 2]),), "ScatterReduce", 0),
