@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from typing import Any, Dict, Iterator, List, Set
+from typing import Any, Dict, Iterator, List, Set, Tuple
 
-from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, prune, values_in
+from ipurun.emulator._capture.graph import Graph, Node, Placement, Value, map_values, prune, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
 
@@ -35,10 +35,34 @@ def recomputation_mode(graph: Graph, options: Any) -> Recomputation:
     setting = options._Popart.options.get("autoRecomputation")
     if setting is not None:
         return Recomputation(int(setting))
+    return Recomputation.Pipeline if _is_pipelined(graph, options) else Recomputation.None_
+
+
+def stashed_values(graph: Graph, options: Any) -> List[Tuple[Value, Placement]]:
+    """Return the values that stages of a pipeline keep until the backward pass returns to them.
+
+    The last stage keeps none: its backward pass follows at once.
+    """
+    if not graph.grads or not _is_pipelined(graph, options):
+        return []
+    forward = [node for node in graph.nodes if not node.is_backward]
+    last = max(node.placement.stage_id for node in forward)
+    of_samples = {item.value for item in graph.inputs_of("input")}
+    for node in forward:
+        if node.is_random or not of_samples.isdisjoint(node.reads()):
+            of_samples.update(node.writes())
+    found: Dict[Tuple[Value, int], Placement] = {}
+    for node in graph.nodes:
+        stage = node.placement.stage_id
+        if node.is_backward and stage != last:
+            found.update({(value, stage): node.placement for value in node.reads() if value in of_samples})
+    return [(value, place) for (value, _), place in found.items()]
+
+
+def _is_pipelined(graph: Graph, options: Any) -> bool:
     strategy = options._execution_strategy
     pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
-    several = len({node.placement.ipu_id for node in graph.nodes}) > 1
-    return Recomputation.Pipeline if pipelined and several else Recomputation.None_
+    return pipelined and len({node.placement.ipu_id for node in graph.nodes}) > 1
 
 
 def add_recomputation(graph: Graph, mode: Recomputation) -> None:

@@ -180,3 +180,28 @@ def test_indexed_assignment(capfd, index, op, dim):
     assert f"was lowered to {op}\n" in text
     assert ("Using vectorized ScatterReduce" in text) == (dim is not None)
     assert dim is None or f"none reduction in dim {dim}\n" in text
+
+
+@pytest.mark.parametrize(("checkpoint", "stages", "stashes"), [(False, 2, 1), (True, 2, 2), (True, 1, 0)])
+def test_program_dump_shows_what_stages_stash(checkpoint, stages, stashes):
+    """A stage keeps its inputs and the checkpoints until the backward pass returns; the last stage keeps nothing."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3, bias=False)
+
+        def forward(self, x):
+            with poptorch.Block("first", ipu_id=0):
+                x = torch.tanh(self.layer(x))
+                x = poptorch.recomputationCheckpoint(x) if checkpoint else x
+                x = torch.tanh(self.layer(x))
+            with poptorch.Block("second", ipu_id=stages - 1):
+                return poptorch.identity_loss(x**2, reduction="sum")
+
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(3)
+    training = poptorch.trainingModel(Model(), options)
+    training.compile(torch.ones(3, 3))
+    types = [op["type"] for op in json.loads(training._debugGetPopartIR())["maingraph"]]
+    assert types.count("Stash") == types.count("Restore") == stashes
