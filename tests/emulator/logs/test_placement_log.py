@@ -195,7 +195,7 @@ def test_program_dump_shows_what_stages_stash(checkpoint, stages, stashes):
             with poptorch.Block("first", ipu_id=0):
                 x = torch.tanh(self.layer(x))
                 x = poptorch.recomputationCheckpoint(x) if checkpoint else x
-                x = torch.tanh(self.layer(x))
+                x = self.layer(x)
             with poptorch.Block("second", ipu_id=stages - 1):
                 return poptorch.identity_loss(x**2, reduction="sum")
 
