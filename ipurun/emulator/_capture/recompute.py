@@ -41,21 +41,29 @@ def recomputation_mode(graph: Graph, options: Any) -> Recomputation:
 def stashed_values(graph: Graph, options: Any) -> List[Tuple[Value, Placement]]:
     """Return the values that stages of a pipeline keep until the backward pass returns to them.
 
-    The last stage keeps none: its backward pass follows at once.
+    A value that passes between stages is kept where it arrives: the stage that computed it recomputes it. The last
+    stage keeps none, as its backward pass follows at once.
     """
     if not graph.grads or not _is_pipelined(graph, options):
         return []
     forward = [node for node in graph.nodes if not node.is_backward]
     last = max(node.placement.stage_id for node in forward)
-    of_samples = {item.value for item in graph.inputs_of("input")}
+    made_in: Dict[Value, Placement] = {}
+    used_in: Dict[Value, Set[Placement]] = {item.value: set() for item in graph.inputs_of("input")}
     for node in forward:
-        if node.is_random or not of_samples.isdisjoint(node.reads()):
-            of_samples.update(node.writes())
+        of_samples = [value for value in node.reads() if value in used_in]
+        for value in of_samples:
+            used_in[value].add(node.placement)
+        if of_samples or node.is_random:
+            for value in node.writes():
+                made_in.setdefault(value, node.placement)
+                used_in.setdefault(value, set())
     found: Dict[Tuple[Value, int], Placement] = {}
-    for node in graph.nodes:
-        stage = node.placement.stage_id
-        if node.is_backward and stage != last:
-            found.update({(value, stage): node.placement for value in node.reads() if value in of_samples})
+    for value in (value for node in graph.nodes if node.is_backward for value in node.reads() if value in used_in):
+        maker = made_in.get(value)
+        arrives = [place for place in used_in[value] if maker is None or place.stage_id != maker.stage_id]
+        keepers = arrives or ([maker] if maker else [])
+        found.update({(value, place.stage_id): place for place in keepers if place.stage_id != last})
     return [(value, place) for (value, _), place in found.items()]
 
 
