@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipurun.emulator._capture.graph import Placement
+from ipurun.emulator._capture.recompute import stashed_values
 from ipurun.emulator._executor import files, wrapping
 from ipurun.emulator._executor.device import Device, raise_requested_fault
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
@@ -516,9 +517,11 @@ class PoplarExecutor:
             for op in lowered_ops(graph, self._options._module_namescope_enabled)
         ]
         backward = [_dumped(node.name, node.name, node.placement) for node in graph.nodes if node.is_backward]
+        stashed = stashed_values(graph, self._options)
+        stashes = [_dumped(kind, f"{kind}:{value}", place) for kind in ("Stash", "Restore") for value, place in stashed]
         optimizer = executable.optimizer
         updates = [] if optimizer is None else [_dumped(name, name, Placement()) for name in optimizer.operations()]
-        return json.dumps({"maingraph": forward + backward + updates}, separators=(",", ":"))
+        return json.dumps({"maingraph": forward + stashes + backward + updates}, separators=(",", ":"))
 
     def _compiled(self, what: str) -> Executable:
         if self._executable is None:
