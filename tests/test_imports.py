@@ -105,6 +105,7 @@ FLOW = (
     "runs",
     "sweep",
     "interface",
+    "selftest",
     "cli",
 )
 
@@ -176,6 +177,8 @@ def loaded_after(program, cwd, **environment):
         ["plan", "--help"],
         ["validate", "--help"],
         ["eval", "--help"],
+        ["selftest", "--help"],
+        ["selftest", "--list"],
     ],
     ids=" ".join,
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, List, Optional
 
 from ipurun.cli.common import Flags, only_json, print_json, split
@@ -25,8 +27,8 @@ With --layers it runs one weight update of a config, and compares the output of 
 parameter with those of the CPU engine (of the CPU engine: with those of plain torch). It names the first layer that
 differs.
 
-The exit code is 0 if everything agrees, 1 if something differs or fails, 2 if the command line is wrong. Cases that need
-more IPUs than there are, are skipped.
+Cases that need more IPUs than there are, are skipped. The exit code is 0 if everything else agrees, 1 if something
+differs or fails, 2 if the command line is wrong.
 
 flags
   --list             show the cases
@@ -114,11 +116,11 @@ def _cases(argv: List[str], engine: str, cases: List[Any], limit: Optional[float
     from ipurun.log.screen import make_screen
     from ipurun.selftest.report import (
         document_of,
-        engine_text,
         row,
         style_of,
         summary_line,
         table_head,
+        title_lines,
         write_report,
     )
     from ipurun.selftest.supervise import SelfTest, run_cases
@@ -129,10 +131,10 @@ def _cases(argv: List[str], engine: str, cases: List[Any], limit: Optional[float
         screen = make_screen(sys.stdout, flags.json)
 
         def show_engine(test: SelfTest) -> None:
-            screen.line(engine_text(test.engine))
-            if not flags.quiet:
-                for line in table_head(names):
-                    screen.line(line, "bold")
+            for line in title_lines(test.engine):
+                screen.line(line)
+            for line in [] if flags.quiet else table_head(names):
+                screen.line(line, "bold")
 
         def show_case(name: str) -> None:
             if screen.draws_over:
@@ -144,6 +146,8 @@ def _cases(argv: List[str], engine: str, cases: List[Any], limit: Optional[float
 
         try:
             test = run_cases(engine, cases, limit, show_engine, show_case, show_outcome)
+        except RunError as error:
+            raise _with_report(error, write_report(document_of({}, {}, argv, error=str(error)))) from error
         finally:
             screen.close()
         seconds = time.monotonic() - begun
@@ -169,6 +173,11 @@ def _cases(argv: List[str], engine: str, cases: List[Any], limit: Optional[float
     return EXIT_FAILED if test.wrong else 0
 
 
+def _with_report(error: RunError, report: Path) -> RunError:
+    fix = f"send {report}, which says where it failed"
+    return RunError([*error.problems[:-1], dataclasses.replace(error.problems[-1], fix=fix)])
+
+
 def _layers(argv: List[str], words: List[str], flags: Flags) -> int:
     unused = sorted(set(flags.values) - {"layers"})
     if unused:
@@ -178,17 +187,16 @@ def _layers(argv: List[str], words: List[str], flags: Flags) -> int:
         from ipurun.log.format import columns
         from ipurun.log.screen import make_screen
         from ipurun.selftest.layers import compare_layers
-        from ipurun.selftest.report import document_of, engine_text, layer_lines, layers_verdict, write_report
+        from ipurun.selftest.report import document_of, layer_lines, layers_verdict, title_lines, write_report
 
         try:
             test = compare_layers(words)
         except ConfigError:
             raise
         except Exception as error:
-            report = write_report(document_of({}, probe(), argv, traceback=traceback.format_exc()))
-            raise RunError(
-                f"the comparison failed: {type(error).__name__}: {error}", fix=f"send the report: {report}"
-            ) from error
+            report = write_report(document_of({}, probe(), argv, error=traceback.format_exc()))
+            known = error if isinstance(error, RunError) else RunError(f"{type(error).__name__}: {error}")
+            raise _with_report(known, report) from error
         layers = [layer.to_dict() for layer in test.layers]
         verdict = layers_verdict(test)
         document = document_of(
@@ -196,9 +204,10 @@ def _layers(argv: List[str], words: List[str], flags: Flags) -> int:
         )
         document["report"] = None if test.first_wrong is None else str(write_report(document))
         screen = make_screen(sys.stdout, flags.json)
-        screen.line(engine_text(test.engine))
+        for line in title_lines(test.engine):
+            screen.line(line)
         if not flags.quiet:
-            screen.line("one step of SGD on one replica, without dropout")
+            screen.line("  one step of SGD on one replica, without dropout")
         for line, style in layer_lines(test, columns(), only_wrong=flags.quiet):
             screen.line(line, style)
         screen.line(verdict if flags.quiet else f"\n{verdict}")

@@ -133,10 +133,7 @@ def relative_difference(found: Optional[torch.Tensor], expected: torch.Tensor, s
         return math.inf
     if not expected.numel():
         return 0.0
-    difference = float((found.double() - expected.double()).abs().max())
-    if math.isnan(difference):
-        return math.inf
-    return 0.0 if difference == 0 else difference / scale if scale else math.inf
+    return _ratio(float((found.double() - expected.double()).abs().max()), scale)
 
 
 def tensor_sides(found: Optional[torch.Tensor], expected: torch.Tensor) -> Dict[str, Any]:
@@ -150,6 +147,12 @@ def tensor_sides(found: Optional[torch.Tensor], expected: torch.Tensor) -> Dict[
         {"index": place, "found": float(here[place]), "expected": float(there[place])} for place in order
     ]
     return sides
+
+
+def _ratio(difference: float, scale: float) -> float:
+    if difference == 0:
+        return 0.0
+    return math.inf if math.isnan(difference) or scale == 0 else difference / scale
 
 
 def _summary(value: Optional[torch.Tensor]) -> Any:
@@ -188,13 +191,12 @@ def change_differences(
     differences: _Differences = {}
     for name, change in changes.items():
         here = found.get(name)
-        change_here = None if here is None else (here.double() - initial[name].double()).detach()
+        if here is None or here.shape != change.shape:
+            differences[name] = (math.inf, here, change)
+            continue
+        here = (here.double() - initial[name].double()).detach()
         length = max(float(change.norm()), _SMALLEST_CHANGE * mean * math.sqrt(change.numel()))
-        off = math.inf
-        if change_here is not None and change_here.shape == change.shape:
-            off = float((change_here - change).norm())
-            off = math.inf if math.isnan(off) else 0.0 if off == 0 else off / length if length else math.inf
-        differences[name] = (off, change_here, change)
+        differences[name] = (_ratio(float((here - change).norm()), length), here, change)
     return differences
 
 

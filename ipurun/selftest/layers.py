@@ -1,14 +1,15 @@
 """Compare a model layer by layer: the output of every module and the gradient of every parameter, in one weight update.
 
-Outputs of modules are returned by the executor as further outputs of the model: that needs no names of the backend's
-tensors, and works in every stage of a pipeline. Gradients are read from the change that one step of plain SGD makes. Its
-learning rate is so large that rounding the new weight, even to float16, hardly touches them.
+The executor returns the outputs of modules as further outputs of the model: that needs no names of the backend's
+tensors, and works in every stage of a pipeline. Gradients are read from the change that one step of plain SGD makes.
+Its learning rate is so large that rounding the new weight, even to float16, hardly touches them.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -196,7 +197,8 @@ def _on_torch(config: RunConfig, batch: Any) -> _Values:
 def _micro_batches(config: RunConfig, batch: Any) -> List[Any]:
     single = map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, batch)
     rows, size = leading_rows(batch) or 1, config.micro_batch_size
-    return [map_tensors(lambda tensor: tensor[first : first + size], single) for first in range(0, rows, size)]
+    parts = [slice(first, first + size) for first in range(0, rows, size)]
+    return [map_tensors(operator.itemgetter(part), single) for part in parts]
 
 
 def _joined(parts: List[torch.Tensor]) -> torch.Tensor:
@@ -214,12 +216,12 @@ def _parameters(model: nn.Module) -> Dict[str, torch.Tensor]:
 class _Probe:
     """Collects the outputs of all modules of a model in the order in which they are computed.
 
-    A tensor that a module only passes on is collected once, under the name of the module that made it.
+    A tensor that a module takes from one inside it and returns is collected once, under the name of the inner one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.outputs: Dict[str, torch.Tensor] = {}
-        self._seen: List[torch.Tensor] = []
+        self._seen: List[Tuple[str, torch.Tensor]] = []
         for name, module in model.named_modules():
             module.register_forward_hook(self._hook(name or _MODEL))
 
@@ -235,9 +237,10 @@ class _Probe:
         return collect
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        if any(tensor is known for known in self._seen):
+        inside = "" if name == _MODEL else name + "."
+        if any(tensor is known and maker.startswith(inside) for maker, known in self._seen):
             return
-        self._seen.append(tensor)
+        self._seen.append((name, tensor))
         free, number = name, 1
         while free in self.outputs:
             number += 1

@@ -19,37 +19,39 @@ if TYPE_CHECKING:
 
 __all__ = [
     "document_of",
-    "engine_text",
     "layer_lines",
     "layers_verdict",
     "row",
     "style_of",
     "summary_line",
     "table_head",
+    "title_lines",
     "write_report",
 ]
 
 _STYLES = {AGREES: "", SKIPPED: "dim", DIFFERS: "bold red", FAILED: "bold red"}
 _SHARE = "of tolerance"
+_MODEL = "(model)"
 _SECRET = re.compile(r"(?i)(\w*(?:token|secret|passw|api_?key|credential)\w*[\"']?\s*[:=]\s*)[^\s,}]+")
 
 
-def engine_text(engine: Dict[str, Any]) -> str:
-    """Return the title of a self-test: what is compared with what."""
+def title_lines(engine: Dict[str, Any]) -> List[str]:
+    """Return the first lines of a self-test: what is compared with what."""
     ipus = f", {plural(engine['ipus'], 'IPU')}" if engine.get("ipus") else ""
-    return f"ipurun selftest: engine={engine['kind']} ({engine['version']}{ipus}) against {other_side(engine['kind'])}"
+    kind = engine["kind"]
+    return [f"ipurun selftest: engine={kind}, compared with {other_side(kind)}", f"  {engine['version']}{ipus}"]
 
 
 def table_head(names: Sequence[str]) -> List[str]:
     """Return the first lines of the table."""
-    heads = ("case", "result", "time", _SHARE, "largest difference, or reason")
+    heads = ("case", "result", "time", _SHARE, "largest difference")
     widths = _widths(names)
     return [_joined(heads, widths), _joined(["-" * (width or len(heads[-1])) for width in widths], widths)]
 
 
 def row(outcome: Outcome, names: Sequence[str], columns: int) -> str:
     """Return the line of a case: how it ended, and how much of a tolerance its largest difference takes."""
-    last = outcome.worst if outcome.status == AGREES else outcome.reason
+    last = outcome.worst or outcome.reason
     seconds = duration(outcome.seconds) if outcome.seconds else "-"
     cells = [outcome.case, outcome.status, seconds, _share_text(outcome), " ".join(last.split())]
     line = _joined(cells, _widths(names))
@@ -84,7 +86,7 @@ def layer_lines(test: LayerTest, columns: int, only_wrong: bool = False) -> Iter
         only_wrong: Whether to leave out the layers that agree.
     """
     layers = [layer for layer in test.layers if not (only_wrong and layer.agrees)]
-    titles = {"output": "output of", "gradient": "gradient of, in the order of the backward pass"}
+    titles = {"output": "output of", "gradient": "gradient of, last layer first"}
     numbers = [12, 12, 7]
     shapes = max((len(_shape_text(layer)) for layer in layers), default=0)
     wide = max((len(text) for text in [*(layer.name for layer in layers), *titles.values()]), default=0)
@@ -115,7 +117,8 @@ def layers_verdict(test: LayerTest) -> str:
     if first.kind == "output":
         return f"the first layer that differs is `{first.name}`: its output is {how}"
     layer, _, parameter = first.name.rpartition(".")
-    return f"the first layer that differs is `{layer or first.name}`: outputs agree, the gradient of its {parameter} is {how}"
+    named = f"the first layer that differs is `{layer or _MODEL}`"
+    return f"{named}: outputs agree, the gradient of its {parameter} is {how}"
 
 
 def document_of(
@@ -130,7 +133,6 @@ def document_of(
         **results: What was found.
     """
     document = {
-        "what": engine_text(engine) if engine else "ipurun selftest",
         "command": ["ipurun", "selftest", *words],
         "engine": engine,
         "compared_with": other_side(engine["kind"]) if engine else None,
@@ -142,7 +144,7 @@ def document_of(
 
 
 def write_report(document: Dict[str, Any]) -> Path:
-    """Write the file to send to the working folder, or where that cannot be written to the folder of temporary files."""
+    """Write the file to send: to the working folder, or if that fails to the folder of temporary files."""
     name = f"ipurun-selftest-{timestamp()}.json"
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     for folder in (Path(), Path(tempfile.gettempdir())):
@@ -166,8 +168,8 @@ def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
 def _share_text(outcome: Outcome) -> str:
     if outcome.share is None:
         return "-"
-    if outcome.share > 100:
-        return "> 100 times"
+    if outcome.share > 1:
+        return f"{outcome.share:.2g} times" if outcome.share < 100 else "> 100 times"
     return f"{outcome.share:.0%}" if outcome.share >= 0.01 or not outcome.share else "< 1%"
 
 

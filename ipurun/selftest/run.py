@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Set, Tuple
 
 import torch
+from torch import nn
 
-from ipurun import interface
+from ipurun import checkpoint, interface
 from ipurun.config import compose
+from ipurun.config.compose import Point
 from ipurun.engine import Engine
 from ipurun.log.plan_text import plan_dict
+from ipurun.log.screen import SilentScreen
+from ipurun.runs.job import prepare_job, resumed_folder, run_job
 from ipurun.runs.prepare import prepare
 from ipurun.selftest.cases import Case
 from ipurun.selftest.compare import Comparison, Numbers, compare, tolerances
@@ -30,7 +35,6 @@ _SETTINGS = (
     "eval.every_epochs=null",
     "checkpoint.every_epochs=null",
 )
-_EVAL_SAMPLES = "data.eval_samples=16"
 
 
 def run_case(case: Case, engine: Engine, folder: Path, on_side: Callable[[str], None] = lambda side: None) -> Outcome:
@@ -50,121 +54,132 @@ def run_case(case: Case, engine: Engine, folder: Path, on_side: Callable[[str], 
     begun = time.monotonic()
     if engine.available_ipus is not None and case.ipus > engine.available_ipus:
         return Outcome(case.name, SKIPPED, f"needs {case.ipus} IPUs, {engine.available_ipus} available")
-    config = compose.one(_words(case, engine.kind, folder)).config
-    initial = dict(initial_model(config).named_parameters())
-    allowed = tolerances(config.precision, engine.kind)
+    point = compose.one(_words(case))
+    model = initial_model(point.config)
+    initial = dict(model.named_parameters())
+    allowed = tolerances(point.config.precision, engine.kind)
     on_side(f"engine={engine.kind}")
-    found, comparisons = _on_engine(case, engine.kind, folder / engine.kind)
+    found, comparisons = _on_engine(case, _placed(point, engine.kind, folder), model)
     if engine.kind == "cpu":
         on_side("plain torch")
-        expected = _on_torch(case, config)
+        expected = _on_torch(case, point)
     else:
         on_side("engine=cpu")
-        expected, _ = _on_engine(case, "cpu", folder / "cpu")
+        expected, _ = _on_engine(case, _placed(point, "cpu", folder), model)
     on_side("")
     comparisons += compare(found, expected, initial, allowed)
     outcome = _judged(case, comparisons)
     if outcome.status == DIFFERS:
         if engine.kind != "cpu":
-            settled = _on_torch(case, config)
+            settled = _on_torch(case, point)
             sides = {"the CPU engine": expected, "this engine": found}
             agreeing = [
                 name
                 for name, numbers in sides.items()
                 if all(item.agrees for item in compare(numbers, settled, initial, allowed))
             ]
-            verdict = f"plain torch agrees with {' and '.join(agreeing) or 'neither'}"
-            outcome.reason += f"; {verdict}"
-            outcome.evidence["settled_by"] = verdict
-        outcome.evidence.update(describe(case, engine.kind, folder))
+            outcome.reason += f"; plain torch agrees with {' and '.join(agreeing) or 'neither'}"
+        outcome.evidence.update(_described(case, _placed(point, engine.kind, folder)))
     outcome.seconds = time.monotonic() - begun
     return outcome
 
 
 def describe(case: Case, engine: str, folder: Path) -> Dict[str, Any]:
-    """Return what a report says about the config of a case."""
-    words = _words(case, engine, folder)
-    point = compose.one(words)
-    plan = plan_dict(prepare(point).plan)
-    command = ["ipurun", "train", *(word for word in words if str(folder) not in word)]
-    return {"command": command, "config": compose.to_yaml(point.config), "plan": plan}
+    """Return what a report says about a case: a command that runs it, its config and its plan."""
+    return _described(case, _placed(compose.one(_words(case)), engine, folder))
 
 
-def _words(case: Case, engine: str, folder: Path) -> List[str]:
-    words = [*case.words, *_SETTINGS, f"engine={engine}", f"runs_dir={folder}", f"eval.at_end={case.evaluates}"]
-    if not any(word.startswith("devices=") for word in words):
-        words.append(f"devices={case.ipus}")  # by default, a run takes all IPUs
-    words.append(f"cache.dir={folder / 'cache'}" if case.kind == "cache" else "cache.enabled=false")
-    if not any(word.startswith("data.eval_samples=") for word in words):
-        words.append(_EVAL_SAMPLES)
+def _described(case: Case, point: Point) -> Dict[str, Any]:
+    return {
+        "command": ["ipurun", "train", *_words(case), f"engine={point.config.engine}"],
+        "config": compose.to_yaml(point.config),
+        "plan": plan_dict(prepare(point).plan),
+    }
+
+
+def _words(case: Case) -> List[str]:
+    words = [*case.words, *_SETTINGS, f"eval.at_end={case.evaluates}".lower()]
+    # By default, a run takes all IPUs and caches executables in the home folder.
+    for word in (f"devices={case.ipus}", "data.eval_samples=16", "cache.enabled=false"):
+        if not any(known.startswith(word.partition("=")[0] + "=") for known in words):
+            words.append(word)
     return words
 
 
-def _on_engine(case: Case, engine: str, folder: Path) -> Tuple[Numbers, List[Comparison]]:
-    """Run a case on an engine; return its numbers, and comparisons with runs that must give the same."""
-    words = _words(case, engine, folder)
+def _placed(point: Point, engine: str, folder: Path) -> Point:
+    """Return a point that runs on an engine, in a folder of its own."""
+    return _changed(point, engine=engine, runs_dir=str(folder / engine))
+
+
+def _changed(point: Point, **keys: Any) -> Point:
+    return dataclasses.replace(point, config=dataclasses.replace(point.config, **keys))
+
+
+def _on_engine(case: Case, point: Point, model: nn.Module) -> Tuple[Numbers, List[Comparison]]:
+    """Run a case on the engine of its point.
+
+    Returns:
+        Its numbers, and comparisons with runs on the same engine that must give the same.
+    """
+    initial = dict(model.named_parameters())
     if case.kind == "cache":
-        return _with_cache(case, words, folder / "cache")
-    numbers = _trained(case, words)
+        cache = Path(point.config.runs_dir) / "cache"
+        point = _changed(point, cache=dataclasses.replace(point.config.cache, enabled=True, dir=str(cache)))
+        numbers, _ = _trained(case, point, model)
+        stored = _files(cache)
+        second, _ = _trained(case, point, model)
+        return numbers, [_reuse(stored, _files(cache)), *_same(second, numbers, initial, "with the cache: ")]
+    numbers, _ = _trained(case, point, model)
     if case.kind != "resume":
         return numbers, []
-    initial = dict(initial_model(compose.one(words).config).named_parameters())
-    total = next(int(word.partition("=")[2]) for word in words if word.startswith("max_steps="))
-    half = interface.train_words([*_without(words, "max_steps="), f"max_steps={total // 2}"], quiet=True)
-    resumed = _trained(case, [f"resume={half.folder}", f"max_steps={total}", *_engine_words(words)])
+    _, half = _trained(case, _changed(point, max_steps=(point.config.max_steps or 0) // 2), model)
+    resumed, _ = _trained(case, _changed(point, resume=str(half)), model)
     return numbers, _same(resumed, numbers, initial, "resumed: ")
 
 
-def _with_cache(case: Case, words: List[str], cache: Path) -> Tuple[Numbers, List[Comparison]]:
-    numbers = _trained(case, words)
-    stored = _files(cache)
-    second = _trained(case, words)
-    initial = dict(initial_model(compose.one(words).config).named_parameters())
-    new = _files(cache) - stored
-    kept = float(bool(new) or not stored)  # 0: something was stored, and the second run found it
-    evidence = {"stored_by_the_first_run": sorted(stored), "stored_by_the_second_run": sorted(new)}
-    reused = Comparison("executables stored again", kept, 0.0, lambda: evidence)
-    return numbers, [reused, *_same(second, numbers, initial, "with the cache: ")]
+def _trained(case: Case, point: Point, model: nn.Module) -> Tuple[Numbers, Path]:
+    """Train a point; return its numbers and its run folder."""
+    resumed = resumed_folder(point)
+    finished = run_job(prepare_job(point), SilentScreen(), resumed)
+    if finished.summary.status == "interrupted":
+        raise KeyboardInterrupt
+    lines = finished.folder.metrics_file.read_text(encoding="utf-8").splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if record["split"] == "train"]
+    newest = checkpoint.latest(finished.folder)
+    assert newest is not None
+    state: Mapping[str, torch.Tensor] = checkpoint.load(newest)["model"]
+    numbers = Numbers(
+        losses,
+        {name: state[name] for name, _ in model.named_parameters()},
+        {name: state[name] for name, _ in model.named_buffers() if name in state},
+    )
+    if case.evaluates:
+        numbers.eval_loss = finished.summary.metrics.get("loss")
+    if case.predicts:
+        outputs = interface.predict(finished.folder.path, "eval", quiet=True).outputs
+        numbers.outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    return numbers, finished.folder.path
 
 
-def _same(again: Numbers, first: Numbers, initial: Dict[str, torch.Tensor], prefix: str) -> List[Comparison]:
-    """Compare two runs on one engine, which must agree to the last digits."""
-    # Resumed runs log only their own half.
-    first = Numbers(first.losses[-len(again.losses) :], first.weights, first.buffers)
-    compared = compare(again, first, initial, tolerances("32.32", "cpu"))
-    return [Comparison(prefix + item.what, item.difference, item.tolerance, item.sides) for item in compared]
+def _on_torch(case: Case, point: Point) -> Numbers:
+    return reference_numbers(point.config, case.replicas, case.evaluates, case.predicts)
 
 
-def _without(words: List[str], start: str) -> List[str]:
-    return [word for word in words if not word.startswith(start)]
-
-
-def _engine_words(words: List[str]) -> List[str]:
-    return [word for word in words if word.startswith(("engine=", "runs_dir="))]
+def _reuse(stored: Set[str], after: Set[str]) -> Comparison:
+    """Check that the first run has stored executables, and the second one no further ones."""
+    evidence = {"stored_by_the_first_run": sorted(stored), "stored_by_the_second_run": sorted(after - stored)}
+    is_wrong = bool(after - stored) or not stored
+    return Comparison("executables stored again", float(is_wrong), 0.0, lambda: evidence)
 
 
 def _files(folder: Path) -> Set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def _trained(case: Case, words: List[str]) -> Numbers:
-    result = interface.train_words(words, quiet=True)
-    if result.status == "interrupted":
-        raise KeyboardInterrupt
-    lines = (result.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [record["loss"] for record in map(json.loads, lines) if record["split"] == "train"]
-    model = result.load().model
-    numbers = Numbers(losses, dict(model.named_parameters()), dict(model.named_buffers()))
-    if case.evaluates:
-        numbers.eval_loss = result.metrics.get("loss")
-    if case.predicts:
-        outputs = interface.predict(result.folder, "eval", quiet=True).outputs
-        numbers.outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    return numbers
-
-
-def _on_torch(case: Case, config: Any) -> Numbers:
-    return reference_numbers(config, case.replicas, case.evaluates, case.predicts)
+def _same(again: Numbers, first: Numbers, initial: Mapping[str, torch.Tensor], prefix: str) -> List[Comparison]:
+    """Compare two runs on one engine; a resumed run has logged the losses of both halves."""
+    compared = compare(again, first, initial, tolerances("32.32", "cpu"))
+    return [Comparison(prefix + item.what, item.difference, item.tolerance, item.sides) for item in compared]
 
 
 def _judged(case: Case, comparisons: List[Comparison]) -> Outcome:

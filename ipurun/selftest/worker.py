@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, Dict, List
@@ -60,12 +61,14 @@ def main(argv: List[str]) -> int:
 
 def _guarded(case: Case, engine: Engine, folder: Path) -> Outcome:
     sides: List[str] = [""]
+    begun = time.monotonic()
     try:
         return run_case(case, engine, folder, sides.append)
     except Exception as error:  # whatever it is, it belongs to this case and into the table
         problems = error.problems if isinstance(error, IpurunError) else ()
         reason = problems[0].what if problems else f"{type(error).__name__}: {error}"
-        outcome = Outcome(case.name, FAILED, f"{sides[-1]}: {reason}" if sides[-1] else reason)
+        reason = f"{sides[-1]}: {reason}" if sides[-1] else reason
+        outcome = Outcome(case.name, FAILED, reason, time.monotonic() - begun)
         outcome.evidence["traceback"] = traceback.format_exc()
         with contextlib.suppress(Exception):
             outcome.evidence.update(describe(case, engine.kind, folder))
