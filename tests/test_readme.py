@@ -65,7 +65,7 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch,
             command = "validate" if "-m" in rest else command
             rest += RESUMED if any(word.startswith("resume=") for word in rest) else SHORT
         if command == "selftest" and "--layers" not in rest:
-            rest += ["--only", "mnist,half"]  # the page runs all cases
+            rest += ["--only", "mnist,batch_norm_replicated,half"]  # the page runs all cases
         if command not in LOGGED + READING:
             continue
         code = main([command, *rest])
