@@ -62,6 +62,8 @@ def run(argv: List[str]) -> int:
     from ipurun.selftest.cases import chosen
 
     only = [name for name in str(flags.values.get("only", "")).split(",") if name]
+    if sum(word.partition("=")[0] == "--only" for word in argv) > 1:
+        raise ConfigError("`--only` is given more than once", "command line", fix="--only NAME,NAME")
     if "only" in flags.values and not only:
         raise ConfigError("`--only` needs the name of a case", "command line", fix="ipurun selftest --list")
     return _cases(argv, engine, chosen(only), limit, flags)
@@ -116,6 +118,7 @@ def _cases(argv: List[str], engine: str, cases: List[Any], limit: Optional[float
     from ipurun.log.screen import make_screen
     from ipurun.selftest.report import (
         document_of,
+        reason_lines,
         row,
         style_of,
         summary_line,
@@ -131,17 +134,18 @@ def _cases(argv: List[str], engine: str, cases: List[Any], limit: Optional[float
         screen = make_screen(sys.stdout, flags.json)
 
         def show_engine(test: SelfTest) -> None:
-            for line in title_lines(test.engine):
-                screen.line(line)
-            for line in [] if flags.quiet else table_head(names):
-                screen.line(line, "bold")
+            if not flags.quiet:
+                for line in title_lines(test.engine):
+                    screen.line(line)
+                for line in table_head(names):
+                    screen.line(line, "bold")
 
         def show_case(name: str) -> None:
             if screen.draws_over:
                 screen.live([f"case {names.index(name) + 1} of {len(names)}: {name}"])
 
         def show_outcome(outcome: Any) -> None:
-            if outcome.is_wrong or not flags.quiet:
+            if not flags.quiet:
                 screen.line(row(outcome, names, columns()), style_of(outcome))
 
         try:
@@ -158,9 +162,12 @@ def _cases(argv: List[str], engine: str, cases: List[Any], limit: Optional[float
             interrupted=test.interrupted,
             cases=[outcome.to_dict() for outcome in test.outcomes],
         )
+        gap = "" if flags.quiet else "\n"
         for outcome in test.wrong:
-            screen.line(f"\n{outcome.case} {outcome.status}: {outcome.reason}")
-        screen.line(("" if flags.quiet else "\n") + summary_line(test.outcomes, len(cases), seconds))
+            screen.line(f"{gap}{outcome.case} {outcome.status}:")
+            for line in reason_lines(outcome):
+                screen.line(f"  {line}")
+        screen.line(gap + summary_line(test.outcomes, len(cases), seconds))
         document["report"] = None
         if test.wrong:
             document["report"] = str(write_report(document))
@@ -204,9 +211,9 @@ def _layers(argv: List[str], words: List[str], flags: Flags) -> int:
         )
         document["report"] = None if test.first_wrong is None else str(write_report(document))
         screen = make_screen(sys.stdout, flags.json)
-        for line in title_lines(test.engine):
-            screen.line(line)
         if not flags.quiet:
+            for line in title_lines(test.engine):
+                screen.line(line)
             screen.line("  one step of SGD on one replica, without dropout")
         for line, style in layer_lines(test, columns(), only_wrong=flags.quiet):
             screen.line(line, style)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional
 
-__all__ = ["AGREES", "DIFFERS", "FAILED", "SKIPPED", "Outcome", "other_side", "time_limit"]
+__all__ = ["AGREES", "DIFFERS", "FAILED", "REASONS", "SKIPPED", "Outcome", "other_side", "time_limit"]
 
 AGREES, DIFFERS, FAILED, SKIPPED = "agrees", "differs", "failed", "skipped"
+REASONS = "; "  # between several reasons
 _CPU_SECONDS = 120.0
 _DEVICE_SECONDS = 1200.0  # compiling for a device takes minutes, a case compiles up to four times
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Sequence, Tuple
 
 from ipurun.log.format import duration, plural
 from ipurun.runs.folder import timestamp, versions
-from ipurun.selftest.outcome import AGREES, DIFFERS, FAILED, SKIPPED, Outcome, other_side
+from ipurun.selftest.outcome import AGREES, DIFFERS, FAILED, REASONS, SKIPPED, Outcome, other_side
 
 if TYPE_CHECKING:
     from ipurun.selftest.layers import Layer, LayerTest
@@ -21,6 +21,7 @@ __all__ = [
     "document_of",
     "layer_lines",
     "layers_verdict",
+    "reason_lines",
     "row",
     "style_of",
     "summary_line",
@@ -58,6 +59,12 @@ def row(outcome: Outcome, names: Sequence[str], columns: int) -> str:
     return line if len(line) <= columns else line[: max(columns - 3, 0)] + "..."
 
 
+def reason_lines(outcome: Outcome) -> List[str]:
+    """Return what differs or went wrong in a case, a line for each."""
+    parts = outcome.reason.split(REASONS) if outcome.status == DIFFERS else [outcome.reason]
+    return [line for part in parts for line in part.splitlines()]
+
+
 def style_of(outcome: Outcome) -> str:
     """Return the style of a case's line on a terminal."""
     return _STYLES[outcome.status]
@@ -87,7 +94,7 @@ def layer_lines(test: LayerTest, columns: int, only_wrong: bool = False) -> Iter
     """
     layers = [layer for layer in test.layers if not (only_wrong and layer.agrees)]
     titles = {"output": "output of", "gradient": "gradient of, last layer first"}
-    numbers = [12, 12, 7]
+    numbers = [8, 8, 7]
     shapes = max((len(_shape_text(layer)) for layer in layers), default=0)
     wide = max((len(text) for text in [*(layer.name for layer in layers), *titles.values()]), default=0)
     if wide + sum(numbers) + 6 + shapes + 2 > columns:
@@ -98,7 +105,7 @@ def layer_lines(test: LayerTest, columns: int, only_wrong: bool = False) -> Iter
     for layer in layers:
         if layer.kind != kind:
             kind = layer.kind
-            head = [titles[kind], *(["shape"] if shapes else []), "largest", "relative", "result"]
+            head = [titles[kind], *(["shape"] if shapes else []), "max abs", "relative", "result"]
             yield _joined([_shortened(cell, width) for cell, width in zip(head, widths)], widths), "bold"
         cells = [_shortened(layer.name, wide), *([_shape_text(layer)] if shapes else [])]
         cells += [f"{layer.largest:.1e}", f"{layer.difference:.1e}", AGREES if layer.agrees else DIFFERS]

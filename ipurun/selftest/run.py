@@ -21,7 +21,7 @@ from ipurun.runs.job import prepare_job, resumed_folder, run_job
 from ipurun.runs.prepare import prepare
 from ipurun.selftest.cases import Case
 from ipurun.selftest.compare import Comparison, Numbers, compare, tolerances
-from ipurun.selftest.outcome import AGREES, DIFFERS, SKIPPED, Outcome
+from ipurun.selftest.outcome import AGREES, DIFFERS, REASONS, SKIPPED, Outcome
 from ipurun.selftest.reference import initial_model, reference_numbers
 
 __all__ = ["describe", "run_case"]
@@ -78,7 +78,7 @@ def run_case(case: Case, engine: Engine, folder: Path, on_side: Callable[[str], 
                 for name, numbers in sides.items()
                 if all(item.agrees for item in compare(numbers, settled, initial, allowed))
             ]
-            outcome.reason += f"; plain torch agrees with {' and '.join(agreeing) or 'neither'}"
+            outcome.reason += f"{REASONS}plain torch agrees with {' and '.join(agreeing) or 'neither'}"
         outcome.evidence.update(_described(case, _placed(point, engine.kind, folder)))
     outcome.seconds = time.monotonic() - begun
     return outcome
@@ -186,7 +186,7 @@ def _judged(case: Case, comparisons: List[Comparison]) -> Outcome:
     worst = max(comparisons, key=_share)
     wrong = [item for item in comparisons if not item.agrees]
     outcome = Outcome(case.name, DIFFERS if wrong else AGREES, worst=worst.what, share=_share(worst))
-    outcome.reason = "; ".join(
+    outcome.reason = REASONS.join(
         f"{item.what} off by {item.difference:.1e}, allowed {item.tolerance:.0e}" for item in wrong
     )
     for item in comparisons:
