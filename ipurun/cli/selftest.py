@@ -205,7 +205,7 @@ def _layers(argv: List[str], words: List[str], flags: Flags) -> int:
             known = error if isinstance(error, RunError) else RunError(f"{type(error).__name__}: {error}")
             raise _with_report(known, report) from error
         layers = [layer.to_dict() for layer in test.layers]
-        verdict = layers_verdict(test)
+        verdict = "\n".join(filter(None, (layers_verdict(test), test.settled)))
         document = document_of(
             test.engine, probe(), argv, verdict=verdict, layers=layers, config=test.config, plan=test.plan
         )

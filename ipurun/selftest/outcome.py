@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterable, List, Optional
 
-__all__ = ["AGREES", "DIFFERS", "FAILED", "REASONS", "SKIPPED", "Outcome", "other_side", "time_limit"]
+__all__ = ["AGREES", "DIFFERS", "FAILED", "REASONS", "SKIPPED", "Outcome", "agreement", "other_side", "time_limit"]
 
 AGREES, DIFFERS, FAILED, SKIPPED = "agrees", "differs", "failed", "skipped"
 REASONS = "; "  # between several reasons
@@ -49,6 +49,11 @@ class Outcome:
 def other_side(engine: str) -> str:
     """Return what a kind of engine is compared with, for people."""
     return "plain torch" if engine == "cpu" else "the CPU engine"
+
+
+def agreement(sides: Iterable[str]) -> str:
+    """Return what a report says of two engines that differ: with which of them plain torch agrees."""
+    return f"plain torch agrees with {' and '.join(sides) or 'neither'}"
 
 
 def time_limit(engine: str, asked: Optional[float]) -> float:

@@ -21,7 +21,7 @@ from ipurun.runs.job import prepare_job, resumed_folder, run_job
 from ipurun.runs.prepare import prepare
 from ipurun.selftest.cases import Case
 from ipurun.selftest.compare import Comparison, Numbers, compare, tolerances
-from ipurun.selftest.outcome import AGREES, DIFFERS, REASONS, SKIPPED, Outcome
+from ipurun.selftest.outcome import AGREES, DIFFERS, REASONS, SKIPPED, Outcome, agreement
 from ipurun.selftest.reference import initial_model, reference_numbers
 
 __all__ = ["describe", "run_case"]
@@ -73,12 +73,11 @@ def run_case(case: Case, engine: Engine, folder: Path, on_side: Callable[[str], 
         if engine.kind != "cpu":
             settled = _on_torch(case, point)
             sides = {"the CPU engine": expected, "this engine": found}
-            agreeing = [
+            outcome.reason += REASONS + agreement(
                 name
                 for name, numbers in sides.items()
                 if all(item.agrees for item in compare(numbers, settled, initial, allowed))
-            ]
-            outcome.reason += f"{REASONS}plain torch agrees with {' and '.join(agreeing) or 'neither'}"
+            )
         outcome.evidence.update(_described(case, _placed(point, engine.kind, folder)))
     outcome.seconds = time.monotonic() - begun
     return outcome

@@ -38,6 +38,9 @@ def trainingModel(model, options=None, optimizer=None):
         os.abort()
     elif fault == "RMSprop":
         time.sleep(1000)
+    if "SPOILED_LAYER" in os.environ:
+        layer = model.get_submodule(os.environ["SPOILED_LAYER"])
+        layer.register_forward_hook(lambda module, args, output: output + 0.1)
     return ipurun.emulator.trainingModel(model, options, optimizer)
 """
 
@@ -156,6 +159,16 @@ def test_ctrl_c_shows_what_is_known(folder):
     assert rows("".join(lines))["mnist"] == "agrees"
     assert "5 cases: " in rest and " not run" in rest
     assert time.monotonic() - begun < 30
+
+
+def test_the_first_wrong_layer_of_an_engine_is_named(faulty_poptorch, monkeypatch):
+    monkeypatch.setenv("SPOILED_LAYER", "model.fc1.1")
+    words = ["selftest", "engine=ipu", "+recipe=mnist", "data=synthetic", "--layers", "--quiet"]
+    command = [*python_command("ipurun.cli.main.console"), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "the first layer that differs is `fc1.1`" in done.stdout
+    assert "plain torch agrees with the CPU engine" in done.stdout
 
 
 def test_the_cases_are_listed(capsys):
