@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import platform
@@ -22,6 +21,8 @@ _LARGEST_ATTACHABLE = 64
 _NEEDED = ("Options", "DataLoader", "trainingModel", "ipuHardwareIsAvailable")
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 _OLD_LOG_LEVELS = ("TRACE_ALL", "DEBUG_IR")
+# PopTorch's modules while the emulator has their names. They cannot be imported twice: their core is native code.
+_set_aside: Dict[str, ModuleType] = {}
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def load(choice: str) -> Engine:
         return _emulator()
     if choice == "auto" and not _poptorch_is_installed():
         return _emulator()
+    was_loaded = _loaded_poptorch() is not None
     poptorch = _import_poptorch(choice)
     if choice == "ipu_model":
         return Engine(poptorch, "ipu_model", f"PopTorch {_version(poptorch)}")
@@ -61,6 +63,8 @@ def load(choice: str) -> Engine:
     if ipus:
         return Engine(poptorch, "ipu", f"PopTorch {_version(poptorch)}", ipus)
     if choice == "auto":
+        if not was_loaded:  # only to look for IPUs
+            _set_poptorch_aside()
         return _emulator()
     raise ConfigError(
         "`engine=ipu`: no IPU is available",
@@ -120,11 +124,32 @@ def _probe_poptorch() -> Dict[str, Any]:
 
 def _emulator() -> Engine:
     module = importlib.import_module(_EMULATOR)
-    if not _poptorch_is_installed():
-        # Models written for IPUs import poptorch for their annotations; on the CPU they get the emulator.
-        module.install()
+    loaded = _loaded_poptorch()
+    if loaded is None:
+        # Models written for IPUs import poptorch; on the CPU they get the emulator. Other processes of a host with
+        # PopTorch may be for its IPUs.
+        module.install(inherited=not _poptorch_is_installed())
+    else:
+        _see_blocks(loaded)
     _silence_index_casts()
     return Engine(module, "cpu", f"emulator of PopTorch {_version(module)}")
+
+
+def _see_blocks(poptorch: ModuleType) -> None:
+    """Let the emulator, which traces models for plans too, see the blocks of a model that imported PopTorch."""
+    if hasattr(poptorch, "Block"):
+        importlib.import_module(_EMULATOR + ".graph").adopt_blocks(poptorch.Block)
+
+
+def _set_poptorch_aside() -> None:
+    names = [name for name in sys.modules if name == "poptorch" or name.startswith("poptorch.")]
+    _set_aside.update({name: sys.modules.pop(name) for name in names})
+
+
+def _loaded_poptorch() -> Optional[ModuleType]:
+    """Return Graphcore's package if it has been imported, None if not or if the emulator has its name."""
+    loaded = sys.modules.get("poptorch")
+    return None if loaded is None or _is_emulator(loaded) else loaded
 
 
 def _silence_index_casts() -> None:
@@ -140,14 +165,13 @@ class _IndexCasts(logging.Filter):
 
 
 def _poptorch_is_installed() -> bool:
-    """Whether `import poptorch` would give Graphcore's package.
+    """Whether Graphcore's package can be imported.
 
     Other things that have its name: the emulator in its place, a folder without code, and PopTorch's sources, which
     lack the compiled core.
     """
-    already = sys.modules.get("poptorch")
-    if already is not None:
-        return not _is_emulator(already)
+    if _set_aside or _loaded_poptorch() is not None:
+        return True
     spec = _find_poptorch()
     if spec is None or spec.origin is None or "emulator" in spec.origin:
         return False
@@ -156,10 +180,8 @@ def _poptorch_is_installed() -> bool:
 
 
 def _find_poptorch() -> Optional[ModuleSpec]:
-    try:
-        return importlib.util.find_spec("poptorch")
-    except (ImportError, ValueError):
-        return None
+    shim = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulator", "shim")
+    return PathFinder.find_spec("poptorch", [entry for entry in sys.path if os.path.abspath(entry) != shim])
 
 
 def _is_emulator(module: ModuleType) -> bool:
@@ -175,6 +197,10 @@ def _import_poptorch(choice: str) -> ModuleType:
             fix="enable Graphcore's SDK and install its poptorch wheel, or run with engine=cpu",
             key="engine",
         )
+    if _loaded_poptorch() is None and "poptorch" in sys.modules:
+        importlib.import_module(_EMULATOR + ".install").uninstall()
+    sys.modules.update(_set_aside)
+    _set_aside.clear()
     try:
         poptorch = importlib.import_module("poptorch")
     except Exception as error:
@@ -193,6 +219,7 @@ def _import_poptorch(choice: str) -> ModuleType:
             fix="rename it or take its folder off PYTHONPATH, or run with engine=cpu",
             key="engine",
         )
+    _see_blocks(poptorch)
     return poptorch
 
 

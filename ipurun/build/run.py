@@ -120,10 +120,23 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     )
     loss = make_loss(config.loss, module)
     train_metrics = make_metrics(config.metrics, "train", module)
+    half_weights = plan.precision == "16.32"
     for_training = ModelWithLoss(
-        model, loss, config.loss, returns_output=bool(train_metrics), identity_loss=module.identity_loss
+        model,
+        loss,
+        config.loss,
+        returns_output=bool(train_metrics),
+        identity_loss=module.identity_loss,
+        half_weights=half_weights,
     )
-    for_inference = ModelWithLoss(model, loss, config.loss, returns_output=True, tracing_flag=for_training.tracing_flag)
+    for_inference = ModelWithLoss(
+        model,
+        loss,
+        config.loss,
+        returns_output=True,
+        tracing_flag=for_training.tracing_flag,
+        half_weights=half_weights,
+    )
     for executed in (for_training, for_inference):
         overlap_io(executed, module, plan.overlap_io)
     training_options = apply_calls(module.Options(), plan.training_options, module)

@@ -19,6 +19,7 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.recorder import current as active_recorder
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._executor.model_guard import named_tensors
+from ipurun.emulator._ops.blocks import adopt_blocks
 from ipurun.emulator._options.strategies import PipelinedExecution, _DefaultStageManager
 from ipurun.emulator._options_impl import Placement as StagePlacement
 from ipurun.emulator._run.executable_cache import file_name
@@ -33,6 +34,7 @@ __all__ = [
     "TensorSpec",
     "Value",
     "active_recorder",
+    "adopt_blocks",
     "capture",
     "executable_file_name",
     "is_supported",

@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from ipurun.emulator._ops.annotations import clear_attribute, set_attribute
 from ipurun.emulator.autocasting import autocast_module
 
-__all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder"]
+__all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder", "uninstall"]
 
 _WHOLE_OBJECTS = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _ALIAS = "poptorch"
@@ -98,11 +98,12 @@ def find_real_poptorch() -> Optional[str]:
     return None if spec is None else spec.origin
 
 
-def install() -> None:
-    """Make ``import poptorch`` and its submodules import the emulator from now on.
+def install(inherited: bool = True) -> None:
+    """Make ``import poptorch`` and its submodules import the emulator from now on; again without effect.
 
-    Child processes inherit this through PYTHONPATH, including those started by spawn or forkserver. Calling it
-    again has no effect.
+    Args:
+        inherited: Whether child processes inherit this through PYTHONPATH, including those started by spawn or
+            forkserver.
 
     Raises:
         RuntimeError: The real poptorch was already imported.
@@ -123,12 +124,22 @@ def install() -> None:
     torch.ops.poptorch.set_attribute = set_attribute
     torch.ops.poptorch.clear_attribute = clear_attribute
     restore_removed()
+    if not inherited:
+        return
     folder = shim_folder()
     if folder not in sys.path:
         sys.path.insert(1, folder)
-    inherited = os.environ.get("PYTHONPATH", "")
-    if folder not in inherited.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, inherited]))
+    folders = os.environ.get("PYTHONPATH", "")
+    if folder not in folders.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, folders]))
+
+
+def uninstall() -> None:
+    """Let ``import poptorch`` import the real package again, in this process."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
+    for name in [name for name in sys.modules if name == _ALIAS or name.startswith(_ALIAS + ".")]:
+        if getattr(sys.modules[name], "__name__", "").startswith(_TARGET):
+            del sys.modules[name]
 
 
 def _is_shim(module: ModuleType) -> bool:

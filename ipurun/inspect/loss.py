@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from types import ModuleType
-from typing import Any, Callable, Iterator, List, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.inspect.batch_items import pick, split_target, with_loss
+from ipurun.inspect.precision import HalfWeights
 from ipurun.inspect.targets import check_arguments, locate
 
 __all__ = ["Loss", "ModelWithLoss", "check_loss", "make_loss"]
@@ -115,6 +116,7 @@ class ModelWithLoss(nn.Module):
         identity_loss: The engine's function that marks a tensor as the loss, for training: a model's own loss may
             combine several, and PopTorch must know which tensor to differentiate.
         tracing_flag: Shared by all wrappers of one model.
+        half_weights: Whether operations read float32 weights in half precision (``precision=16.32``).
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class ModelWithLoss(nn.Module):
         returns_output: bool,
         identity_loss: Optional[Callable[..., torch.Tensor]] = None,
         tracing_flag: Optional[TracingFlag] = None,
+        half_weights: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -136,9 +139,14 @@ class ModelWithLoss(nn.Module):
         self._returns_output = returns_output
         self._reduction = config.reduction
         self._identity_loss = identity_loss
+        self._half_weights = half_weights
 
     def forward(self, *items: Any, **named: Any) -> Any:
         """Return the loss of one micro-batch, or (output, loss)."""
+        with HalfWeights(self) if self._half_weights else contextlib.nullcontext():
+            return self._run(items, named)
+
+    def _run(self, items: Tuple[Any, ...], named: Dict[str, Any]) -> Any:
         if self._apply_loss is None:
             with self.tracing_flag.set():
                 output = self.model(*items, **named)

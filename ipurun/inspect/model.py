@@ -112,15 +112,17 @@ def user_blocks(model: nn.Module) -> List[UserBlock]:
 
 def uses_poptorch(model: nn.Module, engine_module: ModuleType) -> bool:
     """Return whether a file that defines a class of the model imports PopTorch, so that `forward` may begin blocks."""
-    own = {id(engine_module), id(emulator)} | {
-        id(getattr(engine_module, name)) for name in ("Block", "BeginBlock", "BlockFunction")
-    }
+    # A model may have imported another PopTorch than the engine: the real one, on a host that has it.
+    poptorches = {id(module): module for module in (engine_module, emulator, sys.modules.get("poptorch")) if module}
+    names = ("Block", "BeginBlock", "BlockFunction")
+    own = {*poptorches, *(id(getattr(module, name, None)) for module in poptorches.values() for name in names)}
     files: Set[str] = {type(module).__module__ for module in model.modules()}
     return any(
         id(value) in own
         for file in files
         if not file.startswith("torch.") and file in sys.modules
         for value in vars(sys.modules[file]).values()
+        if value is not None
     )
 
 

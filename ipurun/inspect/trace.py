@@ -182,7 +182,8 @@ def _trace(
     handles += cast_hooks(model, precision, rules)
     if precision.startswith("16"):
         batch = half_inputs(batch, config.loss.name is not None, config.loss.target)
-    wrapped = ModelWithLoss(model, make_loss(config.loss, emulator), config.loss, returns_output=not training)
+    loss = make_loss(config.loss, emulator)
+    wrapped = ModelWithLoss(model, loss, config.loss, returns_output=not training, half_weights=precision == "16.32")
     wrapped.train(training_mode)
     progress = _Progress()
     try:

@@ -11,7 +11,7 @@ from ipurun.api.options import read_setters
 from ipurun.config.checks import check_values, with_valid_values
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
-from ipurun.inspect.facts import Facts
+from ipurun.inspect.facts import Facts, Purpose
 from ipurun.planning.artifacts import folder_calls, plan_profile
 from ipurun.planning.host_io import check_loading, check_overlap, output_mode, strategy_for_overlap
 from ipurun.planning.modules import (
@@ -73,7 +73,7 @@ def make_plan(
     updates = sizes.training.device_iterations
     if config.schedule and updates > 1:
         found.note(f"the learning rate changes once per host call, that is every {updates} weight updates")
-    _note_never_attached(training, found)
+    _check_attachable(training, facts.purpose, found)
     check_overlap(config, mode, training, found)
     checkpoints = recompute_modules(config, facts, sizes.layout, found)
     serialized = serialized_layers(config, facts, found)
@@ -140,9 +140,18 @@ def _note_processes(settings: UserSettings, environ: Mapping[str, str], found: F
         found.note(f"batch sizes and steps are those of one of the {processes} processes")
 
 
-def _note_never_attached(calls: Sequence[Call], found: Findings) -> None:
+def _check_attachable(calls: Sequence[Call], purpose: Purpose, found: Findings) -> None:
+    """Report options with which PopTorch compiles a model but never attaches a device: a run could not begin."""
     offline = last_call("useOfflineIpuTarget", calls)
     connection = last_call("connectionType", calls)
-    if offline or (connection and str(connection.args[0]).endswith(".Never")):
-        origin = (offline or connection or calls[0]).origin
-        found.note(f"{origin}: the model can be compiled but not run, because no device is attached")
+    call = offline or connection
+    if call is None or (offline is None and not str(call.args[0]).endswith(".Never")):
+        return
+    if purpose is Purpose.PLAN:
+        found.note(f"{call.origin}: the model can be compiled but not run, because no device is attached")
+        return
+    found.problem(
+        f"`{call.origin}`: the model could be compiled but not run, because no device is attached",
+        fix="leave it out, or set options.connectionType=OnDemand to attach after compiling",
+        key=call.origin,
+    )

@@ -30,6 +30,7 @@ _DICTIONARY_SETTERS = (
     "_Popart.setPatterns",
     "_Popart.setEngineOptions",
     "enableProfiling",
+    "Training.setConvolutionDithering",  # PopTorch's setter would hand Poplar "True" instead of "true"
 )
 # inputReplicaGrouping is checked against the factor that was set so far.
 _FIRST = ("deviceIterations", "replicationFactor", "Training.gradientAccumulation")
@@ -242,8 +243,6 @@ def _slots(call: Call) -> Tuple[str, ...]:
         return (f"anchor:{call.args[0]}",)
     if call.path == "appendToLocationExcludes":
         return ()
-    if call.path == "Training.setConvolutionDithering":
-        return (f"{_CONVOLUTION}:enableConvDithering",)
     if call.path == "useOfflineIpuTarget":
         return ("option:ipu_version", "option:connection_type")
     setter = option_setters().get(call.path)

@@ -20,6 +20,7 @@ from ipurun.emulator._capture.losses import find_loss, give_device_shapes
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.structures import rebuild, tensors_in
+from ipurun.emulator._ops.blocks import adopted_blocks
 
 
 class _PlainFunction:
@@ -122,7 +123,8 @@ def capture(
     modules = modules or {}
     recorder.host.declare_attributes(attribute_tensors(modules))
     plain = _without_mask_check(modules)
-    with constants, _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules), plain:
+    blocks = adopted_blocks()
+    with constants, _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules), plain, blocks:
         with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
             # Autograd is on in inference too: a model may read `grad_fn` and `is_leaf`.
             with torch.enable_grad(), SavedTensors(keep=training) as saved, FunctionWatcher(recorder, saved):

@@ -5,32 +5,10 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
-from torch.nn import functional
 
 from ipurun.emulator._capture.op_kinds import names_in, written_arguments
 
 _NARROWED = {torch.int64: torch.int32, torch.float64: torch.float32}
-_WEIGHT_ARGUMENTS: Dict[Callable[..., Any], Tuple[Tuple[int, str], ...]] = {
-    functional.linear: ((1, "weight"), (2, "bias")),
-    functional.batch_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
-    functional.group_norm: ((2, "weight"), (3, "bias")),
-    functional.layer_norm: ((2, "weight"), (3, "bias")),
-    functional.instance_norm: ((1, "running_mean"), (2, "running_var"), (3, "weight"), (4, "bias")),
-    # Its projections are calls of `linear` that capture cannot see separately.
-    functional.multi_head_attention_forward: (
-        (5, "in_proj_weight"),
-        (6, "in_proj_bias"),
-        (7, "bias_k"),
-        (8, "bias_v"),
-        (11, "out_proj_weight"),
-        (12, "out_proj_bias"),
-        (18, "q_proj_weight"),
-        (19, "k_proj_weight"),
-        (20, "v_proj_weight"),
-    ),
-}
-for _name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
-    _WEIGHT_ARGUMENTS[getattr(functional, _name)] = ((1, "weight"), (2, "bias"))
 # Torch's half kernels for these are up to 200 times slower than its float32 kernels, which accumulate as IPUs do.
 _SLOW_IN_HALF = frozenset(
     getattr(torch.ops.aten, name)
@@ -54,27 +32,6 @@ _CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cach
 def narrowed(dtype: torch.dtype) -> torch.dtype:
     """Return the 32-bit type that a device has in place of a 64-bit one."""
     return _NARROWED.get(dtype, dtype)
-
-
-def cast_weights(
-    function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
-) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
-    """Return the arguments with weights and biases in the type of the layer's input, as PopTorch does."""
-    positions = _WEIGHT_ARGUMENTS.get(function)
-    data = args[0] if args else kwargs.get("input", kwargs.get("query"))
-    if positions is None or not isinstance(data, torch.Tensor) or not data.is_floating_point():
-        return args, kwargs
-    listed = list(args)
-    named = dict(kwargs)
-    for index, name in positions:
-        given = listed[index] if index < len(listed) else named.get(name)
-        if not isinstance(given, torch.Tensor) or given.dtype == data.dtype or name.startswith("running"):
-            continue
-        if index < len(listed):
-            listed[index] = given.to(data.dtype)
-        else:
-            named[name] = given.to(data.dtype)
-    return tuple(listed), named
 
 
 def substitute_for(op: Any, arguments: Any) -> Optional[HalfThroughFloat]:

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ipurun.emulator._capture import dtypes
 from ipurun.emulator._capture.losses import LOSS_FUNCTIONS, check_loss_arguments
+from ipurun.emulator._capture.mixed_types import in_one_type
 from ipurun.emulator._capture.recorder import Recorder, current
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.sources import calling_line
@@ -38,6 +38,12 @@ def attention_by_parts() -> Any:
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Compute attention in parts, even if the model requests one of torch's fused kernels."""
+    query, mask = kwargs.get("query", args[0] if args else None), kwargs.get("attn_mask", (*args, *[None] * 4)[3])
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or to match query dtype, but got attn_mask.dtype: "
+            f"{mask.dtype} and query.dtype: {query.dtype} instead."
+        )
     with attention_by_parts():
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
@@ -160,7 +166,7 @@ class FunctionWatcher(TorchFunctionMode):
             self._recorder.graph.has_own_gradients = True
         if func in _TO_DEVICE:
             args = tuple(_without_ipu(a) for a in args)
-        args, kwargs = dtypes.cast_weights(func, args, kwargs)
+        args, kwargs = in_one_type(func, args, kwargs)
         func = REPLACED_FUNCTIONS.get(func, func)
         if func not in LOSS_FUNCTIONS:
             result = func(*args, **kwargs)

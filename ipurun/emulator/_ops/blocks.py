@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Iterator, List, Optional, TypeVar
 
 import torch
 
@@ -150,6 +151,54 @@ def BlockFunction(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -
         return inside_block  # type: ignore[return-value]  # wraps keeps the signature of F
 
     return decorate
+
+
+_adopted: List[type] = []
+
+
+def adopt_blocks(block_class: type) -> None:
+    """Let captures also see the blocks of another PopTorch, the real one, that a model may have imported.
+
+    Args:
+        block_class: Its `Block`. Adopting it again has no effect.
+    """
+    if block_class is not Block and block_class not in _adopted:
+        _adopted.append(block_class)
+
+
+@contextlib.contextmanager
+def adopted_blocks() -> Iterator[None]:
+    """Make adopted blocks begin and end blocks of the running capture.
+
+    PopTorch's blocks, its hooks and its decorator all call the stage manager that an execution strategy has put on
+    `Block`, and do nothing if there is none.
+    """
+    before = [
+        (adopted, adopted.__dict__.get("_stages_manager"), adopted.__dict__.get("__exit__")) for adopted in _adopted
+    ]
+    for adopted, _, _ in before:
+        adopted._stages_manager = _AdoptingManager()  # type: ignore[attr-defined]
+        adopted.__exit__ = Block.__exit__  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for adopted, manager, leave in before:
+            adopted._stages_manager = manager  # type: ignore[attr-defined]
+            adopted.__exit__ = leave  # type: ignore[attr-defined]
+
+
+class _AdoptingManager:
+    """Answers PopTorch's blocks in place of its own stage manager."""
+
+    def beginStage(self, user_id: Optional[str], ipu_id: Optional[int]) -> None:
+        _begin(user_id, ipu_id)
+
+    def nextAutoId(self) -> Optional[str]:
+        manager = _stage_manager()
+        return None if manager is None else manager.nextAutoId()
+
+    def resetAutoId(self) -> None:
+        Block.useAutoId()
 
 
 def removeBlocks(module: torch.nn.Module) -> None:

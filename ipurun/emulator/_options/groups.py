@@ -287,8 +287,7 @@ class _TrainingOptions(OptionsDict):
 
     def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
         """Spread convolutions over the tiles, replacing all other convolution options."""
-        dithering = {"enableConvDithering": "true" if enabled else "false"}
-        self._popart_options.set("convolutionOptions", dithering)  # type: ignore[arg-type]  # stores anything
+        self._popart_options.set("convolutionOptions", {"enableConvDithering": enabled})  # type: ignore[arg-type]  # stores anything
         return self
 
 

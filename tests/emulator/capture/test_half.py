@@ -27,7 +27,7 @@ def test_mixed_elementwise_operations_promote():
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.Linear(6, 3),
+        nn.Linear(6, 3, bias=False),
         nn.Conv1d(4, 2, 3),
         nn.ConvTranspose1d(4, 2, 3),
         nn.BatchNorm1d(4),
@@ -50,9 +50,81 @@ def test_layers_compute_in_the_type_of_their_input(layer):
     torch.testing.assert_close(from_half_weights, expected, rtol=2e-2, atol=2e-2)
 
 
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "expected"),
+    [
+        ((6,), True, HALF),
+        ((2, 6), True, FLOAT),
+        ((2, 6), False, HALF),
+        ((2, 4, 6), True, FLOAT),
+        ((2, 4, 6), False, HALF),
+        ((2, 2, 4, 6), True, HALF),
+    ],
+)
+def test_linear_layers_have_the_type_that_torch_infers(shape, bias, expected):
+    """With a bias, torch 2.0.1 calls addmm for two and three dimensions, which promotes, and a product otherwise."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(6, 3, bias=bias), torch.randn(shape)
+    wanted = layer(x).detach()
+    found = poptorch.inferenceModel(layer)(x.half())
+    assert found.dtype == expected
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("function", "left", "right", "expected"),
+    [
+        (torch.mm, (2, 3), (3, 4), (HALF, FLOAT)),
+        (torch.matmul, (5, 2, 3), (3, 4), (HALF, FLOAT)),
+        (torch.matmul, (5, 2, 3), (5, 3, 4), (FLOAT, HALF)),
+        (torch.bmm, (5, 2, 3), (5, 3, 4), (FLOAT, HALF)),
+        (lambda a, b: a @ b, (6, 5, 2, 3), (6, 5, 3, 4), (FLOAT, HALF)),
+        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (5, 2, 3), (5, 3, 4), (FLOAT, HALF)),
+        (torch.mv, (2, 3), (3,), (FLOAT, FLOAT)),
+    ],
+)
+def test_products_of_two_types_have_the_type_that_torch_infers(function, left, right, expected):
+    a, b = torch.rand(left), torch.rand(right)
+    found = [_infer(function)(a.half(), b), _infer(function)(a, b.half())]
+    assert tuple(result.dtype for result in found) == expected
+    for result in found:
+        torch.testing.assert_close(result.float(), function(a, b), rtol=1e-2, atol=1e-2)
+
+
+def test_a_two_dimensional_convolution_refuses_a_bias_of_another_type():
+    x = torch.randn(1, 4, 8, 8)
+    for layer, given, words in (
+        (nn.Conv2d(4, 2, 3), x.half(), r"Input type \(c10::Half\) and bias type \(float\)"),
+        (nn.Conv2d(4, 2, 3).half(), x, r"Input type \(float\) and bias type \(c10::Half\)"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{words} should be the same"):
+            poptorch.inferenceModel(layer)(given)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(4, 2, 3, bias=False), nn.Conv2d(4, 2, 3, padding="same"), nn.ConvTranspose2d(4, 2, 3)]
+)
+def test_other_convolutions_compute_in_the_type_of_their_input(layer):
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 8, 8)
+    expected = layer(x).detach()
+    found = poptorch.inferenceModel(layer)(x.half())
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_attention_refuses_a_mask_of_another_type():
+    q, mask = torch.rand(1, 2, 3, 4).half(), torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or to match query dtype"):
+        _infer(lambda q, m: nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=m))(q, mask)
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"add_bias_kv": True}, {"kdim": 8, "vdim": 6}])
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_attention_computes_in_the_type_of_its_input(kwargs, need_weights):
+def test_attention_with_master_weights_promotes(kwargs, need_weights):
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(8, 2, **kwargs)
     tensors = [torch.randn(5, 2, 8), torch.randn(5, 2, 8), torch.randn(5, 2, kwargs.get("vdim", 8))]
@@ -69,11 +141,21 @@ def test_attention_computes_in_the_type_of_its_input(kwargs, need_weights):
 
     model = Model()
     out, _ = poptorch.trainingModel(model)(*[tensor.half() for tensor in tensors])
-    assert out.dtype == torch.float16
-    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
-    # Master weights: they stay in float32 and are trained.
-    assert model.attention.out_proj.weight.dtype == torch.float32
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
     assert not torch.equal(model.attention.out_proj.weight, attention.out_proj.weight)
+
+
+class CastWeights(nn.Module):
+    """Runs a model with half copies of its float32 weights."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, labels):
+        halves = {name: weight.half() for name, weight in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, halves, (x, labels))
 
 
 def _train(model, x, labels, **kwargs):
@@ -90,7 +172,7 @@ def test_half_weights_and_master_weights_train_like_float(norm):
     masters, halves = copy.deepcopy(model), copy.deepcopy(model).half()
     x, labels = images(8)
     expected = _train(model, x, labels)
-    with_masters = _train(masters, x.half(), labels, loss_scaling=128.0)
+    with_masters = _train(CastWeights(masters), x.half(), labels, loss_scaling=128.0)
     with_halves = _train(halves, x.half(), labels, loss_scaling=128.0)
     assert expected[-1] < expected[0]
     assert with_masters == pytest.approx(expected, rel=0.03)

@@ -1,0 +1,173 @@
+"""The runner beside another PopTorch than the emulator: a double of the real package, as on an IPU host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOY = ["data._target_=run_toys.pair", "loss.name=CrossEntropyLoss", "cache.enabled=false"]
+
+
+@pytest.fixture
+def host(tmp_path: Path):
+    """Run a script or a command in a process that can import the double as `poptorch`."""
+    folders = [ROOT, ROOT / "tests/helpers/double", ROOT / "tests/helpers"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str, ipus: int = 8) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**env, "DOUBLE_IPUS": str(ipus)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run
+
+
+def _script(host: Any, body: str, ipus: int = 8) -> Any:
+    """Run Python code there and return what it passes to `show`."""
+    code = "import json, ipurun\ndef show(value): print('SHOWN' + json.dumps(value))\n" + body
+    done = host("-c", code, ipus=ipus)
+    shown = [line[5:] for line in done.stdout.splitlines() if line.startswith("SHOWN")]
+    assert shown, done.stdout + done.stderr
+    return json.loads(shown[-1])
+
+
+def test_the_double_is_taken_for_the_real_package(host) -> None:
+    done = host("-m", "ipurun", "env")
+    assert "engine      ipu" in done.stdout and "IPUs        8" in done.stdout
+    assert "engine      cpu" in host("-m", "ipurun", "env", ipus=0).stdout
+
+
+@pytest.mark.parametrize("engine", ["auto", "cpu"])
+@pytest.mark.parametrize("model", ["WithBlocks", "WithStarts", "WithFunctions", "WithModuleBlocks"])
+def test_blocks_of_the_real_package_are_planned_and_run(host, model: str, engine: str) -> None:
+    words = [f"model._target_=ipu_models.{model}", *TOY, "devices=8", f"engine={engine}", "micro_batch_size=1"]
+    words += ["gradient_accumulation=4", "max_steps=2", "inference.device_iterations=2"]
+    done = host("-m", "ipurun", "train", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 IPUs = 4 replicas x 2 IPUs, 2 stages" in done.stdout
+    assert ("engine      ipu: PopTorch 3.4.0" in done.stdout) == (engine == "auto")
+
+
+def test_a_host_without_free_ipus_runs_models_that_import_poptorch_on_the_cpu(host) -> None:
+    words = ["model._target_=ipu_models.WithBlocks", *TOY, "devices=2", "gradient_accumulation=4", "max_steps=1"]
+    done = host("-m", "ipurun", "train", *words, "micro_batch_size=1", "inference.device_iterations=2", ipus=0)
+    assert done.returncode == 0 and "2 stages" in done.stdout and "engine      cpu" in done.stdout, done.stdout
+
+
+def test_one_process_can_use_both_engines(host) -> None:
+    body = f"""
+import sys
+def run(engine):
+    ipurun.train(overrides=["model._target_=ipu_models.WithBlocks", *{TOY!r}, "inference.device_iterations=2",
+                 "engine=" + engine, "max_steps=1", "micro_batch_size=1", "gradient_accumulation=4", "devices=2"])
+    return sys.modules["poptorch"].__name__
+show([run("cpu"), run("ipu"), run("cpu")])
+"""
+    assert _script(host, body)[:2] == ["ipurun.emulator", "poptorch"]
+
+
+COMPARE = """
+import torch
+def weights(engine, *more):
+    result = ipurun.train(overrides={words!r} + ["engine=" + engine, *more])
+    return {{name: value.float() for name, value in result.load().model.state_dict().items()}}
+on_ipu, on_cpu = weights("ipu"), weights("cpu")
+still = weights("cpu", "optimizer.lr=0")
+def apart(a, b):
+    return {{name: float((a[name] - b[name]).abs().max()) for name in a}}
+show([apart(on_ipu, on_cpu), apart(on_cpu, still)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        (["+recipe=mnist"], 1e-6),
+        (["+recipe=mnist", "precision=16.32", "loss_scaling=64"], 2e-4),
+        (["+recipe=vit", "precision=16.32", "loss_scaling=64", "model.dropout=0"], 2e-4),
+        (["+recipe=mnist", "gradient_accumulation=2", "device_iterations=2"], 1e-6),
+    ],
+    ids=["float", "mixed", "vit-mixed", "accumulated"],
+)
+def test_both_engines_train_to_the_same_weights(host, words, tolerance: float) -> None:
+    words = [*words, "devices=2", "max_steps=4", "optimizer=sgd", "optimizer.lr=0.05", "cache.enabled=false"]
+    differences, changes = _script(host, COMPARE.format(words=words))
+    assert max(differences.values()) < tolerance and max(changes.values()) > 20 * tolerance, differences
+
+
+def test_mixed_precision_computes_in_half_on_the_device(host) -> None:
+    body = """
+import poptorch
+from poptorch import _poplar_executor
+traces = []
+trace = _poplar_executor.PoplarExecutor._trace
+def kept(self, *args):
+    trace(self, *args)
+    traces.append(self.trace.operations)
+_poplar_executor.PoplarExecutor._trace = kept
+ipurun.train(overrides=["+recipe=mnist", "precision=16.32", "loss_scaling=64", "max_steps=1", "cache.enabled=false"])
+products = [(name, str(types[0])) for name, _, types in traces[0] if name in ("convolution", "addmm", "mm")]
+show(products)
+"""
+    products = _script(host, body)
+    assert len(products) >= 4 and {kind for _, kind in products} == {"torch.float16"}, products
+
+
+def test_the_learning_rate_is_sent_again_after_each_attach(host) -> None:
+    body = """
+import poptorch
+words = ["+recipe=mnist", "max_steps=8", "eval.every_steps=2", "schedule=constant", "cache.enabled=false", "devices=8"]
+ipurun.train(overrides=words)
+show([[what, value] for what, value in poptorch.poptorch_core.sent if what in ("attach", "detach", "lr")])
+"""
+    events = [event[0] for event in _script(host, body)]
+    attaches = [number for number, event in enumerate(events) if event == "attach"]
+    training = attaches[::2]  # evaluation attaches in between: 8 replicas take all IPUs
+    assert len(training) >= 4
+    # The first one follows the compilation, with the rate that was compiled in.
+    assert all(events[number + 1] == "lr" for number in training[1:]), events
+
+
+def test_a_resumed_run_ends_with_the_weights_of_a_straight_one(host) -> None:
+    body = """
+import torch
+words = ["+recipe=mnist", "devices=2", "cache.enabled=false", "epochs=null", "schedule=constant"]
+straight = ipurun.train(overrides=[*words, "max_steps=8"])
+half = ipurun.train(overrides=[*words, "max_steps=4"])
+resumed = ipurun.train(overrides=[f"resume={half.folder}", "max_steps=8"])
+a, b = straight.load().model.state_dict(), resumed.load().model.state_dict()
+show([name for name in a if not torch.equal(a[name], b[name])])
+"""
+    assert _script(host, body) == []
+
+
+@pytest.mark.parametrize("key", ["options.connectionType=Never", "options.useOfflineIpuTarget=2"])
+@pytest.mark.parametrize("engine", ["ipu", "cpu"])
+def test_an_offline_target_is_refused_before_the_run(host, tmp_path: Path, key: str, engine: str) -> None:
+    done = host("-m", "ipurun", "train", "+recipe=mnist", key, f"engine={engine}")
+    assert done.returncode == 2
+    assert f"error: `{key.partition('=')[0]}`: the model could be compiled but not run" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_dithering_reaches_poplar_as_a_text(host) -> None:
+    body = """
+import poptorch
+words = ["+recipe=mnist", "max_steps=1", "options.Training.setConvolutionDithering=true", "partials=half"]
+ipurun.train(overrides=words)
+show([value for what, value in poptorch.poptorch_core.sent if what == "options"][0])
+"""
+    assert _script(host, body)["convolutionOptions"] == {"partialsType": "half", "enableConvDithering": "true"}
