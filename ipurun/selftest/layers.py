@@ -310,7 +310,7 @@ def _gradients(found: _Values, expected: _Values, allowed: Tolerances) -> List[L
         return order.get(parameter.rpartition(".")[0] or _MODEL, -1)
 
     return [
-        _layer("gradient", name, *differences[name][1:], differences[name][0], allowed.weights)
+        _layer("gradient", name, *differences[name][1:], differences[name][0], allowed.gradients)
         for name in sorted(differences, key=place, reverse=True)
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Set, Tuple
@@ -127,7 +128,7 @@ def _on_engine(case: Case, point: Point, model: nn.Module) -> Tuple[Numbers, Lis
         numbers, _ = _trained(case, point, model)
         stored = _files(cache)
         second, _ = _trained(case, point, model)
-        return numbers, [_reuse(stored, _files(cache)), *_same(second, numbers, initial, "with the cache: ")]
+        return numbers, [*_same(second, numbers, initial, "with the cache: "), _reuse(stored, _files(cache))]
     numbers, _ = _trained(case, point, model)
     if case.kind != "resume":
         return numbers, []
@@ -168,7 +169,7 @@ def _reuse(stored: Set[str], after: Set[str]) -> Comparison:
     """Check that the first run has stored executables, and the second one no further ones."""
     evidence = {"stored_by_the_first_run": sorted(stored), "stored_by_the_second_run": sorted(after - stored)}
     is_wrong = bool(after - stored) or not stored
-    return Comparison("executables stored again", float(is_wrong), 0.0, lambda: evidence)
+    return Comparison("executables that the second run compiled again", float(is_wrong), 0.0, lambda: evidence)
 
 
 def _files(folder: Path) -> Set[str]:
@@ -185,9 +186,7 @@ def _judged(case: Case, comparisons: List[Comparison]) -> Outcome:
     worst = max(comparisons, key=_share)
     wrong = [item for item in comparisons if not item.agrees]
     outcome = Outcome(case.name, DIFFERS if wrong else AGREES, worst=worst.what, share=_share(worst))
-    outcome.reason = REASONS.join(
-        f"{item.what} off by {item.difference:.1e}, allowed {item.tolerance:.0e}" for item in wrong
-    )
+    outcome.reason = REASONS.join(map(_reason, wrong))
     for item in comparisons:
         document: Dict[str, Any] = {"what": item.what, "difference": item.difference, "tolerance": item.tolerance}
         if not item.agrees:
@@ -196,5 +195,13 @@ def _judged(case: Case, comparisons: List[Comparison]) -> Outcome:
     return outcome
 
 
+def _reason(item: Comparison) -> str:
+    if not item.tolerance:
+        return item.what
+    return f"{item.what} off by {item.difference:.1e}, allowed {item.tolerance:.0e}"
+
+
 def _share(item: Comparison) -> float:
-    return item.difference / item.tolerance if item.tolerance else item.difference
+    if not item.tolerance:
+        return math.inf if item.difference else 0.0
+    return item.difference / item.tolerance

@@ -66,7 +66,9 @@ def _guarded(case: Case, engine: Engine, folder: Path) -> Outcome:
         return run_case(case, engine, folder, sides.append)
     except Exception as error:  # whatever it is, it belongs to this case and into the table
         problems = error.problems if isinstance(error, IpurunError) else ()
-        reason = problems[0].what if problems else f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        if problems:
+            reason = ": ".join(filter(None, (problems[0].what, problems[0].seen)))
         reason = f"{sides[-1]}: {reason}" if sides[-1] else reason
         outcome = Outcome(case.name, FAILED, reason, time.monotonic() - begun)
         outcome.evidence["traceback"] = traceback.format_exc()
