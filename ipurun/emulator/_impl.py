@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import types
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Error",
@@ -16,6 +19,8 @@ __all__ = [
     "createPoptorchError",
     "isDispatchTracing",
     "isRunningOnIpu",
+    "rewrapModelIfNecessary",
+    "unwrapModelIfNecessary",
 ]
 
 __version__ = "3.4.0-emulated"
@@ -126,3 +131,17 @@ def isDispatchTracing() -> bool:
 def _restoreWrapperIfNecessary(obj: Any) -> Any:
     """Return the object unchanged: here, copies of wrapped objects keep their class anyway."""
     return obj
+
+
+def unwrapModelIfNecessary(model: torch.nn.Module) -> None:
+    """Make the parameters and buffers of a model wrapped for training plain tensors again."""
+    from ipurun.emulator._executor import wrapping
+
+    wrapping.unwrap_tensors_for_now(model)
+
+
+def rewrapModelIfNecessary(model: torch.nn.Module) -> None:
+    """Restore the classes of the parameters and buffers that `unwrapModelIfNecessary` made plain tensors."""
+    from ipurun.emulator._executor import wrapping
+
+    wrapping.rewrap_tensors(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any, Dict, Mapping, Union
+from typing import Any, Dict, Mapping, Set, Union
 
 __all__ = ["logger", "native_logger", "setLogLevel", "setPopartLogLevel", "trace"]
 
@@ -118,6 +118,16 @@ def setPopartLogLevel(level: str) -> None:
     from ipurun.emulator._logs import program  # imported here because the graph, which it needs, imports this module
 
     program.set_level(level)
+
+
+_warned: Set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has already logged it."""
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning("%s", message)
 
 
 def trace(message: str, *args: Any) -> None:

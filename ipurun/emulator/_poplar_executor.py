@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ipurun.emulator._capture.graph import Placement
+from ipurun.emulator._capture.recompute import stashed_values
 from ipurun.emulator._executor import files, wrapping
 from ipurun.emulator._executor.device import Device, raise_requested_fault
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
@@ -68,6 +69,30 @@ def registerPostCompileHook(hook: Callable[[], None]) -> RemovableHandle:
         RuntimeError: If the hook is not callable.
     """
     return _register(_after, hook)
+
+
+class _OverwriteContextManager:
+    """Replaces functions of other libraries while a model is captured; poptorch_geometric registers such managers."""
+
+    _subsitution_manager_types: List[Callable[[], Any]] = []
+
+    def __init__(self) -> None:
+        self.substitution_managers = [manager() for manager in self._subsitution_manager_types]
+
+    def __enter__(self) -> _OverwriteContextManager:
+        for manager in self.substitution_managers:
+            manager.replace()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for manager in reversed(self.substitution_managers):
+            manager.restore()
+
+    @classmethod
+    def registerSubsitutionManager(cls, type: Callable[[], Any]) -> None:
+        """Call `replace` of a new instance of the class before each capture and its `restore` afterwards."""
+        if type not in cls._subsitution_manager_types:
+            cls._subsitution_manager_types.append(type)
 
 
 class PoplarExecutor:
@@ -404,7 +429,8 @@ class PoplarExecutor:
         Raises:
             Error: If the model is not compiled, or if the progress bar, which measures the time, is off.
         """
-        self._compiled("compilationTime")
+        if self._executable is None:
+            raise createPoptorchError("Please compile the model before obtaining compilation time.")
         if not self._options._show_compilation_progress_bar or self._compilation_time is None:
             raise createPoptorchError(
                 "compilationTime needs the compilation progress bar: use Options.showCompilationProgressBar(True)."
@@ -491,9 +517,11 @@ class PoplarExecutor:
             for op in lowered_ops(graph, self._options._module_namescope_enabled)
         ]
         backward = [_dumped(node.name, node.name, node.placement) for node in graph.nodes if node.is_backward]
+        stashed = stashed_values(graph, self._options)
+        stashes = [_dumped(kind, f"{kind}:{value}", place) for kind in ("Stash", "Restore") for value, place in stashed]
         optimizer = executable.optimizer
         updates = [] if optimizer is None else [_dumped(name, name, Placement()) for name in optimizer.operations()]
-        return json.dumps({"maingraph": forward + backward + updates}, separators=(",", ":"))
+        return json.dumps({"maingraph": forward + stashes + backward + updates}, separators=(",", ":"))
 
     def _compiled(self, what: str) -> Executable:
         if self._executable is None:
@@ -514,7 +542,7 @@ class PoplarExecutor:
         try:
             with self._device.acquired(), self._profiling.tracepoint("modelCompilation"), cache_lock(
                 self._model, self._options
-            ):
+            ), _OverwriteContextManager():
                 executable = compile_model(
                     self._model,
                     self._parser.on_device(given),
@@ -530,8 +558,7 @@ class PoplarExecutor:
                 hook()
         self._executable = executable
         self._compiled_arguments = given
-        default_name = "training" if self._training else "inference"
-        files.write_compile_files(self._debugGetPopartIR, self._options, default_name, os.environ)
+        files.write_compile_files(self._debugGetPopartIR, self._options, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:

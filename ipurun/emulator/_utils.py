@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["accessAttributes", "getIpuTensorId", "keepAttributes"]
+__all__ = ["accessAttributes", "combine_batch_tensors_gen", "getIpuTensorId", "keepAttributes"]
 
 _ID_PREFIX = "attr:"
 _kept: List[Optional[Dict[str, Any]]] = []
@@ -52,3 +52,13 @@ def getIpuTensorId(x: torch.Tensor) -> int:
     if value is None:
         raise createPoptorchError("Expected an IPU tensor: the tensor is not part of a graph being captured")
     return int(value)
+
+
+def combine_batch_tensors_gen(tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of several batches, each joined in the first dimension with those at the same place.
+
+    Args:
+        tensors: The tensors of each batch.
+    """
+    for parts in zip(*tensors):
+        yield torch.cat(parts)

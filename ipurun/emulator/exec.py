@@ -19,6 +19,7 @@ from ipurun.emulator.install import install, load_whole_objects
 __all__ = ["run_module", "run_script"]
 
 _INTERRUPTED = 130
+_IMPORT_SYSTEM = ("<frozen importlib", importlib.util.__file__)
 
 
 def run_script(path: str, args: Sequence[str]) -> int:
@@ -57,10 +58,7 @@ def run_module(name: str, args: Sequence[str]) -> int:
     """
     _prepare(os.getcwd())
     sys.argv = ["-m", *args]
-    if not _module_exists(name):
-        print(f"{sys.executable}: No module named {name}", file=sys.stderr)
-        return 1
-    return _guarded(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), __file__)
+    return _guarded(lambda: _execute_module(name), __file__)
 
 
 def _prepare(first_path: Optional[str]) -> None:
@@ -89,11 +87,28 @@ def _has_main(path: str) -> bool:
     return importlib.machinery.PathFinder.find_spec("__main__", [path]) is not None
 
 
-def _module_exists(name: str) -> bool:
+def _execute_module(name: str) -> None:
+    missing = _missing_module(name)
+    if missing:
+        raise SystemExit(f"{sys.executable}: No module named {missing}")
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _missing_module(name: str) -> str:
+    """Return the module that cannot be run, and why, in Python's words; empty if it can be run."""
     try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # The packages around the module are imported: what they import and do not find is not this module.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return name
+    if spec is None:
+        return name
+    is_package = spec.submodule_search_locations is not None
+    if is_package and importlib.util.find_spec(f"{name}.__main__") is None:
+        return f"{name}.__main__; {name!r} is a package and cannot be directly executed"
+    return ""
 
 
 def _execute_file(path: str) -> None:
@@ -136,6 +151,6 @@ def _exit_code(code: Any) -> int:
 def _report(error: BaseException, own_file: str) -> None:
     """Print the traceback from the program's first frame, with the program's excepthook if it set one."""
     traceback: Optional[types.TracebackType] = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == own_file:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith((own_file, *_IMPORT_SYSTEM)):
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)

@@ -15,7 +15,7 @@ from typing import Any, Optional, Sequence
 import torch
 from torch.utils.data import Sampler
 
-from ipurun.emulator._ops.annotations import clear_attribute, set_attribute
+from ipurun.emulator._ops import annotations as native_ops
 from ipurun.emulator.autocasting import autocast_module
 
 __all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_removed", "shim_folder", "uninstall"]
@@ -23,6 +23,8 @@ __all__ = ["find_real_poptorch", "install", "load_whole_objects", "restore_remov
 _WHOLE_OBJECTS = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _ALIAS = "poptorch"
 _TARGET = __package__ or "ipurun.emulator"
+# Ops of PopTorch's native layer that programs call, for example when they rewrite torch.fx graphs or name modules.
+_OPS_OF_PROGRAMS = ("set_attribute", "clear_attribute", "push_name_scope", "pop_name_scope", "internal_cast")
 
 
 def restore_removed() -> None:
@@ -63,6 +65,12 @@ class _AliasLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system has just set the alias's spec on the module: restore the original.
         module.__spec__ = self._own_spec
+        # Programs get modules with `find_spec(name).loader.load_module()`, which would execute this one again.
+        self._own_spec.loader.load_module = self.load_module
+
+    def load_module(self, fullname: Optional[str] = None) -> ModuleType:
+        """Return the module, imported if it was not; the name may be left out, as with loaders of files."""
+        return importlib.import_module(self._target)
 
 
 class _AliasFinder(importlib.abc.MetaPathFinder):
@@ -120,9 +128,8 @@ def install(inherited: bool = True) -> None:
     if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AliasFinder())
     torch.nn.Module.autocast = autocast_module  # type: ignore[attr-defined]  # as PopTorch did up to 3.0
-    # Programs that rewrite torch.fx graphs use these names.
-    torch.ops.poptorch.set_attribute = set_attribute
-    torch.ops.poptorch.clear_attribute = clear_attribute
+    for name in _OPS_OF_PROGRAMS:
+        setattr(torch.ops.poptorch, name, getattr(native_ops, name))
     restore_removed()
     if not inherited:
         return

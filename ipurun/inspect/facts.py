@@ -70,7 +70,8 @@ class Facts:
         eval_split: Name of the split to evaluate on; None if the data has none.
         module_names: Dotted names of all modules of the model, in order of definition.
         parameters: Number of trainable elements.
-        changing_buffers: Names of buffers that training changes, such as BatchNorm statistics.
+        written_buffers: Names of floating-point buffers that forward writes to in place (batch norm does not).
+        batch_norms: Number of batch norm layers with running statistics.
         returns_loss: Whether the model computes its own loss.
         notes: Remarks for the user from the data set or the model ("using the 5,000-digit subset").
         module_kinds: Module name -> name of its class; "" is the model itself.
@@ -94,7 +95,8 @@ class Facts:
     eval_split: Optional[str] = None
     module_names: Tuple[str, ...] = ()
     parameters: int = 0
-    changing_buffers: Tuple[str, ...] = ()
+    written_buffers: Tuple[str, ...] = ()
+    batch_norms: int = 0
     returns_loss: bool = False
     notes: Tuple[str, ...] = ()
     module_kinds: Mapping[str, str] = field(default_factory=dict)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any, Dict, FrozenSet, List, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, Set, Tuple, Type, Union
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
@@ -20,7 +23,7 @@ from ipurun.inspect.targets import make
 
 __all__ = [
     "CACHE_NOTE",
-    "changing_buffers",
+    "batch_norms",
     "count_parameters",
     "cut_modules",
     "make_meta_model",
@@ -29,6 +32,7 @@ __all__ = [
     "stop_caching",
     "user_blocks",
     "uses_poptorch",
+    "written_buffers",
 ]
 
 CACHE_NOTE = "the model's config.use_cache is off: cached keys and values are only needed to generate text"
@@ -139,11 +143,17 @@ def stop_caching(model: nn.Module) -> bool:
     return bool(caching)
 
 
-def changing_buffers(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> Tuple[str, ...]:
-    """Return the names of the buffers that a forward pass in training mode writes to.
+def batch_norms(model: nn.Module) -> int:
+    """Return the number of batch norm layers with running statistics."""
+    return sum(module.running_mean is not None for module in model.modules() if isinstance(module, _BatchNorm))
 
-    Statistics of normalisation layers are known by name. To find other buffers, the model runs once on two samples.
-    If that fails, none are reported, and the engine's own check at compile time remains.
+
+def written_buffers(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> Tuple[str, ...]:
+    """Return the names of the floating-point buffers that a forward pass in training mode writes to in place.
+
+    Batch norm does not count: on an IPU, its statistics are outputs of the operation. Nor do integer buffers, which
+    are constants there. Tracked statistics of instance norm are known by name. To find other buffers, the model runs
+    once on two samples. If that fails, none are reported, and the engine's own check at compile time remains.
 
     Args:
         model: The model. Its buffers, its mode and the random states are restored.
@@ -151,25 +161,42 @@ def changing_buffers(model: nn.Module, data: Any, loss: LossConfig, seed: int) -
         loss: Names the item of a sample that is the target.
         seed: Seed of the trial.
     """
-    known = set(_running_statistics(model))
-    others = [name for name, _ in model.named_buffers() if name not in known]
-    if others and data is not None:
-        known |= _written_in_trial(model, data, loss, seed)
-    return tuple(name for name, _ in model.named_buffers() if name in known)
+    floats = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    written = set(_running_statistics(model, _InstanceNorm))
+    known = written.union(_running_statistics(model, _BatchNorm))
+    if data is not None and not known.issuperset(floats):
+        written |= _written_in_trial(model, data, loss, seed)
+    return tuple(name for name in floats if name in written)
 
 
-def _running_statistics(model: nn.Module) -> Tuple[str, ...]:
+def _running_statistics(model: nn.Module, kind: Type[Union[_BatchNorm, _InstanceNorm]]) -> List[str]:
     names = []
     for prefix, module in model.named_modules():
-        if getattr(module, "track_running_stats", False) and getattr(module, "running_mean", None) is not None:
-            own = ("running_mean", "running_var", "num_batches_tracked")
-            names += [f"{prefix}.{name}" if prefix else name for name in own]
-    return tuple(names)
+        if isinstance(module, kind) and module.running_mean is not None:
+            names += [f"{prefix}.{name}" if prefix else name for name in ("running_mean", "running_var")]
+    return names
+
+
+class _WrittenMemory(TorchDispatchMode):
+    """Collects the addresses of the tensors that operations declare to write, other than those of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: Set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        if "batch_norm" not in schema.name:
+            given = {**{item.name: value for item, value in zip(schema.arguments, args)}, **(kwargs or {})}
+            for item in schema.arguments:
+                tensor = given.get(item.name)
+                if item.alias_info is not None and item.alias_info.is_write and isinstance(tensor, torch.Tensor):
+                    self.addresses.add(tensor.untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
 
 
 def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> set:
     before: Dict[str, torch.Tensor] = dict(model.named_buffers())
-    versions = {name: buffer._version for name, buffer in before.items()}
     values = {name: buffer.clone() for name, buffer in before.items()}
     modes = {module: module.training for module in model.modules()}
     try:
@@ -179,11 +206,12 @@ def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) 
             if loss.name is not None:
                 args, kwargs, _ = split_target(args, kwargs, loss.target)
             model.train()
-            model(*args, **kwargs)
+            with _WrittenMemory() as written:
+                model(*args, **kwargs)
         return {
             name
             for name, buffer in model.named_buffers()
-            if name not in before or buffer is not before[name] or buffer._version != versions[name]
+            if buffer is not before.get(name) or buffer.untyped_storage().data_ptr() in written.addresses
         }
     except Exception:  # any error of the user's code: compiling will report it
         return set()

@@ -27,13 +27,14 @@ from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
 from ipurun.inspect.model import (
     CACHE_NOTE,
-    changing_buffers,
+    batch_norms,
     count_parameters,
     make_meta_model,
     make_model,
     model_structure,
     stop_caching,
     uses_poptorch,
+    written_buffers,
 )
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
 from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
@@ -196,7 +197,8 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         split_samples={name: length_of(data) for name, data in splits.items()},
         eval_split=split_for_eval(splits, config.eval.split) if splits else None,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        changing_buffers=changing_buffers(model, indexed, config.loss, config.seed),
+        written_buffers=written_buffers(model, indexed, config.loss, config.seed),
+        batch_norms=batch_norms(model),
         returns_loss=config.loss.name is None,
         notes=(*own_notes, *_worker_notes(config, splits), *_trace_notes(failure), *cache_notes, *_moved_notes(config)),
         calls=() if order is None else tuple(order.calls),

@@ -155,7 +155,7 @@ class _GraphReader:
             if not any(value in varying for value in produced) or node.name in ("empty_like", "new_empty"):
                 return "view"  # constants are computed at compile time
         elif all(not self._specs[v].shape and not self._specs[v].dtype.is_floating_point for v in node.mutated):
-            return "view"  # a counter, such as BatchNorm's num_batches_tracked
+            return "view"  # a counter that forward reads: constant on an IPU
         return next((kind for kind, names in _KINDS.items() if node.name in names), "elementwise")
 
     def _register(self, index: int, node: Node, produced: List[Value], read_storages: List[int], kind: str) -> int:

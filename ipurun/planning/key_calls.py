@@ -128,28 +128,33 @@ def training_calls(config: RunConfig, facts: Facts, sizes: Sizes, settings: User
 def _add_broadcast(
     calls: KeyCalls, config: RunConfig, facts: Facts, batch: BatchSizes, settings: UserSettings, found: Findings
 ) -> None:
-    """Add `broadcastBuffers`: PopTorch refuses to compile replicas that share buffers which training changes."""
+    """Add `broadcastBuffers`: PopTorch refuses to compile replicas if forward writes to buffers that they share."""
     wanted: Optional[bool] = config.replication.broadcast_buffers
     origin = "replication.broadcast_buffers"
     if wanted is None:
         wanted = settings.argument("broadcastBuffers")
         origin = settings.origin("broadcastBuffers", default=origin)
-    several = batch.distinct_replicas > 1 and bool(facts.changing_buffers)
-    names = ", ".join(facts.changing_buffers[:3]) + (", ..." if len(facts.changing_buffers) > 3 else "")
+    several = batch.distinct_replicas > 1 and bool(facts.written_buffers)
+    names = ", ".join(facts.written_buffers[:3]) + (", ..." if len(facts.written_buffers) > 3 else "")
     if several and wanted:
         found.problem(
-            "PopTorch cannot broadcast buffers to replicas while training changes them",
-            seen=f"{origin}=true, {batch.replicas} replicas, changing: {names}",
+            "PopTorch cannot broadcast buffers to replicas if forward writes to them",
+            seen=f"{origin}=true, {batch.replicas} replicas, written: {names}",
             fix="replication.broadcast_buffers=false",
             key=origin,
         )
     if config.replication.broadcast_buffers is not None:
         calls.add("broadcastBuffers", config.replication.broadcast_buffers, origin=origin)
     elif several and wanted is None:
-        calls.add("broadcastBuffers", False, origin="rule: training changes buffers", chosen=False)
+        calls.add("broadcastBuffers", False, origin="rule: forward writes to buffers", chosen=False)
         found.note(
-            f"each of the {batch.replicas} replicas keeps its own buffers (broadcastBuffers(False)), because training "
-            f"changes {names}; those of the first replica are saved"
+            f"each of the {batch.replicas} replicas keeps its own buffers (broadcastBuffers(False)), because forward "
+            f"writes to {names}; those of the first replica are saved"
+        )
+    if facts.batch_norms and batch.distinct_replicas > 1:
+        found.note(
+            f"each of the {batch.replicas} replicas keeps its own batch norm statistics; those of the first replica "
+            "are evaluated and saved"
         )
 
 

@@ -133,8 +133,8 @@ def inference_options(
             fix="inference.options.outputMode: All, or leave it out",
             key="inference.options.outputMode",
         )
-    has_buffers = facts.changing_buffers and sizes.inference.distinct_replicas > 1
-    broadcast = [Call("broadcastBuffers", (False,), origin="rule: training changes buffers")] if has_buffers else []
+    has_buffers = facts.written_buffers and sizes.inference.distinct_replicas > 1
+    broadcast = [Call("broadcastBuffers", (False,), origin="rule: forward writes to buffers")] if has_buffers else []
     group_type = input_group_type(config, replace(settings, options=settings.options + settings.inference))
     sources = (
         _Source(shared.defaults + broadcast + folders.defaults),

@@ -27,7 +27,7 @@ from ipurun.training.events import (
 from ipurun.training.failures import explained
 from ipurun.training.interrupts import Interrupts
 from ipurun.training.saving import Saver, falls_due
-from ipurun.training.state import Progress, restore, restore_device, restore_random_state
+from ipurun.training.state import Progress, attach_training, restore, restore_device, restore_random_state
 
 __all__ = ["train"]
 
@@ -140,6 +140,8 @@ class _Trainer:
         lr = run.schedule.lr
         begun = time.perf_counter()
         with self._explained("training"):
+            if not run.training_model.isAttachedToDevice():
+                attach_training(run)  # an evaluation used the device
             result = run.training_model(*args, **kwargs)
         self._interrupts.arm()
         loss = self._mean_loss(result)

@@ -16,7 +16,15 @@ from ipurun.checkpoint import Checkpoint, load
 from ipurun.errors import ConfigError
 from ipurun.planning.plan import BatchSizes
 
-__all__ = ["Progress", "collect_state", "load_weights", "restore", "restore_device", "restore_random_state"]
+__all__ = [
+    "Progress",
+    "attach_training",
+    "collect_state",
+    "load_weights",
+    "restore",
+    "restore_device",
+    "restore_random_state",
+]
 
 
 @dataclass
@@ -107,11 +115,25 @@ def restore_device(run: Run, state: Mapping[str, Any]) -> None:
     """Restore the device's random state and the optimizer's values, after the training model has compiled."""
     if state["device_random"] is not None:
         run.training_model.rng_state = list(state["device_random"])
+    _send_optimizer(run)
+
+
+def attach_training(run: Run) -> None:
+    """Attach the compiled training model to its device, and send the optimizer's values.
+
+    The device was detached with the values it had then. PopTorch writes them again when it attaches, as part of the
+    optimizer's state, after those that were set in the meantime (a schedule reacts to an evaluation).
+    """
+    run.training_model.attachToDevice()
+    _send_optimizer(run)
+
+
+def _send_optimizer(run: Run) -> None:
+    """Send the optimizer's values to the device, whatever values it has from a state that was loaded or kept."""
     marks = getattr(run.optimizer, "variable_attrs", None)
     if marks is not None and marks.isConstant("lr"):
         return
-    # The optimizer state holds the values it was saved with, rounded by the device. PopTorch sends the host's values
-    # only if they differ from those it sent last, so other ones are sent in between.
+    # PopTorch sends the host's values only if they differ from those it sent last, so other ones are sent in between.
     groups = run.optimizer.param_groups
     rates = [group["lr"] for group in groups]
     for change in (1.0, 0.0):

@@ -260,3 +260,33 @@ def test_weights_are_copied_only_when_needed():
     training(torch.ones(1, 2))
     assert training.copyWeightsToHostIfNeeded() is True
     assert training.copyWeightsToHostIfNeeded() is False
+
+
+def compiled(options=None):
+    poptorch.inferenceModel(torch.nn.Identity(), options).compile(torch.ones(1))
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_what_the_ipu_model_means_here_is_said_once(hardware, capfd, by_variable):
+    hardware.setattr("ipurun.emulator._logging._warned", set())
+    if by_variable:
+        hardware.setenv("POPTORCH_IPU_MODEL", "1")
+    for _ in range(2):
+        compiled(None if by_variable else poptorch.Options().useIpuModel(True))
+    assert capfd.readouterr().err.count("The IPU Model is selected") == 1
+    compiled(poptorch.Options().useIpuModel(False))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "needs_hardware", [poptorch.ipuHardwareVersion, lambda: compiled(poptorch.Options().logCycleCount(True))]
+)
+def test_what_needs_hardware_names_the_variable_that_simulates_it(hardware, needs_hardware):
+    with pytest.raises((AssertionError, poptorch.Error), match="POPTORCH_EMULATOR_HARDWARE=1"):
+        needs_hardware()
+
+
+def test_tensors_of_batches_are_joined():
+    batches = [[torch.tensor([1]), torch.tensor([[2]])], [torch.tensor([3, 4]), torch.tensor([[5]])]]
+    joined = list(_utils.combine_batch_tensors_gen(batches))
+    assert [tensor.tolist() for tensor in joined] == [[1, 3, 4], [[2], [5]]]

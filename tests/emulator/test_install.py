@@ -87,6 +87,32 @@ def test_real_poptorch_is_found(run, tmp_path):
     assert os.path.samefile(run(["-c", code]).stdout.strip(), path)
 
 
+def test_modules_can_be_loaded_as_poptorch_geometric_does(run):
+    program = """if True:
+        from ipurun import emulator
+        emulator.install()
+        import importlib.util, torch, poptorch
+
+        class Replaced:
+            def replace(self):
+                self.original, torch.nn.functional.relu = torch.nn.functional.relu, lambda x, inplace: x + 1
+
+            def restore(self):
+                torch.nn.functional.relu = self.original
+
+        for _ in range(2):  # before and after the first import by this name
+            loader = importlib.util.find_spec("poptorch._poplar_executor").loader
+            module = loader.load_module()
+            assert module.PoplarExecutor is poptorch.PoplarExecutor
+            module._OverwriteContextManager.registerSubsitutionManager(Replaced)
+            import poptorch._poplar_executor
+        print(poptorch.inferenceModel(torch.nn.ReLU())(torch.tensor([-2.0])).item(), torch.relu(torch.ones(1)).item())
+        print(torch.nn.ReLU()(torch.tensor([-2.0])).item())
+        """
+    ran = run(["-c", program])
+    assert ran.stdout == "-1.0 1.0\n0.0\n", ran.stderr
+
+
 CHILDREN = """
     import multiprocessing
     import subprocess
@@ -191,6 +217,29 @@ def test_missing_programs(run):
     assert ran.returncode == 1
     assert "No module named no_such" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("cause", "shown"),
+    [("import no_such_library", "No module named 'no_such_library'"), ("raise ValueError('boom')", "ValueError: boom")],
+)
+def test_an_error_in_a_package_has_its_traceback(run, tmp_path, cause, shown):
+    (tmp_path / "package").mkdir()
+    path = write(tmp_path / "package", "__init__.py", cause)
+    write(tmp_path / "package", "run.py", "")
+    ran = run(["-c", RUN.format("module"), "package.run"])
+    assert ran.returncode == 1
+    lines = ran.stderr.splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{path}", line 1, in <module>']
+    assert shown in lines[-1]
+
+
+def test_a_package_without_main_cannot_be_run(run, tmp_path):
+    (tmp_path / "package").mkdir()
+    write(tmp_path / "package", "__init__.py", "")
+    ran = run(["-c", RUN.format("module"), "package"])
+    plain = run(["-m", "package"])
+    assert (ran.returncode, ran.stderr) == (1, plain.stderr)
 
 
 def test_pytest_runs_poptorch_tests(run, tmp_path):

@@ -49,16 +49,23 @@ class NormNet(nn.Module):
 
 
 class CountingNet(nn.Module):
-    """Changes a buffer in forward."""
+    """Changes buffers in forward: directly, through a view, and an integer one, which is a constant on an IPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(4, 3)
         self.register_buffer("calls", torch.zeros(1))
         self.register_buffer("fixed", torch.ones(1))
+        self.register_buffer("row", torch.zeros(2))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)
+        self.row[1:].copy_(x[0, :1])
+        self.steps += 1
+        x = nn.functional.batch_norm(x, self.mean, self.variance, training=self.training)
         return self.out(x) * self.fixed
 
 

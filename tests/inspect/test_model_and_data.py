@@ -24,7 +24,7 @@ def test_facts() -> None:
     assert facts.split_samples == {"train": 32, "eval": 8, "test": 6} and facts.eval_split == "eval"
     assert facts.module_names == ("first", "drop", "second")
     assert facts.parameters == 4 * 8 + 8 + 8 * 3 + 3
-    assert facts.changing_buffers == () and facts.returns_loss is False
+    assert facts.written_buffers == () and facts.returns_loss is False
 
 
 def test_a_stream_has_no_length() -> None:
@@ -39,14 +39,14 @@ def test_samples_are_counted_as_the_sampler_draws_them() -> None:
     assert facts.train_samples == 30
 
 
-def test_statistics_of_norm_layers_change() -> None:
+def test_batch_norm_writes_no_buffer() -> None:
     facts = inspected(config(model={"_target_": "run_toys.NormNet"})).facts
-    assert facts.changing_buffers == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert (facts.written_buffers, facts.batch_norms) == ((), 1)
 
 
 def test_buffers_that_forward_writes_are_found_and_restored() -> None:
     subject = inspected(config(model={"_target_": "run_toys.CountingNet"}))
-    assert subject.facts.changing_buffers == ("calls",)
+    assert subject.facts.written_buffers == ("calls", "row")
     assert subject.model.calls.item() == 0 and subject.model.training
 
 

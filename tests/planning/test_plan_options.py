@@ -242,11 +242,17 @@ class TestMerging:
 
 
 class TestBuffers:
-    facts = {"changing_buffers": ("bn.running_mean", "bn.running_var")}
+    facts = {"written_buffers": ("memory.keys", "memory.values")}
 
-    def test_replicas_keep_their_own_changing_buffers(self, plan_of, composed):
+    def test_replicas_keep_their_own_written_buffers(self, plan_of, composed):
         assert composed({"devices": 2}, facts=self.facts).broadcast_buffers is False
         assert any("broadcastBuffers(False)" in note for note in plan_of({"devices": 2}, self.facts).notes)
+
+    def test_batch_norm_needs_no_call(self, plan_of, composed):
+        norms = {"batch_norms": 3}
+        assert composed({"devices": 2}, facts=norms).broadcast_buffers is True
+        assert any("own batch norm statistics" in note for note in plan_of({"devices": 2}, norms).notes)
+        assert not any("batch norm" in note for note in plan_of({"devices": 1}, norms).notes)
 
     def test_one_replica_does_not(self, composed):
         assert composed({"devices": 1}, facts=self.facts).broadcast_buffers is True

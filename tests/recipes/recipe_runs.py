@@ -61,6 +61,9 @@ def assert_same_training(words, loss_of, steps=2):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-4, atol=1e-5)
     assert set(weights) == set(expected_weights)
     for name, weight in weights.items():
+        if name.endswith("num_batches_tracked"):
+            assert weight == 0  # an integer buffer is a constant on an IPU
+            continue
         torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=2e-5, msg=name)
 
 

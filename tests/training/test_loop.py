@@ -12,6 +12,7 @@ from run_toys import Net, Points
 from torch import nn
 
 from ipurun.checkpoint import latest, listed, load
+from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.errors import ConfigError, RunError
 from ipurun.inspect.sampling import seeded
 from ipurun.training.loop import train
@@ -190,10 +191,40 @@ def test_custom_loss_through_identity_loss(tmp_path: Path) -> None:
     assert recorder.losses == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_rate_that_changes_during_an_evaluation_reaches_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PopTorch writes the optimizer's values of the last detach again when it attaches; the emulator does not."""
+    changes = {
+        "schedule": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau", "patience": 0, "threshold": 10.0},
+        "eval__every_epochs": 1,
+        "epochs": 3,
+        "monitor": "loss",
+    }
+    _, _, expected = trained(tmp_path / "emulator", **changes)
+    attach = PoplarExecutor.attachToDevice
+
+    def attach_with_old_values(executor: PoplarExecutor) -> None:
+        attach(executor)
+        if executor._optimizer is not None:
+            kept = executor._optimizer.optimizer.get_state_dict()
+            if kept["ipu_param"] is not None:
+                executor._optimizer._device.write_state(kept)
+
+    monkeypatch.setattr(PoplarExecutor, "attachToDevice", attach_with_old_values)
+    _, _, recorder = trained(tmp_path / "device", **changes)
+    rates = [event.lr for event in recorder.events["step"]]
+    assert rates[0] > rates[8] > rates[16]
+    assert recorder.losses == expected.losses
+
+
 def test_batchnorm_on_two_replicas(tmp_path: Path) -> None:
     run, summary, _ = trained(tmp_path, model={"_target_": "run_toys.NormNet"}, devices=2)
     assert summary.status == "done"
-    assert int(run.user_model.state_dict()["norm.num_batches_tracked"]) == 8
+    assert "broadcastBuffers" not in [call.path for call in run.plan.training_options]
+    state = run.user_model.state_dict()
+    assert not torch.equal(state["norm.running_mean"], torch.zeros(4))
+    assert int(state["norm.num_batches_tracked"]) == 0  # an integer buffer is a constant on an IPU
 
 
 def test_nonfinite_loss_stops_with_step_and_key(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ class ReplicationConfig:
     mean_strategy: str = option("post", "When gradients are averaged.", choices=("post", "running"))
     tensor_sharding: bool = option(False, "Shard optimizer state over the replicas (replicated tensor sharding).")
     broadcast_buffers: Optional[bool] = option(
-        None, "Broadcast buffers to all replicas; null: false if the model changes buffers in training."
+        None,
+        "Broadcast buffers to all replicas; null: false if forward writes to buffers in place (batch norm does not).",
     )
     input_group_size: int = option(1, "Replicas that share the same input.", minimum=1)
     input_group_type: str = option(
@@ -206,7 +207,7 @@ class ProfileConfig:
 
     kind: str = option(
         "none",
-        "graph: record for the Graph Analyser; system: for the System Analyser.",
+        "graph: record for the Graph Analyser; system: for the System Analyser. IPUs only.",
         choices=("none", "graph", "system"),
     )
     dir: Optional[str] = option(

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ipurun.emulator._capture.losses import LOSS_FUNCTIONS, check_loss_arguments
+from ipurun.emulator._capture.losses import LOSS_FUNCTIONS, check_loss_arguments, with_length_tensors
 from ipurun.emulator._capture.mixed_types import in_one_type
 from ipurun.emulator._capture.recorder import Recorder, current
 from ipurun.emulator._capture.saved_tensors import SavedTensors
@@ -54,6 +54,13 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         raise createNativeError("OneHot num classes must be specified and must be constant.")
     classes = torch.arange(num_classes, dtype=tensor.dtype, device=tensor.device)
     return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _bincount(input: torch.Tensor, weights: Optional[torch.Tensor] = None, minlength: int = 0) -> torch.Tensor:
+    """Count the values of a device's tensor that are below `minlength`, so that the result has this fixed size."""
+    counts = torch.bincount(input, weights, minlength)
+    recorder = current()
+    return counts[:minlength] if recorder is not None and recorder.varies(input) else counts
 
 
 def _rrelu(
@@ -113,12 +120,45 @@ def _group_norm(
 
 
 REPLACED_FUNCTIONS: Dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount,
     functional.batch_norm: _batch_norm,
     functional.group_norm: _group_norm,
     functional.one_hot: _one_hot,
     functional.rrelu: _rrelu,
     functional.scaled_dot_product_attention: _attention,
 }
+
+
+# The argument of each function that may be a mask: its position and its name.
+_MASKS: Dict[Callable[..., Any], Tuple[int, str]] = {
+    **dict.fromkeys((torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_), (1, "mask")),
+    **dict.fromkeys((torch.masked_scatter, torch.Tensor.masked_scatter, torch.Tensor.masked_scatter_), (1, "mask")),
+    **dict.fromkeys((torch.index_put, torch.Tensor.index_put, torch.Tensor.index_put_), (1, "indices")),
+    torch.Tensor.__setitem__: (1, "key"),
+    torch.where: (0, "condition"),
+    torch.Tensor.where: (1, "condition"),
+}
+
+
+def _with_boolean_mask(
+    func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """Make uint8 masks boolean, as PopTorch does: torch accepted them up to 2.1, with a warning."""
+    if func not in _MASKS:
+        return args, kwargs
+    position, name = _MASKS[func]
+    if len(args) > position:
+        args = (*args[:position], _boolean(args[position]), *args[position + 1 :])
+    elif name in kwargs:
+        kwargs = {**kwargs, name: _boolean(kwargs[name])}
+    return args, kwargs
+
+
+def _boolean(mask: Any) -> Any:
+    if isinstance(mask, (tuple, list)):
+        return type(mask)(_boolean(part) for part in mask)
+    return mask.to(torch.bool) if isinstance(mask, torch.Tensor) and mask.dtype == torch.uint8 else mask
 
 
 class FunctionWatcher(TorchFunctionMode):
@@ -167,6 +207,7 @@ class FunctionWatcher(TorchFunctionMode):
         if func in _TO_DEVICE:
             args = tuple(_without_ipu(a) for a in args)
         args, kwargs = in_one_type(func, args, kwargs)
+        args, kwargs = _with_boolean_mask(func, args, kwargs)
         func = REPLACED_FUNCTIONS.get(func, func)
         if func not in LOSS_FUNCTIONS:
             result = func(*args, **kwargs)
@@ -174,6 +215,7 @@ class FunctionWatcher(TorchFunctionMode):
                 self._recorder.host.moved(self._recorder.graph.specs[self._recorder.value_of(result)])
             return result
         check_loss_arguments(func, args, kwargs)
+        args, kwargs = with_length_tensors(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._recorder.training and not self._recorder.in_backward:
             self._recorder.mark_loss(result)

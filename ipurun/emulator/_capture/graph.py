@@ -146,6 +146,29 @@ class Graph:
         """Return the storages that some node changes in place."""
         return {self.specs[value].storage for node in self.nodes for value in node.mutated}
 
+    def buffers_written(self) -> List[str]:
+        """Return the floating-point buffers whose values change, by writing in place or as running statistics."""
+        return self._buffers_among(self.storages_written())
+
+    def buffers_written_in_place(self) -> List[str]:
+        """Return the floating-point buffers that an operation declares to write.
+
+        The running statistics of batch norm are not among them: on a device, an output of batch norm replaces them.
+        """
+        nodes = [node for node in self.nodes if node.name != "native_batch_norm"]
+        return self._buffers_among({self.specs[value].storage for node in nodes for value in node.mutated})
+
+    def _buffers_among(self, storages: set) -> List[str]:
+        return [
+            item.name
+            for item in self.inputs_of("buffer")
+            if self.specs[item.value].storage in storages and self.persists(item)
+        ]
+
+    def persists(self, item: GraphInput) -> bool:
+        """Whether the value of an input outlives a run: integer parameters and buffers are constants on a device."""
+        return item.kind not in ("parameter", "buffer") or self.specs[item.value].dtype.is_floating_point
+
     def placements(self) -> List[Tuple[str, Placement, str]]:
         """Return (operation, placement, source line) of every forward operation."""
         return [(n.name, n.placement, n.source) for n in self.nodes if not n.is_backward]
@@ -202,7 +225,8 @@ def needed_nodes(graph: Graph, nodes: Sequence[Node], results: Sequence[Value]) 
 def _select(graph: Graph, nodes: Sequence[Node], needed: Set[Value]) -> List[Node]:
     """Return the nodes that compute the needed values, and add the values those nodes read."""
     storages = {graph.specs[value].storage for value in needed}
-    storages |= {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "input")}
+    lasting = [item for item in graph.inputs_of("parameter", "buffer", "input") if graph.persists(item)]
+    storages |= {graph.specs[item.value].storage for item in lasting}
     kept = []
     for node in reversed(nodes):
         wanted = any(value in needed for value in values_in(node.outputs))

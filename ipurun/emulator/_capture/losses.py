@@ -40,6 +40,9 @@ LOSS_FUNCTIONS = frozenset(
         torch.ctc_loss,
     ]
 )
+_CTC_ARGUMENTS = (
+    "log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity"
+)  # fmt: skip
 _KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
 
 
@@ -50,11 +53,28 @@ def check_loss_arguments(function: Callable[..., Any], args: Tuple[Any, ...], kw
         if weight is not None:
             raise createNativeError(f"{function.__name__}: the class weights argument is not supported")
     elif function in (functional.ctc_loss, torch.ctc_loss):
-        targets = args[1] if len(args) > 1 else kwargs.get("targets")
-        if kwargs.get("reduction", "mean") == "none":
+        given = {**dict(zip(_CTC_ARGUMENTS, args)), **kwargs}
+        targets = given.get("targets")
+        if given.get("reduction", "mean") in ("none", 0):  # torch.ctc_loss takes a number
             raise createNativeError("Unsupported reduction type for ctc_loss: none")
         if isinstance(targets, torch.Tensor) and targets.dim() != 2:
             raise createNativeError("ctc_loss: targets must be 2-dimensional and padded")
+
+
+def with_length_tensors(
+    function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """Return the arguments of a CTC loss with Python lengths as tensors.
+
+    To divide by lengths that are Python numbers, torch makes a tensor in C++, where no recorder sees its values.
+    """
+    if function not in (functional.ctc_loss, torch.ctc_loss):
+        return args, kwargs
+    given = {**dict(zip(_CTC_ARGUMENTS, args)), **kwargs}
+    for name in ("input_lengths", "target_lengths"):
+        if isinstance(given.get(name), (list, tuple)):
+            given[name] = torch.tensor(given[name], dtype=torch.int64)
+    return (), given
 
 
 def find_loss(recorder: Recorder, returned: Sequence[torch.Tensor]) -> torch.Tensor:

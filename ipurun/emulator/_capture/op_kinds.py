@@ -89,6 +89,20 @@ def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
         )
 
 
+def refuse_open_bincount(weights: Optional[torch.Tensor] = None, minlength: int = 0) -> None:
+    """Raise if the size of a count is not given, because it would depend on the values.
+
+    Raises:
+        Error: If `minlength` is missing.
+    """
+    if minlength < 1:
+        raise createNativeError(
+            "torch.bincount without minlength is unsupported because the output shape is determined by the tensor "
+            "values. The IPU cannot support dynamic output shapes. Pass minlength, the number of bins, at "
+            f"{calling_line() or 'an unknown line'}."
+        )
+
+
 # Operations that torch's CPU dispatcher derives from supported ones, or that move no data on a device.
 _PARTS_OF_SUPPORTED: FrozenSet[str] = names_in("""
     _adaptive_avg_pool2d _adaptive_avg_pool3d _copy_from _ctc_loss _embedding_bag_forward_only

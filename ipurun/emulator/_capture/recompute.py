@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from typing import Any, Dict, Iterator, List, Set
+from typing import Any, Dict, Iterator, List, Set, Tuple
 
-from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, prune, values_in
+from ipurun.emulator._capture.graph import Graph, Node, Placement, Value, map_values, prune, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
 
@@ -35,10 +35,42 @@ def recomputation_mode(graph: Graph, options: Any) -> Recomputation:
     setting = options._Popart.options.get("autoRecomputation")
     if setting is not None:
         return Recomputation(int(setting))
+    return Recomputation.Pipeline if _is_pipelined(graph, options) else Recomputation.None_
+
+
+def stashed_values(graph: Graph, options: Any) -> List[Tuple[Value, Placement]]:
+    """Return the values that stages of a pipeline keep until the backward pass returns to them.
+
+    A value that passes between stages is kept where it arrives: the stage that computed it recomputes it. The last
+    stage keeps none, as its backward pass follows at once.
+    """
+    if not graph.grads or not _is_pipelined(graph, options):
+        return []
+    forward = [node for node in graph.nodes if not node.is_backward]
+    last = max(node.placement.stage_id for node in forward)
+    made_in: Dict[Value, Placement] = {}
+    used_in: Dict[Value, Set[Placement]] = {item.value: set() for item in graph.inputs_of("input")}
+    for node in forward:
+        of_samples = [value for value in node.reads() if value in used_in]
+        for value in of_samples:
+            used_in[value].add(node.placement)
+        if of_samples or node.is_random:
+            for value in node.writes():
+                made_in.setdefault(value, node.placement)
+                used_in.setdefault(value, set())
+    found: Dict[Tuple[Value, int], Placement] = {}
+    for value in (value for node in graph.nodes if node.is_backward for value in node.reads() if value in used_in):
+        maker = made_in.get(value)
+        arrives = [place for place in used_in[value] if maker is None or place.stage_id != maker.stage_id]
+        keepers = arrives or ([maker] if maker else [])
+        found.update({(value, place.stage_id): place for place in keepers if place.stage_id != last})
+    return [(value, place) for (value, _), place in found.items()]
+
+
+def _is_pipelined(graph: Graph, options: Any) -> bool:
     strategy = options._execution_strategy
     pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
-    several = len({node.placement.ipu_id for node in graph.nodes}) > 1
-    return Recomputation.Pipeline if pipelined and several else Recomputation.None_
+    return pipelined and len({node.placement.ipu_id for node in graph.nodes}) > 1
 
 
 def add_recomputation(graph: Graph, mode: Recomputation) -> None:

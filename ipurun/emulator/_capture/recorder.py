@@ -18,6 +18,7 @@ from ipurun.emulator._capture.op_kinds import (
     RANDOM_OPS,
     explain_data_dependence,
     refuse_mask_index,
+    refuse_open_bincount,
     written_arguments,
 )
 from ipurun.emulator._capture.sources import calling_line
@@ -238,7 +239,11 @@ class Recorder(TorchDispatchMode):
     def varies(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor depends on an input, a parameter, a buffer or a random draw."""
         known = self._numbers.find(tensor)
-        return known is not None and bool(self._mask_of(known) & 1)
+        return known is not None and self.value_varies(known)
+
+    def value_varies(self, value: Value) -> bool:
+        """Whether the tensor with this number depends on an input, a parameter, a buffer or a random draw."""
+        return bool(self._mask_of(value) & 1)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -251,7 +256,7 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> Graph:
         """Close the graph and release all tensors."""
-        self.graph.varying = {value for value in self.graph.specs if self._mask_of(value) & 1}
+        self.graph.varying = {value for value in self.graph.specs if self.value_varies(value)}
         self._kept.clear()
         self._numbers.clear()
         return self.graph
@@ -270,6 +275,8 @@ class Recorder(TorchDispatchMode):
             raise createPoptorchError(explain_data_dependence(base_name))
         if base_name == "index" and mask & 1 and not self.in_backward:
             refuse_mask_index(args[1])
+        if base_name == "bincount" and mask & 1:
+            refuse_open_bincount(*args[1:], **kwargs)
         mutated = _mutated(func, node.args, node.kwargs)
         on_host = not self.in_backward and self.host.runs_here(base_name, self._specs(node.reads()), node.source)
         if not self.in_backward and base_name != "detach":
@@ -280,7 +287,12 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None and (mask & 1 or node.is_random):
                 self._check_op(node)  # operations on constants alone run on the host
+        random_state = torch.get_rng_state() if node.is_random else None
         node.op, args, result = run_op(func, args, kwargs)
+        if random_state is not None and node.op is not func:
+            # Torch 2.0 draws numbers before it refuses a type; a replay calls only the operation that works.
+            torch.set_rng_state(random_state)
+            result = node.op(*args, **kwargs)
         if mask & 1:
             node.op, result = kept_in_32_bits(node.op, base_name, result)
         node.args = self._encode(args)

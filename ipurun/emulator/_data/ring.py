@@ -117,17 +117,16 @@ class Ring:
         """Fill a slot.
 
         Raises:
-            ValueError: If shapes or types differ from those of the first item.
+            ValueError: If shapes differ from those of the first item.
         """
         if len(leaves) != len(self.buffers):
             raise ValueError(f"Items have {len(self.buffers)} tensors, the new one has {len(leaves)}")
         rows = leaves[0].shape[0] if rows_may_differ else -1
         for buffer, leaf in zip(self.buffers, leaves):
             target = buffer[slot][:rows] if rows_may_differ else buffer[slot]
-            if target.shape != leaf.shape or target.dtype != leaf.dtype:
+            if target.shape != leaf.shape:
                 raise ValueError(
-                    f"Shapes and types are fixed by the first item: expected {tuple(target.shape)} of "
-                    f"{target.dtype}, got {tuple(leaf.shape)} of {leaf.dtype}"
+                    f"Shapes are fixed by the first item: expected {tuple(target.shape)}, got {tuple(leaf.shape)}"
                 )
             target.copy_(leaf)
         self.rows[slot] = rows

@@ -103,6 +103,7 @@ class _Feeder:
         self._ring = ring
         self._settings = settings
         self._layout: Optional[ItemLayout] = None
+        self._types: List[torch.dtype] = []
         self._items: Iterator[List[torch.Tensor]] = iter(())
         self._epoch = 1
         self._slot = 0
@@ -203,7 +204,10 @@ class _Feeder:
         for item in _iterate(self._dataset):
             if self._layout is None:
                 self._layout = ItemLayout(item)
-            yield self._layout.leaves(item)
+                self._types = [leaf.dtype for leaf in self._layout.leaves(item)]
+            # PopTorch copies every item into tensors like those of the first one, which converts other types.
+            leaves = self._layout.leaves(item)
+            yield [leaf.to(dtype) for leaf, dtype in zip(leaves, self._types)] + leaves[len(self._types) :]
 
 
 def _iterate(dataset: Any) -> Iterator[Any]:

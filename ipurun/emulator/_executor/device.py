@@ -18,6 +18,8 @@ from ipurun.emulator._impl import Error, createNativeError
 from ipurun.emulator._logging import native_logger, trace
 from ipurun.emulator.enums import ConnectionType
 
+HOW_TO_SIMULATE = "POPTORCH_EMULATOR_HARDWARE=1 makes the CPU emulator act as if there were IPUs."
+
 _SIMULATED_VERSION = 2
 _MODEL_VERSIONS = ("ipu1", "ipu2", "ipu21")
 _MODEL_VARIABLES = ("POPTORCH_IPU_MODEL", "POPTORCH_SMALL_IPU_MODEL")
@@ -71,7 +73,7 @@ def ipuHardwareVersion() -> int:
     if uses_ipu_model():
         return 0
     found = hardware_version()
-    assert found != 0, "No IPU hardware available on this system"
+    assert found != 0, f"No IPU hardware available on this system. {HOW_TO_SIMULATE}"
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 from typing import Any, Callable, Dict, Mapping
@@ -10,13 +11,17 @@ from typing import Any, Callable, Dict, Mapping
 import torch
 
 from ipurun.emulator._impl import createPoptorchError
-from ipurun.emulator._logging import TRACE, logger, native_logger, trace
+from ipurun.emulator._logging import TRACE, logger, native_logger, trace, warn_once
 
 _MAGIC = b"ipurun-emulator-executable\n"
 _DEFAULT_NAME = "model.poptorch"
 _PROTO_VARIABLE = "POPTORCH_EXPORT_PROTO_FILE"
 _PROTO_NAME = "model.proto"
-_PROFILE_NAME = "profile.pop"
+_ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
+_NO_PROFILE = (
+    "Profiling is enabled, but no profile.pop is written: PopVision reports come from an IPU or from the IPU Model of "
+    "the Poplar SDK, not from the CPU emulator."
+)
 
 
 def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool) -> None:
@@ -75,18 +80,15 @@ def _target(filename: str) -> str:
     return path
 
 
-def write_compile_files(
-    program: Callable[[], str], options: Any, default_name: str, environment: Mapping[str, str]
-) -> None:
-    """Write the program where options, environment or the log level request it.
+def write_compile_files(program: Callable[[], str], options: Any, environment: Mapping[str, str]) -> None:
+    """Write the program where the environment or the log level requests it.
 
-    On a device these files hold the compiled code and its memory profile. Here each of them holds the
-    captured program as JSON: its operations and their placement.
+    On a device the file holds the compiled model. Here it holds the captured program as JSON: its operations and
+    their placement. A requested profile is not written, because only Poplar can write one.
 
     Args:
         program: Returns the compiled program as text.
         options: The executor's options.
-        default_name: Name of the model if the options give none.
         environment: Environment variables.
     """
     if native_logger.isEnabledFor(TRACE):
@@ -94,10 +96,20 @@ def write_compile_files(
     proto = environment.get(_PROTO_VARIABLE, "")
     if proto:
         _write(proto if os.path.splitext(proto)[1] else os.path.join(proto, _PROTO_NAME), program())
-    engine = options._Popart.options.get("engineOptions", {})
-    if engine.get("autoReport.all", "false") == "true":
-        name = options.model_name if options.exists("model_name") else default_name
-        _write(os.path.join(engine.get("autoReport.directory", "."), name, _PROFILE_NAME), program())
+    engine_options = {
+        **_json_object(environment.get(_ENGINE_VARIABLE, "")),
+        **options._Popart.options.get("engineOptions", {}),
+    }
+    if str(engine_options.get("autoReport.all", "")).lower() == "true":
+        warn_once(_NO_PROFILE)
+
+
+def _json_object(text: str) -> Dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _write(path: str, text: str) -> None:

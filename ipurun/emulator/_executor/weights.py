@@ -75,6 +75,9 @@ class ReplicaGroups:
 class DeviceWeights:
     """The device's parameters and buffers, separate from the host's.
 
+    Integer parameters and buffers are constants of the compiled program: they keep the values that the host had when
+    the model was compiled, and are not copied back.
+
     Args:
         parameters: The host's parameters by name, without duplicates.
         buffers: The host's buffers by name, without duplicates.
@@ -121,10 +124,17 @@ class DeviceWeights:
         copies = self.buffers[name]
         return copies[replica] if len(copies) > 1 else copies[0]
 
-    def upload(self, host: Dict[str, torch.Tensor]) -> None:
-        """Copy host values to the device, ignoring unknown names."""
+    def upload(self, host: Dict[str, torch.Tensor], *, constants: bool = False) -> None:
+        """Copy host values to the device, ignoring unknown names.
+
+        Args:
+            host: The host's values by name.
+            constants: Whether to copy integers too, while the model is compiled.
+        """
         with torch.no_grad():
             for name, tensor in host.items():
+                if not (constants or tensor.is_floating_point()):
+                    continue
                 if name in self.parameters:
                     _copy(self.parameters[name], tensor, name)
                 for copy in self.buffers.get(name, ()):
@@ -134,6 +144,8 @@ class DeviceWeights:
         """Copy the device's values into the host's tensors, buffers from the first replica."""
         with torch.no_grad():
             for name, tensor in host.items():
+                if not tensor.is_floating_point():
+                    continue
                 if name in self.parameters:
                     tensor.copy_(self.parameters[name])
                 elif name in self.buffers:

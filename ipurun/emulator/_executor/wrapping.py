@@ -7,6 +7,7 @@ import copyreg
 from typing import Any, Dict, Optional, Type
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ipurun.emulator._impl import createPoptorchError
 
@@ -132,6 +133,25 @@ def unwrap_tensors(model: torch.nn.Module) -> None:
         if isinstance(buffer, PoptorchBuffer):
             buffer.__dict__.pop(_EXECUTOR, None)
             buffer.__class__ = torch.Tensor
+
+
+# The class and the executor of tensors that `unwrap_tensors_for_now` made plain.
+_unwrapped_for_now = WeakTensorKeyDictionary()
+
+
+def unwrap_tensors_for_now(model: torch.nn.Module) -> None:
+    """Restore the plain classes of a model's parameters and buffers until `rewrap_tensors`."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, (PoptorchParameter, PoptorchBuffer)):
+            _unwrapped_for_now[tensor] = (type(tensor), executor_of(tensor))
+    unwrap_tensors(model)
+
+
+def rewrap_tensors(model: torch.nn.Module) -> None:
+    """Undo `unwrap_tensors_for_now` for the parameters and buffers that the model still has."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        kind, executor = _unwrapped_for_now.pop(tensor, (type(tensor), None))
+        restore_class(tensor, kind, executor)
 
 
 def unwrap(model: torch.nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
 
 from ipurun.emulator._capture.dtypes import narrowed
 from ipurun.emulator._capture.graph import Event, Graph, Node, Placement, TensorSpec, Value, values_in
@@ -135,9 +137,18 @@ class _Lowering:
             for value in outputs:
                 self._add(_ONE_OP_PER_OUTPUT[node.name], node, value)
             return
-        types = ("L1",) if self._l1_loss_input(node) is not None else _types_of(node.name)
-        for backend_type in types:
+        for backend_type in self._types(node):
             self._add(backend_type, node, outputs[0])
+
+    def _types(self, node: Node) -> Tuple[str, ...]:
+        if self._l1_loss_input(node) is not None:
+            return ("L1",)
+        indices = _assigned_indices(node)
+        if indices is None:
+            return _types_of(node.name)
+        if any(_is_mask(self._graph.specs[index]) for index in values_in(indices)):
+            return ("Where",)
+        return ("Scatter", "Reshape") if scattered_dimension(self._graph, node) is None else ("ScatterReduce",)
 
     def _add(self, backend_type: str, node: Node, value: Value) -> None:
         parts = [node.module_path.replace(".", "/")] if self._module_names and node.module_path else []
@@ -171,6 +182,37 @@ class _Lowering:
             return False
         loss = self._producer.get(self._graph.loss)
         return loss is not None and self._l1_loss_input(loss) in tuple(values_in(node.outputs))
+
+
+def scattered_dimension(graph: Graph, node: Node) -> Optional[int]:
+    """Return the dimension whose slices an indexed assignment replaces in one op, None where it goes by element.
+
+    The backend needs exactly one index: a vector of at least two integers.
+
+    Args:
+        graph: The captured graph.
+        node: Any node of it.
+    """
+    used = [(dim, index) for dim, index in enumerate(_assigned_indices(node) or ()) if index is not None]
+    if len(used) != 1:
+        return None
+    dim, index = used[0]
+    spec = graph.specs[index]
+    return dim if len(spec.shape) == 1 and spec.shape[0] != 1 and not _is_mask(spec) else None
+
+
+def _assigned_indices(node: Node) -> Optional[Sequence[Optional[Value]]]:
+    """Return the index of each dimension of ``t[...] = value``, None for any other node."""
+    name = node.name.rstrip("_")
+    if name == "index_put":
+        return list(node.args[1])
+    if name == "index_fill" and node.args[1] >= 0:
+        return [*[None] * node.args[1], node.args[2]]
+    return None
+
+
+def _is_mask(spec: TensorSpec) -> bool:
+    return spec.dtype in (torch.bool, torch.uint8)
 
 
 def _types_of(name: str) -> Tuple[str, ...]:

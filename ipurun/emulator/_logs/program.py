@@ -12,7 +12,7 @@ from typing import Any, Callable
 from ipurun.emulator._capture.graph import Graph, Placement
 from ipurun.emulator._capture.host_tensors import scalar_type_name
 from ipurun.emulator._logging import native_logger, trace
-from ipurun.emulator._logs.lowering import LoweredOp, lowered_ops
+from ipurun.emulator._logs.lowering import LoweredOp, lowered_ops, scattered_dimension
 from ipurun.emulator._options.strategies import ShardedExecution, _IPhasedExecution
 from ipurun.emulator.enums import Liveness
 
@@ -20,6 +20,7 @@ LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 # All other ops belong to ONNX.
 _GRAPHCORE_OPS = frozenset(
     ["Checkpoint", "Gelu", "GroupNormalization", "IdentityLoss", "L1", "MultiConv", "Nll", "Nop", "Scale"]
+    + ["ScatterReduce"]
 )
 _PHASE_STRIDES = {Liveness.OffChipAfterFwdNoOverlap: 2, Liveness.OffChipAfterEachPhase: 4}
 _PHASES_BETWEEN_PASSES_OFF_CHIP = 3
@@ -108,6 +109,7 @@ def log_placement(graph: Graph, options: Any) -> None:
         _log_set("enablePipelining", int(len({placement.ipu_id for placement in forward}) > 1))
         describe = _in_stage("Pipelined")
     _trace_inputs(graph)
+    _trace_scatters(graph)
     ops = lowered_ops(graph, options._module_namescope_enabled)
     native_logger.debug("Graph lowered to PopART:")
     for op in ops:
@@ -126,6 +128,13 @@ def _trace_inputs(graph: Graph) -> None:
         trace(
             "%%%d : %s(%sstrides=%s, requires_grad=0, device=ipu:0) -> %s", item.value, kind, sizes, strides, item.name
         )
+
+
+def _trace_scatters(graph: Graph) -> None:
+    for node in graph.nodes:
+        dim = None if node.is_backward else scattered_dimension(graph, node)
+        if dim is not None:
+            trace("Using vectorized ScatterReduce with none reduction in dim %d", dim)
 
 
 def _log_set(option: str, value: Any) -> None:

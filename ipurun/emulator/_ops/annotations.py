@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from ipurun.emulator import enums
 from ipurun.emulator._capture.recorder import current
-from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._impl import createNativeError, createPoptorchError
 from ipurun.emulator._ops.recording import active_recorder, require_tensor
 
 _PARTIALS_CODES = {torch.float32: 0, torch.float16: 1}
@@ -123,6 +123,34 @@ def _check_serialization(
         )
 
 
+def push_name_scope(name: str) -> None:
+    """Prefix the names of the following ops, until `pop_name_scope`."""
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.record_event("push_name_scope", name=name)
+
+
+def pop_name_scope() -> None:
+    """End the last name scope."""
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.record_event("pop_name_scope")
+
+
+_CAST_TYPES = {"FLOAT": torch.float32, "FLOAT16": torch.float16}
+
+
+def internal_cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return the tensor in the backend's type ``FLOAT`` or ``FLOAT16``.
+
+    Raises:
+        Error: The type is another one.
+    """
+    if dtype not in _CAST_TYPES:
+        raise createNativeError(f"Invalid type {dtype!r} for internal_cast. Valid types: {', '.join(_CAST_TYPES)}.")
+    return tensor.to(_CAST_TYPES[dtype])
+
+
 class NameScope:
     """Context manager that prefixes the names of the ops called inside it.
 
@@ -135,14 +163,10 @@ class NameScope:
         self.name = name
 
     def __enter__(self) -> None:
-        recorder = active_recorder()
-        if recorder is not None:
-            recorder.record_event("push_name_scope", name=self.name)
+        push_name_scope(self.name)
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        recorder = active_recorder()
-        if recorder is not None:
-            recorder.record_event("pop_name_scope")
+        pop_name_scope()
 
 
 def _mark_tensors(structure: Any, kind: str, mode: enums.OverlapMode) -> Any:

@@ -22,7 +22,9 @@ class _Implementation(NamedTuple):
     backward: Optional[Callable[..., Any]]
 
 
-def _gather_last_dim(data: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _gather_last_dim(data: torch.Tensor, index: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    if axis not in (-1, data.dim() - 1):
+        raise createNativeError(f"FastGatherLastDim: axis must be the last one, got {axis}.", "popart_exception")
     if data.dim() != index.dim() or data.shape[:-1] != index.shape[:-1]:
         raise createNativeError(
             "FastGatherLastDim: data and index must have the same dimensions but for the last: "

@@ -108,7 +108,7 @@ class ExecutorOptimizer:
         if isinstance(self.optimizer, PoptorchOptimizer) and self._device is not None:
             state = self.optimizer._take_state_to_upload()
             if state is not None:
-                self._device.write_state(self._without_group_counts(state))
+                self._device.write_state(state)
 
     def after_run(self) -> None:
         """Note that the device's state is newer than the host's."""
@@ -134,22 +134,10 @@ class ExecutorOptimizer:
         state = self._executable.optimizer.read_state()
         weights = self._executable.weights
         for name, group in weights.groups.items():
-            for key, tensor in state["ipu_state"].items():
-                if tensor.dim() == 0 and key.endswith(name):
-                    state["ipu_state"][key] = tensor.expand(group.rows(weights.num_replicas)).clone()
+            key = f"Step___{name}"
+            if key in state["ipu_state"]:
+                state["ipu_state"][key] = state["ipu_state"][key].expand(group.rows(weights.num_replicas)).clone()
         return dict(state)
-
-    def _without_group_counts(self, state: Dict[str, Any]) -> Dict[str, Any]:
-        """Reduce the step counts that `_read_state` expanded to one number per parameter."""
-        assert self._executable is not None
-        names = tuple(self._executable.weights.groups)
-        if not names or not state.get("ipu_state"):
-            return state
-        counted = {
-            key: tensor[0] if key.startswith("Step___") and key.endswith(names) and tensor.dim() else tensor
-            for key, tensor in state["ipu_state"].items()
-        }
-        return {**state, "ipu_state": counted}
 
     def _disconnect(self) -> None:
         if isinstance(self.optimizer, PoptorchOptimizer):

@@ -2,10 +2,14 @@
 
 A scalar is constant if all attributes in it are. State dictionaries contain the variable ones, and writing them
 changes later updates, so the update rules use only these scalars.
+
+The backend keeps attributes and scalars as float32. All of them are rounded here, the constants too, so that a run that
+loads a state continues with exactly the values of the run that saved it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from dataclasses import dataclass
 from typing import Callable, Dict, Mapping
@@ -30,10 +34,18 @@ class Variant(enum.Enum):
 
 @dataclass
 class Scalar:
-    """A scalar on the device."""
+    """A scalar on the device; its value is rounded to float32."""
 
     value: float
     is_const: bool
+
+    def __post_init__(self) -> None:
+        self.value = single(self.value)
+
+
+def single(value: float) -> float:
+    """Return a number rounded to float32."""
+    return ctypes.c_float(value).value
 
 
 _ADAM_VARIANTS: Mapping[OptimizerType, Variant] = {
@@ -65,15 +77,16 @@ def make_scalars(variant: Variant, values: Mapping[str, Value], loss_scaling: Va
     """
     if loss_scaling[0] == 0:
         raise createNativeError("Loss scaling cannot be 0", type="popart_exception")
-    return _MAKERS[variant](values, loss_scaling)
+    return _MAKERS[variant](values, (single(loss_scaling[0]), loss_scaling[1]))
 
 
 def _sgd_scalars(values: Mapping[str, Value], loss_scaling: Value) -> Dict[str, Scalar]:
     lr, wd, dm = (_number(values, name) for name in ("lr", "weight_decay", "dampening"))
     constant = _all_constant(values, "lr", "dampening")
+    damped_lr = _product(lr, single(1 - dm))
     return {
-        "scaledLearningRate0": Scalar(lr * (1 - dm) / loss_scaling[0], constant and loss_scaling[1]),
-        "weightDecayScaleFactor0": Scalar(1 - lr * (1 - dm) * wd, constant and values["weight_decay"][1]),
+        "scaledLearningRate0": Scalar(damped_lr / loss_scaling[0], constant and loss_scaling[1]),
+        "weightDecayScaleFactor0": Scalar(1 - _product(damped_lr, wd), constant and values["weight_decay"][1]),
     }
 
 
@@ -81,13 +94,14 @@ def _momentum_scalars(
     values: Mapping[str, Value], loss_scaling: Value, velocity_scaling: Value, suffix: str
 ) -> Dict[str, Scalar]:
     lr, mm, wd, dm = (_number(values, name) for name in ("lr", "momentum", "weight_decay", "dampening"))
-    vs, vs_const = velocity_scaling
+    vs, vs_const = single(velocity_scaling[0]), velocity_scaling[1]
     damped = _all_constant(values, "dampening") and vs_const
+    undamped = single(1 - dm)
     return {
         "scaledLearningRate" + suffix: Scalar(lr / vs, values["lr"][1] and vs_const),
         "scaledMomentum" + suffix: Scalar(mm, values["momentum"][1]),
-        "dampeningScaleFactor" + suffix: Scalar((1 - dm) * vs / loss_scaling[0], damped and loss_scaling[1]),
-        "weightDecayScaleFactor" + suffix: Scalar((1 - dm) * wd * vs, damped and values["weight_decay"][1]),
+        "dampeningScaleFactor" + suffix: Scalar(_product(undamped, vs) / loss_scaling[0], damped and loss_scaling[1]),
+        "weightDecayScaleFactor" + suffix: Scalar(_product(undamped, wd) * vs, damped and values["weight_decay"][1]),
     }
 
 
@@ -139,7 +153,11 @@ def _plain(values: Mapping[str, Value], **names: str) -> Dict[str, Scalar]:
 
 
 def _number(values: Mapping[str, Value], name: str) -> float:
-    return float(values[name][0])
+    return single(values[name][0])
+
+
+def _product(first: float, second: float) -> float:
+    return single(first * second)
 
 
 def _all_constant(values: Mapping[str, Value], *names: str) -> bool:

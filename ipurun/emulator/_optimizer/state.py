@@ -8,9 +8,11 @@ import torch
 
 from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._optimizer.rules import Slot
-from ipurun.emulator._optimizer.scalars import LOSS_SCALING, Scalar, Variant
+from ipurun.emulator._optimizer.scalars import LOSS_SCALING, Scalar, Variant, single
 
 UPDATE_FACTOR = "lossScaleUpdateFactor"
+# Earlier versions of this module put this prefix before the names of parameters.
+_OLD_PREFIX = "model."
 
 
 def initial_state(
@@ -87,22 +89,32 @@ class StateTable:
     def write(self, state: Mapping[str, Optional[Mapping[str, torch.Tensor]]]) -> None:
         """Overwrite the entries in `state`; warn about the others and keep their values on the device."""
         native_logger.debug("Writing optimiser state tensors from host to IPU memory")
-        loaded_state, loaded_parameters = state.get("ipu_state") or {}, state.get("ipu_param") or {}
         tensors, variables = self._state_tensors(), self._variables()
+        loaded = {**(state.get("ipu_state") or {}), **(state.get("ipu_param") or {})}
+        loaded = self._with_current_names(loaded, [*tensors, *variables])
         for name, tensor in tensors.items():
-            if name in loaded_state:
-                tensor.copy_(loaded_state[name])
+            if name in loaded:
+                # A parameter that differs between replicas has one step count per value, here a single one.
+                value = loaded[name]
+                tensor.copy_(value[0] if tensor.dim() == 0 and value.dim() else value)
         for name, scalars in variables.items():
-            if name in loaded_parameters:
+            if name in loaded:
                 for scalar in scalars:
-                    scalar.value = float(loaded_parameters[name])
-        missing = [name for name in tensors if name not in loaded_state]
-        missing += [name for name in variables if name not in loaded_parameters]
+                    scalar.value = single(float(loaded[name]))
+        missing = [name for name in (*tensors, *variables) if name not in loaded]
         if missing:
             logger.warning(
                 "The optimizer state has no entry for %s: the values on the device are kept.",
                 ", ".join(sorted(missing)),
             )
+
+    def _with_current_names(self, loaded: Dict[str, torch.Tensor], names: List[str]) -> Dict[str, torch.Tensor]:
+        """Return loaded values by the names of the device, whichever names they were stored under."""
+        older = {name: _older_name(name) for name in names}
+        num_current = sum(name in loaded for name in names)
+        if sum(name in loaded for name in older.values()) <= num_current:
+            return loaded
+        return {name: loaded[stored] for name, stored in older.items() if stored in loaded}
 
     def _state_tensors(self) -> Dict[str, torch.Tensor]:
         tensors = {f"{prefix}___{slot.name}": tensor for slot in self._slots for prefix, tensor in slot.state.items()}
@@ -120,3 +132,9 @@ class StateTable:
         if not self._loss_scaling.is_const:
             variables[LOSS_SCALING] = [self._loss_scaling]
         return variables
+
+
+def _older_name(name: str) -> str:
+    """Return the name that earlier versions stored an entry under."""
+    head, separator, parameter = name.rpartition("___")
+    return name if not separator or parameter == "FLOAT" else f"{head}___{_OLD_PREFIX}{parameter}"

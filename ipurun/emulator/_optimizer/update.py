@@ -8,12 +8,13 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator import enums
-from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
+from ipurun.emulator._capture.dtypes import round_to_nearest
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
 from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, UpdateValues, clipped
-from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, variant_for
+from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, single, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
+from ipurun.emulator._run.checked import StreamRounding
 
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
 _ACCUMULATORS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
@@ -152,7 +153,6 @@ class DeviceOptimizer:
         options: The executor's options.
         accumulation: Gradient accumulation factor.
         num_replicas: Number of replicas in all processes.
-        name_prefix: Prefix of parameter names in state dictionaries, as added by PopTorch's training wrapper.
         rows: For parameters whose values differ between replicas, the row that each replica computes with.
 
     Raises:
@@ -168,7 +168,6 @@ class DeviceOptimizer:
         accumulation: int = 1,
         num_replicas: int = 1,
         *,
-        name_prefix: str = "model.",
         rows: Optional[Mapping[str, Sequence[int]]] = None,
     ) -> None:
         check_attributes(converted)
@@ -193,7 +192,7 @@ class DeviceOptimizer:
         self._slots: Dict[str, Slot] = {}
         self._set_loss_scaling()
         for name, weight in named_params.items():
-            self._slots[name] = self._make_slot(name_prefix + name, weight, self._values_of(name))
+            self._slots[name] = self._make_slot(name, weight, self._values_of(name))
             self._slots[name].rows = tuple((rows or {}).get(name, ()))
         self._gradients: Dict[str, torch.Tensor] = {}
         self._owned: Set[str] = set()
@@ -266,6 +265,9 @@ class DeviceOptimizer:
     def write_state(self, state: Mapping[str, Optional[Mapping[str, torch.Tensor]]]) -> None:
         """Overwrite state and variable scalars by name; warn about missing ones and keep their values."""
         self._table().write(state)
+        for slot in self._slots.values():
+            if slot.variant is Variant.SGD_SEPARATE:
+                slot.velocity_scaling = self._loss_scaling.value  # the velocity was stored with the loaded value
 
     def operations(self) -> List[str]:
         """Return the backend's names for the operations that update the weights, for dumps of the program."""
@@ -282,7 +284,7 @@ class DeviceOptimizer:
 
     def _set_loss_scaling(self) -> None:
         value, is_const = self._converted.attributes["loss_scaling"]
-        self._loss_scaling.value = float(value)
+        self._loss_scaling.value = single(value)
         self._loss_scaling.is_const = is_const
 
     def _make_slot(self, name: str, weight: torch.Tensor, values: Dict[str, Value]) -> Slot:
@@ -322,7 +324,7 @@ class DeviceOptimizer:
 
     def _velocity_scaling(self, variant: Variant, values: Dict[str, Value]) -> float:
         if variant is Variant.SGD_COMBINED:
-            return float(values["velocity_scaling"][0])
+            return single(values["velocity_scaling"][0])
         return self._loss_scaling.value
 
     def _add(self, name: str, gradient: torch.Tensor, micro_batches: int) -> None:
@@ -351,4 +353,4 @@ def _uses_nesterov(values: Mapping[str, Value]) -> bool:
 def _rounding(options: Any) -> Rounding:
     if not options._Popart.options.get("enableStochasticRounding", False):
         return round_to_nearest
-    return StochasticRounding(seed=int(getattr(options, "random_seed", 0)))
+    return StreamRounding()

@@ -121,8 +121,8 @@ def _floats(structure: Any) -> List[torch.Tensor]:
     return [t for t in _leaves(structure) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
-class _StreamRounding(StochasticRounding):
-    """Stochastic rounding with torch's generator, which is seeded for every run."""
+class StreamRounding(StochasticRounding):
+    """Stochastic rounding with torch's generator, which is seeded for every run; updates follow the last run."""
 
     def __init__(self) -> None:
         self._generator = torch.default_generator
@@ -141,7 +141,7 @@ def _rounding_op(node: Node) -> Callable[..., Any]:
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     if is_view or node.is_random or node.name in _MAKES_NO_ARITHMETIC:
         return node.op
-    rounded = HalfThroughFloat(getattr(node.op, "widened", node.op), _StreamRounding().to_half)
+    rounded = HalfThroughFloat(getattr(node.op, "widened", node.op), StreamRounding().to_half)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return rounded(*args, **kwargs) if holds_half((args, kwargs)) else node.op(*args, **kwargs)

@@ -7,18 +7,22 @@ from typing import Any, Dict, Iterable, List, Sequence
 import torch
 
 from ipurun.emulator import enums
-from ipurun.emulator._capture.graph import Event, Graph, Node, Value, values_in
+from ipurun.emulator._capture.graph import Event, Graph, Node, Placement, Value, values_in
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._executor import device
 from ipurun.emulator._impl import createNativeError, createPoptorchError
-from ipurun.emulator._logging import native_logger
+from ipurun.emulator._logging import native_logger, warn_once
 from ipurun.emulator._options import checks
 from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
 from ipurun.emulator._run.batches import BatchLayout
 from ipurun.emulator.enums import ConnectionType, OutputMode
 
 _MAX_IPUS = 64
+_NO_IPU_MODEL = (
+    "The IPU Model is selected (useIpuModel or POPTORCH_IPU_MODEL), but it is part of the Poplar SDK. The CPU emulator "
+    "runs the model with torch on the CPU as always; the memory and cycles of an IPU are not modelled."
+)
 
 
 def check_options(options: Any, layout: BatchLayout) -> None:
@@ -35,6 +39,8 @@ def check_options(options: Any, layout: BatchLayout) -> None:
     uses_model = bool(options.use_model) if options.exists("use_model") else device.uses_ipu_model()
     if options.exists("use_model"):
         native_logger.info("From the user configuration: Ipu model: %s", "Enabled" if uses_model else "Disabled")
+    if uses_model:
+        warn_once(_NO_IPU_MODEL)
     never = options.connection_type == ConnectionType.Never.value
     if never and uses_model:
         raise createNativeError("ConnectionType.Never is not supported with the IPU model")
@@ -42,7 +48,9 @@ def check_options(options: Any, layout: BatchLayout) -> None:
         raise createNativeError("useIpuId cannot be used with ConnectionType.Never: there is nothing to attach to")
     counts_cycles = options._Popart.options.get("instrumentWithHardwareCycleCounter", False)
     if counts_cycles and (uses_model or device.hardware_version() == 0):
-        raise createNativeError("Cycle count logging is only supported on actual IPU hardware.")
+        raise createNativeError(
+            f"Cycle count logging is only supported on actual IPU hardware. {device.HOW_TO_SIMULATE}"
+        )
 
 
 def num_ipus(graph: Graph) -> int:
@@ -113,17 +121,12 @@ def _check_pipeline(recorder: Recorder, layout: BatchLayout, training: bool) -> 
     if not isinstance(strategy, PipelinedExecution) or isinstance(strategy, ShardedExecution):
         return
     begins = [event.info["placement"] for event in recorder.graph.events if event.kind == "begin_block"]
-    stages, last_ipu, last_stage = 1, 0, 0
+    stages, last_ipu = 1, 0
     for placement in begins:
         if placement.ipu_id != last_ipu:
             stages += 1
-        if placement.stage_id < last_stage:
-            raise createNativeError(
-                f"Pipeline stages must be in ascending order: block {placement.block_id!r} is in stage "
-                f"{placement.stage_id} and follows stage {last_stage}.",
-                "popart_exception",
-            )
-        last_ipu, last_stage = placement.ipu_id, placement.stage_id
+        last_ipu = placement.ipu_id
+    _check_direction(recorder)
     if stages <= 1:
         return
     if training and layout.accumulation < 2 * stages - 1:
@@ -150,6 +153,19 @@ def check_buffers(written: List[str], options: Any, layout: BatchLayout) -> None
         )
 
 
+def check_named_buffers(options: Any, graph: Graph) -> None:
+    """Raise if `Options.updatableNamedBuffers` names a tensor that the device does not hold as a variable."""
+    known = [item.name for item in graph.inputs_of("parameter", "buffer") if graph.persists(item)]
+    for name in options._Popart.options.get("updatableNamedBuffers", ()):
+        if name not in known:
+            raise createNativeError(
+                f"No Ir::Tensor with TensorId '{name}' in Tensors::get(..): Options.updatableNamedBuffers takes names "
+                "of floating-point buffers of the model, which has "
+                f"{', '.join(item.name for item in graph.inputs_of('buffer') if item.name in known) or 'none'}.",
+                "popart_exception",
+            )
+
+
 def refuse_accumulation(options: Any) -> None:
     """Raise for gradient accumulation in the options of an inference model."""
     factor = options.Training.gradient_accumulation
@@ -166,6 +182,22 @@ def refuse_accumulation(options: Any) -> None:
         "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its default value (1) "
         f"when running a poptorch.inferenceModel().{hint} It is {factor}."
     )
+
+
+def _check_direction(recorder: Recorder) -> None:
+    """Raise if a pipeline stage reads what a later one computes; the order of unrelated blocks does not matter."""
+    producers: Dict[Value, Placement] = {}
+    for node in recorder.graph.nodes:
+        stage = node.placement.stage_id
+        for value in filter(recorder.value_varies, node.reads()):
+            producer = producers.get(value)
+            if producer is not None and producer.stage_id > stage:
+                raise createNativeError(
+                    f"Pipeline stages must be in ascending order: block {node.placement.block_id!r} in stage {stage} "
+                    f"reads a result of block {producer.block_id!r} in stage {producer.stage_id} at {node.source}.",
+                    "popart_exception",
+                )
+        producers.update(dict.fromkeys(node.writes(), node.placement))
 
 
 def check_overlap(recorder: Recorder, returned: Iterable[torch.Tensor], input_names: Sequence[str] = ()) -> None:

@@ -52,7 +52,9 @@ def compile_model(
     micro_batch = [layout.cut(tensor)[0].clone() for tensor in arguments.tensors()]
     parameters, buffers = named_tensors(model)
     weights = DeviceWeights(parameters, buffers, layout.replicas, groups)
-    host = {name: tensor.detach().clone() for name, tensor in buffers.items()}
+    # Attaching uploads the other parameters.
+    integers = {name: tensor for name, tensor in parameters.items() if not tensor.is_floating_point()}
+    host = {name: tensor.detach().clone() for name, tensor in {**integers, **buffers}.items()}
     streams = RandomStreams(seed)
     call_arguments = arguments.with_tensors(micro_batch)
     originals = [tensor.clone() for tensor in micro_batch]
@@ -80,13 +82,14 @@ def compile_model(
     add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
     interpreter = interpreter_for(options)
     executable = Executable(captured, weights, layout, streams, options.anchored_tensors, interpreter or generate)
-    checks.check_buffers(executable.written_buffers, options, layout)
+    checks.check_named_buffers(options, captured.graph)
+    checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
     if layout.replicas > 1:
-        weights.separate_buffers(executable.written_buffers)
-    weights.upload(host)
+        weights.separate_buffers(captured.graph.buffers_written())
+    weights.upload(host, constants=True)
     # Compare without stochastic rounding, which is not reproducible, and without floating-point exceptions.
     _check_replay(executable if interpreter is None else Executable(captured, weights, layout, streams), originals)
-    weights.upload(host)
+    weights.upload(host, constants=True)
     captured.reference = ([], {})
     executable_cache.store(captured.graph, options)
     return executable

@@ -174,9 +174,12 @@ class Executable:
             for index, item in enumerate(self.graph.inputs_of("input"))
             if self.graph.specs[item.value].storage in written
         ]
-        self.written_buffers = [
-            item.name for item in self.graph.inputs_of("buffer") if self.graph.specs[item.value].storage in written
-        ]
+        # Integer buffers are constants: what a run writes to them is gone at its end.
+        self._scratch = {
+            item.name
+            for item in self.graph.inputs_of("parameter", "buffer")
+            if self.graph.specs[item.value].storage in written and not self.graph.persists(item)
+        }
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run one call.
@@ -322,10 +325,10 @@ class Executable:
         arguments: List[Any] = []
         remaining = iter(inputs)
         for item in self.graph.inputs:
-            if item.kind == "parameter":
-                arguments.append(weights.parameter_of(item.name, replica))
-            elif item.kind == "buffer":
-                arguments.append(weights.buffer_of(item.name, replica))
+            if item.kind in ("parameter", "buffer"):
+                read = weights.parameter_of if item.kind == "parameter" else weights.buffer_of
+                tensor = read(item.name, replica)
+                arguments.append(tensor.clone() if item.name in self._scratch else tensor)
             elif item.kind == "input":
                 arguments.append(next(remaining, None))
             elif item.kind == "seed":

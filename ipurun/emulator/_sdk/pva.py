@@ -6,7 +6,9 @@ from typing import Any
 
 from ipurun.emulator._impl import createPoptorchError
 
-__all__ = ["openReport"]
+__all__ = ["openReport", "openTrace"]
+
+_ONLY_WITH_THE_SDK = "The CPU emulator does not write PopVision"
 
 
 def openReport(*paths: Any, **options: Any) -> Any:
@@ -15,4 +17,13 @@ def openReport(*paths: Any, **options: Any) -> Any:
     Raises:
         Error: Always.
     """
-    raise createPoptorchError(f"The CPU emulator does not write PopVision reports; it cannot open {paths}.")
+    raise createPoptorchError(f"{_ONLY_WITH_THE_SDK} reports; it cannot open {paths}.")
+
+
+def openTrace(*paths: Any, **options: Any) -> Any:
+    """Raise an error: only libpvti of the SDK writes traces that pva can read.
+
+    Raises:
+        Error: Always.
+    """
+    raise createPoptorchError(f"{_ONLY_WITH_THE_SDK} traces; it cannot open {paths}.")

@@ -5,7 +5,7 @@ import os
 import sys
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_STAND_INS = {"popdist": "ipurun.emulator._sdk.popdist", "pva": "ipurun.emulator._sdk.pva"}
+_STAND_INS = "ipurun.emulator._sdk"
 
 
 def hand_over(name: str) -> None:
@@ -24,4 +24,4 @@ def hand_over(name: str) -> None:
             spec.loader.exec_module(module)
             return
     importlib.import_module("poptorch")  # the module in this folder, which finds and installs the emulator
-    sys.modules[name] = importlib.import_module(_STAND_INS[name])
+    sys.modules[name] = importlib.import_module(f"{_STAND_INS}.{name}")

@@ -73,7 +73,7 @@ LAYERS = {
     "batch norm": lambda: nn.BatchNorm1d(STEPS),
     "products": lambda: _Layer(lambda layer, x, y: torch.stack([y[:, : t + 1].prod(1) for t in range(STEPS)], 1)),
 }
-WRITE_BUFFERS = ("buffer", "batch norm")
+WRITE_BUFFERS = ("buffer",)
 
 # Each optimizer of PopTorch with the equivalent one of torch.
 OPTIMIZERS = {
@@ -174,6 +174,7 @@ def test_a_random_case_trains_like_torch(seed):
         expected = _call_in_torch(case, reference, in_torch, buffers, x, labels)
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
     trained = model.state_dict()
-    for name, tensor in [*reference.named_parameters(), *buffers[0].items()]:
+    floats = {name: buffer for name, buffer in buffers[0].items() if buffer.is_floating_point()}
+    for name, tensor in [*reference.named_parameters(), *floats.items()]:
         torch.testing.assert_close(trained[name], tensor.detach(), rtol=1e-3, atol=1e-4, msg=f"{name} of {vars(case)}")
     training.destroy()

@@ -294,6 +294,15 @@ def test_floating_point_exceptions(function, bad, good):
     unchecked(torch.tensor([bad]))
 
 
+def test_dropout_in_half_precision_is_captured_with_its_random_numbers():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)).train()
+    executor = poptorch.inferenceModel(model, poptorch.Options().randomSeed(1))
+    x = torch.ones(1000, dtype=torch.float16)
+    first, second = executor(x), executor(x)
+    assert set(first.tolist()) == {0.0, 4.0}
+    assert not torch.equal(first, second)
+
+
 def test_half_running_statistics_are_updated():
     class Model(nn.Module):
         def __init__(self):

@@ -53,20 +53,33 @@ def test_values_in_range_are_unchanged():
     assert found[1].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_counter_in_a_buffer_wraps_around():
+def test_an_integer_buffer_is_a_constant():
+    """What forward writes to it wraps around, is seen for the rest of the run, and is gone at its end."""
+
     class Counter(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("count", torch.tensor([2**31 - 2], dtype=torch.int64))
 
         def forward(self, x):
-            self.count += 1
-            return x * self.count.float()
+            before = self.count.clone()
+            self.count += 2
+            return x * before, x * self.count
 
-    executor = poptorch.inferenceModel(Counter())
-    assert [executor(torch.ones(1)).item() > 0 for _ in range(3)] == [True, False, False]
+    model = Counter()
+    executor = poptorch.inferenceModel(model, poptorch.Options().replicationFactor(2))
+    x = torch.ones(2, dtype=torch.int32)
+    for _ in range(2):
+        before, after = executor(x)
+        assert before.tolist() == [2**31 - 2] * 2 and after.tolist() == [-(2**31)] * 2
     executor.copyWeightsToHost()
-    assert executor.count.item() == -(2**31) + 1
+    assert model.count.item() == 2**31 - 2
+    with torch.no_grad():
+        model.count.fill_(5)  # compiled in: a later value of the host stays on the host
+    executor.copyWeightsToDevice()
+    assert executor(x)[0].tolist() == [2**31 - 2] * 2
+    executor.copyWeightsToHost()
+    assert model.count.item() == 5
 
 
 def test_a_buffer_is_narrowed_when_uploaded():

@@ -19,16 +19,55 @@ def test_selection_by_a_mask_is_refused(dtype):
         model(torch.randn(4), torch.tensor([1, 0, 1, 0], dtype=dtype))
 
 
-def test_assignment_by_a_mask_works():
-    def fill(x, mask):
-        y = x + 0
-        y[mask] = 0.0
-        return y
+def fill(x, mask):
+    y = x + 0
+    y[mask] = 0.0
+    return y
 
-    model = inference(fill)
-    for mask in ([True, False, True], [False, False, True]):
-        out = model(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(mask))
+
+# uint8 masks are those of torch 2.0.1; newer torch refuses them on the CPU.
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "function",
+    [
+        fill,
+        lambda x, mask: x.masked_fill(mask, 0.0),
+        lambda x, mask: torch.masked_fill(x, mask=mask, value=0.0),
+        lambda x, mask: (x + 0).masked_fill_(mask, 0.0),
+        lambda x, mask: x.index_put((mask,), torch.tensor(0.0)),
+        lambda x, mask: torch.where(mask, torch.zeros_like(x), x),
+    ],
+    ids=["assign", "masked_fill", "keyword", "in place", "index_put", "where"],
+)
+def test_filling_by_a_mask_works(function, dtype, recwarn):
+    model = inference(function)
+    for mask in ([2, 0, 1], [0, 0, 1]):
+        out = model(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(mask).to(dtype))
         assert out.tolist() == [0.0 if masked else value for masked, value in zip(mask, [1.0, 2.0, 3.0])]
+    assert [str(warning.message) for warning in recwarn if "uint8" in str(warning.message)] == []
+
+
+def test_uint8_values_are_not_taken_for_masks():
+    model = inference(lambda x, mask: x.masked_fill(mask, torch.tensor(7, dtype=torch.uint8)))
+    x = torch.tensor([1, 2], dtype=torch.uint8)
+    assert model(x, torch.tensor([True, False])).tolist() == [7, 2]
+
+
+@pytest.mark.parametrize("count", [torch.bincount, torch.Tensor.bincount])
+def test_bincount_needs_the_number_of_bins(count):
+    with pytest.raises(poptorch.Error, match=r"without minlength .* cannot support dynamic output shapes"):
+        inference(lambda x: count(x))(torch.tensor([1, 3]))
+    model = inference(lambda x: count(x, minlength=3))
+    for values, expected in (([1, 0, 1, 2], [1, 2, 1]), ([2, 2, 7, 9], [0, 0, 2])):
+        assert model(torch.tensor(values)).tolist() == expected
+    weighted = inference(lambda x, w: count(x, w, 2))
+    assert weighted(torch.tensor([1, 0, 1]), torch.tensor([0.5, 2.0, 1.0])).tolist() == [2.0, 1.5]
+
+
+def test_bincount_of_constants_is_computed_on_the_host():
+    values = torch.tensor([1, 3])
+    model = inference(lambda x: x + float(torch.bincount(values).sum()))
+    assert model(torch.zeros(1)).tolist() == [2.0]
 
 
 def test_unsupported_op_on_constants_is_computed_on_the_host():

@@ -47,6 +47,14 @@ class GrowingShapes(Counting):
         return torch.zeros(index + 1)
 
 
+class ChangingTypes(Counting):
+    """Item 0 is a double, the others are floats."""
+
+    def __getitem__(self, index: int) -> Any:
+        data, label = super().__getitem__(index)
+        return (data.double() if index == 0 else data), label
+
+
 class ProcessIds(Counting):
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(os.getpid())

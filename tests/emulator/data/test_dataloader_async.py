@@ -3,7 +3,9 @@
 import multiprocessing
 
 import pytest
+import torch
 from data_sources import (
+    ChangingTypes,
     Counting,
     CountingDict,
     CountingIterable,
@@ -14,6 +16,7 @@ from data_sources import (
     flat,
     labels,
 )
+from torch.utils.data import BatchSampler
 
 from ipurun.emulator import enums
 from ipurun.emulator._data.accessor import AsynchronousDataAccessor
@@ -183,3 +186,20 @@ def test_second_accessor_is_refused(load):
 def test_batch_sampler(load):
     loader = load(Counting(8), device_iterations=2, batch_sampler=[[0, 1], [2, 3], [4, 5], [6, 7]])
     assert labels(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("mode", [Mode.Async, Mode.AsyncRebatched])
+@pytest.mark.parametrize("first", [0, 4])
+def test_items_get_the_types_of_the_first_batch(load, mode, first):
+    """PopTorch copies later batches into memory that is made for the first one."""
+    order = [*range(first, 8), *range(first)]
+    sampler = BatchSampler(order, batch_size=2, drop_last=True)
+    loader = load(ChangingTypes(8), mode=mode, device_iterations=2, batch_sampler=sampler)
+    batches = [(data.dtype, data[:, 0].tolist(), label.tolist()) for data, label in loader]
+    dtype = torch.float64 if first == 0 else torch.float32
+    assert batches == [(dtype, order[:4], order[:4]), (dtype, order[4:], order[4:])]
+
+
+def test_rebatched_pieces_get_the_types_of_the_first_piece(load):
+    loader = load(ChangingTypes(8), mode=Mode.AsyncRebatched, batch_size=4, rebatched_worker_size=1)
+    assert [data.dtype for data, _ in loader] == [torch.float64] * 2

@@ -22,10 +22,18 @@ def test_the_model_is_exported_to_the_path_in_the_environment(tmp_path, monkeypa
     assert "Mul" in [op["type"] for op in json.loads((tmp_path / written).read_text())["maingraph"]]
 
 
-def test_profiles_are_named_after_the_model(tmp_path):
-    compiled(poptorch.Options().enableProfiling(str(tmp_path)))
-    compiled(poptorch.Options().enableProfiling(str(tmp_path)).modelName("net"))
-    assert sorted(path.parent.name for path in tmp_path.glob("*/profile.pop")) == ["inference", "net"]
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_no_profile_is_written_and_this_is_said_once(tmp_path, monkeypatch, capfd, from_environment):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ipurun.emulator._logging._warned", set())
+    monkeypatch.delenv("POPLAR_ENGINE_OPTIONS", raising=False)
+    if from_environment:
+        monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", '{"autoReport.all":"true"}')
+    for name in ("first", "second"):
+        options = poptorch.Options().modelName(name)
+        compiled(options if from_environment else options.enableProfiling(str(tmp_path)))
+    assert list(tmp_path.rglob("*")) == []
+    assert capfd.readouterr().err.count("no profile.pop is written") == 1
 
 
 def test_nothing_is_written_by_default(tmp_path, monkeypatch):

@@ -195,6 +195,8 @@ def test_only_outputs_that_are_kept_have_timestamps(mode, expected):
 
 def test_compilation_time_needs_the_progress_bar():
     executor = poptorch.inferenceModel(Double(), options(showCompilationProgressBar=False))
+    with pytest.raises(poptorch.Error, match="Please compile the model before obtaining compilation time"):
+        executor.compilationTime()
     executor(torch.ones(1))
     with pytest.raises(poptorch.Error, match="showCompilationProgressBar"):
         executor.compilationTime()

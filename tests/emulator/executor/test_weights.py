@@ -145,6 +145,15 @@ def test_named_buffers_need_the_option():
         executor.copyNamedBuffersToDevice()
 
 
+@pytest.mark.parametrize("name", ["cuont", "steps"])
+def test_named_buffers_must_be_variables_of_the_device(name):
+    model = _Counter()
+    model.register_buffer("steps", torch.zeros(1, dtype=torch.int64))  # integers are constants of the program
+    executor = poptorch.inferenceModel(model, options(updatableNamedBuffers=["count", name]))
+    with pytest.raises(poptorch.Error, match=f"No Ir::Tensor with TensorId '{name}'.*has count"):
+        executor(torch.ones(1))
+
+
 def test_replicas_that_change_buffers_need_broadcast_buffers_off():
     executor = poptorch.inferenceModel(_Counter(), options(replicas=2))
     with pytest.raises(poptorch.Error, match="does not support broadcasting buffers"):
@@ -184,18 +193,57 @@ def test_replicas_that_only_read_a_buffer_share_it():
     assert result.tolist() == [6.0, 7.0]
 
 
-def test_batch_norm_has_separate_statistics_in_each_replica():
+@pytest.mark.parametrize("mode", ["Final", "All", "Sum"])
+@pytest.mark.parametrize(("iterations", "accumulation"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("make", [nn.BatchNorm2d, nn.SyncBatchNorm, lambda size: nn.BatchNorm2d(size, affine=False)])
+def test_batch_norm_trains_on_replicas_that_keep_their_own_statistics(make, iterations, accumulation, mode):
     torch.manual_seed(0)
-    model = Classifier(nn.BatchNorm2d(4))
+    model = Classifier(make(4))
     reference = copy.deepcopy(model)
-    executor = poptorch.trainingModel(
-        model, options(replicas=2, broadcastBuffers=False), torch.optim.SGD(model.parameters(), lr=0.0)
-    )
-    x, labels = images(8)
-    executor(x, labels)
-    reference(x[:4], labels[:4])
+    opts = options(iterations, accumulation, replicas=2).outputMode(getattr(poptorch.OutputMode, mode))
+    executor = poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.0))
+    calls = 2
+    for call in range(calls):
+        x, labels = images(4 * iterations * accumulation * 2, seed=call)
+        executor(x, labels)
+        for step in range(iterations * accumulation):
+            reference(x[8 * step :][:4], labels[8 * step :][:4])  # what the first replica sees
     torch.testing.assert_close(model.norm.running_mean, reference.norm.running_mean)
-    assert int(model.norm.num_batches_tracked) == 1
+    torch.testing.assert_close(model.norm.running_var, reference.norm.running_var)
+    assert int(model.norm.num_batches_tracked) == 0  # an integer buffer is a constant on the device
+
+
+def test_uploading_gives_all_replicas_the_statistics_of_the_first():
+    torch.manual_seed(0)
+    model = Classifier(nn.BatchNorm2d(4, momentum=0.5))
+    executor = poptorch.trainingModel(model, options(replicas=2), torch.optim.SGD(model.parameters(), lr=0.0))
+    executor(*images(8))
+    copies = executor._executable.weights.buffers["norm.running_mean"]
+    assert not torch.equal(*copies)
+    executor.detachFromDevice()
+    executor.attachToDevice()
+    assert torch.equal(*copies) and torch.equal(copies[0], model.norm.running_mean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_that_forward_writes_itself_are_refused_on_replicas(training):
+    """Only batch norm's own update is different to PopTorch: instance norm copies its statistics."""
+
+    class Writes(Classifier):
+        def forward(self, x, labels):
+            self.norm.running_mean.mul_(0.5)
+            return super().forward(x, labels)
+
+    for model in (Writes(nn.BatchNorm2d(4)), Classifier(nn.InstanceNorm2d(4, track_running_stats=True))):
+        make = poptorch.trainingModel if training else poptorch.inferenceModel
+        with pytest.raises(poptorch.Error, match=r"does not support broadcasting buffers.*norm\.running_mean"):
+            make(model, options(replicas=2))(*images(8))
+
+
+def test_a_cumulative_average_is_refused():
+    """BatchNorm(momentum=None) reads num_batches_tracked as a Python number, which a tensor on an IPU does not give."""
+    with pytest.raises(poptorch.Error, match="depends on its data"):
+        poptorch.trainingModel(Classifier(nn.BatchNorm2d(4, momentum=None)))(*images(4))
 
 
 def test_an_inference_model_does_not_update_running_statistics():
@@ -459,3 +507,22 @@ def test_optimizer_state_of_parameters_that_differ_has_a_leading_dimension():
     executor.load_state_dict({"weight": weights})
     assert torch.equal(executor(x)[1], expected[0])
     assert torch.equal(model.weight.detach(), expected[1])
+
+
+def test_a_model_can_be_unwrapped_and_rewrapped_as_optimum_does():
+    from ipurun.emulator._impl import rewrapModelIfNecessary, unwrapModelIfNecessary
+
+    model, executor, before = _trained()
+    wrapped = type(model.linear.weight)
+    executor(*images(4))
+    unwrapModelIfNecessary(model)
+    assert type(model.linear.weight) is nn.Parameter
+    assert not torch.equal(model.linear.weight, before["linear.weight"]), "the trained weights were not copied"
+    copied = pickle.loads(pickle.dumps(model.linear.weight))
+    assert torch.equal(copied, model.linear.weight)
+    rewrapModelIfNecessary(model)
+    assert type(model.linear.weight) is wrapped
+    executor(*images(4))
+    assert not torch.equal(model.linear.weight, copied), "reading a rewrapped weight must copy it from the device"
+    rewrapModelIfNecessary(model)
+    unwrapModelIfNecessary(nn.Linear(1, 1))

@@ -154,3 +154,54 @@ def test_source_lines_respect_the_excludes(capfd, excludes, in_model, in_torch):
 def test_the_choice_of_the_simulator_is_logged(capfd, use_model, word):
     poptorch.inferenceModel(TwoLayers(), poptorch.Options().useIpuModel(use_model)).compile(torch.ones(1, 4))
     assert f"From the user configuration: Ipu model: {word}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("index", "op", "dim"),
+    [
+        ((slice(None), torch.tensor([0, 2])), "ScatterReduce", 1),
+        ((torch.tensor([0, 2]),), "ScatterReduce", 0),
+        ((torch.tensor([1]),), "Scatter", None),
+        ((torch.tensor([0, 1]), torch.tensor([0, 1])), "Scatter", None),
+        ((torch.tensor([True, False, True, True]),), "Where", None),
+    ],
+)
+def test_indexed_assignment(capfd, index, op, dim):
+    """A vector of integers in one dimension replaces whole slices; other indices go by element, masks select."""
+
+    class Assign(torch.nn.Module):
+        def forward(self, x):
+            copy = x + 1
+            copy[index] = 0.0
+            return copy
+
+    poptorch.setLogLevel("TRACE")
+    text = logged(capfd, Assign(), device_iterations=1, shape=(4, 4))
+    assert f"was lowered to {op}\n" in text
+    assert ("Using vectorized ScatterReduce" in text) == (dim is not None)
+    assert dim is None or f"none reduction in dim {dim}\n" in text
+
+
+@pytest.mark.parametrize(("checkpoint", "stages", "stashes"), [(False, 2, 1), (True, 2, 2), (True, 1, 0)])
+def test_program_dump_shows_what_stages_stash(checkpoint, stages, stashes):
+    """A stage keeps its inputs and the checkpoints until the backward pass returns; the last stage keeps nothing."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3, bias=False)
+
+        def forward(self, x):
+            with poptorch.Block("first", ipu_id=0):
+                x = torch.tanh(self.layer(x))
+                x = poptorch.recomputationCheckpoint(x) if checkpoint else x
+                x = self.layer(x)
+            with poptorch.Block("second", ipu_id=stages - 1):
+                return poptorch.identity_loss(x**2, reduction="sum")
+
+    options = poptorch.Options()
+    options.Training.gradientAccumulation(3)
+    training = poptorch.trainingModel(Model(), options)
+    training.compile(torch.ones(3, 3))
+    types = [op["type"] for op in json.loads(training._debugGetPopartIR())["maingraph"]]
+    assert types.count("Stash") == types.count("Restore") == stashes

@@ -150,6 +150,29 @@ def test_listed_stages_determine_stage_and_ipu():
         compiled(Calls(forward), poptorch.ShardedExecution("A", "B"))
 
 
+def returning(reads_the_later_stage):
+    """Return a model whose second use of block "a" follows block "b", as the decoder embedding of BART does."""
+
+    def forward(x):
+        with poptorch.Block("a", ipu_id=0):
+            first = x * 2
+        with poptorch.Block("b", ipu_id=1):
+            second = first + 1
+        with poptorch.Block("a", ipu_id=0):
+            third = (second if reads_the_later_stage else x) * 3
+        with poptorch.Block("c", ipu_id=1):
+            return second + third
+
+    return Calls(forward)
+
+
+def test_a_block_may_be_used_again_but_not_read_a_later_stage():
+    strategy = poptorch.PipelinedExecution("a", "b", "c")
+    assert places(compiled(returning(False), strategy), "stage_id") == [0, 0]
+    with pytest.raises(poptorch.Error, match=r"block 'a' in stage 0 reads a result of block 'b' in stage 1"):
+        compiled(returning(True), strategy)
+
+
 def test_phases():
     def forward(x):
         for phase, ipu in (("0", 0), ("1", 1), ("2", 0)):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 import ipurun.emulator as poptorch
 
@@ -229,6 +230,20 @@ def test_fast_gather_of_poptorch_works_and_has_a_gradient():
     torch.testing.assert_close(trained_weight(gather, data), data - uses)
 
 
+@pytest.mark.parametrize(("axis", "accepted"), [(-1, True), (1, True), (0, False)])
+def test_fast_gather_of_poptorch_takes_the_last_axis(axis, accepted):
+    def gather(data, index):
+        inputs, attributes = [data, index], {"axis": axis}
+        return poptorch.custom_op(inputs, "FastGatherLastDim", "poptorch.custom_ops", 1, [data], attributes)[0]
+
+    data, index = torch.tensor([[1.0, 2.0]]), torch.tensor([[1, 0]])
+    if accepted:
+        assert infer(gather)(data, index).tolist() == [[2.0, 1.0]]
+    else:
+        with pytest.raises(poptorch.Error, match="axis must be the last one, got 0"):
+            infer(gather)(data, index)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 3), (2, 3)])
 def test_fast_gather_of_poptorch_needs_equal_dimensions_except_the_last(shape):
     with pytest.raises(poptorch.Error, match="FastGatherLastDim"):
@@ -290,6 +305,44 @@ def test_ctc_loss_with_padded_targets():
     forward(reference, targets, input_lengths, target_lengths).backward()
     updated = trained_weight(forward, weight, targets, input_lengths, target_lengths)
     torch.testing.assert_close(updated, weight - reference.grad)
+
+
+@pytest.mark.parametrize("make", [list, tuple])
+@pytest.mark.parametrize("zero_infinity", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_loss_with_python_lengths(reduction, zero_infinity, make):
+    torch.manual_seed(0)
+    weight = torch.randn(6, 3, 4)
+    targets = torch.tensor([[1, 2, 0], [3, 3, 1], [2, 2, 2]])
+    # With zero_infinity, the last sample is too short for its target.
+    lengths = make([6, 5, 2 if zero_infinity else 6]), make([2, 3, 3])
+    loss = torch.nn.CTCLoss(reduction=reduction, zero_infinity=zero_infinity)
+
+    def forward(w, targets):
+        return loss(torch.log_softmax(w, -1), targets, *lengths)
+
+    reference = weight.clone().requires_grad_()
+    forward(reference, targets).backward()
+    torch.testing.assert_close(trained_weight(forward, weight, targets), weight - reference.grad)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_loss_of_half_log_probabilities(reduction):
+    torch.manual_seed(0)
+    log_probs = torch.randn(6, 2, 4).log_softmax(-1).half()
+    targets = torch.tensor([[1, 2, 0], [3, 3, 1]])
+    got = infer(lambda x, t: functional.ctc_loss(x, t, [6, 5], [2, 3], reduction=reduction))(log_probs, targets)
+    expected = functional.ctc_loss(log_probs.float(), targets, [6, 5], [2, 3], reduction=reduction)
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=0.0)
+
+
+def test_ctc_loss_without_reduction_is_refused_however_it_is_given():
+    log_probs, targets = torch.randn(4, 2, 3).log_softmax(-1), torch.ones(2, 2, dtype=torch.int64)
+    for loss in (functional.ctc_loss, torch.ctc_loss):
+        none = "none" if loss is functional.ctc_loss else 0
+        with pytest.raises(poptorch.Error, match="Unsupported reduction type for ctc_loss"):
+            infer(lambda x, t, loss=loss, none=none: loss(x, t, [4, 4], [2, 2], 0, none))(log_probs, targets)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,26 @@ def test_groups_change_one_by_one(batch):
     assert [torch.equal(a, b) for a, b in zip(before, model.parameters())] == [False] * 4
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_learning_rate_set_while_detached_reaches_the_device_at_attach(model, batch, name):
+    other = copy.deepcopy(model)
+    results = []
+    for trained, detaches in ((model, True), (other, False)):
+        optimizer = MAKERS[name](trained.parameters(), lr=0.01)
+        training = poptorch.trainingModel(trained, optimizer=optimizer)
+        training(*batch)
+        if detaches:
+            training.detachFromDevice()
+        optimizer.param_groups[0]["lr"] = 0.03
+        training.setOptimizer(optimizer)
+        if detaches:
+            training.attachToDevice()
+        results.append([training(*batch)[1].item() for _ in range(2)])
+    assert results[0] == results[1]
+    for weight, expected in zip(model.parameters(), other.parameters()):
+        assert torch.equal(weight, expected)
+
+
 class TestState:
     def test_filled_by_compilation(self, model, batch):
         optimizer = optim.SGD(model.parameters(), lr=0.05, weight_decay=0.025, loss_scaling=0.75)
@@ -104,7 +124,7 @@ class TestState:
         assert optimizer.state_dict()["ipu_state"] is None
         training.compile(*batch)
         parameters = optimizer.state_dict()["ipu_param"]
-        rate = parameters["scaledLearningRate0___specific___model.layers.0.bias"]
+        rate = parameters["scaledLearningRate0___specific___layers.0.bias"]
         assert rate.item() == pytest.approx(0.05 / 0.75)
         assert parameters["lossScaling_FLOAT"].item() == 0.75
 
@@ -162,8 +182,8 @@ class TestState:
         training(*batch)
         state = fresh.state_dict()
         assert state["param_groups"][0]["lr"] == 0.5
-        assert state["ipu_param"]["learningRate___specific___model.layers.0.bias"].item() == 0.5
-        assert state["ipu_state"]["Step___model.layers.0.bias"].item() == 2.0
+        assert state["ipu_param"]["learningRate___specific___layers.0.bias"].item() == 0.5
+        assert state["ipu_state"]["Step___layers.0.bias"].item() == 2.0
 
     def test_detaching_reads_it(self, model, batch, caplog):
         optimizer = optim.Adam(model.parameters(), lr=0.1)
@@ -173,7 +193,7 @@ class TestState:
             training.detachFromDevice()
         assert "Writing optimiser state tensors from IPU to host." in caplog.text
         saved = optimizer.state_dict()
-        assert saved["ipu_state"]["Step___model.layers.0.bias"].item() == 1.0
+        assert saved["ipu_state"]["Step___layers.0.bias"].item() == 1.0
         optimizer.load_state_dict(saved)
         caplog.clear()
         with caplog.at_level(logging.DEBUG, logger=NATIVE):
@@ -221,8 +241,8 @@ class TestSetOptimizer:
         second = optim.Adam(model.parameters(), lr=0.1)
         training.setOptimizer(second)
         training(*batch)
-        assert first.state_dict()["ipu_state"]["Step___model.layers.0.bias"].item() == 1.0
-        assert second.state_dict()["ipu_state"]["Step___model.layers.0.bias"].item() == 2.0
+        assert first.state_dict()["ipu_state"]["Step___layers.0.bias"].item() == 1.0
+        assert second.state_dict()["ipu_state"]["Step___layers.0.bias"].item() == 2.0
 
     def test_half_accumulators_choose_the_running_mean(self, model, batch):
         options = poptorch.Options()

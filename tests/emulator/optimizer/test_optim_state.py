@@ -33,14 +33,14 @@ def test_names_and_values_of_plain_sgd():
     assert state["ipu_state"] == {}
     parameters = state["ipu_param"]
     assert set(parameters) == {
-        "scaledLearningRate0___specific___model.weight",
-        "scaledLearningRate0___specific___model.bias",
-        "weightDecayScaleFactor0___specific___model.weight",
-        "weightDecayScaleFactor0___specific___model.bias",
+        "scaledLearningRate0___specific___weight",
+        "scaledLearningRate0___specific___bias",
+        "weightDecayScaleFactor0___specific___weight",
+        "weightDecayScaleFactor0___specific___bias",
         "lossScaling_FLOAT",
     }
-    assert parameters["scaledLearningRate0___specific___model.bias"].item() == pytest.approx(0.05 / 0.75)
-    decay = parameters["weightDecayScaleFactor0___specific___model.bias"].item()
+    assert parameters["scaledLearningRate0___specific___bias"].item() == pytest.approx(0.05 / 0.75)
+    decay = parameters["weightDecayScaleFactor0___specific___bias"].item()
     assert decay == pytest.approx(1 - 0.05 * 0.025)
     assert parameters["lossScaling_FLOAT"].item() == 0.75
 
@@ -49,13 +49,13 @@ def test_names_and_values_of_plain_sgd():
 def test_names_and_values_of_the_other_optimizers(make):
     device = connected(Device(lambda p: make(p, lr=0.05, weight_decay=0.025)))
     before = device.optimizer.state_dict()
-    assert before["ipu_param"]["learningRate___specific___model.bias"].item() == pytest.approx(0.05)
-    assert before["ipu_param"]["weightDecay___specific___model.bias"].item() == pytest.approx(0.025)
-    assert "Accl1___model.weight" in before["ipu_state"]
+    assert before["ipu_param"]["learningRate___specific___bias"].item() == pytest.approx(0.05)
+    assert before["ipu_param"]["weightDecay___specific___bias"].item() == pytest.approx(0.025)
+    assert "Accl1___weight" in before["ipu_state"]
     device.train(1)
     device.optimizer._mark_device_newer()
     after = device.optimizer.state_dict()
-    name = "Accl1___model.weight"
+    name = "Accl1___weight"
     assert not torch.equal(before["ipu_state"][name], after["ipu_state"][name])
 
 
@@ -63,20 +63,20 @@ def test_constants_do_not_appear():
     state = Device(lambda p: optim.Adam(p)).compiled.read_state()
     assert state["ipu_param"] == {}
     assert set(state["ipu_state"]) == {
-        f"{kind}___model.{name}" for kind in ("Accl1", "Accl2", "Step") for name in ("weight", "bias")
+        f"{kind}___{name}" for kind in ("Accl1", "Accl2", "Step") for name in ("weight", "bias")
     }
 
 
 def test_accumulators_appear_with_accumulation():
     device = Device(lambda p: optim.SGD(p, lr=0.1), accumulation=2)
-    accumulator = device.compiled.read_state()["ipu_state"]["Accum___model.weight"]
+    accumulator = device.compiled.read_state()["ipu_state"]["Accum___weight"]
     assert torch.equal(accumulator, torch.zeros(4, 3))
 
 
 def test_parameters_without_a_group_share_the_default_names():
     device = Device(lambda p: optim.Adam(p[:1], lr=0.1), group_of={"weight": 0})
     assert set(device.compiled.read_state()["ipu_param"]) == {
-        "learningRate___specific___model.weight",
+        "learningRate___specific___weight",
         "learningRate___default___FLOAT",
     }
 
@@ -85,7 +85,7 @@ def test_combined_velocity_starts_from_the_decay():
     device = Device(
         lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.5, use_combined_accum=True, velocity_scaling=4.0)
     )
-    stored = device.compiled.read_state()["ipu_state"]["Accl___model.bias"]
+    stored = device.compiled.read_state()["ipu_state"]["Accl___bias"]
     torch.testing.assert_close(stored, 0.5 * 4.0 * device.weights["bias"])
 
 
@@ -108,10 +108,10 @@ def test_missing_entries_keep_the_values_of_the_device(caplog):
     device = Device(lambda p: optim.Adam(p, lr=0.1))
     device.train(2)
     state = device.compiled.read_state()
-    kept = state["ipu_state"].pop("Accl1___model.bias")
+    kept = state["ipu_state"].pop("Accl1___bias")
     device.compiled.write_state(state)
-    assert "Accl1___model.bias" in caplog.text
-    assert torch.equal(device.compiled.read_state()["ipu_state"]["Accl1___model.bias"], kept)
+    assert "Accl1___bias" in caplog.text
+    assert torch.equal(device.compiled.read_state()["ipu_state"]["Accl1___bias"], kept)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ class TestTraffic:
     def test_loaded_state_is_visible_before_it_is_uploaded(self):
         device = connected(Device(lambda p: optim.Adam(p, lr=0.1)))
         state = device.optimizer.state_dict()
-        state["ipu_param"]["learningRate___specific___model.bias"] = torch.tensor(0.25)
+        state["ipu_param"]["learningRate___specific___bias"] = torch.tensor(0.25)
         device.optimizer.load_state_dict(state)
-        seen = device.optimizer.state_dict()["ipu_param"]["learningRate___specific___model.bias"]
+        seen = device.optimizer.state_dict()["ipu_param"]["learningRate___specific___bias"]
         assert seen.item() == 0.25
         assert device.optimizer._take_state_to_upload() is not None
         assert device.optimizer._take_state_to_upload() is None
@@ -167,16 +167,16 @@ class TestTraffic:
         device = connected(Device(lambda p: optim.Adam(p, lr=0.1)))
         device.train(1)
         device.optimizer._disconnect()
-        assert device.optimizer.get_state_dict()["ipu_state"]["Step___model.bias"].item() == 1.0
+        assert device.optimizer.get_state_dict()["ipu_state"]["Step___bias"].item() == 1.0
 
     def test_setter_without_device(self):
         optimizer = optim.Adam([torch.nn.Parameter(torch.ones(1))])
         assert not optimizer.has_state()
         with pytest.raises(RuntimeError):
             optimizer.set_state_dict({})
-        optimizer.set_state_dict({"ipu_state": {"Step___model.w": torch.ones(())}, "ipu_param": {}})
+        optimizer.set_state_dict({"ipu_state": {"Step___w": torch.ones(())}, "ipu_param": {}})
         assert optimizer.has_state()
-        assert optimizer.get_state_dict()["ipu_state"]["Step___model.w"].item() == 1.0
+        assert optimizer.get_state_dict()["ipu_state"]["Step___w"].item() == 1.0
 
 
 def test_states_of_torch_are_refused():

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, Callable, Iterable, Optional, TypeVar
+
 __all__ = [
+    "checkNumIpusPerReplica",
+    "execute_on_instances",
     "getDeviceId",
     "getInstanceIndex",
+    "getLocalInstanceIndex",
     "getNumInstances",
+    "getNumIpusPerReplica",
     "getNumLocalReplicas",
     "getNumTotalReplicas",
     "getReplicaIndexOffset",
     "init",
     "isPopdistEnvSet",
 ]
+
+_Result = TypeVar("_Result")
 
 
 def isPopdistEnvSet() -> bool:
@@ -25,6 +33,11 @@ def init() -> None:
 
 def getInstanceIndex() -> int:
     """Return the index of this process, from 0."""
+    return 0
+
+
+def getLocalInstanceIndex() -> int:
+    """Return the index of this process among those of this machine, from 0."""
     return 0
 
 
@@ -48,6 +61,33 @@ def getReplicaIndexOffset() -> int:
     return 0
 
 
-def getDeviceId() -> int:
+def getNumIpusPerReplica() -> int:
+    """Return the number of IPUs that the launcher reserves for each replica."""
+    return 1
+
+
+def checkNumIpusPerReplica(ipusPerReplica: int) -> bool:
+    """Whether the launcher reserves this number of IPUs for each replica."""
+    return ipusPerReplica == getNumIpusPerReplica()
+
+
+def getDeviceId(ipusPerReplica: int = 0) -> int:
     """Return the id of the device that this process attaches to."""
     return 0
+
+
+def execute_on_instances(
+    instances: Iterable[int], func: Callable[..., _Result], *args: Any, **kwargs: Any
+) -> Optional[_Result]:
+    """Call a function in some of the processes.
+
+    Args:
+        instances: The indices of these processes.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Its result; None if this process is not one of them.
+    """
+    return func(*args, **kwargs) if getInstanceIndex() in set(instances) else None

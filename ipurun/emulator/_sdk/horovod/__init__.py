@@ -1,0 +1,1 @@
+"""Replacement for Horovod, used if that is not installed: a single process."""
