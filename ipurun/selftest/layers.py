@@ -260,7 +260,7 @@ class _Probe:
             number += 1
             free = f"{name} #{number}"
         # A copy: a later layer may write into the tensor.
-        self.outputs[free] = tensor.clone()
+        self.outputs[free] = tensor.detach().clone()
 
 
 def _stop_dropout(model: nn.Module) -> None:
