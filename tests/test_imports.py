@@ -47,7 +47,13 @@ ONLY_IMPORTED_IN = {
         "ipurun/cli/exec.py",
     ),
 }
-MAY_PRINT = ("ipurun/cli/", "ipurun/emulator/", "ipurun/config/hydra_main.py", "ipurun/sweep/worker.py")
+MAY_PRINT = (
+    "ipurun/cli/",
+    "ipurun/emulator/",
+    "ipurun/config/hydra_main.py",
+    "ipurun/sweep/worker.py",
+    "ipurun/selftest/worker.py",
+)
 WITHOUT_TORCH = ("api", "config", "planning", "estimate")
 
 
@@ -105,6 +111,7 @@ FLOW = (
     "runs",
     "sweep",
     "interface",
+    "selftest",
     "cli",
 )
 
@@ -176,6 +183,8 @@ def loaded_after(program, cwd, **environment):
         ["plan", "--help"],
         ["validate", "--help"],
         ["eval", "--help"],
+        ["selftest", "--help"],
+        ["selftest", "--list"],
     ],
     ids=" ".join,
 )

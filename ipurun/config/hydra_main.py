@@ -17,7 +17,7 @@ from ipurun.errors import ConfigError
 
 __all__ = ["complete", "show_info"]
 
-_COMPOSING = ("train", "plan", "validate", "eval", "predict")
+_COMPOSING = ("train", "plan", "validate", "eval", "predict", "selftest")
 
 
 def show_info(command: str, line: CommandLine) -> int:

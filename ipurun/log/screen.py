@@ -26,8 +26,8 @@ class SilentScreen:
     def panel(self, title: str, rows: Rows) -> None:
         """Show a block of labelled rows."""
 
-    def line(self, text: str) -> None:
-        """Show a line that stays."""
+    def line(self, text: str, style: str = "") -> None:
+        """Show a line that stays; a terminal shows it in a style of rich, such as ``red``."""
 
     def remark(self, text: str) -> None:
         """Show a note or a warning, also from a point of a sweep."""
@@ -79,7 +79,7 @@ class PlainScreen(Screen):
         for text in panel_lines(rows, _PLAIN_WIDTH):
             self.line("  " + text)
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, style: str = "") -> None:
         try:
             self._stream.write(text.rstrip() + "\n")
             self._stream.flush()

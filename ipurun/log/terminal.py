@@ -42,10 +42,10 @@ class TerminalScreen(Screen):
         self.close()
         self._console.print(Panel(table, title=f"[bold]{escape(title)}[/bold]", title_align="left", border_style="dim"))
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, style: str = "") -> None:
         # Live keeps its line at the bottom and lets this one scroll above it. The terminal wraps long lines: a command
         # copied from here must not contain line breaks.
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def begin(self, title: str) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""Run one point in a separate process, with its environment set before any import and safe from its crashes."""
+"""Run code in a separate process, with its environment set before any import, and survive its crashes and hangs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Mapping, Optional
+from typing import IO, Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 from ipurun.errors import EXIT_INTERRUPTED
 from ipurun.module_search import python_command
 from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED
 
-__all__ = ["Outcome", "run_child"]
+__all__ = ["Outcome", "run_child", "run_process"]
 
 _GRACE_SECONDS = 10.0  # between asking a process to end and ending it
 _POLL_SECONDS = 0.5
@@ -63,26 +63,62 @@ def run_child(
         on_interrupt: Called after Ctrl-C was passed on, while the point is saving.
         timeout_seconds: Time limit.
     """
-    reader, writer = os.pipe()
     result_file = job_file.with_suffix(".result.json")
     if result_file.exists():
         result_file.unlink()
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    code, ended_by = run_process(
+        "ipurun.sweep.worker.console",
+        (str(job_file), str(result_file)),
+        output_file,
+        environment,
+        on_message,
+        on_interrupt,
+        lambda: deadline,
+    )
+    return _outcome(code, result_file, output_file, ended_by, timeout_seconds)
+
+
+def run_process(
+    entry: str,
+    arguments: Sequence[str],
+    output_file: Path,
+    environment: Mapping[str, str],
+    on_message: Callable[[str], None],
+    on_interrupt: Callable[[], None],
+    deadline: Callable[[], Optional[float]],
+) -> Tuple[int, str]:
+    """Call a function in a new Python and wait for its end.
+
+    Args:
+        entry: Dotted path of the function.
+        arguments: Its command line; the descriptor to which it writes its messages is added.
+        output_file: File for its output.
+        environment: Additional environment variables.
+        on_message: Called with each line that it writes to the descriptor.
+        on_interrupt: Called after Ctrl-C was passed on.
+        deadline: Returns when to end it, by `time.monotonic`; None: never. It may change.
+
+    Returns:
+        The exit code, and ``timeout`` or ``interrupt`` if that ended it, else an empty string.
+    """
+    reader, writer = os.pipe()
     with output_file.open("ab") as output:
         process = subprocess.Popen(
-            [*python_command("ipurun.sweep.worker.console"), str(job_file), str(result_file), str(writer)],
+            [*python_command(entry), *arguments, str(writer)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             pass_fds=(writer,),
-            # A separate session: Ctrl-C reaches only the sweep, which passes it on exactly once.
+            # A separate session: Ctrl-C reaches only this process, which passes it on exactly once.
             start_new_session=True,
         )
     os.close(writer)
     with os.fdopen(reader, "r", encoding="utf-8", errors="replace") as messages:
-        ended_by = _watch(process, messages, on_message, on_interrupt, timeout_seconds)
+        ended_by = _watch(process, messages, on_message, on_interrupt, deadline)
     _kill_orphans(process)
-    return _outcome(process, result_file, output_file, ended_by, timeout_seconds)
+    return process.returncode, ended_by
 
 
 def _watch(
@@ -90,10 +126,9 @@ def _watch(
     messages: IO[str],
     on_message: Callable[[str], None],
     on_interrupt: Callable[[], None],
-    timeout_seconds: Optional[float],
+    deadline: Callable[[], Optional[float]],
 ) -> str:
     """Wait for the end of the process; return ``timeout`` or ``interrupt`` if that caused it."""
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     ended_by = ""
     while True:
         try:
@@ -116,7 +151,7 @@ def _relay(
     process: subprocess.Popen,
     messages: IO[str],
     on_message: Callable[[str], None],
-    deadline: Optional[float],
+    deadline: Callable[[], Optional[float]],
 ) -> bool:
     """Pass messages on until the process has ended (True) or the time is up (False)."""
     descriptor = messages.fileno()
@@ -124,7 +159,8 @@ def _relay(
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while True:
-            if deadline is not None and time.monotonic() >= deadline:
+            latest = deadline()
+            if latest is not None and time.monotonic() >= latest:
                 return False
             # With a timeout: loader workers keep the pipe open after the process itself has crashed.
             if not selector.select(_POLL_SECONDS):
@@ -163,7 +199,7 @@ def _kill_orphans(process: subprocess.Popen) -> None:
 
 
 def _outcome(
-    process: subprocess.Popen,
+    code: int,
     result_file: Path,
     output_file: Path,
     ended_by: str,
@@ -171,7 +207,6 @@ def _outcome(
 ) -> Outcome:
     result = _read(result_file)
     folder = result.get("folder")
-    code = process.returncode
     if ended_by == "timeout":
         reason = f"took longer than sweep.timeout_seconds={timeout_seconds:g}"
         return Outcome(FAILED, reason, reason, folder)

@@ -25,7 +25,7 @@ class RemoteScreen(Screen):
     def _send(self, method: str, **arguments: Any) -> None:
         os.write(self._descriptor, (json.dumps({"do": method, **arguments}) + "\n").encode())
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, style: str = "") -> None:
         """Show nothing: evaluations and compile times are in each point's log."""
 
     def remark(self, text: str) -> None:

@@ -1,0 +1,1 @@
+"""Small runs on an engine, compared with another way to compute the same numbers."""
