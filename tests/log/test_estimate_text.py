@@ -53,7 +53,8 @@ def toy_estimate(**changes: Any) -> PlanEstimate:
     traced = TracedModel(ops, parameters, 0, 100, 4, 1)
     layout, settings, machine = layout_of_cuts(traced, [1]), Settings(gradient_accumulation=8), Machine()
     found = estimate(traced, layout, settings, machine)
-    return PlanEstimate(EstimatedModel(traced, layout, settings, machine, found), Search(traced, machine), **changes)
+    model = EstimatedModel(traced, layout, settings, machine, found)
+    return PlanEstimate(model, changes.pop("inference", None), Search(traced, machine), **changes)
 
 
 def with_memory(plan_estimate: PlanEstimate, *ipus: IpuMemory) -> PlanEstimate:
