@@ -140,8 +140,7 @@ def with_words(point: Point, words: Sequence[str]) -> Point:
         raise ValueError("only a point that was composed from a command line can take more words")
     parsed, problems = overrides.parse(words, line.session.groups, False, line.session.loader, "plan")
     added = [chosen for alternatives in overrides.spread(parsed) for chosen in alternatives]
-    composed = hydra_session.with_overrides(line.composed, added)
-    return _point(line.session, (*line.chosen, *added), composed, problems)
+    return _point((*line.chosen, *added), hydra_session.with_overrides(line.composed, added), problems)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -176,11 +175,13 @@ def _compose_point(
     chosen: Sequence[Tuple[overrides.Parsed, str]],
     problems: Sequence[Problem],
 ) -> Point:
-    return _point(session, chosen, session.compose(chosen), problems)
+    composed = session.compose(chosen)
+    unresolved = dataclasses.replace(composed, config=copy.deepcopy(composed.config))
+    point = _point(chosen, composed, problems)
+    return dataclasses.replace(point, line=_Line(session, tuple(chosen), unresolved))
 
 
 def _point(
-    session: hydra_session.Session,
     chosen: Sequence[Tuple[overrides.Parsed, str]],
     composed: hydra_session.Composed,
     problems: Sequence[Problem],
@@ -188,7 +189,7 @@ def _point(
     found = list(problems) + list(composed.problems)
     if composed.config is None:
         raise ConfigError(found)
-    config, more = _typed(copy.deepcopy(composed.config), composed.recipes)
+    config, more = _typed(composed.config, composed.recipes)
     found += more
     if config is None:
         raise ConfigError(found)
@@ -201,7 +202,6 @@ def _point(
         given=_given_keys(config, chosen, composed.documents, changed),
         swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
         run_dir=_typed_value([override for override, _ in chosen], "hydra.run.dir"),
-        line=_Line(session, tuple(chosen), composed),
     )
     found += checks.check_values(config, point.where)
     return dataclasses.replace(point, problems=tuple(dict.fromkeys(found)))

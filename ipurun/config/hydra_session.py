@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from hydra import initialize_config_module, version
@@ -175,7 +175,7 @@ def with_overrides(composed: Composed, chosen: Sequence[Tuple[overrides.Parsed, 
         composed: The config; it is not changed.
         chosen: Overrides of keys, each with its text as Hydra takes it.
     """
-    config = copy.deepcopy(composed.config)
+    config = cast(DictConfig, copy.deepcopy(composed.config))
     parser = OverridesParser.create()
     try:
         for override, text in chosen:

@@ -23,7 +23,7 @@ from ipurun.estimate.types import EstimatedModel, Trial, Verdict
 from ipurun.inspect.data import first_sample, is_stream
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model import cut_modules
-from ipurun.inspect.model_and_data import ModelAndData
+from ipurun.inspect.model_and_data import ModelAndData, TraceKey
 from ipurun.inspect.sampling import seeded
 from ipurun.inspect.trace import strategy_of, trace_model
 from ipurun.inspect.traced_model import TracedModel
@@ -42,6 +42,8 @@ __all__ = [
     "solve",
 ]
 
+# Part of the fullest IPU's memory below which a trace of another micro-batch is accurate enough.
+_FITS_FOR_SURE = 0.5
 _MOST_FASTER = 3  # tight solutions that are planned to find one that is faster than those that fit
 
 
@@ -146,15 +148,29 @@ def estimate_plan(planned: PlannedConfig, promises: Promises) -> PlanEstimate:
 def _trial(planned: PlannedConfig) -> Trial:
     training = _estimated(planned)
     try:
-        return Trial(training, _estimated(planned, training=False))
+        return Trial(training, _estimated_inference(planned))
     except ConfigError:
         return Trial(training, None)
 
 
-def _estimated(planned: PlannedConfig, *, training: bool = True) -> EstimatedModel:
+def _estimated_inference(planned: PlannedConfig) -> EstimatedModel:
+    """Estimate evaluation and prediction, from the trace of another micro-batch if there is no doubt that it fits."""
+    own = _trace_key(planned.plan, training=False)
+    traces = planned.inspected.traces
+    for key in [key for key in traces if not key.training and key != own and own not in traces]:
+        if dataclasses.replace(key, micro_batch_size=own.micro_batch_size) == own:
+            found = _estimated(planned, traces[key].with_micro_batch(own.micro_batch_size), training=False)
+            if found.estimate.fullest.share < _FITS_FOR_SURE:
+                return found
+    return _estimated(planned, training=False)
+
+
+def _estimated(
+    planned: PlannedConfig, traced: Optional[TracedModel] = None, *, training: bool = True
+) -> EstimatedModel:
     """Estimate training, or evaluation and prediction: no backward pass, no optimizer, and all outputs."""
     config, plan = planned.config, planned.plan
-    traced = _trace(config, planned.inspected, plan, training=training)
+    traced = traced or _trace(config, planned.inspected, plan, training=training)
     machine, settings = machine_of(config), settings_of(plan, training=training)
     layout = layout_of_plan(traced, plan, training=training)
     return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))
@@ -368,10 +384,7 @@ def _is_batch_free(config: RunConfig) -> bool:
 
 def _trace(config: RunConfig, inspected: ModelAndData, plan: Plan, *, training: bool = True) -> TracedModel:
     options = plan.training_options if training else plan.inference_options
-    batch = plan.training if training else plan.inference
-    # The strategy places only blocks of the model's own code.
-    strategy = last_call("setExecutionStrategy", options) if plan.user_blocks else None
-    key = (training, batch.micro_batch_size, repr(plan.module_precision), repr(strategy))
+    key = _trace_key(plan, training=training)
     if key not in inspected.traces:
         data = inspected.splits.get("train")
         sample = None if data is None or is_stream(data) else first_sample(data)
@@ -384,3 +397,11 @@ def _trace(config: RunConfig, inspected: ModelAndData, plan: Plan, *, training: 
                 strategy=strategy_of(options),
             )
     return inspected.traces[key]
+
+
+def _trace_key(plan: Plan, *, training: bool) -> TraceKey:
+    options = plan.training_options if training else plan.inference_options
+    batch = plan.training if training else plan.inference
+    # The strategy places only blocks of the model's own code.
+    strategy = last_call("setExecutionStrategy", options) if plan.user_blocks else None
+    return TraceKey(training, batch.micro_batch_size, repr(plan.module_precision), repr(strategy))

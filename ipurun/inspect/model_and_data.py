@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Callable, Dict, Hashable, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -41,11 +41,36 @@ from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
 
-__all__ = ["ModelAndData", "facts_without_data", "inspect", "inspect_again", "load_custom_ops", "make_model_alone"]
+__all__ = [
+    "ModelAndData",
+    "TraceKey",
+    "facts_without_data",
+    "inspect",
+    "inspect_again",
+    "load_custom_ops",
+    "make_model_alone",
+]
 
 _LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
 # Keys of `pipeline` whose placement depends on the order in which modules run.
 _PLACING_KEYS = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks", "stages", "phases", "ipus")
+
+
+@dataclass(frozen=True)
+class TraceKey:
+    """What a trace of a model depends on, besides its config keys.
+
+    Args:
+        training: Whether it has a backward pass.
+        micro_batch_size: Samples.
+        module_precision: Precision by module, as text.
+        strategy: The strategy that places blocks of the model's own code, as text.
+    """
+
+    training: bool
+    micro_batch_size: int
+    module_precision: str
+    strategy: str
 
 
 @dataclass
@@ -63,7 +88,7 @@ class ModelAndData:
     model: nn.Module
     splits: Dict[str, Any]
     facts: Facts
-    traces: Dict[Hashable, TracedModel] = field(default_factory=dict, repr=False)
+    traces: Dict[TraceKey, TracedModel] = field(default_factory=dict, repr=False)
     ordered: Optional[Facts] = field(default=None, repr=False)
 
 
