@@ -279,7 +279,7 @@ def _remedy_lines(remedies: Sequence[Remedy], found: Estimate) -> List[str]:
     if not remedies:
         return []
     title = "what would make it faster" if found.verdict is Verdict.FITS else "what would help it fit"
-    lines = ["", f"{title} (each planned as typed, and estimated)"]
+    lines = ["", f"{title} (each estimated)"]
     for number, remedy in enumerate(remedies, start=1):
         text = (
             f"  {number}. {remedy.title}: {change_text(remedy.saved_bytes)} on the fullest IPU "

@@ -200,6 +200,17 @@ def _solution(*overrides: str) -> Solution:
     return Solution(training.settings, training.layout, None, overrides, training.estimate)
 
 
+def test_inference_that_does_not_fit_well_is_shown_with_a_solution() -> None:
+    solution = _solution("devices=4")
+    tight = dataclasses.replace(solution.estimate, verdict=Verdict.TIGHT)
+    (line,) = [line for line in solution_lines([dataclasses.replace(solution, inference=tight)]) if "1. " in line]
+    assert "fits, fullest IPU" in line and "; inference: tight, fullest IPU" in line
+    (plain,) = [
+        line for line in solution_lines([dataclasses.replace(solution, inference=solution.estimate)]) if "1. " in line
+    ]
+    assert "inference" not in plain
+
+
 def test_a_solution_is_valid_yaml() -> None:
     solution = _solution("devices=4", "pipeline.split=[h.1,h.2]", "pipeline.blocks={lm_head: 0}", "optimizer.lr=0.1")
     text = solution_yaml(solution, ["+recipe=gpt"])
