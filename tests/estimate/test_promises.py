@@ -145,7 +145,9 @@ def test_text_json_page_and_python_show_the_same_changes(capsys: pytest.CaptureF
 
 def test_why_nothing_that_was_tried_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     """Training would fit, but inference is asked for a micro-batch that does not."""
-    words = _words("bert_tiny", "devices=2", "gradient_accumulation=8", "inference.micro_batch_size=100000")
+    words = _words(
+        "bert_tiny", "precision=16", "devices=2", "gradient_accumulation=8", "inference.micro_batch_size=8192"
+    )
     text = _plan([*words, "--solve"], capsys).partition("\nsolve: ")[2]
     assert text.startswith("no combination of split, micro-batch, accumulation and replication fits (estimate)\n")
     assert "the best of those that were tried is refused: inference takes " in text
@@ -155,7 +157,7 @@ def test_why_nothing_that_was_tried_can_be_used(capsys: pytest.CaptureFixture[st
 def test_split_auto_prefers_a_split_that_fits_to_a_faster_one_that_is_tight() -> None:
     words = _words("bert_demo", "pipeline.split=auto", "devices=4", "precision=16", "gradient_accumulation=32")
     verdicts = set()
-    for size in (40000, 44000, 48000, 52000):
+    for size in (80000, 100000, 128000):
         report = ipurun.plan(overrides=[*words, f"machine.tile_bytes={size}"])
         verdicts.add(report.estimate.verdict)
         if report.estimate.verdict is not Verdict.FITS:
