@@ -179,11 +179,10 @@ def test_a_solution_does_what_it_says_when_typed(capsys: Any) -> None:
 
 def test_blocks_of_the_config_are_reset_by_a_solution(capsys: Any) -> None:
     """Hydra merges mappings, so that blocks of the config would stay beside those of a solution."""
-    words = [*GPT, *SMALL, "devices=4", "gradient_accumulation=32", "pipeline.blocks={h.1: 1, ln_f: 2, lm_head: 3}"]
+    words = [*GPT, *SMALL, "devices=4", "gradient_accumulation=32", "pipeline.blocks={h.1: 1, lm_head: 0}"]
     solution = _json(capsys, 0, *words, "--solve")["solutions"][0]
     assert "pipeline.blocks=null" in solution["overrides"]
     again = _json(capsys, 0, *words, *solution["overrides"])
-    assert "h.1" not in {placed["module"] for placed in again["placements"]} or "h.1" in str(solution["overrides"])
     assert again["estimate"]["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"])
 
 
@@ -196,8 +195,9 @@ def test_shares_by_ipu_hold_in_a_solution_too(capsys: Any, machine: List[str], i
     solutions = [solution for solution in document["solutions"] if solution["overrides"]]
     assert solutions[0]["ipus_per_replica"] == ipus
     for solution in solutions:
-        shares = [word for word in solution["overrides"] if word.startswith("memory.available_proportion")]
-        assert shares == ([] if solution["ipus_per_replica"] == 4 else ["memory.available_proportion=0.5"])
+        is_first_for_all = "memory.available_proportion=0.5" in solution["overrides"]
+        is_lean = "memory.available_proportion=0.2" in solution["overrides"]
+        assert is_first_for_all == (solution["ipus_per_replica"] != 4 and not is_lean)
         found = _json(capsys, 0, *words, *solution["overrides"])["estimate"]
         assert found["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"], rel=1e-6)
         assert max(ipu["share"] for ipu in found["ipus"]) == pytest.approx(solution["fullest_share"], rel=1e-6)
