@@ -16,6 +16,8 @@ import pytest
 
 import ipurun
 from ipurun.cli.main import main
+from ipurun.estimate import plan_estimate
+from ipurun.estimate.search import Search
 from ipurun.estimate.types import Verdict
 
 # Recipes, sizes and pipelines that are quick to trace; the others are models of the same classes.
@@ -70,7 +72,10 @@ def _check(words: List[str], capsys: pytest.CaptureFixture[str], solve: bool = T
     text = _plan([*words, "--solve"] if solve else words, capsys)
     suggestions = [*_remedies(text.partition("\nsolve:")[0]), *_solutions(text.partition("\nsolve:")[2])]
     for shown in suggestions:
-        quiet = _plan([*words, *shown.words, "--quiet"], capsys)
+        with pytest.MonkeyPatch.context() as patch:  # what the new plan suggests in turn takes most of its time
+            patch.setattr(plan_estimate, "remedies_for", lambda *_, **__: [])
+            patch.setattr(Search, "requirements", lambda *_: None)
+            quiet = _plan([*words, *shown.words, "--quiet"], capsys)
         found = re.search(r"estimate: ([a-z ]+), fullest IPU (\d[\d,]*%), ([\d,.]+) samples/s", quiet)
         assert found, (words, shown, quiet)
         assert found.groups()[:2] == (shown.verdict, shown.fullest), (words, shown)
@@ -157,7 +162,7 @@ def test_why_nothing_that_was_tried_can_be_used(capsys: pytest.CaptureFixture[st
 def test_split_auto_prefers_a_split_that_fits_to_a_faster_one_that_is_tight() -> None:
     words = _words("bert_demo", "pipeline.split=auto", "devices=4", "precision=16", "gradient_accumulation=32")
     verdicts = set()
-    for size in (80000, 100000, 128000):
+    for size in (80000, 128000):
         report = ipurun.plan(overrides=[*words, f"machine.tile_bytes={size}"])
         verdicts.add(report.estimate.verdict)
         if report.estimate.verdict is not Verdict.FITS:
