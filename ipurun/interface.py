@@ -76,6 +76,7 @@ class PlanReport:
         calibrated: Overrides of machine constants that agree with the run that `calibrate` names.
         cache: Whether the executable is in the cache; known where there is an estimate.
         words: The command line of the plan.
+        unsolved: Why `solve` found nothing, if what it tried was refused.
     """
 
     plan: Plan
@@ -85,6 +86,7 @@ class PlanReport:
     calibrated: List[str]
     cache: Optional[CacheState]
     words: Sequence[str]
+    unsolved: str = ""
 
     @property
     def fits(self) -> Optional[bool]:
@@ -124,7 +126,7 @@ class PlanReport:
         if self.estimate is not None and explain:
             lines += explain_lines(self.estimate)
         if self.solutions is not None:
-            lines += ["", *solution_lines(self.solutions)]
+            lines += ["", *solution_lines(self.solutions, self.unsolved)]
         if self.calibrated:
             lines += ["", "constants that agree with the run", *(f"  {word}" for word in self.calibrated)]
         return "\n".join(lines)
@@ -510,19 +512,28 @@ def _refuse_sweep(words: Sequence[str]) -> None:
 
 def _report(prepared: PreparedRun, words: Sequence[str], solve: bool, calibrate: Optional[PathLike]) -> PlanReport:
     from ipurun.build.cached_executables import look_into_cache
+    from ipurun.config.compose import with_words
     from ipurun.estimate import plan_estimate
+    from ipurun.inspect.facts import Purpose
+    from ipurun.runs.prepare import prepare
 
-    config = prepared.point.config
+    def planned(item: PreparedRun) -> plan_estimate.PlannedConfig:
+        return plan_estimate.PlannedConfig(item.point.config, item.plan, item.inspected)
+
+    def replan(overrides: Sequence[str]) -> plan_estimate.PlannedConfig:
+        return planned(prepare(with_words(prepared.point, overrides), Purpose.PLAN, prepared))
+
+    config, promises = prepared.point.config, plan_estimate.Promises(replan)
     try:
-        found = plan_estimate.estimate_plan(config, prepared.plan, prepared.inspected)
+        found = plan_estimate.estimate_plan(planned(prepared), promises)
         cache = look_into_cache(config, prepared.plan, prepared.inspected, prepared.engine)
     except ConfigError as error:
         if solve or calibrate is not None:
             raise
         return PlanReport(prepared.plan, None, error.problems[0], None, [], None, words)
-    solutions = plan_estimate.solve(config, prepared.plan, found) if solve else None
+    solutions, unsolved = plan_estimate.solve(planned(prepared), found, promises) if solve else (None, "")
     calibrated = [] if calibrate is None else plan_estimate.calibrated_words(found, Path(calibrate))
-    return PlanReport(prepared.plan, found, None, solutions, calibrated, cache, words)
+    return PlanReport(prepared.plan, found, None, solutions, calibrated, cache, words, unsolved)
 
 
 def _words(

@@ -6,6 +6,7 @@ before the first. A config is composed without its faulty parts, so that later c
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml"]
+__all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "with_words"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Point:
         swept: Sweep key -> this point's value.
         problems: The problems found so far; a point with problems must not run.
         run_dir: The run folder that the user chose (``hydra.run.dir=``).
+        line: What it was composed from; None if only the config is known.
     """
 
     config: RunConfig
@@ -59,6 +61,7 @@ class Point:
     swept: Mapping[str, str] = field(default_factory=dict)
     problems: Tuple[Problem, ...] = ()
     run_dir: Optional[str] = None
+    line: Optional[_Line] = field(default=None, repr=False, compare=False)
 
     def where(self, key: str) -> str:
         """Return where a key was set: the override as typed, or file and line; empty for a default."""
@@ -68,6 +71,15 @@ class Point:
                 return f"command line: {word}"
         inside = (origin for given, origin in (self.given or {}).items() if (given + ".").startswith(key + "."))
         return next(filter(None, inside), "")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A composed command line: Hydra, the overrides with their texts, and the config before it is resolved."""
+
+    session: hydra_session.Session
+    chosen: Tuple[Tuple[overrides.Parsed, str], ...]
+    composed: hydra_session.Composed
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,23 @@ def one(argv: Sequence[str], command: str = "train") -> Point:
     return point
 
 
+def with_words(point: Point, words: Sequence[str]) -> Point:
+    """Return the point of the same command line with more words of the form ``key=value`` after it.
+
+    Takes a third of the time of `points`: files are not read and merged again. Hydra, too, applies such words to the
+    merged files.
+
+    Raises:
+        ConfigError: If it cannot be composed at all; other problems are in `Point.problems`.
+    """
+    line = point.line
+    if line is None:
+        raise ValueError("only a point that was composed from a command line can take more words")
+    parsed, problems = overrides.parse(words, line.session.groups, False, line.session.loader, "plan")
+    added = [chosen for alternatives in overrides.spread(parsed) for chosen in alternatives]
+    return _point((*line.chosen, *added), hydra_session.with_overrides(line.composed, added), problems)
+
+
 def to_yaml(config: RunConfig) -> str:
     """Return a resolved config as YAML for `from_yaml`."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
@@ -147,6 +176,16 @@ def _compose_point(
     problems: Sequence[Problem],
 ) -> Point:
     composed = session.compose(chosen)
+    unresolved = dataclasses.replace(composed, config=copy.deepcopy(composed.config))
+    point = _point(chosen, composed, problems)
+    return dataclasses.replace(point, line=_Line(session, tuple(chosen), unresolved))
+
+
+def _point(
+    chosen: Sequence[Tuple[overrides.Parsed, str]],
+    composed: hydra_session.Composed,
+    problems: Sequence[Problem],
+) -> Point:
     found = list(problems) + list(composed.problems)
     if composed.config is None:
         raise ConfigError(found)

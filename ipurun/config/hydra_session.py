@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from hydra import initialize_config_module, version
@@ -14,6 +15,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -29,7 +31,7 @@ from ipurun.config.folders import builtin_folder
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem, listing
 
-__all__ = ["CONFIG_PATH", "Session", "open_hydra", "prepare_hydra"]
+__all__ = ["CONFIG_PATH", "Composed", "Session", "open_hydra", "prepare_hydra", "with_overrides"]
 
 _CONFIG_MODULE = "ipurun.conf"
 CONFIG_PATH = f"pkg://{_CONFIG_MODULE}"
@@ -164,6 +166,24 @@ class Session:
         fresh = self.loader.load_configuration(self.config_name, own + inside, RunMode.RUN)
         with open_dict(config):
             config[group] = fresh[group]
+
+
+def with_overrides(composed: Composed, chosen: Sequence[Tuple[overrides.Parsed, str]]) -> Composed:
+    """Return a composed config with more overrides of keys, as if they had been the last words of its command line.
+
+    Args:
+        composed: The config; it is not changed.
+        chosen: Overrides of keys, each with its text as Hydra takes it.
+    """
+    config = cast(DictConfig, copy.deepcopy(composed.config))
+    parser = OverridesParser.create()
+    try:
+        for override, text in chosen:
+            value = parser.parse_override(text).value() if override.late is None else override.late
+            OmegaConf.update(config, override.key, value, force_add=override.prefix != "" or override.late is not None)
+    except _COMPOSE_ERRORS as error:
+        return replace(composed, config=None, problems=tuple(_explain(error, {})))
+    return replace(composed, config=config)
 
 
 class _UserFolders(SearchPathPlugin):

@@ -1,21 +1,23 @@
-"""Estimate of a plan, with changes that would make it fit or run faster: each is tried, then ranked."""
+"""Estimate of a plan, with changes that would make it fit or run faster: each is planned as typed, then ranked."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from ipurun.estimate.costs import op_costs, proportion_of
-from ipurun.estimate.estimate import estimate, worst
-from ipurun.estimate.search import Goal, Requirements, Search, Solution, split_overrides, variants_of
+from ipurun.estimate.estimate import estimate
+from ipurun.estimate.search import Goal, Requirements, Search, split_overrides, variants_of
 from ipurun.estimate.stages import single_ipu
-from ipurun.estimate.types import Estimate, EstimatedModel, Settings, StageLayout, Verdict
+from ipurun.estimate.types import Estimate, EstimatedModel, Settings, StageLayout, Trial, Verdict, worst
 from ipurun.inspect.traced_model import TracedOp
 from ipurun.planning.devices import MAX_IPUS
 
 __all__ = ["PlanEstimate", "Remedy", "remedies_for"]
 
+_MOST_REMEDIES = 6
 _WORTH_SPEED = 1.02
 _WORTH_SHARE = 0.005  # of an IPU's memory
 _PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
@@ -24,7 +26,7 @@ _PROPORTIONS = (0.3, 0.15)
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that was tried and helps.
+    """A change that helps. All figures are those of the plan with it.
 
     Args:
         title: Short description.
@@ -48,27 +50,20 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class PlanEstimate:
+class PlanEstimate(Trial):
     """The estimate of a plan.
 
     Args:
         training: Its training.
+        inference: Its evaluation and prediction; None if the model cannot be traced in eval mode.
         search: The search for other configs of its model.
         remedies: Changes that help, best first.
         requirements: Memory and IPUs it would need, if no change makes it fit.
-        inference: Its evaluation and prediction; None if the model cannot be traced in eval mode.
     """
 
-    training: EstimatedModel
     search: Search
     remedies: Tuple[Remedy, ...] = ()
     requirements: Optional[Requirements] = None
-    inference: Optional[EstimatedModel] = None
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worse of the verdicts of training and inference."""
-        return worst(model.estimate.verdict for model in (self.training, self.inference) if model is not None)
 
     @property
     def estimate(self) -> Estimate:
@@ -87,56 +82,93 @@ class _Change:
 
 
 def remedies_for(
-    model: EstimatedModel, search: Search, *, is_batch_free: bool = False, is_placed_in_code: bool = False
+    now: Trial,
+    search: Search,
+    planned: Callable[[Sequence[str]], Optional[Trial]],
+    *,
+    is_batch_free: bool = False,
+    is_placed_in_code: bool = False,
 ) -> List[Remedy]:
     """Return changes that help, best first; those that need more IPUs come last.
 
     For a model that does not fit, changes that make it fit come first, by throughput, then those that save most memory.
-    For a model that fits, only changes that make it faster and still fit are returned.
+    For a model that fits, only changes that make it faster and still fit are returned. A change that the plan refuses,
+    or with which inference fits less well, is left out.
 
     Args:
-        model: The model as its config runs it.
+        now: The model as its config runs it.
         search: The search for other configs of it.
+        planned: Plans the config with some overrides as if they had been typed; None: it is refused.
         is_batch_free: Whether the config leaves the global batch open.
         is_placed_in_code: Whether the model's code begins blocks, so that no override can change the split.
     """
+    model = now.training
     before = model.estimate
-    found = []
-    for change in _changes(model, search, is_placed_in_code):
-        after = estimate(model.traced, change.layout, change.settings, model.machine)
-        found.append(_remedy(change, before, after))
-    found = [remedy for remedy in found if _helps(remedy, before)]
+
+    def sorted_by_rank(remedies: Iterable[Remedy]) -> List[Remedy]:
+        helpful = (remedy for remedy in remedies if _helps(remedy, before))
+        return sorted(helpful, key=lambda remedy: (remedy.devices > model.num_ipus, *_rank(remedy, before)))
+
+    def kept(remedies: Iterable[Remedy]) -> Iterator[Remedy]:
+        """Yield the remedies that hold, with the figures of their plans; of equal titles only the first."""
+        titles = set()
+        for remedy in sorted_by_rank(remedies):
+            trial = planned(remedy.overrides) if remedy.title not in titles else None
+            if trial is None or _infers_worse(now, trial):
+                continue
+            found = _remedy(remedy.title, remedy.overrides, before, trial.training)
+            if _helps(found, before):
+                titles.add(found.title)
+                yield found
+
+    found = list(itertools.islice(kept(_estimated(model, _changes(model, search, is_placed_in_code))), _MOST_REMEDIES))
     can_fit = before.verdict is Verdict.FITS or any(remedy.verdict is Verdict.FITS for remedy in found)
     if not can_fit and not is_placed_in_code:
-        found += [remedy for remedy in _all_together(model, search, is_batch_free) if _helps(remedy, before)]
-    return sorted(found, key=lambda remedy: (remedy.devices > model.num_ipus, *_rank(remedy, before)))
+        for change in _all_together(model, search, is_batch_free):
+            together = list(kept(_estimated(model, [change])))
+            found += together
+            if together:
+                break
+    return sorted_by_rank(found)[:_MOST_REMEDIES]
 
 
-def _all_together(model: EstimatedModel, search: Search, is_batch_free: bool) -> List[Remedy]:
-    """Return the best solution that saves memory in all ways at once, with as many IPUs per replica as that takes."""
+def _infers_worse(before: Trial, after: Trial) -> bool:
+    if before.inference is None or after.inference is None:
+        return False
+    verdicts = before.inference.estimate.verdict, after.inference.estimate.verdict
+    return verdicts[0] is not worst(verdicts)
+
+
+def _all_together(model: EstimatedModel, search: Search, is_batch_free: bool) -> Iterator[_Change]:
+    """Save memory in all ways at once, with as many IPUs per replica as that takes."""
     settings = model.settings
     global_batch = None if is_batch_free else settings.global_batch_size
     leanest = variants_of(settings, search.block_checkpoints, model.layout.checkpoints)[-1:]
-    found: List[Solution] = []
-    for size in dict.fromkeys((settings.micro_batch_size, 1)):
-        found = found or search.solutions(Goal(model.num_ipus, global_batch, size), leanest)
     title = "all ways to save memory, together with another split"
-    return [
-        _remedy(_Change(title, best.overrides, best.settings, best.layout), model.estimate, best.estimate)
-        for best in found[:1]
-    ]
+    for size in dict.fromkeys((settings.micro_batch_size, 1)):
+        for best in search.solutions(Goal(model.num_ipus, global_batch, size), leanest)[:1]:
+            yield _Change(title, best.overrides, best.settings, best.layout)
 
 
-def _remedy(change: _Change, before: Estimate, after: Estimate) -> Remedy:
+def _estimated(model: EstimatedModel, changes: Iterable[_Change]) -> Iterator[Remedy]:
+    """Estimate changes without planning them, to find those that are worth planning."""
+    for change in changes:
+        after = estimate(model.traced, change.layout, change.settings, model.machine)
+        changed = EstimatedModel(model.traced, change.layout, change.settings, model.machine, after)
+        yield _remedy(change.title, change.overrides, model.estimate, changed)
+
+
+def _remedy(title: str, overrides: Tuple[str, ...], before: Estimate, changed: EstimatedModel) -> Remedy:
+    after = changed.estimate
     return Remedy(
-        change.title,
-        change.overrides,
+        title,
+        overrides,
         after.verdict,
         before.fullest.fullest - after.fullest.fullest,
         after.time.samples_per_second / before.time.samples_per_second,
         after.time.samples_per_second,
         after.fullest.share,
-        change.layout.num_ipus * change.settings.replicas,
+        changed.num_ipus,
     )
 
 
@@ -263,12 +295,12 @@ def _batches(model: EstimatedModel, resets: Sequence[str]) -> Iterator[_Change]:
             [*overrides, f"gradient_accumulation={accumulated}", *resets],
             micro_batch_size=micro_batch,
             gradient_accumulation=accumulated,
-            accumulator_bytes=settings.accumulator_bytes_for(accumulated),
         )
     time = model.estimate.time
     if time.host > 0.02 * time.total:
-        more = settings.device_iterations * 16
-        yield _change(model, "more updates per host call", [f"device_iterations={more}"], device_iterations=more)
+        for factor in (16, 8, 4, 2):  # the data may be too short for more
+            more = settings.device_iterations * factor
+            yield _change(model, "more updates per host call", [f"device_iterations={more}"], device_iterations=more)
 
 
 def _splits(model: EstimatedModel, search: Search) -> Iterator[_Change]:

@@ -285,11 +285,13 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning
     stash = segment.kept * in_flight
     stays = segment.fixed + segment.received + segment.code + machine.tile_imbalance_bytes * machine.tiles
     run, peak, update = segment.run, segment.peak, segment.update
-    if returning is not None:
-        stash += returning.kept
-        # Both include the code that every program has.
-        stays += returning.fixed + returning.received + returning.code - machine.tiles * machine.code_bytes_per_tile
-        run, peak, update = max(run, returning.run), max(peak, returning.peak), max(update, returning.update)
+    if returning is None:  # nearly always
+        working, waiting = run + peak, update - stash
+        return stays + stash + (working if working > waiting else waiting)
+    stash += returning.kept
+    # Both include the code that every program has.
+    stays += returning.fixed + returning.received + returning.code - machine.tiles * machine.code_bytes_per_tile
+    run, peak, update = max(run, returning.run), max(peak, returning.peak), max(update, returning.update)
     return stays + stash + max(run + peak, update - stash)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Iterable, List, Tuple
+from typing import List, Tuple
 
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import estimate_memory
 from ipurun.estimate.timing import estimate_time
-from ipurun.estimate.types import Estimate, EstimatedModel, IpuMemory, Settings, StageLayout, Verdict
+from ipurun.estimate.types import Estimate, EstimatedModel, IpuMemory, Settings, StageLayout, Verdict, worst
 from ipurun.inspect.traced_model import TracedModel
 
-__all__ = ["assumptions_of", "estimate", "verdict_of", "worst"]
-
-_ORDER = (Verdict.FITS, Verdict.TIGHT, Verdict.DOES_NOT_FIT)
+__all__ = ["assumptions_of", "estimate", "verdict_of"]
 
 
 def estimate(traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> Estimate:
@@ -44,11 +42,6 @@ def verdict_of(memory: IpuMemory, machine: Machine) -> Verdict:
     if memory.share <= 1 - machine.tight_margin:
         return Verdict.FITS
     return Verdict.TIGHT if memory.share <= 1 + machine.over_margin else Verdict.DOES_NOT_FIT
-
-
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the worst of some verdicts."""
-    return max(verdicts, key=_ORDER.index, default=Verdict.FITS)
 
 
 def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
@@ -136,7 +129,7 @@ def _about_training(model: EstimatedModel) -> List[Tuple[str, str]]:
         (
             "optimizer",
             f"{settings.optimizer} keeps {settings.state_bytes:g} bytes of state for each parameter value {place}, and "
-            f"{settings.accumulator_bytes:g} bytes of gradient accumulator.",
+            f"{settings.gradient_bytes:g} bytes of gradient accumulator.",
         )
     )
     if not settings.state_on_chip:

@@ -91,7 +91,7 @@ def share_of(parameters: Sequence[TracedParameter], settings: Settings) -> Param
             update = max(update, parameter.num_bytes)
         if not count:
             continue
-        accumulator = count * settings.accumulator_bytes
+        accumulator = count * settings.gradient_bytes
         if settings.accumulators_on_chip or is_small:
             totals["gradients"] += accumulator
         else:
@@ -176,7 +176,7 @@ def _of_largest_phase(
             weights = max(weights, sum(parameter.num_bytes for parameter in moved))
         if settings.training and not settings.accumulators_on_chip:
             trained = sum(parameter.elements for parameter in moved if parameter.trainable)
-            gradients = max(gradients, round(trained * settings.accumulator_bytes))
+            gradients = max(gradients, round(trained * settings.gradient_bytes))
     return weights, gradients
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Collection, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Collection, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from ipurun.estimate.costs import proportion_of
 from ipurun.estimate.cuts import cells_of, cut_points, segment_memory, segment_of
@@ -19,6 +19,7 @@ from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
 from ipurun.inspect.traced_model import TracedModel
 
 __all__ = [
+    "MOST_SOLUTIONS",
     "Goal",
     "Requirements",
     "Search",
@@ -30,6 +31,7 @@ __all__ = [
     "variants_of",
 ]
 
+MOST_SOLUTIONS = 3  # that are shown, besides a faster one that is tight
 _MOST_MICRO_BATCHES = 9
 _MOST_FINER = 6  # micro-batches tried around the best of a coarse search
 # A small share of tile memory for temporaries of matmuls, as in published configs of large models.
@@ -79,6 +81,7 @@ class Solution:
         split: Its split; None: on one IPU.
         overrides: Overrides that give it.
         estimate: Its estimate.
+        inference: The estimate of its evaluation and prediction; None if unknown.
     """
 
     settings: Settings
@@ -86,6 +89,7 @@ class Solution:
     split: Optional[Split]
     overrides: Tuple[str, ...]
     estimate: Estimate
+    inference: Optional[Estimate] = None
 
     @property
     def ipus(self) -> int:
@@ -224,7 +228,6 @@ class Search:
                 gradient_accumulation=accumulation,
                 replicas=goal.devices // ipus,
                 strategy="pipelined",
-                accumulator_bytes=given.accumulator_bytes_for(accumulation),
                 available_proportion=self.resets.for_ipus(ipus, given.available_proportion)[1],
             )
             if not variant.overrides and settings.recompute in ("none", "checkpoints"):
@@ -261,12 +264,15 @@ class Search:
             *own,
         )
 
-    def requirements(self, variant: Variant, devices: int) -> Requirements:
+    def requirements(
+        self, variant: Variant, devices: int, planned: Callable[[Solution], Optional[Solution]]
+    ) -> Requirements:
         """Return the memory and IPUs that a model would need.
 
         Args:
             variant: The settings that save most memory.
             devices: IPUs that were too few.
+            planned: Plans a solution as if it had been typed; None: it is refused or does not fit.
         """
         machine = self.machine
         settings = dataclasses.replace(
@@ -281,12 +287,32 @@ class Search:
         module, size = max(zip(modules, sizes), key=lambda sized: sized[1])
         largest = (module, size) if size > machine.memory_bytes * (1 + machine.over_margin) else None
         least = max(math.ceil(share.on_chip / machine.memory_bytes), 1)  # weights may all be in streaming memory
-        number, found = max(2 * devices, 2), None
+        number = max(2 * devices, 2)
+        found: Optional[Solution] = None
         while largest is None and number <= min(_MOST_IPUS, len(cells)) and found is None:
-            if number >= least and self.split(number, settings, variant.checkpoints) is not None:
-                found = number
+            if number >= least:
+                found = self._alone(number, settings, variant, planned)
             number *= 2
-        return Requirements(share.on_chip, share.streaming, least, found, number // 2, largest, variant.overrides)
+        assumed = variant.overrides if found is None else ()
+        return Requirements(share.on_chip, share.streaming, least, found, number // 2, largest, assumed)
+
+    def _alone(
+        self,
+        ipus: int,
+        settings: Settings,
+        variant: Variant,
+        planned: Callable[[Solution], Optional[Solution]],
+    ) -> Optional[Solution]:
+        """Return a config of one replica on this many IPUs, if there is one and its plan fits."""
+        settings = dataclasses.replace(settings, replicas=1)
+        split = self.split(ipus, settings, variant.checkpoints)
+        if split is None:
+            return None
+        accumulation = max(settings.gradient_accumulation, split.layout.least_accumulation)
+        settings = dataclasses.replace(settings, gradient_accumulation=accumulation)
+        overrides = self._overrides(Goal(ipus), settings, split, variant)
+        found = estimate(self.traced, split.layout, settings, self.machine)
+        return planned(Solution(settings, split.layout, split, overrides, found))
 
 
 @dataclass(frozen=True)
@@ -297,16 +323,16 @@ class Requirements:
         parameter_bytes: Weights, accumulators and optimizer state of one replica on chip.
         streaming_bytes: Streaming memory of one replica.
         least_ipus: IPUs whose memory holds the parameters alone.
-        ipus: Fewest IPUs of one replica, a power of two, for which a split fits; None: none was found.
+        solution: A config on the fewest IPUs, a power of two, for which a split fits; None: none was found.
         tried: Largest number of IPUs that was tried.
         largest: (module, bytes) of the largest part that cannot be cut, if it is larger than an IPU.
-        overrides: Overrides that these figures assume.
+        overrides: Overrides that these figures assume, if there is no such config.
     """
 
     parameter_bytes: int
     streaming_bytes: int
     least_ipus: int
-    ipus: Optional[int]
+    solution: Optional[Solution]
     tried: int
     largest: Optional[Tuple[str, int]]
     overrides: Tuple[str, ...]
@@ -355,5 +381,6 @@ def split_overrides(split: Optional[Split], resets: Resets) -> List[str]:
     if split is None:
         return ["pipeline.split=[]", *resets.placement, *resets.blocks]
     returning = ", ".join(f"{module}: {ipu}" for module, ipu in split.returning.items())
-    blocks = (f"pipeline.blocks={{{returning}}}",) if returning else resets.blocks
+    # A mapping is merged with the one before it, so that this has to be reset first.
+    blocks = (*resets.blocks, f"pipeline.blocks={{{returning}}}") if returning else resets.blocks
     return [f"pipeline.split=[{','.join(split.modules)}]", *resets.placement, *blocks]

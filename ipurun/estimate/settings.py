@@ -63,7 +63,7 @@ def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: O
     calls = plan.training_options if training else plan.inference_options
     batch = plan.training if training else plan.inference
     compute_bytes = 2 if plan.precision.startswith("16") else 4
-    optimizer = _optimizer(plan.optimizer, batch.gradient_accumulation, 2 if plan.precision.endswith("16") else 4)
+    optimizer = _optimizer(plan.optimizer, 2 if plan.precision.endswith("16") else 4)
     return Settings(
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation=batch.gradient_accumulation,
@@ -86,15 +86,15 @@ def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: O
     )
 
 
-def _optimizer(call: Call, accumulation: int, weight_bytes: int) -> Dict[str, Any]:
+def _optimizer(call: Call, weight_bytes: int) -> Dict[str, Any]:
     name = call.path.rpartition(".")[2]
     moments = [_type_bytes(call.kwargs.get(argument)) for argument in _MOMENTS.get(name, _MOMENTS["Adam"])]
-    accumulator = _type_bytes(call.kwargs.get("accum_type")) if accumulation > 1 else 0
-    if name == "SGD" and call.kwargs.get("momentum"):
-        if call.kwargs.get("use_combined_accum"):
-            accumulator = weight_bytes  # one buffer is velocity and accumulator
-        else:
-            moments.append(_type_bytes(call.kwargs.get("velocity_accum_type")))
+    accumulator = _type_bytes(call.kwargs.get("accum_type"))
+    is_combined = name == "SGD" and bool(call.kwargs.get("momentum")) and bool(call.kwargs.get("use_combined_accum"))
+    if is_combined:
+        accumulator = weight_bytes  # one buffer is velocity and accumulator
+    elif name == "SGD" and call.kwargs.get("momentum"):
+        moments.append(_type_bytes(call.kwargs.get("velocity_accum_type")))
     if name == "RMSprop":
         extra = [key for key in ("momentum", "centered") if call.kwargs.get(key)]
         moments += [_type_bytes(call.kwargs.get("first_order_momentum_accum_type"))] * len(extra)
@@ -103,6 +103,7 @@ def _optimizer(call: Call, accumulation: int, weight_bytes: int) -> Dict[str, An
         "state_bytes": float(sum(moments)),
         "state_tensors": len(moments),
         "accumulator_bytes": float(accumulator),
+        "always_accumulates": is_combined,
         "update_flops": _UPDATE_FLOPS.get(name, 12.0),
     }
 
@@ -252,7 +253,7 @@ def resets_of(config: RunConfig) -> Resets:
     ipus += [f"inference.{key}=null" for key in inference if getattr(config.inference, key) is not None]
     return Resets(
         tuple(placement),
-        ("pipeline.blocks={}",) if pipeline.blocks else (),
+        ("pipeline.blocks=null",) if pipeline.blocks else (),
         tuple(ipus),
         ("global_batch_size=null",) if config.global_batch_size is not None else (),
     )

@@ -299,6 +299,9 @@ def _partition(
         now: List[Tuple[float, float]] = [(never, never)] * (count + 1)
         choice = [-1] * (count + 1)
         is_last = stage == num_ipus - 1 and not pinned.is_last
+        returning = pinned.segment if stage == 0 else None
+        # Micro-batches in flight by first cell, which is one of millions of lookups.
+        in_flight_from = [in_flight(stage + parts, pinned.stages, settings) for parts in pinned.before]
         ends = range(stage + 1, count - (num_ipus - stage - 1) + 1)
         for end in ends if stage < num_ipus - 1 else (count,):
             for segment in tables[stage][end]:
@@ -308,9 +311,7 @@ def _partition(
                 before = best[segment.begin]
                 if before[0] == never or (stage == 0) != (segment.begin == 0):
                     continue
-                returning = pinned.segment if stage == 0 else None
-                micro_batches = in_flight(stage + pinned.before[segment.begin], pinned.stages, settings)
-                memory = segment_memory(segment, micro_batches, machine, returning)
+                memory = segment_memory(segment, in_flight_from[segment.begin], machine, returning)
                 received = segment.received
                 if returning is not None:
                     work += returning.forward + returning.backward + returning.again - returning.tail

@@ -155,7 +155,7 @@ def _all_reduce(shares: List[ParameterShare], settings: Settings, machine: Machi
     if not settings.training or settings.replicas < 2:
         return 0.0
     part = 2 * (settings.replicas - 1) / settings.replicas
-    largest = max(share.trained for share in shares) * max(settings.accumulator_bytes, settings.compute_bytes)
+    largest = max(share.trained for share in shares) * max(settings.gradient_bytes, settings.compute_bytes)
     return part * largest / machine.all_reduce_bytes_per_second
 
 
@@ -166,7 +166,7 @@ def _update(shares: List[ParameterShare], settings: Settings, machine: Machine) 
     largest = max(share.trained for share in shares)
     vector = machine.vector_bytes_per_cycle * machine.tiles * machine.clock_hz
     # State, accumulator and weight are read and written.
-    seconds = 2 * largest * (settings.state_bytes + settings.accumulator_bytes + settings.compute_bytes) / vector
+    seconds = 2 * largest * (settings.state_bytes + settings.gradient_bytes + settings.compute_bytes) / vector
     per_ipu = machine.streaming_bytes_per_second / machine.ipus_per_machine
     streams = max(share.streamed / per_ipu + share.transfers * machine.transfer_seconds for share in shares)
     return seconds + streams

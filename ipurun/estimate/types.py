@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Mapping, Optional, Tuple
+from typing import Iterable, Mapping, Optional, Tuple
 
 from ipurun.estimate.machine import Machine
 from ipurun.inspect.traced_model import TracedModel
 
-__all__ = ["Estimate", "EstimatedModel", "IpuMemory", "IpuTime", "Settings", "StageLayout", "TimeEstimate", "Verdict"]
+__all__ = [
+    "Estimate",
+    "EstimatedModel",
+    "IpuMemory",
+    "IpuTime",
+    "Settings",
+    "StageLayout",
+    "TimeEstimate",
+    "Trial",
+    "Verdict",
+    "worst",
+]
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,8 @@ class Settings:
         partials_bytes: 2 where their partial sums are half.
         optimizer: Class name of the optimizer, for display.
         state_bytes: Bytes of optimizer state per parameter value.
-        accumulator_bytes: Bytes of gradient accumulator per parameter value; 0 without accumulation.
+        accumulator_bytes: Bytes of gradient accumulator per parameter value, where there is one.
+        always_accumulates: Whether there is one even if gradients are not accumulated, because it is also the velocity.
         update_flops: Operations that update one parameter value.
         state_on_chip: Whether optimizer state lives in the IPU.
         state_sharded: Replicated tensor sharding of optimizer state.
@@ -97,6 +109,7 @@ class Settings:
     optimizer: str = "SGD"
     state_bytes: float = 0.0
     accumulator_bytes: float = 0.0
+    always_accumulates: bool = False
     update_flops: float = 2.0
     state_on_chip: bool = True
     state_sharded: bool = False
@@ -125,9 +138,10 @@ class Settings:
         """Micro-batches that pass a pipeline between filling and draining it."""
         return self.gradient_accumulation if self.training else self.device_iterations
 
-    def accumulator_bytes_for(self, gradient_accumulation: int) -> float:
-        """Return the accumulator bytes per parameter value with another gradient accumulation."""
-        return (self.accumulator_bytes or float(self.compute_bytes)) if gradient_accumulation > 1 else 0.0
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of gradient accumulator per parameter value; 0 without accumulation."""
+        return self.accumulator_bytes if self.gradient_accumulation > 1 or self.always_accumulates else 0.0
 
 
 class Verdict(enum.Enum):
@@ -136,6 +150,11 @@ class Verdict(enum.Enum):
     FITS = "fits"
     TIGHT = "tight"
     DOES_NOT_FIT = "does not fit"
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the worst of some verdicts."""
+    return max(verdicts, key=list(Verdict).index, default=Verdict.FITS)
 
 
 @dataclass(frozen=True)
@@ -312,3 +331,21 @@ class EstimatedModel:
     def num_ipus(self) -> int:
         """IPUs of all replicas."""
         return self.layout.num_ipus * self.settings.replicas
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A config with some overrides, planned and estimated as if it had been typed.
+
+    Args:
+        training: Its training.
+        inference: Its evaluation and prediction; None if the model cannot be traced in eval mode.
+    """
+
+    training: EstimatedModel
+    inference: Optional[EstimatedModel]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worse of the verdicts of training and inference."""
+        return worst(model.estimate.verdict for model in (self.training, self.inference) if model is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
@@ -39,22 +39,58 @@ from ipurun.inspect.model import (
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
 from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
+from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
 
-__all__ = ["ModelAndData", "facts_without_data", "inspect", "load_custom_ops", "make_model_alone"]
+__all__ = [
+    "ModelAndData",
+    "TraceKey",
+    "facts_without_data",
+    "inspect",
+    "inspect_again",
+    "load_custom_ops",
+    "make_model_alone",
+]
 
 _LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
 # Keys of `pipeline` whose placement depends on the order in which modules run.
 _PLACING_KEYS = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks", "stages", "phases", "ipus")
 
 
+@dataclass(frozen=True)
+class TraceKey:
+    """What a trace of a model depends on, besides its config keys.
+
+    Args:
+        training: Whether it has a backward pass.
+        micro_batch_size: Samples.
+        module_precision: Precision by module, as text.
+        strategy: The strategy that places blocks of the model's own code, as text.
+    """
+
+    training: bool
+    micro_batch_size: int
+    module_precision: str
+    strategy: str
+
+
 @dataclass
 class ModelAndData:
-    """The user's model and data, and the facts read from them."""
+    """The user's model and data, and the facts read from them.
+
+    Args:
+        model: The model.
+        splits: The data by split.
+        facts: The facts.
+        traces: Traces of the model, kept by what they depend on.
+        ordered: The facts with the order in which modules run; None: not traced yet.
+    """
 
     model: nn.Module
     splits: Dict[str, Any]
     facts: Facts
+    traces: Dict[TraceKey, TracedModel] = field(default_factory=dict, repr=False)
+    ordered: Optional[Facts] = field(default=None, repr=False)
 
 
 def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -> ModelAndData:
@@ -72,7 +108,50 @@ def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -
         problems += _check_splits(config, splits)
     if problems or model is None or splits is None:
         raise ConfigError(problems)
-    return ModelAndData(model, splits, _facts(config, engine, model, splits, purpose))
+    facts = _facts(config, engine, model, splits, purpose)
+    ordered = _with_order(facts, config, splits) if _order_matters(config, engine, model) else None
+    return ModelAndData(model, splits, ordered or facts, ordered=ordered)
+
+
+def inspect_again(config: RunConfig, engine: Engine, before: RunConfig, inspected: ModelAndData) -> ModelAndData:
+    """Inspect another version of a config. The model and the data are made again only if their keys differ.
+
+    Args:
+        config: The other version.
+        engine: The engine of both.
+        before: The config that was inspected.
+        inspected: Its model and data. What is traced is kept there for further versions.
+
+    Raises:
+        ConfigError: With the problems of all targets.
+    """
+    if _made_from(config) != _made_from(before):
+        return inspect(config, engine, inspected.facts.purpose)
+    problems = _check_targets(config, engine) + _group_problems(config, inspected.model)
+    if problems:
+        raise ConfigError(problems)
+    facts = inspected.facts
+    if _order_matters(config, engine, inspected.model):
+        inspected.ordered = inspected.ordered or _with_order(facts, config, inspected.splits)
+        facts = inspected.ordered
+    return replace(inspected, facts=replace(facts, train_samples=_train_samples(config, inspected.splits)))
+
+
+def _made_from(config: RunConfig) -> Tuple[Any, ...]:
+    """Return the keys on which the model, the data and their checks depend."""
+    return (
+        config.engine,
+        config.model,
+        config.data,
+        config.sample,
+        config.loss,
+        config.loader,
+        config.eval,
+        config.metrics,
+        config.seed,
+        config.precision,
+        config.custom_ops,
+    )
 
 
 def facts_without_data(config: RunConfig, engine: Engine) -> Facts:
@@ -85,7 +164,8 @@ def facts_without_data(config: RunConfig, engine: Engine) -> Facts:
     model = _checked_model(config, engine, Purpose.CHECK, problems)
     if problems or model is None:
         raise ConfigError(problems)
-    return _facts(config, engine, model, {}, Purpose.CHECK)
+    facts = _facts(config, engine, model, {}, Purpose.CHECK)
+    return _with_order(facts, config, {}) if _order_matters(config, engine, model) else facts
 
 
 def make_model_alone(config: RunConfig, engine: Engine) -> nn.Module:
@@ -107,9 +187,13 @@ def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems
     problems += found + _check_targets(config, engine)
     model = None if found else _collect(problems, _make_model, config, engine, purpose)
     if model is not None:
-        parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        problems += check_groups(config.optimizer, parameters)
+        problems += _group_problems(config, model)
     return model
+
+
+def _group_problems(config: RunConfig, model: nn.Module) -> List[Problem]:
+    parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return check_groups(config.optimizer, parameters)
 
 
 def _model_problems(config: RunConfig, engine: Engine) -> List[Problem]:
@@ -174,37 +258,49 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
 def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose) -> Facts:
     cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
     own_notes = notes_of(*splits.values(), model)
-    train_samples = None
-    indexed = None
-    if "train" in splits:
-        train_samples = samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
-        if not is_stream(splits["train"]):
-            indexed = splits["train"]
-    structure = model_structure(model)
-    order, failure = None, ""
-    if _order_matters(config, engine, model):
-        with seeded(config.seed):  # a sample may be drawn at random
-            sample = None if indexed is None else first_sample(indexed)
-        order, failure = trace_forward_order(config, sample)
-    if order is not None:
-        structure["user_blocks"] += tuple(order.blocks)
-        structure["ended_blocks"] = tuple(order.ended)
     return Facts(
         engine=engine.kind,
         engine_version=engine.version,
         available_ipus=engine.available_ipus,
-        train_samples=train_samples,
+        train_samples=_train_samples(config, splits),
         split_samples={name: length_of(data) for name, data in splits.items()},
         eval_split=split_for_eval(splits, config.eval.split) if splits else None,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        written_buffers=written_buffers(model, indexed, config.loss, config.seed),
+        written_buffers=written_buffers(model, _indexed(splits), config.loss, config.seed),
         batch_norms=batch_norms(model),
         returns_loss=config.loss.name is None,
-        notes=(*own_notes, *_worker_notes(config, splits), *_trace_notes(failure), *cache_notes, *_moved_notes(config)),
-        calls=() if order is None else tuple(order.calls),
-        operations=0 if order is None else order.operations,
+        notes=(*own_notes, *_worker_notes(config, splits), *cache_notes, *_moved_notes(config)),
         purpose=purpose,
-        **structure,
+        **model_structure(model),
+    )
+
+
+def _train_samples(config: RunConfig, splits: Mapping[str, Any]) -> Optional[int]:
+    if "train" not in splits:
+        return None
+    return samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
+
+
+def _indexed(splits: Mapping[str, Any]) -> Any:
+    """Return the training data if its items can be taken by number."""
+    return splits["train"] if "train" in splits and not is_stream(splits["train"]) else None
+
+
+def _with_order(facts: Facts, config: RunConfig, splits: Mapping[str, Any]) -> Facts:
+    """Return the facts with the order in which modules run, which takes a trace of the model."""
+    data = _indexed(splits)
+    with seeded(config.seed):  # a sample may be drawn at random
+        sample = None if data is None else first_sample(data)
+    order, failure = trace_forward_order(config, sample)
+    facts = replace(facts, notes=(*facts.notes, *_trace_notes(failure)))
+    if order is None:
+        return facts
+    return replace(
+        facts,
+        calls=tuple(order.calls),
+        operations=order.operations,
+        user_blocks=(*facts.user_blocks, *order.blocks),
+        ended_blocks=tuple(order.ended),
     )
 
 

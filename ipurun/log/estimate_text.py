@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from ipurun.estimate.advice import PlanEstimate, Remedy
 from ipurun.estimate.estimate import assumptions_of
 from ipurun.estimate.pipeline import PipelineTimeline, timeline_of
-from ipurun.estimate.search import Requirements, Solution
+from ipurun.estimate.search import MOST_SOLUTIONS, Requirements, Solution
 from ipurun.estimate.types import Estimate, EstimatedModel, IpuMemory, Verdict
 from ipurun.log.format import WIDE, columns, count, fitted, plural
 from ipurun.planning.artifacts import CacheState
@@ -31,7 +31,6 @@ __all__ = [
 _MIB = 1 << 20
 _BAR = 24
 _HEADINGS = ("weights", "gradients", "state", "activations", "temporary", "I/O", "code", "uneven", "total")
-_MOST_REMEDIES = 6
 
 
 def bar(share: float, width: int = _BAR) -> str:
@@ -122,9 +121,15 @@ def estimate_dict(plan_estimate: PlanEstimate, cache: CacheState) -> Dict[str, A
         "inference": None if plan_estimate.inference is None else _model_dict(plan_estimate.inference),
         "cache": asdict(cache),
         "remedies": [{**asdict(item), "verdict": item.verdict.value} for item in plan_estimate.remedies],
-        "needs": None if needs is None else asdict(needs),
+        "needs": None if needs is None else _requirements_dict(needs),
         "assumptions": [{"topic": topic, "text": text} for topic, text in assumptions_of(plan_estimate.training)],
     }
+
+
+def _requirements_dict(needs: Requirements) -> Dict[str, Any]:
+    figures = {field.name: getattr(needs, field.name) for field in fields(needs) if field.name != "solution"}
+    solution = None if needs.solution is None else solution_dict(needs.solution)
+    return {**figures, "ipus": None if needs.solution is None else needs.solution.ipus, "solution": solution}
 
 
 def _model_dict(model: EstimatedModel) -> Dict[str, Any]:
@@ -259,8 +264,10 @@ def _requirement_lines(needs: Requirements, training: EstimatedModel) -> List[st
             f"  {module} takes {_mib(size)} MiB and cannot be cut between modules: no split fits {_mib(memory)} MiB; "
             "use narrower layers, memory.serialize, or a model that splits it in its code"
         )
-    elif needs.ipus is not None:
-        lines.append(f"  a split over {needs.ipus:,} IPUs per replica fits, with micro-batch 1")
+    elif needs.solution is not None:
+        verdict = "fits" if needs.solution.estimate.verdict is Verdict.FITS else "is tight"
+        lines.append(f"  a split over {needs.solution.ipus:,} IPUs per replica {verdict}, with micro-batch 1:")
+        lines.append(f"  {shlex.join(needs.solution.overrides)}")
     else:
         lines.append(f"  no split over up to {needs.tried:,} IPUs per replica fits, with micro-batch 1")
     if needs.overrides:
@@ -273,7 +280,7 @@ def _remedy_lines(remedies: Sequence[Remedy], found: Estimate) -> List[str]:
         return []
     title = "what would make it faster" if found.verdict is Verdict.FITS else "what would help it fit"
     lines = ["", f"{title} (each estimated)"]
-    for number, remedy in enumerate(remedies[:_MOST_REMEDIES], start=1):
+    for number, remedy in enumerate(remedies, start=1):
         text = (
             f"  {number}. {remedy.title}: {change_text(remedy.saved_bytes)} on the fullest IPU "
             f"({remedy.fullest_share:,.0%}), {remedy.speed:.2f}x the speed, {remedy.verdict.value}"
@@ -308,14 +315,20 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 else "0 ms"
 
 
-def solution_lines(solutions: Sequence[Solution], most: int = 3) -> List[str]:
-    """List the best configs of a search, the first one with its overrides."""
+def solution_lines(solutions: Sequence[Solution], unsolved: str = "") -> List[str]:
+    """List the best configs of a search, the first one with its overrides.
+
+    Args:
+        solutions: The configs, best first.
+        unsolved: Why there are none, if those that were tried were refused.
+    """
     if not solutions:
-        return ["solve: no combination of split, micro-batch, accumulation and replication fits (estimate)"]
+        lines = ["solve: no combination of split, micro-batch, accumulation and replication fits (estimate)"]
+        return lines + ([f"  the best of those that were tried is refused: {unsolved}"] if unsolved else [])
     lines = ["solve: found by trying splits, micro-batches, accumulation and replication (estimate)"]
-    lines += [f"  {number}. {_line(solution)}" for number, solution in enumerate(solutions[:most], start=1)]
+    lines += [f"  {number}. {_line(solution)}" for number, solution in enumerate(solutions[:MOST_SOLUTIONS], start=1)]
     fastest = max(solutions, key=lambda solution: solution.estimate.time.samples_per_second)
-    if fastest not in solutions[:most]:
+    if fastest not in solutions[:MOST_SOLUTIONS]:
         lines += [f"  faster, if it fits: {_line(fastest)}"]
         lines += [f"    {shlex.quote(word)}" for word in fastest.overrides]
     if not solutions[0].overrides:
@@ -326,6 +339,8 @@ def solution_lines(solutions: Sequence[Solution], most: int = 3) -> List[str]:
 def _line(solution: Solution) -> str:
     settings, found = solution.settings, solution.estimate
     own = "" if solution.overrides else " (the config itself)"
+    if solution.inference is not None and solution.inference.verdict is not Verdict.FITS:
+        own = f"; inference: {_short_text(solution.inference)}{own}"
     return (
         f"{plural(settings.replicas, 'replica')} x {plural(solution.ipus, 'IPU')}, "
         f"micro-batch {settings.micro_batch_size} x accumulation {settings.gradient_accumulation}: "
@@ -365,6 +380,7 @@ def solution_dict(solution: Solution) -> Dict[str, Any]:
         "gradient_accumulation": solution.settings.gradient_accumulation,
         "samples_per_second": solution.estimate.time.samples_per_second,
         "fullest_share": solution.estimate.fullest.share,
+        "inference_verdict": None if solution.inference is None else solution.inference.verdict.value,
     }
 
 

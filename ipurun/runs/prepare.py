@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import List
+from typing import List, Optional
 
 from ipurun import engine as engines
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.facts import Facts, Purpose
-from ipurun.inspect.model_and_data import ModelAndData, inspect
+from ipurun.inspect.model_and_data import ModelAndData, inspect, inspect_again
 from ipurun.planning import make_plan
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
@@ -31,8 +31,13 @@ class PreparedRun:
     plan: Plan
 
 
-def prepare(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
+def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[PreparedRun] = None) -> PreparedRun:
     """Load the engine, make model and data, and plan the run.
+
+    Args:
+        point: The point.
+        purpose: What it is prepared for.
+        before: The same point with other words, prepared before: its model and data are used again.
 
     Raises:
         ConfigError: With all problems that could be found.
@@ -42,7 +47,10 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
     config = point.config
     try:
         engine = engines.load(point.config.engine)
-        inspected = inspect(config, engine, purpose)
+        if before is None:
+            inspected = inspect(config, engine, purpose)
+        else:
+            inspected = inspect_again(config, engine, before.point.config, before.inspected)
         facts = inspected.facts
         if is_auto(config.pipeline.split):
             from ipurun.estimate.plan_estimate import auto_split  # deferred: other runs need no estimate

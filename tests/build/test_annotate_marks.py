@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional
 from ipurun import emulator
 from ipurun.build.annotate import Annotations
 from ipurun.errors import ConfigError
-from ipurun.estimate.plan_estimate import estimate_plan, solve
+from ipurun.estimate.plan_estimate import PlannedConfig, Promises, estimate_plan, solve
 from ipurun.inspect.batch_items import as_call
 from ipurun.log.plan_text import calls_text
 from ipurun.planning import make_plan
@@ -35,8 +35,20 @@ def test_operations_run_where_the_plan_says() -> None:
     assert ipus_of(built(**PLACED, pipeline__blocks=blocks, pipeline__strategy="sharded"), "addmm") == [1, 0]
 
 
+def refuse(words: Sequence[str]) -> PlannedConfig:
+    raise ConfigError("these tests plan no suggestion")
+
+
+PROMISES = Promises(refuse)
+
+
+def planned(settings: Any) -> PlannedConfig:
+    made = inspected(settings)
+    return PlannedConfig(settings, make_plan(settings, made.facts), made)
+
+
 def own(model: str, **changes: Any) -> Dict[str, Any]:
-    return {**PLACED, "model": {"_target_": f"own_blocks.{model}"}, **changes}
+    return {**PLACED, "model": {"_target_": f"user_blocks.{model}"}, **changes}
 
 
 @pytest.mark.parametrize("model", ["InForward", "AtModules"])
@@ -70,8 +82,7 @@ def test_blocks_of_the_models_code_and_of_the_config_combine() -> None:
 def test_the_estimate_places_user_blocks_where_they_run(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
     settings = config(**own(model, **{**changes, "gradient_accumulation": 7}))
     settings.pipeline.auto_round = True
-    subject = inspected(settings)
-    training = estimate_plan(settings, make_plan(settings, subject.facts), subject).training
+    training = estimate_plan(planned(settings), PROMISES).training
     products = [op.index for op in training.traced.ops if op.name == "addmm"]
     assert [training.layout.ipu_of_op(index) for index in products] == ipus
     assert ipus_of(built(settings), "addmm") == ipus
@@ -90,9 +101,7 @@ def test_the_estimate_places_user_blocks_where_they_run(model: str, changes: Dic
 def test_operations_after_an_ended_block_stay_in_it(model: str, changes: Dict[str, Any], ipus: List[int]) -> None:
     settings = config(**own(model, **{**changes, "gradient_accumulation": 5}))
     settings.pipeline.auto_round = True
-    subject = inspected(settings)
-    plan = make_plan(settings, subject.facts)
-    training = estimate_plan(settings, plan, subject).training
+    training = estimate_plan(planned(settings), PROMISES).training
     assert [training.layout.ipu_of_op(op.index) for op in training.traced.ops if op.name == "addmm"] == ipus
     assert training.layout.ipu_of_op(len(training.traced.ops) - 1) == ipus[-1]  # the loss
 
@@ -124,19 +133,17 @@ def test_operations_after_an_ended_block_stay_in_it(model: str, changes: Dict[st
 )
 def test_the_estimate_has_the_phases(keys: Dict[str, Any], phases: Tuple[int, ...], ipus: Tuple[int, ...]) -> None:
     settings = config(**PLACED, pipeline__strategy="serial_phased", **keys)
-    subject = inspected(settings)
-    training = estimate_plan(settings, make_plan(settings, subject.facts), subject).training
+    training = estimate_plan(planned(settings), PROMISES).training
     assert (training.layout.phase_of_stage, training.layout.ipu_of_stage) == (phases, ipus)
 
 
 def test_no_other_split_is_suggested_for_a_model_that_splits_itself() -> None:
     settings = config(**own("Returning", gradient_accumulation=7))
-    subject = inspected(settings)
-    plan = make_plan(settings, subject.facts)
-    plan_estimate = estimate_plan(settings, plan, subject)
+    subject = planned(settings)
+    plan_estimate = estimate_plan(subject, PROMISES)
     assert not any("pipeline.split" in word for remedy in plan_estimate.remedies for word in remedy.overrides)
     with pytest.raises(ConfigError, match="the model's code already has one"):
-        solve(settings, plan, plan_estimate)
+        solve(subject, plan_estimate, PROMISES)
 
 
 def test_a_module_that_already_begins_a_block_cannot_begin_another() -> None:

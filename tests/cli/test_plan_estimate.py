@@ -157,12 +157,12 @@ def test_every_remedy_does_what_it_says_when_typed(capsys: Any) -> None:
     words = [*GPT, *SMALL, "devices=4", "gradient_accumulation=32"]
     remedies = _json(capsys, 3, *words)["estimate"]["remedies"]
     assert len(remedies) > 3
-    for remedy in remedies[:6]:
+    for remedy in remedies:
         code = 3 if remedy["verdict"] == "does not fit" else 0
         found = _json(capsys, code, *words, *remedy["overrides"])["estimate"]
         assert found["verdict"] == remedy["verdict"], remedy["overrides"]
-        assert max(ipu["share"] for ipu in found["ipus"]) == pytest.approx(remedy["fullest_share"], rel=0.01)
-        assert found["time"]["samples_per_second"] == pytest.approx(remedy["samples_per_second"], rel=0.01)
+        assert max(ipu["share"] for ipu in found["ipus"]) == pytest.approx(remedy["fullest_share"])
+        assert found["time"]["samples_per_second"] == pytest.approx(remedy["samples_per_second"])
 
 
 def test_a_solution_does_what_it_says_when_typed(capsys: Any) -> None:
@@ -174,19 +174,30 @@ def test_a_solution_does_what_it_says_when_typed(capsys: Any) -> None:
     assert again["training"]["samples_per_update"] == 64
     assert again["devices"]["total"] == 4
     assert again["estimate"]["verdict"] == solution["verdict"]
-    assert again["estimate"]["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"], rel=0.01)
+    assert again["estimate"]["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"])
 
 
-def test_shares_by_ipu_hold_in_a_solution_too(capsys: Any) -> None:
+def test_blocks_of_the_config_are_reset_by_a_solution(capsys: Any) -> None:
+    """Hydra merges mappings, so that blocks of the config would stay beside those of a solution."""
+    words = [*GPT, *SMALL, "devices=4", "gradient_accumulation=32", "pipeline.blocks={h.1: 1, lm_head: 0}"]
+    solution = _json(capsys, 0, *words, "--solve")["solutions"][0]
+    assert "pipeline.blocks=null" in solution["overrides"]
+    again = _json(capsys, 0, *words, *solution["overrides"])
+    assert again["estimate"]["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"])
+
+
+@pytest.mark.parametrize(("machine", "ipus"), [([], 1), (SMALL, 4)])
+def test_shares_by_ipu_hold_in_a_solution_too(capsys: Any, machine: List[str], ipus: int) -> None:
     """The preset lists its shares for 4 IPUs; a replica of another size takes the first of them for all."""
-    words = [*GPT, "pipeline=gpt_tiny_4ipu", "devices=4", "memory.available_proportion=[0.5,0.1,0.2,0.3]"]
+    words = [*GPT, "pipeline=gpt_tiny_4ipu", "devices=4", "memory.available_proportion=[0.5,0.1,0.2,0.3]", *machine]
     words += ["gradient_accumulation=null", "global_batch_size=128"]
     document = _json(capsys, 0, *words, "--solve")
     solutions = [solution for solution in document["solutions"] if solution["overrides"]]
-    by_size = {solution["ipus_per_replica"]: solution for solution in solutions}
-    assert "memory.available_proportion=0.5" in by_size[1]["overrides"]
-    assert not any("available_proportion" in word for word in by_size[4]["overrides"])
-    for solution in by_size.values():
+    assert solutions[0]["ipus_per_replica"] == ipus
+    for solution in solutions:
+        is_first_for_all = "memory.available_proportion=0.5" in solution["overrides"]
+        is_lean = "memory.available_proportion=0.2" in solution["overrides"]
+        assert is_first_for_all == (solution["ipus_per_replica"] != 4 and not is_lean)
         found = _json(capsys, 0, *words, *solution["overrides"])["estimate"]
         assert found["time"]["samples_per_second"] == pytest.approx(solution["samples_per_second"], rel=1e-6)
         assert max(ipu["share"] for ipu in found["ipus"]) == pytest.approx(solution["fullest_share"], rel=1e-6)
@@ -227,8 +238,8 @@ def test_split_auto_takes_as_few_ipus_as_will_do(capsys: Any) -> None:
     assert small["devices"]["total"] > 1
     assert small["estimate"]["verdict"] != "does not fit"
     fewer = small["devices"]["total"] // 2
-    forced = _json(capsys, 3, *words, *SMALL, f"pipeline.ipus={fewer}")
-    assert forced["estimate"]["verdict"] == "does not fit"
+    assert main(["plan", *words, *SMALL, f"pipeline.ipus={fewer}", "--json"]) in (0, 3)
+    assert json.loads(capsys.readouterr().out)["estimate"]["verdict"] != "fits"
 
 
 def test_split_auto_that_finds_nothing_still_shows_a_plan(capsys: Any) -> None:

@@ -7,7 +7,7 @@ from typing import List
 
 import pytest
 
-from ipurun.config.compose import from_yaml, one, points, to_yaml
+from ipurun.config.compose import from_yaml, one, points, to_yaml, with_words
 from ipurun.errors import ConfigError, Problem
 
 
@@ -447,3 +447,27 @@ class TestGiven:
         given = one(["+recipe=mine", "pipeline=none"]).given
         assert given is not None and "pipeline.strategy" not in given
         assert given["pipeline.split"] == "ipurun/conf/pipeline/none.yaml:2"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["micro_batch_size=4", "global_batch_size=null"],
+        ["pipeline.blocks=null", "pipeline.blocks={predictions.decoder: 0}"],
+        ["pipeline.blocks={predictions.decoder: 0}"],
+        ["optimizer.accum_type=float16", "memory.serialize={predictions.decoder: 6}"],
+        ["memory.available_proportion=0.2", "seed=x", "no_such_key=1"],
+    ],
+)
+def test_more_words_give_the_point_of_the_whole_line(more: List[str]) -> None:
+    words = ["+recipe=bert", "pipeline=bert_demo_4ipu", "pipeline.blocks={pooler: 1}", "schedule.warmup_steps=${seed}"]
+    before = points(words, "plan").points[0]
+    kept = to_yaml(before.config)
+    try:
+        expected = points([*words, *more], "plan").points[0]
+    except ConfigError as error:
+        with pytest.raises(ConfigError, match=error.problems[0].key or "seed"):
+            with_words(before, more)
+    else:
+        assert with_words(before, more) == expected
+    assert with_words(before, []) == before and to_yaml(before.config) == kept

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from estimate_toys import chain
 
-from ipurun.estimate.estimate import verdict_of, worst
+from ipurun.estimate.estimate import verdict_of
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import estimate_memory, in_flight, parameter_shares, stage_memories
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
-from ipurun.estimate.types import IpuMemory, Settings, Verdict
+from ipurun.estimate.types import IpuMemory, Settings, Verdict, worst
 
 MACHINE = Machine()
 

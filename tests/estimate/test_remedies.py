@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import pytest
 from estimate_toys import chain
 
+from ipurun.estimate import advice
 from ipurun.estimate.advice import Remedy, remedies_for
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.search import Search
 from ipurun.estimate.stages import layout_of_cuts, single_ipu
-from ipurun.estimate.types import EstimatedModel, Settings, StageLayout, Verdict
+from ipurun.estimate.types import EstimatedModel, Settings, StageLayout, Trial, Verdict
 from ipurun.inspect.traced_model import TracedModel
 
 MACHINE = Machine()
 ADAM: Dict[str, Any] = {"state_bytes": 8.0, "state_tensors": 2, "compute_bytes": 2, "accumulator_bytes": 4.0}
 
 
-def _estimated(traced: TracedModel, layout: StageLayout, settings: Settings) -> EstimatedModel:
-    return EstimatedModel(traced, layout, settings, MACHINE, estimate(traced, layout, settings, MACHINE))
+def _estimated(
+    traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine = MACHINE
+) -> EstimatedModel:
+    return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))
 
 
 def _remedies(model: EstimatedModel) -> List[Remedy]:
-    return remedies_for(model, Search(model.traced, model.machine))
+    """Return the remedies if the plan of each is what the search expects."""
+    proposed: Dict[Tuple[str, ...], Trial] = {}
+
+    def planned(overrides: Sequence[str]) -> Optional[Trial]:
+        return proposed.get(tuple(overrides))
+
+    search = Search(model.traced, model.machine)
+    for change in advice._changes(model, search, False):
+        proposed[change.overrides] = Trial(
+            _estimated(model.traced, change.layout, change.settings, model.machine), None
+        )
+    return remedies_for(Trial(model, None), search, planned)
 
 
 def _by_override(model: EstimatedModel) -> Dict[str, Remedy]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -43,9 +44,16 @@ def test_phases_of_a_strategy_under_options(phases: str) -> None:
 
 
 def test_accumulators_exist_only_where_gradients_accumulate() -> None:
-    assert _settings("gradient_accumulation=1").accumulator_bytes == 0
-    assert _settings("gradient_accumulation=4").accumulator_bytes == 4
-    assert _settings("gradient_accumulation=4", "optimizer.accum_type=float16").accumulator_bytes == 2
+    assert _settings("gradient_accumulation=1").gradient_bytes == 0
+    assert _settings("gradient_accumulation=4").gradient_bytes == 4
+    assert _settings("gradient_accumulation=4", "optimizer.accum_type=float16").gradient_bytes == 2
+
+
+def test_accumulators_of_a_half_model_are_float32_by_default_and_combined_ones_always_exist() -> None:
+    accumulating = dataclasses.replace(_settings("precision=16", "gradient_accumulation=1"), gradient_accumulation=8)
+    assert accumulating.gradient_bytes == 4
+    sgd = ["precision=16", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.use_combined_accum=true"]
+    assert _settings(*sgd, "gradient_accumulation=1").gradient_bytes == 2
 
 
 def test_locations_and_precision() -> None:
@@ -107,6 +115,6 @@ def test_only_conflicting_keys_are_reset() -> None:
         ).config
     )
     assert placed.placement == ("pipeline.ipus=null",)
-    assert placed.blocks == ("pipeline.blocks={}",)
+    assert placed.blocks == ("pipeline.blocks=null",)
     assert placed.ipus == ("memory.available_proportion=null", "inference.device_iterations=null")
     assert placed.batch == ("global_batch_size=null",)

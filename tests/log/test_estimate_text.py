@@ -53,7 +53,8 @@ def toy_estimate(**changes: Any) -> PlanEstimate:
     traced = TracedModel(ops, parameters, 0, 100, 4, 1)
     layout, settings, machine = layout_of_cuts(traced, [1]), Settings(gradient_accumulation=8), Machine()
     found = estimate(traced, layout, settings, machine)
-    return PlanEstimate(EstimatedModel(traced, layout, settings, machine, found), Search(traced, machine), **changes)
+    model = EstimatedModel(traced, layout, settings, machine, found)
+    return PlanEstimate(model, changes.pop("inference", None), Search(traced, machine), **changes)
 
 
 def with_memory(plan_estimate: PlanEstimate, *ipus: IpuMemory) -> PlanEstimate:
@@ -197,6 +198,17 @@ def test_json_holds_plain_values() -> None:
 def _solution(*overrides: str) -> Solution:
     training = toy_estimate().training
     return Solution(training.settings, training.layout, None, overrides, training.estimate)
+
+
+def test_inference_that_does_not_fit_well_is_shown_with_a_solution() -> None:
+    solution = _solution("devices=4")
+    tight = dataclasses.replace(solution.estimate, verdict=Verdict.TIGHT)
+    (line,) = [line for line in solution_lines([dataclasses.replace(solution, inference=tight)]) if "1. " in line]
+    assert "fits, fullest IPU" in line and "; inference: tight, fullest IPU" in line
+    (plain,) = [
+        line for line in solution_lines([dataclasses.replace(solution, inference=solution.estimate)]) if "1. " in line
+    ]
+    assert "inference" not in plain
 
 
 def test_a_solution_is_valid_yaml() -> None:

@@ -164,6 +164,8 @@ def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) ->
 
 
 def _block_entries(blocks: Any, found: Findings) -> List[Tuple[str, Any]]:
+    if blocks is None:
+        return []
     if isinstance(blocks, Mapping):
         return list(flat_names(blocks, tuple(_BLOCK_FIELDS)).items())
     entries: List[Tuple[str, Any]] = []
