@@ -121,17 +121,29 @@ def _map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     return function(item)
 
 
-def run_op(func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
+def run_op(
+    func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], is_random: bool = False
+) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
     """Run an operation.
+
+    Args:
+        func: The operation.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+        is_random: Whether it draws random numbers.
 
     Returns:
         The operation that was actually called, its positional arguments, and the result.
     """
     if is_slow_in_half(func, args):
         func = HalfThroughFloat(func)
+    # Torch 2.0 draws numbers before it refuses a type; a replay calls only the operation that works.
+    random_state = torch.get_rng_state() if is_random else None
     try:
         return func, args, func(*args, **kwargs)
     except RuntimeError as error:
+        if random_state is not None:
+            torch.set_rng_state(random_state)
         boxed = with_boxed_numbers(func, args)
         if boxed is not None:
             return func, boxed, func(*boxed, **kwargs)

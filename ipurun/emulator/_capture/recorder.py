@@ -287,12 +287,7 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None and (mask & 1 or node.is_random):
                 self._check_op(node)  # operations on constants alone run on the host
-        random_state = torch.get_rng_state() if node.is_random else None
-        node.op, args, result = run_op(func, args, kwargs)
-        if random_state is not None and node.op is not func:
-            # Torch 2.0 draws numbers before it refuses a type; a replay calls only the operation that works.
-            torch.set_rng_state(random_state)
-            result = node.op(*args, **kwargs)
+        node.op, args, result = run_op(func, args, kwargs, node.is_random)
         if mask & 1:
             node.op, result = kept_in_32_bits(node.op, base_name, result)
         node.args = self._encode(args)

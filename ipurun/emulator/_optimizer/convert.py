@@ -205,15 +205,15 @@ def _family_of(optimizer: Any) -> _Family:
         if isinstance(optimizer, family.torch_class):
             if type(optimizer) not in (family.torch_class, family.poptorch_class):
                 logger.warning(
-                    "%s is a subclass of %s: the device runs the update of the latter, "
-                    "Python code in step() is not run.",
+                    "%s is a subclass of %s: the device runs the update of the latter. "
+                    "Poptorch does not run Python optimizer code directly.",
                     type(optimizer).__name__,
                     family.torch_class.__name__,
                 )
             return family
     raise AssertionError(
         f"Unsupported optimizer type {type(optimizer).__name__}. Supported: SGD, Adam, AdamW, RMSprop of "
-        "torch.optim and poptorch.optim, and poptorch.optim.LAMB"
+        "torch.optim and poptorch.optim, and poptorch.optim.LAMB. Poptorch does not run Python optimizer code directly."
     )
 
 

@@ -60,6 +60,7 @@ def test_subclass_is_mapped_with_a_warning(params, caplog):
     with caplog.at_level(logging.WARNING):
         converted = convert(Mine(params))
     assert "Mine is a subclass of AdamW" in caplog.text
+    assert "Poptorch does not run Python optimizer code directly" in caplog.text
     assert converted == convert(torch.optim.AdamW(params))
     assert converted != convert(torch.optim.Adam(params))
 
