@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
 
 import torch
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors
-from ipurun.inspect.data import is_stream
-from ipurun.inspect.sampling import PaddedOrder, ResumableSampler, make_sampler, rows_to_fill
+from ipurun.inspect.data import is_stream, length_of
+from ipurun.inspect.sampling import (
+    MarkedSamples,
+    PaddedOrder,
+    RandomStates,
+    ResumableSampler,
+    make_sampler,
+    rows_to_fill,
+    seed_everything,
+    seed_of,
+)
 from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
@@ -51,6 +63,7 @@ class TrainLoader:
         self._seed = seed
         self._collate = collate
         self._loader: Any = None
+        self._batches: Optional[Iterator[Any]] = None
         self._epoch = 0
         self._discard = 0
 
@@ -61,35 +74,73 @@ class TrainLoader:
         """
         self.close()
         self._epoch = epoch
-        named: Dict[str, Any] = {}
         self._discard = skip_calls
-        if not is_stream(self._data) and not self._is_distributed():
-            sampler = make_sampler(self._config, self._data, self._seed, self._sizes.micro_batch_size)
-            calls_to_items = self._micro_batches_per_call()
-            if not self._config.batch_sampler:
-                calls_to_items *= self._sizes.micro_batch_size
-            ordered = ResumableSampler(sampler, self._seed, epoch, skip_calls * calls_to_items)
-            named["batch_sampler" if self._config.batch_sampler else "sampler"] = ordered
-            self._discard = 0
-        elif not is_stream(self._data):
+        data = self._data
+        named: Dict[str, Any] = {}
+        if isinstance(data, IterDataPipe):
+            pass  # torch divides it among workers, which it can do only if it is not wrapped
+        elif is_stream(data):
+            data = _Stream(data, self._seed, epoch, None if self._config.workers else length_of(data))
+        elif self._is_distributed():
             named["shuffle"] = self._config.shuffle
-        self._loader = self._open(named)
+        else:
+            is_batched = bool(self._config.batch_sampler)
+            items_per_call = self._micro_batches_per_call() * (1 if is_batched else self._sizes.micro_batch_size)
+            named["batch_sampler" if is_batched else "sampler"] = ResumableSampler(
+                make_sampler(self._config, data, self._seed, self._sizes.micro_batch_size),
+                self._seed,
+                epoch,
+                skip_calls * items_per_call,
+                marks=not self._loads_here(),
+                draws_batches=is_batched,
+            )
+            self._discard = 0
+            if not self._loads_here():
+                data = MarkedSamples(data)
+        self._loader = self._open(data, named)
 
     def epoch(self) -> Iterator[Any]:
         """Yield the batches of the next epoch; after `start`, the rest of the current one."""
+        if not self._is_ready_for_next_epoch():
+            self.start(self._epoch)
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(self._epoch)
+        states = RandomStates(seed_of(self._seed, self._epoch))
         self._epoch += 1
         discard, self._discard = self._discard, 0
-        for number, batch in enumerate(self._loader):
+        with self._reading(states):
+            self._batches = iter(self._loader)
+        for number in itertools.count():
+            with self._reading(states):
+                batch = next(self._batches, None)
+            if batch is None:
+                self._batches = None
+                return
             if number >= discard:
                 yield batch
+
+    def _is_ready_for_next_epoch(self) -> bool:
+        """Return whether the next epoch is the one that the loader will read.
+
+        PopTorch's background process begins it early, but only if the last one was read to its end. If not, it
+        begins an epoch once more, which would be the one after the next if it was early.
+        """
+        if self._config.mode == "sync" or self._batches is None:
+            return True
+        return next(self._batches, None) is None
+
+    def _loads_here(self) -> bool:
+        return self._config.mode == "sync" and not self._config.workers
+
+    def _reading(self, states: RandomStates) -> ContextManager[None]:
+        """Give a stream that is read in this process its own random states: a resumed run reads it again."""
+        return states.in_use() if is_stream(self._data) and self._loads_here() else contextlib.nullcontext()
 
     def close(self) -> None:
         """End background processes."""
         if self._loader is not None:
             self._loader.terminate()
-            self._loader = None
+            self._loader = self._batches = None
 
     def _micro_batches_per_call(self) -> int:
         return self._sizes.samples_per_call // self._sizes.micro_batch_size
@@ -98,7 +149,7 @@ class TrainLoader:
         """Return whether several processes run, among which PopTorch divides the data set."""
         return int(self._options.Distributed.numProcesses) > 1
 
-    def _open(self, named: Dict[str, Any]) -> Any:
+    def _open(self, data: Any, named: Dict[str, Any]) -> Any:
         mode = self._config.mode
         if "batch_sampler" not in named:
             named["batch_size"] = self._sizes.micro_batch_size
@@ -114,7 +165,7 @@ class TrainLoader:
         try:
             return self._engine.DataLoader(
                 self._options,
-                _as_data_set(self._data),
+                data,
                 num_workers=self._config.workers,
                 drop_last=True,
                 mode=getattr(self._engine.DataLoaderMode, _MODES[mode]),
@@ -165,7 +216,7 @@ class EvalLoader:
             named["worker_init_fn"] = _leave_interrupts_to_the_loop
         self._make = lambda: engine_module.DataLoader(
             options,
-            _as_data_set(data),
+            _Iterable(data) if is_stream(data) and not isinstance(data, IterableDataset) else data,
             batch_size=sizes.micro_batch_size,
             num_workers=workers,
             drop_last=not is_stream(data),
@@ -191,7 +242,7 @@ class EvalLoader:
                     return
 
 
-class _Stream(torch.utils.data.IterableDataset):
+class _Iterable(IterableDataset):
     """An iterable as torch's iterable data set."""
 
     def __init__(self, items: Any) -> None:
@@ -201,10 +252,29 @@ class _Stream(torch.utils.data.IterableDataset):
         return iter(self._items)
 
 
-def _as_data_set(data: Any) -> Any:
-    if is_stream(data) and not isinstance(data, torch.utils.data.IterableDataset):
-        return _Stream(data)
-    return data
+class _Stream(_Iterable):
+    """A stream whose epochs depend only on their number and the seed, in whichever process they are read.
+
+    Args:
+        items: The iterable. If it has ``set_epoch``, that is called.
+        seed: Seed of the run.
+        epoch: Epoch of the first iteration.
+        length: Number of samples of an epoch, at which one that is longer ends; None: all there are.
+    """
+
+    def __init__(self, items: Any, seed: int, epoch: int, length: Optional[int]) -> None:
+        super().__init__(items)
+        self._seed = seed
+        self._epoch = epoch
+        self._length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        if hasattr(self._items, "set_epoch"):
+            self._items.set_epoch(epoch)
+        worker = torch.utils.data.get_worker_info()
+        seed_everything(seed_of(self._seed, epoch, *([] if worker is None else [worker.id])))
+        return itertools.islice(super().__iter__(), self._length)
 
 
 def _leave_interrupts_to_the_loop(worker: int) -> None:

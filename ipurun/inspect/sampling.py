@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError, Problem
@@ -18,7 +18,10 @@ from ipurun.inspect.targets import arguments_of, check_node, first_parameter, lo
 
 __all__ = [
     "EpochOrder",
+    "MarkedIndex",
+    "MarkedSamples",
     "PaddedOrder",
+    "RandomStates",
     "ResumableSampler",
     "check_loader",
     "make_collate",
@@ -41,20 +44,48 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and PyTorch."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also looks for accelerators, 200 times as slow
 
 
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
+class RandomStates:
+    """States of the global generators for code that neither disturbs nor depends on the draws of other code.
+
+    Args:
+        seed: Seed of all generators at the first use.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: Optional[Tuple[Any, Any, Any]] = None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use these states inside, from where the last use left them, and restore the former ones afterwards."""
+        former = _get_states()
+        if self._states is None:
+            seed_everything(self._seed)
+        else:
+            _set_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = _get_states()
+            _set_states(former)
+
+
+def seeded(seed: int) -> ContextManager[None]:
     """Seed all global generators inside, and restore their states afterwards."""
-    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    seed_everything(seed)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+    return RandomStates(seed).in_use()
+
+
+def _get_states() -> Tuple[Any, Any, Any]:
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+
+def _set_states(states: Tuple[Any, Any, Any]) -> None:
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
 
 
 def check_loader(config: LoaderConfig) -> List[Problem]:
@@ -165,6 +196,56 @@ class PaddedOrder:
         return rows_to_fill(self._length, self._micro_batch_size, self._total)
 
 
+class MarkedIndex(NamedTuple):
+    """An index with what the process that loads its sample needs to know.
+
+    Args:
+        index: Index of the sample.
+        epoch: Epoch in which it is drawn.
+        seed: Seed of the random numbers that loading it draws.
+    """
+
+    index: Any
+    epoch: int
+    seed: int
+
+
+class MarkedSamples(Dataset):
+    """A data set read by marked indices: each sample is the same in whichever process, and whatever was read before.
+
+    Args:
+        data: The data set. If it has ``set_epoch``, that is called.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._epoch: Optional[int] = None
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, mark: MarkedIndex) -> Any:
+        self._prepare(mark)
+        return self._data[mark.index]
+
+    def __getitems__(self, marks: List[MarkedIndex]) -> List[Any]:
+        load_together = getattr(self._data, "__getitems__", None)
+        if load_together is None:
+            return [self[mark] for mark in marks]
+        samples: List[Any] = []
+        for _, of_epoch in itertools.groupby(marks, key=lambda mark: mark.epoch):
+            batch = list(of_epoch)
+            self._prepare(batch[0])
+            samples += load_together([mark.index for mark in batch])
+        return samples
+
+    def _prepare(self, mark: MarkedIndex) -> None:
+        if mark.epoch != self._epoch and hasattr(self._data, "set_epoch"):
+            self._data.set_epoch(mark.epoch)
+        self._epoch = mark.epoch
+        seed_everything(mark.seed)
+
+
 class ResumableSampler:
     """A sampler (of samples or of batches) that can start in the middle of an epoch.
 
@@ -176,13 +257,26 @@ class ResumableSampler:
         seed: Seed of the run.
         epoch: Epoch of the first iteration.
         skip: Number of leading items that the first iteration skips.
+        marks: Whether to draw a `MarkedIndex` for each index.
+        draws_batches: Whether items are lists of indices.
     """
 
-    def __init__(self, inner: Any, seed: int, epoch: int = 0, skip: int = 0) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        seed: int,
+        epoch: int = 0,
+        skip: int = 0,
+        *,
+        marks: bool = False,
+        draws_batches: bool = False,
+    ) -> None:
         self._inner = inner
         self._seed = seed
         self._epoch = epoch
         self._skip = skip
+        self._marks = marks
+        self._draws_batches = draws_batches
         if hasattr(inner, "batch_size"):
             self.batch_size = inner.batch_size
 
@@ -193,14 +287,41 @@ class ResumableSampler:
         epoch, skip = self._epoch, self._skip
         self._epoch, self._skip = epoch + 1, 0
         _set_epoch(self._inner, epoch)
-        return itertools.islice(self._items(epoch), skip, None)
+        items = self._items(RandomStates(seed_of(self._seed, epoch)))
+        return itertools.islice(self._marked(items, epoch) if self._marks else items, skip, None)
 
-    def _items(self, epoch: int) -> Iterator[Any]:
+    def _items(self, states: RandomStates) -> Iterator[Any]:
         if length_of(self._inner) is None:
-            return iter(self._inner)  # may be endless, so it cannot be drawn in advance under a seed
-        with seeded(seed_of(self._seed, epoch)):
+            return _one_by_one(self._inner, states)  # may be endless
+        with states.in_use():
             drawn: List[Any] = list(self._inner)
         return iter(drawn)
+
+    def _marked(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
+        first_seed, num_marked = seed_of(self._seed, epoch, 1), 0
+        for item in items:
+            indices = item if self._draws_batches else [item]
+            seeds = (_seed_at(first_seed, num_marked + position) for position in range(len(indices)))
+            marked = [MarkedIndex(index, epoch, seed) for index, seed in zip(indices, seeds)]
+            num_marked += len(marked)
+            yield marked if self._draws_batches else marked[0]
+
+
+def _one_by_one(items: Any, states: RandomStates) -> Iterator[Any]:
+    with states.in_use():
+        left = iter(items)
+    while True:
+        with states.in_use():
+            try:
+                item = next(left)
+            except StopIteration:
+                return
+        yield item
+
+
+def _seed_at(first: int, position: int) -> int:
+    # An odd factor, so that also the low 32 bits, which are all that some generators use, differ everywhere.
+    return (first + position * 0x9E3779B97F4A7C15) % 2**63
 
 
 def rows_to_fill(rows: int, micro_batch_size: int, wanted: int) -> Iterator[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, List
+import time
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -67,6 +68,55 @@ def test_background_loading_gives_the_same_batches(mode: str) -> None:
         assert _labels(background, 2) == everything[2:]
     finally:
         background.train_loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["async", "async_rebatched"])
+@pytest.mark.parametrize("data", ["run_toys.pair", "run_toys.ShuffledStream"])
+def test_background_loading_keeps_the_order_of_epochs(data: str, mode: str, workers: int) -> None:
+    """The loop stops at the last batch of an epoch, when the background process may have begun the next one."""
+    straight = built(data={"_target_": data}, loader__workers=workers)
+    straight.train_loader.start()
+    background = built(data={"_target_": data}, loader__mode=mode, loader__workers=workers)
+    calls_per_epoch = 8 if data == "run_toys.pair" else 7 * (workers or 1)
+    background.train_loader.start()
+    try:
+        for _ in range(3):
+            expected = [batch[0].tolist() for batch in straight.train_loader.epoch()]
+            seen = [batch[0].tolist() for batch in itertools.islice(background.train_loader.epoch(), calls_per_epoch)]
+            assert seen == expected
+            time.sleep(0.05)
+    finally:
+        straight.train_loader.close()
+        background.train_loader.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_stream_that_is_longer_than_its_length_ends_with_it(mode: str) -> None:
+    run = built(data={"_target_": "run_toys.ShuffledStream", "claimed": 16}, loader__mode=mode)
+    run.train_loader.start()
+    try:
+        assert [len(_labels(run)) for _ in range(2)] == [4, 4]
+    finally:
+        run.train_loader.close()
+
+
+@pytest.mark.parametrize(("mode", "workers"), [("sync", 2), ("async", 0), ("async_rebatched", 2)])
+def test_samples_of_other_processes_are_the_same_from_any_position(mode: str, workers: int) -> None:
+    """Augmentation draws random numbers, which depend on the epoch and the position, not on what a worker loaded."""
+    changes: Dict[str, Any] = {"loader__mode": mode, "loader__workers": workers}
+    changes["data"] = {"_target_": "run_toys.EpochPoints", "_eval_": None}
+    straight, resumed = built(**changes), built(**changes)
+    straight.train_loader.start()
+    resumed.train_loader.start(1, 3)
+    try:
+        everything = _labels(straight, 3)
+        assert _labels(resumed, 2) == everything[11:]
+        assert len({number for batch in everything for number in batch}) == 3 * 32
+        assert [round(batch[0] / 100) for batch in everything] == [0] * 8 + [1] * 8 + [2] * 8
+    finally:
+        straight.train_loader.close()
+        resumed.train_loader.close()
 
 
 def test_a_stream_is_read_up_to_the_position() -> None:
