@@ -19,10 +19,20 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 import torch
 
 from ipurun.emulator._logging import logger
-from ipurun.emulator._optimizer.base import Optimizer, VariableAttributes
+from ipurun.emulator._optimizer.base import DeviceState, Optimizer, VariableAttributes
 from ipurun.emulator._optimizer.lamb import lamb_step
 
-__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "RMSprop",
+    "VariableAttributes",
+    "read_device_state",
+    "write_device_state",
+]
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -182,3 +192,16 @@ class LAMB(Optimizer, torch.optim.Optimizer):
                 loss = closure()
         lamb_step(self.param_groups, self.state, bias_correction=self.bias_correction)
         return loss
+
+
+def read_device_state(executor: Any) -> DeviceState:
+    """Return the state of the optimizer of a compiled training model, `torch.optim` classes included.
+
+    PopTorch has no such function: it exposes the state of `poptorch.optim` classes only, by `state_dict()`.
+    """
+    return executor._optimizer.read_device_state()
+
+
+def write_device_state(executor: Any, state: DeviceState) -> None:
+    """Overwrite the state of the optimizer of a compiled training model with what `read_device_state` returned."""
+    executor._optimizer.write_device_state(state)

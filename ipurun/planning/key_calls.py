@@ -147,9 +147,10 @@ def _add_broadcast(
         calls.add("broadcastBuffers", config.replication.broadcast_buffers, origin=origin)
     elif several and wanted is None:
         calls.add("broadcastBuffers", False, origin="rule: forward writes to buffers", chosen=False)
+    if several and not wanted:
         found.note(
             f"each of the {batch.replicas} replicas keeps its own buffers (broadcastBuffers(False)), because forward "
-            f"writes to {names}; those of the first replica are saved"
+            f"writes to {names}; those of the first replica are saved, and a resumed run gives them to all"
         )
     if facts.batch_norms and batch.distinct_replicas > 1:
         found.note(

@@ -10,7 +10,7 @@ from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder
 from ipurun.errors import RunError
 from ipurun.inspect.batch_items import as_call, pick, target_of
-from ipurun.inspect.sampling import seed_everything
+from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.clock import Clock, Window
 from ipurun.training.evaluate import evaluate, output_of
 from ipurun.training.events import (
@@ -27,7 +27,14 @@ from ipurun.training.events import (
 from ipurun.training.failures import explained
 from ipurun.training.interrupts import Interrupts
 from ipurun.training.saving import Saver, falls_due
-from ipurun.training.state import Progress, attach_training, restore, restore_device, restore_random_state
+from ipurun.training.state import (
+    Progress,
+    attach_training,
+    keeps_torch_optimizer,
+    restore,
+    restore_device,
+    restore_random_state,
+)
 
 __all__ = ["train"]
 
@@ -167,7 +174,8 @@ class _Trainer:
         run = self._run
         self._observer.on_compile_start(CompileStart("training"))
         begun = time.perf_counter()
-        with self._explained("compiling the model for training"):
+        # Whatever `forward` draws on the host is a constant of the program: the same one in a run that was resumed.
+        with self._explained("compiling the model for training"), seeded(run.config.seed):
             run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs))
             if self._restored is not None:
                 restore_device(run, self._restored)
@@ -225,7 +233,9 @@ class _Trainer:
         """Evaluate, and return whether the monitored metric is the best so far."""
         run, progress = self._run, self._progress
         begun = time.perf_counter()
-        result = evaluate(run, self._observer, should_stop=lambda: self._interrupts.requested)
+        # Not from the random states of training: an evaluation that an interrupt put off must not change them.
+        with seeded(seed_of(run.config.seed, progress.step)):
+            result = evaluate(run, self._observer, should_stop=lambda: self._interrupts.requested)
         progress.owes_evaluation = result is None
         if result is None:
             return False
@@ -289,13 +299,7 @@ class _Trainer:
                 )
             )
         if not hasattr(run.optimizer, "variable_attrs") and self._saver.is_on:
-            self._observer.on_note(
-                Note(
-                    "torch.optim keeps its state on the device, so a resumed run starts with an empty one; "
-                    "poptorch.optim resumes exactly",
-                    level="warning",
-                )
-            )
+            self._observer.on_note(_note_on_torch_optim(keeps_torch_optimizer(run)))
         if run.config.debug.print_options and hasattr(self._folder, "log"):
             self._folder.log(f"training {run.training_options!r}\ninference {run.inference_options!r}")
 
@@ -333,3 +337,16 @@ class _Trainer:
     def _epochs_done(self) -> float:
         per_epoch = self._run.plan.steps.calls_per_epoch
         return self._progress.epoch + (self._progress.position / per_epoch if per_epoch else 0.0)
+
+
+def _note_on_torch_optim(is_kept: bool) -> Note:
+    if is_kept:
+        return Note(
+            "the state of torch.optim is saved on the CPU engine only: PopTorch does not expose it on an IPU, where a "
+            "resumed run starts with an empty one; poptorch.optim resumes exactly on both"
+        )
+    return Note(
+        "torch.optim keeps its state on the device, so a resumed run starts with an empty one; "
+        "poptorch.optim resumes exactly",
+        level="warning",
+    )

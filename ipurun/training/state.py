@@ -20,6 +20,7 @@ __all__ = [
     "Progress",
     "attach_training",
     "collect_state",
+    "keeps_torch_optimizer",
     "load_weights",
     "restore",
     "restore_device",
@@ -82,6 +83,7 @@ def collect_state(run: Run, progress: Progress) -> Dict[str, Any]:
         "progress": asdict(progress),
         "random": _random_state(),
         "device_random": _device_random(run),
+        "device_optimizer": _device_optimizer(run),
     }
 
 
@@ -115,6 +117,8 @@ def restore_device(run: Run, state: Mapping[str, Any]) -> None:
     """Restore the device's random state and the optimizer's values, after the training model has compiled."""
     if state["device_random"] is not None:
         run.training_model.rng_state = list(state["device_random"])
+    if state.get("device_optimizer") is not None and keeps_torch_optimizer(run):
+        run.engine.module.optim.write_device_state(run.training_model, state["device_optimizer"])
     _send_optimizer(run)
 
 
@@ -182,6 +186,17 @@ def _device_random(run: Run) -> Optional[Any]:
         return None
     state = run.training_model.rng_state
     return None if state is None else [int(word) for word in state]
+
+
+def keeps_torch_optimizer(run: Run) -> bool:
+    """Return whether checkpoints hold the state of a torch.optim class: PopTorch exposes none, the CPU engine does."""
+    return run.engine.kind == "cpu" and not hasattr(run.optimizer, "variable_attrs")
+
+
+def _device_optimizer(run: Run) -> Optional[Any]:
+    if not keeps_torch_optimizer(run) or not run.training_model.isCompiled():
+        return None
+    return _plain(run.engine.module.optim.read_device_state(run.training_model))
 
 
 def _plain(value: Any) -> Any:

@@ -162,8 +162,9 @@ class ShuffledStream(IterableDataset):
 class EpochPoints(Points):
     """Points that move with each epoch and, at random, with each use."""
 
-    def __init__(self, length: int = 32) -> None:
+    def __init__(self, length: int = 32, shift: float = 100.0) -> None:
         super().__init__(length, jitter=0.1)
+        self.shift = shift
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -171,7 +172,7 @@ class EpochPoints(Points):
 
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
-        return x + 100 * self.epoch, y
+        return x + self.shift * self.epoch, y
 
 
 class PlainIterable:

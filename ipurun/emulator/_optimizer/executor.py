@@ -7,6 +7,7 @@ from typing import Any, Dict, Optional
 import torch
 
 from ipurun.emulator import optim
+from ipurun.emulator._optimizer.base import DeviceState
 from ipurun.emulator._optimizer.base import Optimizer as PoptorchOptimizer
 from ipurun.emulator._optimizer.convert import AttributeTracker, Converted, convert, forces_running_mean
 from ipurun.emulator._optimizer.update import DeviceOptimizer
@@ -125,9 +126,9 @@ class ExecutorOptimizer:
 
     def _connect(self) -> None:
         if self._is_attached and self._device is not None and isinstance(self.optimizer, PoptorchOptimizer):
-            self.optimizer._connect(self._read_state)
+            self.optimizer._connect(self.read_device_state)
 
-    def _read_state(self) -> Dict[str, Optional[Dict[str, torch.Tensor]]]:
+    def read_device_state(self) -> DeviceState:
         """Read the device's state; a parameter that differs between replicas has one step count per value."""
         assert self._executable is not None
         assert self._executable.optimizer is not None
@@ -138,6 +139,11 @@ class ExecutorOptimizer:
             if key in state["ipu_state"]:
                 state["ipu_state"][key] = state["ipu_state"][key].expand(group.rows(weights.num_replicas)).clone()
         return dict(state)
+
+    def write_device_state(self, state: DeviceState) -> None:
+        """Overwrite the device's state."""
+        assert self._device is not None
+        self._device.write_state(state)
 
     def _disconnect(self) -> None:
         if isinstance(self.optimizer, PoptorchOptimizer):
