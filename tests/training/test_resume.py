@@ -160,12 +160,21 @@ def test_resume_is_exact_with_momentum_and_batchnorm(tmp_path: Path) -> None:
     _assert_equal_runs(*_straight_and_resumed(tmp_path, 5, model={"_target_": "run_toys.NormNet"}))
 
 
-def test_resume_is_exact_for_a_stream(tmp_path: Path) -> None:
-    data = {"_target_": "run_toys.Stream"}
-    straight, straight_seen, resumed, seen = _straight_and_resumed(tmp_path, 11, data=data, optimizer=ADAM)
+@pytest.mark.parametrize("loader", ["sync", "sync-workers", "async", "rebatched-workers"])
+@pytest.mark.parametrize("data", ["run_toys.Stream", "run_toys.ShuffledStream"])
+def test_resume_is_exact_for_a_stream(tmp_path: Path, data: str, loader: str) -> None:
+    straight, straight_seen, resumed, seen = _straight_and_resumed(
+        tmp_path, 11, data={"_target_": data}, optimizer=ADAM, **LOADERS[loader]
+    )
     assert seen.losses == straight_seen.losses
     for name, value in resumed.user_model.state_dict().items():
         assert torch.equal(value, straight.user_model.state_dict()[name]), name
+
+
+def test_an_evaluation_that_was_put_off_does_not_change_training(tmp_path: Path) -> None:
+    """Reading this data draws random numbers, in training and in evaluation."""
+    data = {"_target_": "run_toys.Points", "jitter": 0.3, "_eval_": {"length": 8}}
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 8, data=data))
 
 
 def test_resume_is_exact_with_a_random_sampler(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -173,6 +174,10 @@ class _Worker:
         """Go to the start of the next epoch, or of this one if it was abandoned midway."""
         ring = self._data_buffers
         self._let_go()
+        is_at_end = ring.indices_mem[self._slot] and ring.kinds[self._slot] == SlotKind.END_OF_EPOCH
+        if self._in_epoch and self._consumed and is_at_end:
+            with contextlib.suppress(StopIteration):
+                self.next_item()  # all items were read, so that the process continues with the next epoch
         if self._in_epoch and self._consumed:
             asked = ring.generation_asked.value + 1
             ring.generation_asked.value = asked

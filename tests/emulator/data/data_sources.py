@@ -118,3 +118,15 @@ def labels(batches: Any) -> List[List[int]]:
 
 def flat(nested: List[List[int]]) -> List[int]:
     return [value for inner in nested for value in inner]
+
+
+class Epochs(IterableDataset):
+    """Three items with the number of the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        for item in range(3):
+            yield torch.tensor(item), torch.tensor(self.epoch)

@@ -14,6 +14,7 @@ from data_sources import (
     Counting,
     CountingIterable,
     CountingNested,
+    Epochs,
     GrowingShapes,
     Pair,
     Stuck,
@@ -284,3 +285,14 @@ class TestProgram:
             program.stdout.close()
             program.stderr.close()
         wait_for(lambda: not self.is_running(pid))
+
+
+@pytest.mark.parametrize("load_indefinitely", [True, False])
+def test_an_epoch_left_after_its_last_item_is_not_restarted(access, load_indefinitely):
+    accessor = access(Epochs(), buffer_size=5, load_indefinitely=load_indefinitely)
+    seen = []
+    for _ in range(3):
+        items = iter(accessor)
+        seen += [int(next(items)[1]) for _ in range(3)]
+        wait_for(lambda: ready_slots(accessor) >= 2)  # the last item, still in use, and the end of the epoch
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
