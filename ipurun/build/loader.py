@@ -109,10 +109,10 @@ class TrainLoader:
         self._epoch += 1
         discard, self._discard = self._discard, 0
         with self._reading(states):
-            self._batches = iter(self._loader)
+            self._batches = batches = iter(self._loader)
         for number in itertools.count():
             with self._reading(states):
-                batch = next(self._batches, None)
+                batch = next(batches, None)
             if batch is None:
                 self._batches = None
                 return

@@ -248,7 +248,11 @@ class TestBuffers:
 
     def test_replicas_keep_their_own_written_buffers(self, plan_of, composed):
         assert composed({"devices": 2}, facts=self.facts).broadcast_buffers is False
-        assert any("broadcastBuffers(False)" in note for note in plan_of({"devices": 2}, self.facts).notes)
+        for keys in ({}, {"replication.broadcast_buffers": False}):
+            notes = plan_of({"devices": 2, **keys}, self.facts).notes
+            assert any(
+                "broadcastBuffers(False)" in note and "a resumed run gives them to all" in note for note in notes
+            )
 
     def test_batch_norm_needs_no_call(self, plan_of, composed):
         norms = {"batch_norms": 3}

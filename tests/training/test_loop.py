@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,9 +297,17 @@ def test_an_engine_error_has_a_cause_but_no_traceback(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, Exception)
 
 
-def test_a_torch_optimizer_warns_that_resuming_is_not_exact(tmp_path: Path) -> None:
-    _, _, recorder = trained(tmp_path, optimizer={"_target_": "torch.optim.SGD", "lr": 0.1}, epochs=1)
-    assert any("poptorch.optim resumes exactly" in note.text for note in recorder.events["note"])
+@pytest.mark.parametrize(
+    ("kind", "level", "said"), [("cpu", "info", "on the CPU engine only"), ("ipu", "warning", "an empty one")]
+)
+def test_a_torch_optimizer_is_said_to_resume_exactly_only_here(
+    tmp_path: Path, kind: str, level: str, said: str
+) -> None:
+    run, recorder = built(optimizer={"_target_": "torch.optim.SGD", "lr": 0.1}, epochs=1), Recorder()
+    run.engine = replace(run.engine, kind=kind)
+    train(run, Folder(tmp_path), [recorder])
+    assert [(note.level, said in note.text) for note in recorder.events["note"]] == [(level, True)]
+    assert (load(latest(tmp_path / "checkpoints"))["device_optimizer"] is not None) is (kind == "cpu")
 
 
 def test_checkpoint_has_the_names_of_the_users_model(tmp_path: Path) -> None:

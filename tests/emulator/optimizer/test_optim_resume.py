@@ -131,6 +131,32 @@ def test_state_stored_with_earlier_names_resumes_too(name):
         assert torch.equal(resumed, straight)
 
 
+def test_the_state_of_torch_optimizers_can_be_read_and_written():
+    """An extra of the emulator: PopTorch does not expose this state."""
+
+    def make_torch_training():
+        model = TwoLayers()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+        return model, poptorch.trainingModel(model, poptorch.Options(), optimizer)
+
+    first, training = make_torch_training()
+    given = list(batches(1))
+    for batch in given[:3]:
+        training(*batch)
+    saved = saved_and_loaded({"model": first.state_dict(), "device": optim.read_device_state(training)})
+    for batch in given[3:]:
+        training(*batch)
+
+    second, training = make_torch_training()
+    second.load_state_dict(saved["model"])
+    training.compile(*given[0])
+    optim.write_device_state(training, saved["device"])
+    for batch in given[3:]:
+        training(*batch)
+    for resumed, straight in zip(second.state_dict().values(), first.state_dict().values()):
+        assert torch.equal(resumed, straight)
+
+
 def _earlier(name):
     head, separator, parameter = name.rpartition("___")
     return name if not separator or parameter == "FLOAT" else f"{head}___model.{parameter}"
