@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ipurun.config import checks, hydra_session, overrides
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
-from ipurun.config.documents import Document, NotText, yaml_problem
+from ipurun.config.documents import Document, NotText, load_file, yaml_problem
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
@@ -155,7 +155,7 @@ def from_yaml(path: Path) -> RunConfig:
         ConfigError: If it is missing, not YAML, or not a config of this version.
     """
     try:
-        stored = OmegaConf.load(path)
+        stored = load_file(path)
         if not stored:
             raise ConfigError("the stored config is empty", str(path), fix="use the folder of another run")
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))

@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, List, Mapping, Optional, Sequence, Tuple, cast
+from typing import Callable, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from hydra import initialize_config_module, version
@@ -26,7 +26,16 @@ from omegaconf.errors import OmegaConfBaseException
 from ipurun.config import folders, overrides
 from ipurun.config.argv import CommandLine
 from ipurun.config.catalog import RECIPE_GROUP
-from ipurun.config.documents import Document, NotText, check_document, display, read_document, yaml_problem
+from ipurun.config.documents import (
+    Document,
+    NotText,
+    Unfit,
+    check_aliases,
+    check_document,
+    display,
+    read_document,
+    yaml_problem,
+)
 from ipurun.config.folders import builtin_folder
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem, listing
@@ -73,6 +82,26 @@ def prepare_hydra(line: CommandLine) -> None:
     if _UserFolders not in Plugins.instance().discover(SearchPathPlugin):
         Plugins.instance().register(_UserFolders)
     folders.check_user_folders()
+    _check_aliases()
+
+
+def _check_aliases() -> None:
+    """Refuse files that Hydra would read for minutes or forever, before it reads any."""
+    problems = _unfit_files(check_aliases)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unfit_files(read: Callable[[Path], object]) -> List[Problem]:
+    problems: List[Problem] = []
+    for path in (path for folder in folders.user_folders() for path in folders.files(folder)):
+        try:
+            read(path)
+        except Unfit as error:
+            problems.append(yaml_problem(path, error))
+        except (yaml.YAMLError, OSError):
+            continue  # composing explains it, if the file is used
+    return problems
 
 
 class Session:
@@ -206,7 +235,8 @@ def _explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> List[
             return [_broken_file(raised)]
     if isinstance(error, RecursionError):
         what = "config files include each other in a loop"
-        return [Problem(what, "a defaults list", fix="remove one of them from the list")]
+        looped = Problem(what, "a defaults list", fix="remove one of them from the list")
+        return _unfit_files(lambda path: read_document(path, "")) or [looped]
     if isinstance(error, MissingConfigException):
         return [_missing(error, groups)]
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

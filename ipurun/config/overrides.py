@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from ipurun.config import keys
+from ipurun.config.documents import load_text
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.errors import ConfigError, Problem, listing, nearest
 
@@ -247,7 +248,7 @@ def _late(word: str) -> Optional[Parsed]:
     # Hydra's grammar does not have quoted keys, so patterns such as {"*.norm": 32} are read as plain YAML.
     key, _, text = word.lstrip("+").partition("=")
     try:
-        value = yaml.safe_load(text)
+        value = load_text(text)
     except yaml.YAMLError:
         return None
     if not isinstance(value, (dict, list)) or not keys.is_known(key) or keys.type_problem(key, value) is not None:

@@ -178,12 +178,18 @@ class RunFolder:
             return 1
 
     def overrides(self) -> List[str]:
-        """Return what was typed to start this run."""
-        from omegaconf import OmegaConf
+        """Return what was typed to start this run.
 
+        Raises:
+            ConfigError: The file is damaged.
+        """
         if not self.overrides_file.is_file():
             return []
-        return [str(item) for item in OmegaConf.load(self.overrides_file)]
+        stored = _load_yaml(self.overrides_file)
+        if not isinstance(stored, list):
+            fix = "delete it: the run then counts as started without overrides"
+            raise ConfigError("not a YAML list of overrides", str(self.overrides_file), fix=fix)
+        return [str(item) for item in stored]
 
     def origins(self) -> Optional[Dict[str, str]]:
         """Return the keys that were set when this run started, with where; None in a folder of the first edition.
@@ -191,14 +197,9 @@ class RunFolder:
         Raises:
             ConfigError: The file is damaged.
         """
-        import yaml
-
         if not self.origins_file.is_file():
             return None
-        try:
-            stored = yaml.safe_load(self.origins_file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
-            stored = None
+        stored = _load_yaml(self.origins_file)
         if not isinstance(stored, dict):
             fix = "delete it: keys that differ from their defaults then count as set"
             raise ConfigError("not a YAML mapping of keys", str(self.origins_file), fix=fix)
@@ -314,6 +315,18 @@ def _environment(engine: Engine) -> Dict[str, Any]:
         "versions": versions(),
         "git": git_state(),
     }
+
+
+def _load_yaml(path: Path) -> Any:
+    """Return the data of a YAML file, None if it is damaged."""
+    import yaml
+
+    from ipurun.config.documents import load_text
+
+    try:
+        return load_text(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
 
 
 def _yaml(value: Any) -> str:
