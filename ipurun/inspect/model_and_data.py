@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from torch import nn
 
 from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
+from ipurun.datasets.synthetic import parse_sample
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import (
@@ -212,6 +213,8 @@ def _check_targets(config: RunConfig, engine: Engine) -> List[Problem]:
     problems += check_monitor("monitor", config.monitor, config.metrics)
     problems += check_monitor("checkpoint.best", config.checkpoint.best, config.metrics)
     problems += check_loader(config.loader)
+    if config.sample:  # also where the data needs none: the planner may
+        _collect(problems, parse_sample, config.sample)
     return problems
 
 
