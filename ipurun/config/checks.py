@@ -14,6 +14,7 @@ from ipurun.moved import new_path
 
 __all__ = ["check_allowed", "check_values", "with_valid_values"]
 
+_LARGEST = 2**63 - 1  # torch and PopTorch count in 64 bits
 _GROUPS_OF_TARGETS = ("metrics", "logger")  # name -> `_target_` and arguments
 
 
@@ -112,10 +113,12 @@ def _check(key: Key, value: Any) -> Optional[Tuple[Problem, Any]]:
     if not isinstance(value, (int, float)):
         return None
     default = "" if key.default is None else f"{path}={key.default_text}"
+    largest = _LARGEST if key.maximum is None else key.maximum
     if key.minimum is not None and value < key.minimum:
         what, fix, valid = f"must be {key.minimum} or more", f"{path}={max(key.minimum, 1)}", key.minimum
-    elif key.maximum is not None and value > key.maximum:
-        what, fix, valid = f"must be {key.maximum} or less", f"{path}={key.maximum}", key.maximum
+    elif value > largest and not isinstance(value, float):
+        fix = f"{path}={largest}" if key.maximum is not None else default or f"{path}=1"
+        what, valid = f"must be {largest} or less", largest
     elif isinstance(value, float) and not math.isfinite(value):
         what, fix, valid = "must be a finite number", default, key.default
     elif key.positive and value <= 0:

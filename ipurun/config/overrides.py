@@ -241,7 +241,7 @@ def _unknown_key(override: Override, word: str, words: Sequence[str], command: s
         text = text if found.value is None or repr(found.value) == repr(value) else _as_typed(found.value)
         better = [f"{found.keys[0]}={text}" if other == word else other for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
-    elif not found.keys:
+    else:
         fix = f"remove {word}"
     known = ", ".join(found.keys) if found.keys else "run `ipurun ls keys` to see every key"
     return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)
