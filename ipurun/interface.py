@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
-from ipurun.errors import ConfigError, Problem
+from ipurun.errors import ConfigError, IpurunError, Problem
 from ipurun.training.events import Summary
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def load(
         ConfigError: Not a run folder, a wrong override, or a missing or mismatched checkpoint.
         RunError: The checkpoint is damaged.
     """
-    with _one_call():
+    with _one_call(overrides):
         from ipurun.runs.folder import RunFolder
         from ipurun.runs.reload import load_model
 
@@ -347,7 +347,7 @@ def train_words(
         set_environment: Sets the variables that a plan needs before the engine is imported; None: those of the CPU
             engine are set during the run, and a config that needs others is refused.
     """
-    with _one_call():
+    with _one_call(words):
         point = _point_to_train(words)
         from ipurun.log.screen import make_screen
         from ipurun.runs.job import prepare_job, resumed_folder, run_job
@@ -368,7 +368,7 @@ def train_words(
 
 def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[PathLike] = None) -> List[PlanReport]:
     """Plan every point that the words of a command line describe, several with ``-m``; else as `plan`."""
-    with _one_call():
+    with _one_call(words):
         from ipurun.config.compose import points
 
         found = points(words, "plan")
@@ -386,7 +386,7 @@ def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[Pa
 
 def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
     """Return a label and the problems of every point that the words of a command line describe."""
-    with _one_call():
+    with _one_call(words):
         from ipurun.config.compose import points
         from ipurun.inspect.facts import Purpose
         from ipurun.runs.job import prepare_job
@@ -411,14 +411,33 @@ _CALLS = threading.RLock()
 
 
 @contextlib.contextmanager
-def _one_call() -> Iterator[None]:
+def _one_call(words: Sequence[str] = ()) -> Iterator[None]:
+    """Run one call at a time; every problem that it raises gets a place and advice.
+
+    Args:
+        words: The command line of the call.
+    """
     from ipurun.engine import check_environment
 
-    with _CALLS:
+    with _CALLS, _complete_problems(words):
         check_environment()
         # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         yield
+
+
+@contextlib.contextmanager
+def _complete_problems(words: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except IpurunError as error:
+        if all(problem.where and problem.fix for problem in error.problems):
+            raise
+        from ipurun.config.compose import where_typed
+        from ipurun.config.keys import complete
+
+        completed = [complete(problem, lambda key: where_typed(words, key)) for problem in error.problems]
+        raise type(error)(completed) from error
 
 
 @contextlib.contextmanager
@@ -432,7 +451,7 @@ def _reloaded(
     quiet: bool,
 ) -> Iterator[Tuple[LoadedRun, str, Any]]:
     """Yield a stored run with its weights, the name of the split to use, and a console."""
-    with _one_call():
+    with _one_call(overrides):
         from ipurun.log.console import console_for
         from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder

@@ -3,35 +3,91 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-from dataclasses import replace
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import Key, RunConfig
 from ipurun.errors import Problem, listing, nearest
+from ipurun.moved import new_path
 
-__all__ = ["check_values", "with_valid_values"]
+__all__ = ["check_allowed", "check_values", "with_valid_values"]
 
+_LARGEST = 2**63 - 1  # torch and PopTorch count in 64 bits
 _GROUPS_OF_TARGETS = ("metrics", "logger")  # name -> `_target_` and arguments
 
 
-def check_values(config: RunConfig, where_set: Callable[[str], str]) -> List[Problem]:
-    """Return the problems of single keys.
-
-    Args:
-        config: The typed config.
-        where_set: Returns where a key was set, for the message.
-    """
+def check_values(config: RunConfig) -> List[Problem]:
+    """Return the problems of single keys of a typed config."""
     checked = [_check(key, _read(config, path)) for path, key in all_keys().items()]
     problems = [problem for problem, _ in filter(None, checked)]
     for group in _GROUPS_OF_TARGETS:
         for name, node in _read(config, group).items():
-            if not (node is None or isinstance(node, dict)):
-                path = f"{group}.{name}"
+            path = f"{group}.{name}"
+            if str(name).startswith("_"):
+                what = f"`{group}` maps names to mappings with `_target_`, so `{name}` belongs one level below"
+                problems.append(Problem(what, seen=f"{name}: {node}", fix=f"{group}.NAME.{name}=VALUE", key=path))
+            elif not (node is None or isinstance(node, dict)):
                 what = f"`{path}` takes a mapping: `_target_` and arguments"
                 problems.append(Problem(what, seen=str(node), fix=f"{path}={{}}", key=path))
-    return [replace(problem, where=where_set(problem.key)) for problem in problems]
+    return problems
+
+
+def check_allowed(config: RunConfig) -> List[Problem]:
+    """Return a problem for everything that the config would import outside `security.allow_targets`.
+
+    To be called before anything is imported.
+    """
+    prefixes = config.security.allow_targets
+    if prefixes is None:
+        return []
+    problems = [
+        _not_allowed(key, path, prefixes) for key, path in _imported(config) if not _is_allowed(str(path), prefixes)
+    ]
+    if config.custom_ops.libraries:
+        key = "custom_ops.libraries"
+        fix = f"{key}=[], or security.allow_targets=null if you trust the config"
+        what = f"`{key}`: `security.allow_targets` does not allow shared libraries"
+        problems.append(Problem(what, seen=listing(config.custom_ops.libraries), fix=fix, key=key))
+    return problems
+
+
+def _not_allowed(key: str, path: Any, prefixes: List[str]) -> Problem:
+    return Problem(
+        f"`{key}`: `security.allow_targets` does not allow {path}",
+        known=listing(prefixes) or "nothing",
+        fix=f"add its module to security.allow_targets if you trust it: {str(path).rpartition('.')[0] or path}",
+        key=key,
+    )
+
+
+def _is_allowed(path: str, prefixes: List[str]) -> bool:
+    # Special names such as `__globals__` lead from any function to everything that its module has imported.
+    if any(part.startswith("__") for part in path.split(".")):
+        return False
+    names = {path, new_path(path)}
+    return all(any((name + ".").startswith(prefix.rstrip(".") + ".") for prefix in prefixes) for name in names)
+
+
+def _imported(config: RunConfig) -> Iterator[Tuple[str, Any]]:
+    """Yield the keys that name something to import, with the names."""
+    yield from _targets(dataclasses.asdict(config), "")
+    for key, path in (("loss.name", config.loss.name), ("loader.collate", config.loader.collate)):
+        if path is not None and "." in path:  # a loss without a dot is one of torch's
+            yield key, path
+    for name, given in config.custom_ops.cpu.items():
+        for path in given.values() if isinstance(given, dict) else [given]:
+            yield f"custom_ops.cpu.{name}", path
+
+
+def _targets(value: Any, key: str) -> Iterator[Tuple[str, Any]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inner:
+        path = f"{key}.{name}" if key else str(name)
+        if name == "_target_":
+            yield path, item
+        yield from _targets(item, path)
 
 
 def with_valid_values(config: RunConfig) -> RunConfig:
@@ -57,10 +113,12 @@ def _check(key: Key, value: Any) -> Optional[Tuple[Problem, Any]]:
     if not isinstance(value, (int, float)):
         return None
     default = "" if key.default is None else f"{path}={key.default_text}"
+    largest = _LARGEST if key.maximum is None else key.maximum
     if key.minimum is not None and value < key.minimum:
         what, fix, valid = f"must be {key.minimum} or more", f"{path}={max(key.minimum, 1)}", key.minimum
-    elif key.maximum is not None and value > key.maximum:
-        what, fix, valid = f"must be {key.maximum} or less", f"{path}={key.maximum}", key.maximum
+    elif value > largest and not isinstance(value, float):
+        fix = f"{path}={largest}" if key.maximum is not None else default or f"{path}=1"
+        what, valid = f"must be {largest} or less", largest
     elif isinstance(value, float) and not math.isfinite(value):
         what, fix, valid = "must be a finite number", default, key.default
     elif key.positive and value <= 0:

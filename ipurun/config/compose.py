@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -19,12 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 from ipurun.config import checks, hydra_session, overrides
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
-from ipurun.config.documents import Document, NotText, yaml_problem
-from ipurun.config.keys import all_keys
+from ipurun.config.documents import Document, NotText, load_file, yaml_problem
+from ipurun.config.keys import all_keys, complete, type_problem
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "with_words"]
+__all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "where_typed", "with_words"]
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ class Point:
 
     def where(self, key: str) -> str:
         """Return where a key was set: the override as typed, or file and line; empty for a default."""
-        for word in reversed(self.overrides):
-            typed = word.lstrip("+~").partition("=")[0]
-            if typed == key or key.startswith(typed + "."):
-                return f"command line: {word}"
         inside = (origin for given, origin in (self.given or {}).items() if (given + ".").startswith(key + "."))
-        return next(filter(None, inside), "")
+        return where_typed(self.overrides, key) or next(filter(None, inside), "")
+
+    def complete(self, problems: Iterable[Problem]) -> List[Problem]:
+        """Return problems with a place and advice, each once."""
+        return list(dict.fromkeys(complete(problem, self.where) for problem in problems))
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,15 @@ class Points:
     points: Tuple[Point, ...]
     multirun: bool
     sweep_dir: Optional[str] = None
+
+
+def where_typed(words: Sequence[str], key: str) -> str:
+    """Return the last word of a command line that sets a key or something above it, empty if none does."""
+    for word in reversed(words):
+        typed = word.lstrip("+~").partition("=")[0]
+        if typed == key or key.startswith(typed + "."):
+            return f"command line: {word}"
+    return ""
 
 
 def points(argv: Sequence[str], command: str = "train") -> Points:
@@ -155,9 +165,10 @@ def from_yaml(path: Path) -> RunConfig:
         ConfigError: If it is missing, not YAML, or not a config of this version.
     """
     try:
-        stored = OmegaConf.load(path)
-        if not stored:
-            raise ConfigError("the stored config is empty", str(path), fix="use the folder of another run")
+        stored = load_file(path)
+        if not isinstance(stored, DictConfig) or not stored:
+            what = "the stored config is not a mapping of keys" if stored else "the stored config is empty"
+            raise ConfigError(what, str(path), fix="use the folder of another run")
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
     except FileNotFoundError:
         raise ConfigError("the stored config does not exist", str(path), fix="use the folder of a run") from None
@@ -167,7 +178,8 @@ def from_yaml(path: Path) -> RunConfig:
         raise ConfigError(yaml_problem(path, error)) from error
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"the stored config does not fit this version: {reason}", str(path)) from error
+        fix = "correct the key in the file, or use the folder of another run"
+        raise ConfigError(f"the stored config does not fit this version: {reason}", str(path), fix=fix) from error
 
 
 def _compose_point(
@@ -186,25 +198,34 @@ def _point(
     composed: hydra_session.Composed,
     problems: Sequence[Problem],
 ) -> Point:
+    words = tuple(override.shown(text.partition("=")[2]) for override, text in chosen)
     found = list(problems) + list(composed.problems)
-    if composed.config is None:
-        raise ConfigError(found)
-    config, more = _typed(composed.config, composed.recipes)
-    found += more
-    if config is None:
-        raise ConfigError(found)
+    config = None
+    if composed.config is not None:
+        config, more = _typed(composed.config, composed.recipes)
+        found += more
+    if config is not None:
+        found += checks.check_allowed(config)
+    if config is None or len(found) > len(problems):
+        raise ConfigError(complete(problem, lambda key: _where_written(key, words, composed)) for problem in found)
     changed = tuple(_changed(config, chosen, composed.documents))
     point = Point(
         config,
-        overrides=tuple(override.shown(text.partition("=")[2]) for override, text in chosen),
+        overrides=words,
         recipes=composed.recipes,
         changed=changed,
         given=_given_keys(config, chosen, composed.documents, changed),
         swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
         run_dir=_typed_value([override for override, _ in chosen], "hydra.run.dir"),
     )
-    found += checks.check_values(config, point.where)
-    return dataclasses.replace(point, problems=tuple(dict.fromkeys(found)))
+    return dataclasses.replace(point, problems=tuple(point.complete([*found, *checks.check_values(config)])))
+
+
+def _where_written(key: str, words: Sequence[str], composed: hydra_session.Composed) -> str:
+    """Return where a key of a config without values was set."""
+    lines = ((document, document.line_of(key)) for document in reversed(composed.documents))
+    written = (document.where(line) for document, line in lines if line is not None)
+    return where_typed(words, key) or next(written, "")
 
 
 def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:
@@ -213,16 +234,10 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             fixes = " ".join(f"{key}=VALUE" for key in missing)
-            return None, [
-                Problem(f"`{key}` has no value", "the config says ???", fix=fixes, key=key) for key in missing
-            ]
+            return None, [Problem(f"`{key}` has no value", seen="???", fix=fixes, key=key) for key in missing]
         typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        return None, [
-            Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value), key=key)
-            for key, value in _unresolvable(config)
-        ]
+    except (OmegaConfBaseException, RecursionError) as error:
+        return None, list(_unresolvable(config)) or [_cannot_resolve(getattr(error, "full_key", None) or "", error)]
     # YAML 1.1 reads the key `on` as true.
     typed.metrics = {
         name: {"on" if key is True else key: value for key, value in node.items()} if isinstance(node, dict) else node
@@ -233,12 +248,27 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
     return typed, []
 
 
-def _unresolvable(config: DictConfig) -> Iterator[Tuple[str, Any]]:
+def _unresolvable(config: DictConfig) -> Iterator[Problem]:
     for key, value in _leaves(OmegaConf.to_container(config, resolve=False)):
         try:
-            OmegaConf.select(config, key)
-        except OmegaConfBaseException:
-            yield key, value
+            resolved = OmegaConf.select(config, key)
+        except (OmegaConfBaseException, RecursionError) as error:
+            yield _cannot_resolve(key, error, str(value))
+            continue
+        resolved = OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
+        wrong = type_problem(key, resolved) if isinstance(value, str) and "${" in value else None
+        if wrong is not None:
+            yield Problem(f"`{key}` takes {wrong[0]}", seen=f"{value}, which is {wrong[1]}", key=key)
+
+
+def _cannot_resolve(key: str, error: BaseException, seen: str = "") -> Problem:
+    reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+    variable = re.search(r"Environment variable '(.+?)' not found", reason)
+    fix = f"write the value itself; `ipurun ls keys {key}` describes the key" if key else "write the values themselves"
+    if variable is not None:
+        fix = f"set the environment variable {variable[1]}, or give a default: ${{oc.env:{variable[1]},DEFAULT}}"
+    what = f"`{key}`" if key else "the config"
+    return Problem(f"{what} cannot be resolved: {reason}", seen=seen, fix=fix, key=key)
 
 
 def _changed(

@@ -6,7 +6,7 @@ import os
 from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import yaml
 
@@ -15,7 +15,23 @@ from ipurun.config.folders import builtin_folder
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.errors import Problem
 
-__all__ = ["Document", "Entry", "NotText", "check_document", "display", "read_document", "yaml_problem"]
+__all__ = [
+    "Document",
+    "Entry",
+    "NotText",
+    "Unfit",
+    "check_aliases",
+    "check_document",
+    "display",
+    "load_file",
+    "load_text",
+    "read_document",
+    "yaml_problem",
+]
+
+# Values that aliases may add to a file. Aliases of aliases multiply: ten lines can mean a billion values.
+_MOST_ALIASED = 10_000
+_MOST_LEVELS = 100  # of lists and mappings; OmegaConf reaches the end of Python's stack at a few hundred
 
 
 @dataclass(frozen=True)
@@ -60,22 +76,101 @@ class NotText(yaml.YAMLError):
         super().__init__(f"not UTF-8 text: {error.reason} at byte {error.start}")
 
 
+class Unfit(yaml.MarkedYAMLError):
+    """YAML that no config can be made of, although it is well-formed."""
+
+    def __init__(self, what: str, fix: str, mark: Optional[yaml.Mark] = None) -> None:
+        super().__init__(problem=what, problem_mark=mark)
+        self.fix = fix
+
+
 def read_document(path: Path, package: str) -> Document:
     """Read a YAML file with the line of every key.
 
     Raises:
-        yaml.YAMLError: If it is not YAML; see `yaml_problem`.
+        yaml.YAMLError: If it is not YAML, or aliases make it too large; see `yaml_problem`.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise NotText(error) from error
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = _root(_text_of(path))
     prefix = package if package not in ("", "_global_") else ""
     entries = list(_entries(root, prefix)) if isinstance(root, yaml.MappingNode) else []
     own = tuple(entry for entry in entries if entry.key.split(".")[0] != "defaults")
     holds_keys = root is None or isinstance(root, yaml.MappingNode)
     return Document(path, package, own, holds_keys, tuple(_choices(entries)))
+
+
+def load_file(path: Path) -> Any:
+    """Load a YAML file as an OmegaConf config, None if it is empty.
+
+    Raises:
+        yaml.YAMLError: As for `read_document`.
+    """
+    from omegaconf import OmegaConf
+
+    _root(_text_of(path))
+    return OmegaConf.load(path)
+
+
+def load_text(text: str) -> Any:
+    """Return the plain data that YAML text describes.
+
+    Raises:
+        yaml.YAMLError: As for `read_document`.
+    """
+    root = _root(text)
+    return None if root is None else _constructed(root)
+
+
+def check_aliases(path: Path) -> None:
+    """Refuse a file whose aliases contain themselves or add more than `_MOST_ALIASED` values.
+
+    Raises:
+        yaml.YAMLError: As for `read_document`.
+    """
+    text = _text_of(path)
+    if "*" in text and "&" in text:
+        _root(text)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise NotText(error) from error
+
+
+def _root(text: str) -> Optional[yaml.Node]:
+    try:
+        root: Optional[yaml.Node] = yaml.compose(text, Loader=yaml.SafeLoader)
+        sizes: Dict[int, int] = {}
+        if root is not None and _expanded_size(root, sizes, set()) - len(sizes) > _MOST_ALIASED:
+            what = f"aliases (*name) add more than {_MOST_ALIASED:,} values"
+            raise Unfit(what, "write the values out, or remove the aliases")
+    except RecursionError:
+        raise _too_deep() from None
+    return root
+
+
+def _too_deep(mark: Optional[yaml.Mark] = None) -> Unfit:
+    return Unfit("values are nested too deeply", f"use at most {_MOST_LEVELS} levels of lists and mappings", mark)
+
+
+def _expanded_size(node: yaml.Node, sizes: Dict[int, int], open_nodes: Set[int]) -> int:
+    """Return the number of values in a node with every alias replaced by a copy; `sizes` keeps those of each node."""
+    if id(node) in open_nodes:
+        what = "an anchor (&name) contains an alias (*name) of itself"
+        raise Unfit(what, "remove the alias, or move it out of the value that it names", node.start_mark)
+    if len(open_nodes) > _MOST_LEVELS:
+        raise _too_deep(node.start_mark)
+    if id(node) not in sizes:
+        open_nodes.add(id(node))
+        inner: List[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        sizes[id(node)] = 1 + sum(_expanded_size(part, sizes, open_nodes) for part in inner)
+        open_nodes.remove(id(node))
+    return sizes[id(node)]
 
 
 def _choices(entries: Sequence[Entry]) -> Iterator[Entry]:
@@ -103,11 +198,13 @@ def yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
         where += f":{mark.line + 1}:{mark.column + 1}"
         lines: List[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
         if mark.line < len(lines):
-            seen = lines[mark.line].strip()
+            seen = lines[mark.line].strip()[:100]
     reason = getattr(error, "problem", None) or str(error).splitlines()[0]
     fix = "check indentation, colons and quotes there"
     if isinstance(error, NotText):
         fix = "save it as UTF-8 text, or name another file"
+    if isinstance(error, Unfit):
+        return Problem(f"the file cannot be used: {reason}", where, seen=seen, fix=error.fix)
     return Problem(f"malformed YAML: {reason}", where, seen=seen, fix=fix)
 
 
@@ -141,7 +238,8 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
         ]
     if not document.holds_keys:
         what = "a config file must contain keys, such as `epochs: 4`"
-        return [Problem(what, document.where(1), seen="a list or a single value")]
+        fix = "write keys and values: `epochs: 4`, one in each line"
+        return [Problem(what, document.where(1), seen="a list or a single value", fix=fix)]
     problems = [
         several_choices(entry.key, _value(entry), document.where(entry.line))
         for entry in document.choices
@@ -188,8 +286,12 @@ def _choose(group: str, name: str) -> str:
 
 
 def _value(entry: Entry) -> Any:
+    return _constructed(entry.node)
+
+
+def _constructed(node: yaml.Node) -> Any:
     loader = yaml.SafeLoader("")
     try:
-        return loader.construct_document(entry.node)
+        return loader.construct_document(node)
     finally:
         loader.dispose()

@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, List, Mapping, Optional, Sequence, Tuple, cast
+from typing import Callable, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from hydra import initialize_config_module, version
@@ -26,10 +26,19 @@ from omegaconf.errors import OmegaConfBaseException
 from ipurun.config import folders, overrides
 from ipurun.config.argv import CommandLine
 from ipurun.config.catalog import RECIPE_GROUP
-from ipurun.config.documents import Document, NotText, check_document, display, read_document, yaml_problem
+from ipurun.config.documents import (
+    Document,
+    NotText,
+    Unfit,
+    check_aliases,
+    check_document,
+    display,
+    read_document,
+    yaml_problem,
+)
 from ipurun.config.folders import builtin_folder
 from ipurun.config.schema import RunConfig
-from ipurun.errors import ConfigError, Problem, listing
+from ipurun.errors import ConfigError, Problem, listing, nearest
 
 __all__ = ["CONFIG_PATH", "Composed", "Session", "open_hydra", "prepare_hydra", "with_overrides"]
 
@@ -73,6 +82,26 @@ def prepare_hydra(line: CommandLine) -> None:
     if _UserFolders not in Plugins.instance().discover(SearchPathPlugin):
         Plugins.instance().register(_UserFolders)
     folders.check_user_folders()
+    _check_aliases()
+
+
+def _check_aliases() -> None:
+    """Refuse files that Hydra would read for minutes or forever, before it reads any."""
+    problems = _unfit_files(check_aliases)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unfit_files(read: Callable[[Path], object]) -> List[Problem]:
+    problems: List[Problem] = []
+    for path in (path for folder in folders.user_folders() for path in folders.files(folder)):
+        try:
+            read(path)
+        except Unfit as error:
+            problems.append(yaml_problem(path, error))
+        except (yaml.YAMLError, OSError):
+            continue  # composing explains it, if the file is used
+    return problems
 
 
 class Session:
@@ -111,7 +140,7 @@ class Session:
                 return Composed(None, recipes, tuple(documents), tuple(problems))
             config = self.loader.load_configuration(self.config_name, list(texts), RunMode.RUN)
         except _COMPOSE_ERRORS as error:
-            return Composed(None, documents=tuple(documents), problems=tuple(_explain(error, self.groups)))
+            return Composed(None, documents=tuple(documents), problems=tuple(_explain(error, self.groups, chosen)))
         with open_dict(config):
             config.pop("hydra")
         explicit = [override for override, _ in chosen if override.is_group]
@@ -182,7 +211,7 @@ def with_overrides(composed: Composed, chosen: Sequence[Tuple[overrides.Parsed, 
             value = parser.parse_override(text).value() if override.late is None else override.late
             OmegaConf.update(config, override.key, value, force_add=override.prefix != "" or override.late is not None)
     except _COMPOSE_ERRORS as error:
-        return replace(composed, config=None, problems=tuple(_explain(error, {})))
+        return replace(composed, config=None, problems=tuple(_explain(error, {}, chosen)))
     return replace(composed, config=config)
 
 
@@ -194,7 +223,9 @@ class _UserFolders(SearchPathPlugin):
             search_path.append("user", f"file://{folder}")
 
 
-def _explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
+def _explain(
+    error: BaseException, groups: Mapping[str, Sequence[str]], chosen: Sequence[Tuple[overrides.Parsed, str]] = ()
+) -> List[Problem]:
     """Turn one of `_COMPOSE_ERRORS` into problems."""
     cause = error
     while cause.__cause__ is not None:
@@ -206,7 +237,8 @@ def _explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> List[
             return [_broken_file(raised)]
     if isinstance(error, RecursionError):
         what = "config files include each other in a loop"
-        return [Problem(what, "a defaults list", fix="remove one of them from the list")]
+        looped = Problem(what, "a defaults list", fix="remove one of them from the list")
+        return _unfit_files(lambda path: read_document(path, "")) or [looped]
     if isinstance(error, MissingConfigException):
         return [_missing(error, groups)]
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -218,9 +250,15 @@ def _explain(error: BaseException, groups: Mapping[str, Sequence[str]]) -> List[
         group = nothing["group"]
         what = f"the defaults list overrides `{group}`, which "
         what += "has not been chosen before" if group in groups else "is not a config group"
-        fix = f"write `- /{group}: NAME` without `override`" if group in groups else ""
-        return [Problem(what, where, seen=detail, known="" if fix else listing(sorted(groups), most=40), fix=fix)]
-    return [Problem(message, where, seen=detail)]
+        known = "" if group in groups else listing(sorted(groups), most=40)
+        fix = f"write `- /{group}: NAME` without `override`" if group in groups else f"remove `override /{group}`"
+        return [Problem(what, where, seen=detail, known=known, fix=fix)]
+    for override, text in chosen:
+        if text and text.partition("=")[0] in message:
+            what = f"`{override.key}` does not fit the rest of the config"
+            return [Problem(what, f"command line: {override.typed}", seen=detail or message, key=override.key)]
+    fix = "check the names and the form of the file named above" if named else "run `ipurun ls` to see what exists"
+    return [Problem(message, where, seen=detail, fix=fix)]
 
 
 def _missing(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> Problem:
@@ -231,7 +269,9 @@ def _missing(error: MissingConfigException, groups: Mapping[str, Sequence[str]])
         return Problem(f"no config `{option}`", "command line: --config-name", seen, fix="--config-name train")
     where = _chosen_in(group, option) or "a defaults list"
     known = listing(groups.get(group, sorted(groups)), most=40)
-    return Problem(f"no config `{option}` in group `{group}`", where, known=known)
+    close = nearest(option, groups.get(group, ()), most=1)
+    fix = f"choose {group}: {close[0]}" if close else f"choose one of these, or add {group}/{option}.yaml"
+    return Problem(f"no config `{option}` in group `{group}`", where, known=known, fix=fix)
 
 
 def _chosen_in(group: str, option: str) -> str:
@@ -267,4 +307,4 @@ def _broken_file(error: yaml.YAMLError) -> Problem:
                 if str(own) == str(error):
                     return yaml_problem(path, own)
                 problems.append(yaml_problem(path, own))
-    return problems[0] if problems else Problem(f"malformed YAML: {error}", "a config file")
+    return problems[0] if problems else Problem(f"malformed YAML: {error}", "a config file", fix="check them all")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,7 +16,9 @@ from ipurun.errors import Problem, nearest
 __all__ = [
     "ONE_CHOICE",
     "Suggestion",
+    "advice",
     "all_keys",
+    "complete",
     "example",
     "is_known",
     "several_choices",
@@ -37,6 +39,7 @@ _TYPES = {
     "list of int": "a list of whole numbers",
     "list of str": "a list of names",
     "mapping": "a mapping",
+    "mapping of str": "a mapping of names to text",
     "str": "text",
 }
 
@@ -131,12 +134,19 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
     Returns:
         ``(takes, seen)``, or None when the value fits.
     """
+    if isinstance(value, str) and "${" in value:
+        # The value of an interpolation is known only after composing.
+        return None if _is_well_formed(value) else ("text with a well-formed ${...}", value)
     if _is_in_open_mapping(path) or path not in all_keys():
         if _is_node(path) and not isinstance(value, dict):
             return "a mapping of keys", _shown(value)
+        above = _key_above(path)
+        if above is not None and above.type_name == "mapping of str" and (value is None or _is_container(value)):
+            return "text", _shown(value)
         return None
-    if isinstance(value, str) and "${" in value:
-        return None  # an interpolation: its value is known only after composing
+    default = all_keys()[path].default
+    if _is_container(value) and _is_container(default) and isinstance(value, dict) != isinstance(default, dict):
+        return f"a {'mapping' if isinstance(default, dict) else 'list'}", _shown(value)  # the two cannot be merged
     if isinstance(value, bool) and not _takes_bool(path):
         return _accepted(path), str(value).lower()  # OmegaConf would accept it as 0 or 1, or as text
     try:
@@ -147,6 +157,18 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
             return f"one {'number' if 'int' in takes or 'float' in takes else 'value'}, not a list", _shown(value)
         return _accepted(path), _shown(value)
     return None
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list))
+
+
+def _is_well_formed(text: str) -> bool:
+    try:
+        OmegaConf.create([text])
+    except OmegaConfBaseException:
+        return False
+    return True
 
 
 def _accepted(path: str) -> str:
@@ -167,7 +189,42 @@ def example(path: str) -> str:
     value = key.default_text if key.default is not None else (key.choices[0] if key.choices else "")
     if not value and "int" in key.type_name:
         value = str(max(key.minimum or 1, 1))
-    return f"{path}={value}" if value else ""
+    if not value:
+        value = "null" if key.type_name.endswith("null") else "VALUE"
+    return f"{path}={value}"
+
+
+def advice(path: str) -> str:
+    """Return what to do about a problem of a key, from the schema: an example, or how to remove it, with its help."""
+    known = _key_above(path)
+    if known is None:
+        return example(path) or "run `ipurun ls keys` to see every key"
+    first = example(path) if known.path == path else f"~{path} removes it"
+    return f"{first}; `{known.path}`: {known.help}"
+
+
+def complete(problem: Problem, where_set: Callable[[str], str]) -> Problem:
+    """Fill in the place and the advice of a problem from its key, where it has none.
+
+    Args:
+        problem: The problem.
+        where_set: Returns where a key was set, empty if unknown.
+    """
+    if problem.where and problem.fix:
+        return problem
+    parts = problem.key.split(".") if problem.key else []
+    above = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    where = problem.where or next(filter(None, map(where_set, above)), "")
+    if not where:
+        where = f"`{problem.key}`: not set, so the default applies" if problem.key else "the command line"
+    return replace(problem, where=where, fix=problem.fix or advice(problem.key))
+
+
+def _key_above(path: str) -> Optional[Key]:
+    """Return the key of the schema that a path is, or lies in."""
+    parts = path.split(".")
+    above = (all_keys().get(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return next(filter(None, above), None)
 
 
 def _shown(value: Any) -> str:

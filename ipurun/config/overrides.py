@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 
 from ipurun.config import keys
+from ipurun.config.documents import load_text
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.errors import ConfigError, Problem, listing, nearest
 
@@ -173,16 +174,23 @@ def _check(
     if override.is_delete() or not keys.is_known(key):
         return None
     parts: List[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-    for value in parts:
-        wrong = keys.type_problem(key, value)
-        if wrong is not None:
-            return Problem(
-                f"`{key}` takes {wrong[0]}",
-                where,
-                seen=wrong[1],
-                fix=_sweep_of(key, value) or keys.example(key),
-                key=key,
-            )
+    return next(filter(None, (_check_value(key, value, where) for value in parts)), None)
+
+
+def _check_value(key: str, value: Any, where: str) -> Optional[Problem]:
+    """Check the value of a key, or the mapping of a group of keys."""
+    wrong = keys.type_problem(key, value)
+    if wrong is not None:
+        fix = _sweep_of(key, value) or keys.example(key) or keys.advice(key)
+        return Problem(f"`{key}` takes {wrong[0]}", where, seen=wrong[1], fix=fix, key=key)
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        path = f"{key}.{name}"
+        if not keys.is_known(path):
+            known = ", ".join(keys.suggest(path, inner).keys) or f"run `ipurun ls keys {key}` to see its keys"
+            return Problem(f"unknown key `{path}`", where, known=known, fix=keys.example(key), key=path)
+        found = _check_value(path, inner, where)
+        if found is not None:
+            return found
     return None
 
 
@@ -233,6 +241,8 @@ def _unknown_key(override: Override, word: str, words: Sequence[str], command: s
         text = text if found.value is None or repr(found.value) == repr(value) else _as_typed(found.value)
         better = [f"{found.keys[0]}={text}" if other == word else other for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
+    else:
+        fix = f"remove {word}"
     known = ", ".join(found.keys) if found.keys else "run `ipurun ls keys` to see every key"
     return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)
 
@@ -247,7 +257,7 @@ def _late(word: str) -> Optional[Parsed]:
     # Hydra's grammar does not have quoted keys, so patterns such as {"*.norm": 32} are read as plain YAML.
     key, _, text = word.lstrip("+").partition("=")
     try:
-        value = yaml.safe_load(text)
+        value = load_text(text)
     except yaml.YAMLError:
         return None
     if not isinstance(value, (dict, list)) or not keys.is_known(key) or keys.type_problem(key, value) is not None:

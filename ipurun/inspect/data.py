@@ -45,9 +45,14 @@ def check_data(node: Mapping[str, Any], engine_module: Optional[ModuleType] = No
             )
         ]
     problems = [
-        Problem(f"`data.{word}` takes a mapping of arguments", seen=repr(node[word]), key=f"data.{word}")
+        Problem(
+            f"`data.{word}` takes a mapping of arguments",
+            seen=repr(node[word]),
+            fix=f"data.{word}={{ARGUMENT: VALUE}}, or ~data.{word} removes it",
+            key=f"data.{word}",
+        )
         for word in _OVERRIDES
-        if not isinstance(node.get(word) or {}, Mapping)
+        if not (node.get(word) is None or isinstance(node[word], Mapping))
     ]
     if problems:
         return problems
@@ -89,7 +94,11 @@ def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = N
         splits.update(made if name == "train" else {name: made[name]})
     if "train" not in splits:
         raise ConfigError(
-            "`data` has no training split", seen=", ".join(splits) or "nothing", known="train, eval, test", key="data"
+            "`data` has no training split",
+            seen=", ".join(splits) or "nothing",
+            known="train, eval, test",
+            fix="return a data set, (train, eval), or a mapping with the key train",
+            key="data",
         )
     return splits
 
@@ -180,10 +189,13 @@ def _as_splits(made: Any, name: str, key: str) -> Dict[str, Any]:
                 f"`{key}` did not return a data set for the split `{split}`",
                 seen=f"an object of type {type(data).__name__}",
                 known="an object with __getitem__ and __len__, or with __iter__",
+                fix="data._target_=module.DataSet, or a function that returns data sets",
                 key=key,
             )
     if name not in named:
-        raise ConfigError(f"`{key}` did not return the split `{name}`", seen=", ".join(named) or "nothing", key=key)
+        fix = f"return a data set for it, or a mapping with the key {name}"
+        seen = ", ".join(named) or "nothing"
+        raise ConfigError(f"`{key}` did not return the split `{name}`", seen=seen, fix=fix, key=key)
     return named
 
 

@@ -15,7 +15,7 @@ from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.inspect.batch_items import pick, split_target, with_loss
 from ipurun.inspect.precision import HalfWeights
-from ipurun.inspect.targets import check_arguments, locate
+from ipurun.inspect.targets import check_arguments, check_named, locate
 
 __all__ = ["Loss", "ModelWithLoss", "check_loss", "make_loss"]
 
@@ -177,8 +177,11 @@ def check_loss(config: LossConfig, engine_module: Optional[ModuleType] = None) -
     except ConfigError as error:
         return list(error.problems)
     if not callable(target):
-        return [Problem(f"`loss.name`: {config.name} is not callable", key="loss.name")]
-    return check_arguments(target, config.args, "loss.args", positional=0 if inspect.isclass(target) else 2)
+        fix = "loss.name=CrossEntropyLoss, or module.my_loss for your own loss"
+        return [Problem(f"`loss.name`: {config.name} is not callable", fix=fix, key="loss.name")]
+    positional = 0 if inspect.isclass(target) else 2
+    named = check_named(config.args, "loss.args")
+    return named or check_arguments(target, config.args, "loss.args", positional=positional)
 
 
 def make_loss(config: LossConfig, engine_module: ModuleType) -> Optional[Loss]:

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from ipurun.errors import Problem, nearest
-from ipurun.inspect.targets import check_arguments, check_node, locate, make
+from ipurun.inspect.targets import check_arguments, check_named, check_node, locate, make
 from ipurun.metrics import BUILT_IN, MeanOf, MetricSet
 
 __all__ = ["check_metrics", "check_monitor", "make_metrics", "monitored"]
@@ -26,15 +26,25 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
         wrong = [phase for phase in phases if phase not in _PHASES]
         if wrong:
             problems.append(
-                Problem(f"`{key}.on`: `{wrong[0]}` is not a phase of a run", known="train, eval", key=f"{key}.on")
+                Problem(
+                    f"`{key}.on`: `{wrong[0]}` is not a phase of a run",
+                    known="train, eval",
+                    fix=f"{key}.on=[eval]",
+                    key=f"{key}.on",
+                )
             )
         if "_target_" not in arguments:
             if name not in BUILT_IN:
                 problems.append(
-                    Problem(f"`{key}` has no `_target_`", known=f"without it: {', '.join(BUILT_IN)}", key=key)
+                    Problem(
+                        f"`{key}` has no `_target_`",
+                        known=f"without it: {', '.join(BUILT_IN)}",
+                        fix=f"{key}._target_=module.Metric, or ~{key} removes it",
+                        key=key,
+                    )
                 )
             else:
-                problems += check_arguments(BUILT_IN[name], arguments, key)
+                problems += check_named(arguments, key) + check_arguments(BUILT_IN[name], arguments, key)
             continue
         found = check_node({**arguments, "_partial_": True}, key, engine_module)
         problems += found

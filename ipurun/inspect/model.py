@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
 from types import ModuleType
-from typing import Any, Dict, FrozenSet, List, Set, Tuple, Type, Union
+from typing import Any, Dict, FrozenSet, Iterator, List, Set, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -15,15 +17,17 @@ from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.config.schema import LossConfig, RunConfig
-from ipurun.errors import ConfigError
-from ipurun.inspect.batch_items import as_call, split_target
+from ipurun.errors import ConfigError, Problem
+from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target
 from ipurun.inspect.facts import UserBlock
-from ipurun.inspect.sampling import seeded
+from ipurun.inspect.sampling import make_collate, seeded
 from ipurun.inspect.targets import make
 
 __all__ = [
     "CACHE_NOTE",
     "batch_norms",
+    "check_forward",
+    "check_returned_loss",
     "count_parameters",
     "cut_modules",
     "make_meta_model",
@@ -51,9 +55,78 @@ def make_model(config: RunConfig, engine_module: ModuleType) -> nn.Module:
         raise ConfigError(
             "`model._target_` did not return a torch.nn.Module",
             seen=f"an object of type {type(model).__name__}",
+            fix="model._target_=module.Net, a class or function that makes a module",
             key="model._target_",
         )
     return model
+
+
+def check_forward(model: nn.Module) -> List[Problem]:
+    """Return the problem of a model that computes nothing."""
+    if type(model).forward is not nn.Module.forward or "forward" in vars(model):
+        return []
+    name = type(model).__name__
+    return [
+        Problem(
+            f"`model`: {name} has no `forward`",
+            seen="torch.nn.Module.forward, which only raises an error",
+            fix=f"define forward(self, ...) in {name}: it takes the items of a batch and returns the output",
+            key="model._target_",
+        )
+    ]
+
+
+def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[Problem]:
+    """Return the problem of a model without a loss: neither `loss.name` nor its `forward` computes one.
+
+    To find out, the model runs once on two samples. If that fails in the user's code, compiling will report it.
+
+    Args:
+        model: The model. Its buffers, its mode and the random states are restored.
+        data: A map-style data set to take two samples from.
+        config: The run; its `loss.name` is not set.
+    """
+    try:
+        with seeded(config.seed):
+            batch = make_collate(config.loader)([data[index % len(data)] for index in range(2)])
+        args, kwargs = as_call(batch)
+        signature = inspect.signature(model.forward)
+    except Exception:  # loading reports it
+        return []
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return [_no_loss(f"{type(model).__name__}.forward{signature}, called with all items of a batch: {error}")]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    args, kwargs = map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
+    try:
+        with seeded(config.seed), torch.no_grad(), _restored(model):
+            model.train()
+            output = model(*args, **kwargs)
+    except Exception:  # any error of the user's code: compiling will report it
+        return []
+    try:
+        found = pick(output, config.loss.output, loss=True)
+    except ConfigError as error:
+        named = config.loss.output is not None
+        return [problem if named else _no_loss(problem.what) for problem in error.problems]
+    if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+        kind = str(found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
+        return [_no_loss(f"what forward returns last has the type {kind}")]
+    if config.loss.output is None and found.dim() > 1:
+        unreduced = ", or loss.output=0 if its mean is the loss" if found is output else ""
+        return [_no_loss(f"forward returns a tensor of shape {list(found.shape)} where its loss should be", unreduced)]
+    return []
+
+
+def _no_loss(seen: str, otherwise: str = "") -> Problem:
+    return Problem(
+        "the model has no loss: `loss.name` is not set, and forward does not return one",
+        seen=seen,
+        fix="loss.name=CrossEntropyLoss (or another loss of the output and the target), or return (output, loss) from "
+        f"forward, which then takes the target, too{otherwise}",
+        key="loss.name",
+    )
 
 
 def make_meta_model(config: RunConfig) -> nn.Module:
@@ -197,10 +270,8 @@ class _WrittenMemory(TorchDispatchMode):
 
 def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> set:
     before: Dict[str, torch.Tensor] = dict(model.named_buffers())
-    values = {name: buffer.clone() for name, buffer in before.items()}
-    modes = {module: module.training for module in model.modules()}
     try:
-        with seeded(seed), torch.no_grad():
+        with seeded(seed), torch.no_grad(), _restored(model):
             batch = default_collate([data[index % len(data)] for index in range(2)])
             args, kwargs = as_call(batch)
             if loss.name is not None:
@@ -208,22 +279,28 @@ def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) 
             model.train()
             with _WrittenMemory() as written:
                 model(*args, **kwargs)
-        return {
-            name
-            for name, buffer in model.named_buffers()
-            if buffer is not before.get(name) or buffer.untyped_storage().data_ptr() in written.addresses
-        }
+            return {
+                name
+                for name, buffer in model.named_buffers()
+                if buffer is not before.get(name) or buffer.untyped_storage().data_ptr() in written.addresses
+            }
     except Exception:  # any error of the user's code: compiling will report it
         return set()
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers and the mode of a model afterwards."""
+    before: Dict[str, torch.Tensor] = dict(model.named_buffers())
+    values = {name: buffer.clone() for name, buffer in before.items()}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
     finally:
-        _restore(model, before, values)
+        for name, buffer in before.items():
+            prefix, _, own = name.rpartition(".")
+            with torch.no_grad():
+                buffer.copy_(values[name])
+            model.get_submodule(prefix)._buffers[own] = buffer
         for module, mode in modes.items():
             module.training = mode
-
-
-def _restore(model: nn.Module, before: Dict[str, torch.Tensor], values: Dict[str, torch.Tensor]) -> None:
-    for name, buffer in before.items():
-        prefix, _, own = name.rpartition(".")
-        with torch.no_grad():
-            buffer.copy_(values[name])
-        model.get_submodule(prefix)._buffers[own] = buffer

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from torch import nn
 
 from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
+from ipurun.datasets.synthetic import parse_sample
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import (
@@ -28,6 +29,8 @@ from ipurun.inspect.metrics import check_metrics, check_monitor
 from ipurun.inspect.model import (
     CACHE_NOTE,
     batch_norms,
+    check_forward,
+    check_returned_loss,
     count_parameters,
     make_meta_model,
     make_model,
@@ -106,6 +109,8 @@ def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -
     splits = None if wrong_data else _collect(problems, _make_data, config, engine)
     if splits is not None:
         problems += _check_splits(config, splits)
+    if model is not None and splits is not None and not problems:
+        problems += _loss_problems(config, model, splits)
     if problems or model is None or splits is None:
         raise ConfigError(problems)
     facts = _facts(config, engine, model, splits, purpose)
@@ -187,8 +192,15 @@ def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems
     problems += found + _check_targets(config, engine)
     model = None if found else _collect(problems, _make_model, config, engine, purpose)
     if model is not None:
-        problems += _group_problems(config, model)
+        problems += check_forward(model) + _group_problems(config, model)
     return model
+
+
+def _loss_problems(config: RunConfig, model: nn.Module, splits: Mapping[str, Any]) -> List[Problem]:
+    data = _indexed(splits)
+    if config.loss.name is not None or data is None or count_parameters(model) > _LARGEST_MADE_TO_PLAN:
+        return []
+    return check_returned_loss(model, data, config)
 
 
 def _group_problems(config: RunConfig, model: nn.Module) -> List[Problem]:
@@ -212,6 +224,8 @@ def _check_targets(config: RunConfig, engine: Engine) -> List[Problem]:
     problems += check_monitor("monitor", config.monitor, config.metrics)
     problems += check_monitor("checkpoint.best", config.checkpoint.best, config.metrics)
     problems += check_loader(config.loader)
+    if config.sample:  # also where the data needs none: the planner may
+        _collect(problems, parse_sample, config.sample)
     return problems
 
 

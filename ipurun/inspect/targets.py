@@ -17,10 +17,25 @@ from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.module_search import append_working_folder
 from ipurun.moved import new_path
 
-__all__ = ["arguments_of", "check_arguments", "check_node", "first_parameter", "innermost_line", "locate", "make"]
+__all__ = [
+    "arguments_of",
+    "check_arguments",
+    "check_named",
+    "check_node",
+    "first_parameter",
+    "innermost_line",
+    "locate",
+    "make",
+]
 
-# Keys of a node that say how to call its target, rather than being arguments.
-_CALL_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")
+# Keys of a node that say how to call its target, rather than being arguments, with what they take.
+_CALL_KEYS: Dict[str, Tuple[Callable[[Any], bool], str, str]] = {
+    "_target_": (lambda value: True, "a dotted Python path", "package.module.Name"),
+    "_args_": (lambda value: isinstance(value, (list, tuple)), "a list of arguments", "[VALUE]"),
+    "_partial_": (lambda value: isinstance(value, bool), "true or false", "true"),
+    "_convert_": (lambda value: value in ("none", "partial", "object", "all"), "none, partial, object or all", "all"),
+    "_recursive_": (lambda value: isinstance(value, bool), "true or false", "true"),
+}
 
 
 def locate(path: str, key: str, engine_module: Optional[ModuleType] = None) -> Any:
@@ -92,7 +107,11 @@ def check_arguments(
             problems.append(_unknown_argument(shown, str(name), wanted[name], free, key))
         elif name in filled and name not in given:
             problems.append(
-                Problem(f"`{key}.{name}`: ipurun fills in the argument `{name}` of {shown}", key=f"{key}.{name}")
+                Problem(
+                    f"`{key}.{name}`: {shown} gets the argument `{name}` by position",
+                    fix=f"~{key}.{name} removes it" + (f", or change {key}._args_" if kwargs.get("_args_") else ""),
+                    key=f"{key}.{name}",
+                )
             )
     if not kwargs.get("_partial_"):
         missing = [
@@ -125,7 +144,11 @@ def check_node(
     """Return the problems of a node with `_target_` and of its nested targets, without calling any."""
     if not isinstance(node, Mapping) or "_target_" not in node:
         return [Problem(f"`{key}` has no `_target_`", seen=repr(node), fix=f"{key}._target_=module.Name", key=key)]
-    problems: List[Problem] = []
+    problems = _call_key_problems(node, key)
+    if problems:
+        return problems
+    for index, value in enumerate(node.get("_args_", ())):
+        problems += _check_nested(value, f"{key}._args_.{index}", engine_module)
     for name, value in arguments_of(node).items():
         problems += _check_nested(value, f"{key}.{name}", engine_module)
     try:
@@ -135,11 +158,38 @@ def check_node(
     if not callable(target):
         problems.append(
             Problem(
-                f"`{key}._target_` is not callable", seen=f"{node['_target_']} is {target!r:.80}", key=f"{key}._target_"
+                f"`{key}._target_` is not callable",
+                seen=f"{node['_target_']} is {target!r:.80}",
+                fix=f"{key}._target_=package.module.Name of a class or function",
+                key=f"{key}._target_",
             )
         )
         return problems
     return check_arguments(target, node, key, given, positional, node["_target_"]) + problems
+
+
+def check_named(arguments: Mapping[str, Any], key: str) -> List[Problem]:
+    """Refuse keys such as ``_args_`` among arguments that are passed by name to something without `_target_`."""
+    return [
+        Problem(
+            f"`{key}.{name}` goes with a `_target_`; here are only arguments by name",
+            seen=f"{name}: {arguments[name]}",
+            fix=f"~{key}.{name} removes it",
+            key=f"{key}.{name}",
+        )
+        for name in _CALL_KEYS
+        if name in arguments
+    ]
+
+
+def _call_key_problems(node: Mapping[str, Any], key: str) -> List[Problem]:
+    return [
+        Problem(
+            f"`{key}.{name}` takes {takes}", seen=repr(node[name]), fix=f"{key}.{name}={example}", key=f"{key}.{name}"
+        )
+        for name, (fits, takes, example) in _CALL_KEYS.items()
+        if name in node and not fits(node[name])
+    ]
 
 
 def make(
@@ -274,7 +324,7 @@ def _attribute_of(start: Any, parts: List[str], used: int, path: str, key: str) 
                 f"`{key}`: {owner} has no `{parts[index]}`",
                 seen=path,
                 known=", ".join(close or names[:12]),
-                fix=f"{key}={owner}.{close[0]}" if close else "",
+                fix=f"{key}={owner}.{close[0] if close else 'NAME'}",
                 key=key,
             ) from error
         except Exception as error:  # packages that import their parts on first access, such as transformers
@@ -285,6 +335,15 @@ def _attribute_of(start: Any, parts: List[str], used: int, path: str, key: str) 
                 fix=f"python -c 'from {owner} import {parts[index]}' shows the whole traceback",
                 key=key,
             ) from error
+        if isinstance(found, ModuleType) and not found.__name__.startswith(f"{start.__name__}."):
+            # Else every prefix of `security.allow_targets` would lead to everything: most modules import others.
+            real = ".".join([found.__name__, *parts[index + 1 :]])
+            raise ConfigError(
+                f"`{key}`: {owner} only imports {parts[index]}, it is the module {found.__name__}",
+                seen=path,
+                fix=f"{key}={real}",
+                key=key,
+            )
     return found
 
 

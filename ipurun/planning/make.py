@@ -52,7 +52,7 @@ def make_plan(
     """
     environ = os.environ if environ is None else environ
     found = Findings(facts.notes)
-    found.problems += check_values(config, lambda key: "")
+    found.problems += check_values(config)
     if found.problems:
         config = with_valid_values(config)  # so that the other problems are found, too
     name = config.name or "run"

@@ -51,7 +51,9 @@ def plan_optimizer(config: RunConfig, found: Findings) -> Tuple[Call, Tuple[Para
     _add_loss_scaling(config, arguments, described, found)
     marks = _marks(node, arguments, described, bool(config.schedule), found)
     groups = _groups(node.get("groups"), target, described, found)
-    call = Call(target, tuple(node.get("_args_") or ()), arguments, "optimizer", marks)
+    positional = node.get("_args_")
+    positional = positional if isinstance(positional, (list, tuple)) else ()  # inspecting reports others
+    call = Call(target, tuple(positional), arguments, "optimizer", marks)
     return call, groups
 
 

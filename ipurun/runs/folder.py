@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import os
 import platform
@@ -154,6 +155,9 @@ class RunFolder:
             ConfigError: There is no run in it, or one of a newer version.
         """
         folder = cls(path)
+        if _unusable_path(path):
+            fix = "give the folder that a run printed"
+            raise ConfigError("not the path of a run folder", seen=_unusable_path(path), fix=fix, key="resume")
         if folder.config_file.is_file():
             if folder.schema > _SCHEMA:
                 raise ConfigError(
@@ -167,7 +171,8 @@ class RunFolder:
         seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
         parent = folder.path.parent
         runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
-        raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix="give the folder that a run printed")
+        fix = "give the folder that a run printed"
+        raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix=fix, key="resume")
 
     @property
     def schema(self) -> int:
@@ -178,12 +183,18 @@ class RunFolder:
             return 1
 
     def overrides(self) -> List[str]:
-        """Return what was typed to start this run."""
-        from omegaconf import OmegaConf
+        """Return what was typed to start this run.
 
+        Raises:
+            ConfigError: The file is damaged.
+        """
         if not self.overrides_file.is_file():
             return []
-        return [str(item) for item in OmegaConf.load(self.overrides_file)]
+        stored = _load_yaml(self.overrides_file)
+        if not isinstance(stored, list):
+            fix = "delete it: the run then counts as started without overrides"
+            raise ConfigError("not a YAML list of overrides", str(self.overrides_file), fix=fix)
+        return [str(item) for item in stored]
 
     def origins(self) -> Optional[Dict[str, str]]:
         """Return the keys that were set when this run started, with where; None in a folder of the first edition.
@@ -191,14 +202,9 @@ class RunFolder:
         Raises:
             ConfigError: The file is damaged.
         """
-        import yaml
-
         if not self.origins_file.is_file():
             return None
-        try:
-            stored = yaml.safe_load(self.origins_file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
-            stored = None
+        stored = _load_yaml(self.origins_file)
         if not isinstance(stored, dict):
             fix = "delete it: keys that differ from their defaults then count as set"
             raise ConfigError("not a YAML mapping of keys", str(self.origins_file), fix=fix)
@@ -289,6 +295,9 @@ def check_writable(runs_dir: Union[str, Path]) -> List[Problem]:
             Problem("`runs_dir` is empty", fix="runs_dir=runs, or runs_dir=. for the working folder", key="runs_dir")
         ]
     wanted = Path(runs_dir)
+    if _unusable_path(wanted):
+        fix = "runs_dir=runs, or another folder with a shorter, printable name"
+        return [Problem("`runs_dir` is not the path of a folder", seen=_unusable_path(wanted), fix=fix, key="runs_dir")]
     existing = wanted.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -304,7 +313,20 @@ def _unwritable(wanted: Path, seen: str) -> Problem:
         f"the run folder `{wanted}` cannot be made",
         seen=seen,
         fix="runs_dir=<a folder you can write to>",
+        key="runs_dir",
     )
+
+
+def _unusable_path(path: Union[str, Path]) -> str:
+    """Return why the system takes no such path: it is too long, or has a character that paths cannot have."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        if not isinstance(error, OSError) or error.errno in (errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP):
+            return str(error)[:200]
+    return ""
 
 
 def _environment(engine: Engine) -> Dict[str, Any]:
@@ -314,6 +336,18 @@ def _environment(engine: Engine) -> Dict[str, Any]:
         "versions": versions(),
         "git": git_state(),
     }
+
+
+def _load_yaml(path: Path) -> Any:
+    """Return the data of a YAML file, None if it is damaged."""
+    import yaml
+
+    from ipurun.config.documents import load_text
+
+    try:
+        return load_text(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
 
 
 def _yaml(value: Any) -> str:

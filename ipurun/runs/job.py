@@ -56,9 +56,9 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
     try:
         prepared = prepare(point, purpose)
     except ConfigError as error:
-        raise ConfigError([*error.problems, *problems]) from error
+        raise ConfigError([*error.problems, *point.complete(problems)]) from error
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(point.complete(problems))
     return prepared
 
 

@@ -5,7 +5,6 @@ Each package finds problems; here they are gathered, so that all are reported at
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import List, Optional
 
@@ -57,7 +56,7 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[Prepa
 
             config, facts = auto_split(config, inspected, point.given)
     except ConfigError as error:
-        problems += _new_problems(error, problems, point)
+        problems += _new_problems(error, problems)
         # Without the model and the data much can still be checked.
         facts = Facts("cpu", "", purpose=purpose)
         if engine is not None:
@@ -65,20 +64,13 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[Prepa
     try:
         plan = make_plan(config, facts, keys=point.given)
     except ConfigError as error:
-        problems += _new_problems(error, problems, point)
+        problems += _new_problems(error, problems)
     if problems or engine is None or inspected is None or plan is None:
-        raise ConfigError(problems)
+        raise ConfigError(point.complete(problems))
     return PreparedRun(point, engine, inspected, plan)
 
 
-def _new_problems(error: ConfigError, problems: List[Problem], point: Point) -> List[Problem]:
+def _new_problems(error: ConfigError, problems: List[Problem]) -> List[Problem]:
     """Return what an error adds: one problem for each key is enough."""
     reported = {problem.key for problem in problems if problem.key}
-    return [_located(problem, point) for problem in error.problems if problem.key not in reported]
-
-
-def _located(problem: Problem, point: Point) -> Problem:
-    # Later packages know only the key; the point knows what set it.
-    if problem.where or not problem.key:
-        return problem
-    return dataclasses.replace(problem, where=point.where(problem.key))
+    return [problem for problem in error.problems if problem.key not in reported]

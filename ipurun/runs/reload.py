@@ -16,7 +16,7 @@ from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
 from ipurun.config import compose
 from ipurun.config.argv import parse_argv
 from ipurun.config.compose import Point
-from ipurun.config.documents import display
+from ipurun.config.documents import display, load_file
 from ipurun.config.folders import builtin_folder
 from ipurun.config.patterns import widened
 from ipurun.config.schema import RunConfig
@@ -55,7 +55,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
             where=f"command line: {' '.join(argv)}",
             fix="leave the recipe and -m out: the run folder has its config",
         )
-    stored = cast(Dict[str, Any], OmegaConf.to_container(OmegaConf.load(folder.config_file)))
+    stored = cast(Dict[str, Any], OmegaConf.to_container(load_file(folder.config_file)))
     if folder.schema == 1:
         stored = _with_new_paths(stored)
         _keep_matching(stored.get("optimizer") or {})

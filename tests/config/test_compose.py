@@ -160,7 +160,7 @@ class TestBadInput:
 
     def test_a_foreign_value_without_a_counterpart_names_only_the_key(self) -> None:
         (problem,) = problems_of("+recipe=mnist", "warmup_ratio=0.1")
-        assert (problem.known, problem.fix) == ("schedule.warmup_steps", "")
+        assert (problem.known, problem.fix) == ("schedule.warmup_steps", "remove warmup_ratio=0.1")
 
     def test_flags_of_other_tools_are_translated(self) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -178,7 +178,7 @@ class TestBadInput:
     @pytest.mark.parametrize("typed", ["weights=foo.pt", "shufle=soon", "strateg=none"])
     def test_suggested_keys_can_take_the_value(self, typed: str) -> None:
         (problem,) = problems_of("+recipe=mnist", typed)
-        assert problem.fix == "" and problem.known == "run `ipurun ls keys` to see every key"
+        assert problem.fix == f"remove {typed}" and problem.known == "run `ipurun ls keys` to see every key"
 
     def test_a_misspelled_section_suggests_the_section(self) -> None:
         write_recipe("mine", "# @package _global_\nmemroy:\n  io_tiles: 32\n")

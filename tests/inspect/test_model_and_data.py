@@ -27,6 +27,57 @@ def test_facts() -> None:
     assert facts.written_buffers == () and facts.returns_loss is False
 
 
+class NoForward(nn.Module):
+    pass
+
+
+class NoLoss(nn.Module):
+    """A model whose `forward` takes the target and returns something else than a loss."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.layer, self.returns = nn.Linear(4, 3), returns
+
+    def forward(self, x: Any, target: Any) -> Any:
+        output = self.layer(x)
+        loss = nn.functional.cross_entropy(output, target, reduction="none")
+        kinds = {"output": output, "target": (output, target), "mapping": {"logits": output}, "loss": (output, loss)}
+        return kinds[self.returns]
+
+
+def problem_of(**keys: Any) -> Any:
+    with pytest.raises(ConfigError) as caught:
+        inspected(config(**keys))
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_model_without_forward_is_found() -> None:
+    problem = problem_of(model={"_target_": f"{__name__}.NoForward"})
+    assert problem.what == "`model`: NoForward has no `forward`"
+    assert problem.fix.startswith("define forward(self, ...) in NoForward")
+
+
+@pytest.mark.parametrize(
+    ("model", "seen"),
+    [
+        ({"_target_": "run_toys.Net"}, "too many positional arguments"),
+        ({"_target_": f"{__name__}.NoLoss", "returns": "output"}, "a tensor of shape [2, 3]"),
+        ({"_target_": f"{__name__}.NoLoss", "returns": "target"}, "torch.int64"),
+        ({"_target_": f"{__name__}.NoLoss", "returns": "mapping"}, "it has logits"),
+    ],
+)
+def test_a_model_without_a_loss_is_found(model: Any, seen: str) -> None:
+    problem = problem_of(model=model, loss__name=None)
+    assert problem.what == "the model has no loss: `loss.name` is not set, and forward does not return one"
+    assert seen in problem.seen
+    assert "loss.name=CrossEntropyLoss" in problem.fix and "return (output, loss) from forward" in problem.fix
+
+
+def test_a_model_may_return_a_loss_for_each_sample() -> None:
+    inspected(config(model={"_target_": f"{__name__}.NoLoss", "returns": "loss"}, loss__name=None))
+
+
 def test_a_stream_has_no_length() -> None:
     facts = inspected(config(data={"_target_": "run_toys.Stream"})).facts
     assert facts.train_samples is None

@@ -40,10 +40,13 @@ class PipelineConfig:
     embedding: Optional[Any] = option(
         None, "Modules to place on embedding_ipu; null: everything that runs before the first layer."
     )
-    embedding_ipu: Optional[int] = option(None, "IPU of the embedding; null: IPU 0.", minimum=0)
+    embedding_ipu: Optional[int] = option(None, "IPU of the embedding; null: IPU 0.", minimum=0, maximum=65535)
     head: Optional[Any] = option(None, "Modules to place on head_ipu; null: everything after the last layer.")
     head_ipu: Optional[int] = option(
-        None, "IPU of the head; null: that of the last layer, or of the embedding if they share weights.", minimum=0
+        None,
+        "IPU of the head; null: that of the last layer, or of the embedding if they share weights.",
+        minimum=0,
+        maximum=65535,
     )
     blocks: Any = option(
         {},
@@ -70,6 +73,7 @@ class PipelineConfig:
         None,
         "IPUs per replica, for layers_per_ipu=[-1] or a model that defines blocks itself; null: as placed.",
         minimum=1,
+        maximum=65536,
     )
     auto_round: bool = option(False, "Round the number of IPUs up to a power of two (the extra IPUs stay idle).")
     liveness: Optional[str] = option(

@@ -97,5 +97,5 @@ def _type_name(hint: Any) -> str:
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
     if origin is dict:
-        return "mapping"
+        return "mapping" if arguments[1] is Any else f"mapping of {_type_name(arguments[1])}"
     return "any" if hint is Any else getattr(hint, "__name__", str(hint))

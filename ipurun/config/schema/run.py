@@ -29,6 +29,7 @@ __all__ = [
     "LoaderConfig",
     "LossConfig",
     "RunConfig",
+    "SecurityConfig",
     "SweepConfig",
 ]
 
@@ -119,6 +120,17 @@ class DebugConfig:
         None, "PopTorch's log level.", choices=("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
     )
     print_options: bool = option(False, "Write poptorch.Options, as the engine sees them, into the run's log.")
+
+
+@dataclass
+class SecurityConfig:
+    """What a config may import (docs/explanation/security.md)."""
+
+    allow_targets: Optional[List[str]] = option(
+        None,
+        "Prefixes of the dotted names that `_target_`, loss.name, loader.collate and custom_ops may import, such as "
+        "[ipurun, torch.nn, mymodel]; null: anything.",
+    )
 
 
 @dataclass
@@ -231,4 +243,5 @@ class RunConfig:
 
     logger: Dict[str, Any] = option({}, "Logger name -> `_target_` and arguments; metrics.jsonl is always written.")
     debug: DebugConfig = node(DebugConfig, "Debugging aids.")
+    security: SecurityConfig = node(SecurityConfig, "What the config may import.")
     sweep: SweepConfig = node(SweepConfig, "Sweeps.")

@@ -64,6 +64,8 @@ def requested_blocks(pipeline: PipelineConfig, facts: Facts, group: str, found: 
                 key=f"{group}.split",
             )
         layers, requested = _by_layers(pipeline, facts, group, found)
+    else:
+        names_in(pipeline.layers, "pipeline.layers", found)  # unused here, but wrong values are reported
     requested += _explicit_blocks(pipeline, facts, found)
     ends = (
         *embedding_blocks(pipeline, facts, found),
