@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
@@ -16,13 +17,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ipurun.config import checks, hydra_session, overrides
+from ipurun.config import checks, hydra_session, overrides, secrets
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, yaml_problem
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
+
+_NO_VARIABLE = re.compile(r"Environment variable '([^']+)' not found")
 
 __all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "with_words"]
 
@@ -50,6 +53,7 @@ class Point:
         swept: Sweep key -> this point's value.
         problems: The problems found so far; a point with problems must not run.
         run_dir: The run folder that the user chose (``hydra.run.dir=``).
+        hidden: Keys with secrets, each with what is stored in place of its value. All texts above have no secrets.
         line: What it was composed from; None if only the config is known.
     """
 
@@ -61,7 +65,17 @@ class Point:
     swept: Mapping[str, str] = field(default_factory=dict)
     problems: Tuple[Problem, ...] = ()
     run_dir: Optional[str] = None
+    hidden: Mapping[str, str] = field(default_factory=dict)
     line: Optional[_Line] = field(default=None, repr=False, compare=False)
+
+    @property
+    def secrets(self) -> Dict[str, Any]:
+        """The secret values of the config by key."""
+        return secrets.values_of(dataclasses.asdict(self.config), self.hidden)
+
+    def without_secrets(self, text: str) -> str:
+        """Return text in which no secret of this config occurs."""
+        return secrets.mask_text(text, self.secrets.values())
 
     def where(self, key: str) -> str:
         """Return where a key was set: the override as typed, or file and line; empty for a default."""
@@ -143,13 +157,24 @@ def with_words(point: Point, words: Sequence[str]) -> Point:
     return _point((*line.chosen, *added), hydra_session.with_overrides(line.composed, added), problems)
 
 
-def to_yaml(config: RunConfig) -> str:
-    """Return a resolved config as YAML for `from_yaml`."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+def to_yaml(config: RunConfig, hidden: Optional[Mapping[str, str]] = None) -> str:
+    """Return a resolved config as YAML for `from_yaml`.
+
+    Args:
+        config: The config.
+        hidden: What to write in place of secrets, as in `Point.hidden`; None: masks, by the names of keys.
+    """
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    hidden = secrets.hidden_values(plain, plain) if hidden is None else hidden
+    return OmegaConf.to_yaml(OmegaConf.create(secrets.with_hidden(plain, hidden)))
 
 
-def from_yaml(path: Path) -> RunConfig:
+def from_yaml(path: Path, values: Optional[Mapping[str, Any]] = None) -> RunConfig:
     """Read a stored config.
+
+    Args:
+        path: The file.
+        values: The secrets by key; those that are not given remain as they are stored.
 
     Raises:
         ConfigError: If it is missing, not YAML, or not a config of this version.
@@ -158,7 +183,9 @@ def from_yaml(path: Path) -> RunConfig:
         stored = OmegaConf.load(path)
         if not stored:
             raise ConfigError("the stored config is empty", str(path), fix="use the folder of another run")
-        return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
+        plain = secrets.with_hidden(OmegaConf.to_container(stored), values or {})
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), secrets.escaped(plain))
+        return cast(RunConfig, OmegaConf.to_object(merged))
     except FileNotFoundError:
         raise ConfigError("the stored config does not exist", str(path), fix="use the folder of a run") from None
     except UnicodeDecodeError as error:
@@ -189,22 +216,34 @@ def _point(
     found = list(problems) + list(composed.problems)
     if composed.config is None:
         raise ConfigError(found)
+    unresolved = OmegaConf.to_container(composed.config)
     config, more = _typed(composed.config, composed.recipes)
     found += more
     if config is None:
         raise ConfigError(found)
-    changed = tuple(_changed(config, chosen, composed.documents))
+    resolved = dataclasses.asdict(config)
+    hidden = secrets.hidden_values(unresolved, resolved)
+    shown = secrets.with_hidden(resolved, dict.fromkeys(hidden, secrets.MASK))
+    changed = tuple(_changed(shown, chosen, composed.documents))
+    words = [(override, _shown(override, text)) for override, text in chosen]
     point = Point(
         config,
-        overrides=tuple(override.shown(text.partition("=")[2]) for override, text in chosen),
+        overrides=overrides.each_key_once(word for _, word in words),
         recipes=composed.recipes,
         changed=changed,
         given=_given_keys(config, chosen, composed.documents, changed),
-        swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
+        swept={override.key: word.partition("=")[2] for override, word in words if override.is_swept},
         run_dir=_typed_value([override for override, _ in chosen], "hydra.run.dir"),
+        hidden=hidden,
     )
+    found += secrets.masked_keys(resolved, point.where)
     found += checks.check_values(config, point.where)
     return dataclasses.replace(point, problems=tuple(dict.fromkeys(found)))
+
+
+def _shown(override: overrides.Parsed, text: str) -> str:
+    """Return an override with one of its values, as a user would type it, without secrets."""
+    return secrets.mask_word(override.shown(text.partition("=")[2]))
 
 
 def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:
@@ -217,12 +256,8 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
                 Problem(f"`{key}` has no value", "the config says ???", fix=fixes, key=key) for key in missing
             ]
         typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        return None, [
-            Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=str(value), key=key)
-            for key, value in _unresolvable(config)
-        ]
+    except OmegaConfBaseException:
+        return None, [_unresolved(key, str(value), reason) for key, value, reason in _unresolvable(config)]
     # YAML 1.1 reads the key `on` as true.
     typed.metrics = {
         name: {"on" if key is True else key: value for key, value in node.items()} if isinstance(node, dict) else node
@@ -233,21 +268,34 @@ def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunCo
     return typed, []
 
 
-def _unresolvable(config: DictConfig) -> Iterator[Tuple[str, Any]]:
+def _unresolvable(config: DictConfig) -> Iterator[Tuple[str, Any, str]]:
     for key, value in _leaves(OmegaConf.to_container(config, resolve=False)):
         try:
             OmegaConf.select(config, key)
-        except OmegaConfBaseException:
-            yield key, value
+        except OmegaConfBaseException as error:
+            yield key, value, str(error).splitlines()[0]
+
+
+def _unresolved(key: str, value: str, reason: str) -> Problem:
+    shown = secrets.mask_word(f"{key}={value}").partition("=")[2]
+    variable = _NO_VARIABLE.search(reason)
+    if variable is not None:
+        name = variable[1]
+        what = f"`{key}` needs the environment variable {name}, which is not set"
+        return Problem(what, "the config", seen=shown, fix=f"export {name}=VALUE, or {key}=VALUE", key=key)
+    fix = ""
+    if "HydraConfig was not set" in reason:
+        fix = f"write the value: ipurun reads configs without starting a Hydra application; {key}=VALUE"
+    return Problem(f"`{key}` cannot be resolved: {reason}", "the config", seen=shown, fix=fix, key=key)
 
 
 def _changed(
-    config: RunConfig, chosen: Sequence[Tuple[overrides.Parsed, str]], documents: Sequence[Document]
+    shown: Mapping[str, Any], chosen: Sequence[Tuple[overrides.Parsed, str]], documents: Sequence[Document]
 ) -> Iterator[ChangedKey]:
     typed_keys = {override.key for override, _ in chosen if not override.is_group}
     groups = {override.key for override, _ in chosen if override.is_group}
     defaults = {key: entry.default for key, entry in all_keys().items()}
-    for key, value in _leaves(dataclasses.asdict(config)):
+    for key, value in _leaves(shown):
         if value == defaults.get(key):
             continue
         yield ChangedKey(key, value, _origin(key, typed_keys, groups, documents))
@@ -287,7 +335,7 @@ def _given_keys(
     for override, text in chosen:
         if override.prefix == "~":
             given = {key: origin for key, origin in given.items() if not (key + ".").startswith(override.key + ".")}
-        given.update(dict.fromkeys(override.written, f"command line: {override.shown(text.partition('=')[2])}"))
+        given.update(dict.fromkeys(override.written, f"command line: {_shown(override, text)}"))
     values = dict(_nodes(dataclasses.asdict(config)))
     return {key: origin for key, origin in given.items() if values.get(key) is not None}
 
