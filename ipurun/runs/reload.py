@@ -21,7 +21,7 @@ from ipurun.config.folders import builtin_folder
 from ipurun.config.overrides import each_key_once
 from ipurun.config.patterns import widened
 from ipurun.config.schema import RunConfig
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import split_for_eval
 from ipurun.inspect.model_and_data import make_model_alone
 from ipurun.moved import new_path
@@ -71,7 +71,10 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
         file = Path(place) / f"{_CONFIG_NAME}.yaml"
         OmegaConf.save(OmegaConf.create(document), file)
         flags = ["--config-dir", place, "--config-name", _CONFIG_NAME]
-        point = compose.one([*flags, *words.overrides], command)
+        try:
+            point = compose.one([*flags, *words.overrides], command)
+        except ConfigError as error:
+            raise ConfigError(_in_the_run(problem, file, folder) for problem in error.problems) from error
     recipes = [word.partition("=")[2] for word in folder.overrides() if word.lstrip("+").startswith("recipe=")]
     changed = tuple(change for change in point.changed if change.origin == "command line")
     origins = folder.origins()
@@ -89,6 +92,12 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
         changed=changed,
         given=given,
     )
+
+
+def _in_the_run(problem: Problem, file: Path, folder: RunFolder) -> Problem:
+    """Return a problem of the temporary config file as one of the file in the run folder."""
+    is_inside = problem.where.startswith((display(file), str(file), "the config"))
+    return replace(problem, where=str(folder.config_file)) if is_inside else problem
 
 
 def _with_new_paths(value: Any) -> Any:
