@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import List
+from typing import List, Tuple
 
 import pytest
 
 from ipurun.config.compose import from_yaml, one, points, to_yaml, with_words
+from ipurun.config.overrides import each_key_once
 from ipurun.errors import ConfigError, Problem
 
 
