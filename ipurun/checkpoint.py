@@ -2,7 +2,8 @@
 
 A checkpoint is two files: ``step-00000100.pt`` with the tensors, and ``step-00000100.json``, which describes them. The
 second is written last and holds the checksum of the first, so that a process killed at any moment leaves either a
-complete checkpoint or one that is recognised as incomplete.
+complete checkpoint or one that is recognised as incomplete. Where a step is saved again, the description comes first
+and holds the checksums of both, so that the tensors on the disk are good before and after they are replaced.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Dict, Iterator, List, Mapping, Optional, Protocol, Union
+from typing import IO, Any, Dict, List, Mapping, Optional, Protocol, Tuple, Union
 
 import torch
 
 from ipurun.errors import Problem, RunError, underlying_os_error
+from ipurun.files import PARTIAL, replacing, sync_folder, write_atomically
 
-__all__ = ["Checkpoint", "Folder", "best", "damaged_files", "latest", "listed", "load", "save"]
+__all__ = ["Checkpoint", "Folder", "best", "broken", "latest", "listed", "load", "newest_good", "save"]
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)\.json")
-_PARTIAL = ".partial"
+_REPLACED = "replaced_sha256"  # checksums of the tensors that are being replaced
 _CHUNK = 1 << 20
+_MISMATCH = "its contents do not match their checksum"
 
 
 class Folder(Protocol):
@@ -40,11 +42,12 @@ class Folder(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk, not yet read."""
+    """A complete checkpoint on disk, not yet read; `is_verified` if its checksum was compared."""
 
     path: Path
     step: int
     info: Mapping[str, Any]
+    is_verified: bool = False
 
     @property
     def is_best(self) -> bool:
@@ -79,16 +82,18 @@ def save(
     place = _place(folder)
     tensors, description = place / f"step-{step:08d}.pt", place / f"step-{step:08d}.json"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(exist_ok=True)  # without parents: a run folder that was deleted is an error, not made again
         _remove_partial(place)
-        with _replacing(tensors) as stream:
+        before = _read_description(description)
+        about = {**(info or {}), "format": _FORMAT, "step": step, "is_best": is_best}
+        with replacing(tensors) as stream:
             writer = _HashingWriter(stream)
             torch.save(dict(state), writer)
-        about = {**(info or {}), "format": _FORMAT, "step": step, "is_best": is_best}
-        about.update(sha256=writer.digest(), bytes=writer.written)
-        with _replacing(description) as stream:
-            stream.write((json.dumps(about, indent=2) + "\n").encode())
-        _sync_folder(place)
+            about.update(sha256=writer.digest(), bytes=writer.written)
+            if before is not None:
+                write_atomically(description, _as_json({**about, _REPLACED: _checksums(before)}))
+        write_atomically(description, _as_json(about))
+        sync_folder(place)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             _remove_partial(place)
@@ -105,15 +110,39 @@ def listed(folder: Union[Folder, Path]) -> List[Checkpoint]:
         match = _NAME.fullmatch(file.name)
         about = _read_description(file)
         tensors = file.with_suffix(".pt")
-        if match and about is not None and tensors.is_file() and tensors.stat().st_size == about.get("bytes"):
+        if match and about is not None and not _visible_fault(tensors, about):
             found.append(Checkpoint(tensors, int(match.group(1)), about))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def damaged_files(folder: Union[Folder, Path]) -> List[str]:
-    """Return the names of tensor files that do not belong to a complete checkpoint."""
-    complete = {checkpoint.path.name for checkpoint in listed(folder)}
-    return sorted(file.name for file in _place(folder).glob("step-*.pt") if file.name not in complete)
+def broken(folder: Union[Folder, Path]) -> Dict[str, str]:
+    """Return the checkpoints that cannot be used, newest first: the name of the tensor file and what is wrong.
+
+    What a look at names and sizes shows; `newest_good` also compares checksums.
+    """
+    found = {}
+    stems = {file.stem for kind in ("pt", "json") for file in _place(folder).glob(f"step-*.{kind}")}
+    for name in sorted(stems, key=lambda stem: (len(stem), stem), reverse=True):
+        tensors = _place(folder) / f"{name}.pt"
+        about = _read_description(tensors.with_suffix(".json"))
+        fault = f"no readable {name}.json" if about is None else _visible_fault(tensors, about)
+        if fault:
+            found[tensors.name] = fault
+    return found
+
+
+def newest_good(folder: Union[Folder, Path]) -> Tuple[Optional[Checkpoint], Dict[str, str]]:
+    """Return the newest checkpoint whose tensors match their checksum, and the newer ones that had to be skipped.
+
+    The second is as in `broken`, for files that are newer than the first; all if there is no good one.
+    """
+    skipped = broken(folder)
+    for checkpoint in reversed(listed(folder)):
+        if _digest_of(checkpoint.path) in _checksums(checkpoint.info):
+            newer = {name: why for name, why in skipped.items() if _step_of(name) > checkpoint.step}
+            return Checkpoint(checkpoint.path, checkpoint.step, checkpoint.info, is_verified=True), newer
+        skipped[checkpoint.path.name] = _MISMATCH
+    return None, skipped
 
 
 def latest(folder: Union[Folder, Path]) -> Optional[Checkpoint]:
@@ -139,8 +168,9 @@ def load(checkpoint: Union[Checkpoint, Path, str]) -> Dict[str, Any]:
         raise RunError(_damaged(path, "there is no complete checkpoint of this name"))
     if about.get("format") != _FORMAT:
         raise RunError(_damaged(path, f"format {about.get('format')}; this ipurun reads {_FORMAT}"))
-    if _digest_of(path) != about.get("sha256"):
-        raise RunError(_damaged(path, "its contents do not match their checksum"))
+    is_verified = isinstance(checkpoint, Checkpoint) and checkpoint.is_verified
+    if not is_verified and _digest_of(path) not in _checksums(about):
+        raise RunError(_damaged(path, _MISMATCH))
     try:
         # Plain values and tensors only, so that a checkpoint from elsewhere cannot run code.
         return dict(torch.load(path, map_location="cpu", weights_only=True))
@@ -170,28 +200,33 @@ class _HashingWriter:
         return self._hash.hexdigest()
 
 
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that replaces another only after all of it is on the disk."""
-    partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("wb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+def _as_json(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, indent=2) + "\n"
 
 
-def _sync_folder(place: Path) -> None:
-    handle = os.open(place, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _checksums(about: Mapping[str, Any]) -> List[str]:
+    """Return the checksums that the tensors of a description may have."""
+    return [about.get("sha256", ""), *about.get(_REPLACED, ())]
+
+
+def _visible_fault(tensors: Path, about: Mapping[str, Any]) -> str:
+    """Return what is wrong with tensors as far as their size shows it; empty if nothing."""
+    if not tensors.is_file():
+        return "the file is missing"
+    size, expected = tensors.stat().st_size, about.get("bytes")
+    if size == expected or _REPLACED in about:
+        return ""
+    return f"it has {size} of {expected} bytes"
+
+
+def _step_of(name: str) -> int:
+    match = _NAME.fullmatch(f"{Path(name).stem}.json")
+    return int(match.group(1)) if match else -1
 
 
 def _remove_partial(place: Path) -> None:
     """Remove what a killed process left: half-written files, and tensors without a description."""
-    for file in place.glob("step-*" + _PARTIAL):
+    for file in place.glob("step-*" + PARTIAL):
         file.unlink()
     for file in place.glob("step-*.pt"):
         if not file.with_suffix(".json").exists():
@@ -233,6 +268,13 @@ def _save_problem(place: Path, step: int, error: BaseException) -> Problem:
     error = underlying_os_error(error)  # torch closes its file after a failed write, which fails as well
     seen = f"{type(error).__name__}: {error}"
     fix = "check that the folder is writable"
+    if not place.parent.is_dir():
+        return Problem(
+            f"the folder of the run was deleted, so the checkpoint of step {step} could not be saved",
+            where=str(place.parent),
+            seen=seen,
+            fix="start the run again; its earlier checkpoints are gone",
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
             seen += f"; {shutil.disk_usage(place).free / 2**20:.0f} MiB free"

@@ -461,6 +461,8 @@ def _reloaded(
         with _threads_kept():
             loaded = load_run(folder, _listed(overrides), _text(checkpoint), best, command)
             screen = make_screen(sys.stdout, quiet)
+            for note in loaded.notes:
+                screen.remark(f"warning: {note}")
             try:
                 yield loaded, split_to_use(loaded.run, split), console_for(loaded.run.plan, screen)
             finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ipurun.checkpoint import best, latest, listed, load, save
+from ipurun.checkpoint import best, broken, latest, listed, load, newest_good, save
 from ipurun.errors import RunError
 
 
@@ -176,7 +176,7 @@ def test_a_kill_during_a_save_keeps_the_earlier_checkpoint(tmp_path: Path, momen
         elif moment == "before the description":
             store.json.dumps = die
         else:
-            store.os.replace = die
+            os.replace = die
         save(place, 2, {f"w{i}": torch.ones(5_000) for i in range(20)})
         """,
         str(tmp_path),
@@ -192,6 +192,65 @@ def test_a_kill_during_a_save_keeps_the_earlier_checkpoint(tmp_path: Path, momen
         "step-00000002.json",
         "step-00000002.pt",
     ]
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_a_kill_while_a_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path, renames: int) -> None:
+    """Kills before the first, second and third rename of the second save, and after the last one."""
+    save(tmp_path, 1, _state(1))
+    save(tmp_path, 2, _state(2), is_best=True)
+    done = _run(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        import torch
+        from ipurun.checkpoint import save
+        place, left = Path(sys.argv[1]), int(sys.argv[2])
+        rename = os.replace
+        def count(*names):
+            global left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(*names)
+        os.replace = count
+        save(place, 2, {"model": {"weight": torch.full((300, 2), 5.0)}, "step": 5}, is_best=True)
+        """,
+        str(tmp_path),
+        str(renames),
+    )
+    assert done.returncode == (-signal.SIGKILL if renames < 3 else 0), done.stderr
+    assert [c.step for c in listed(tmp_path)] == [1, 2]
+    assert load(latest(tmp_path))["step"] == (2 if renames < 2 else 5)
+    found, skipped = newest_good(tmp_path)
+    assert found.step == 2 and skipped == {}
+    save(tmp_path, 2, _state(6))
+    assert load(latest(tmp_path))["step"] == 6 and len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_newest_good_one_is_used_and_newer_broken_ones_are_named(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, _state(step))
+    names = [f"step-{step:08d}" for step in range(6)]
+    (tmp_path / f"{names[1]}.pt").write_bytes(b"old and broken, which does not matter")
+    content = bytearray((tmp_path / f"{names[3]}.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / f"{names[3]}.pt").write_bytes(bytes(content))
+    (tmp_path / f"{names[4]}.pt").write_bytes(b"short")
+    (tmp_path / f"{names[5]}.json").unlink()
+    found, skipped = newest_good(tmp_path)
+    assert found.step == 2 and load(found)["step"] == 2
+    assert list(skipped) == [f"{names[5]}.pt", f"{names[4]}.pt", f"{names[3]}.pt"]
+    assert "no readable step-00000005.json" in skipped[f"{names[5]}.pt"]
+    assert "5 of" in skipped[f"{names[4]}.pt"] and "checksum" in skipped[f"{names[3]}.pt"]
+    assert list(broken(tmp_path)) == [f"{names[5]}.pt", f"{names[4]}.pt", f"{names[1]}.pt"]
+
+
+def test_a_deleted_run_folder_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        save(tmp_path / "deleted" / "checkpoints", 3, _state(1))
+    assert "the folder of the run was deleted" in str(caught.value)
+    assert not (tmp_path / "deleted").exists()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

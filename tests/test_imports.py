@@ -93,6 +93,7 @@ def test_private_modules_of_the_emulator_are_imported_only_inside_it():
 FLOW = (
     "emulator",
     "errors",
+    "files",
     "module_search",
     "moved",
     "api",

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ipurun.config import checks, hydra_session, overrides
+from ipurun.config import checks, hydra_session, overrides, secrets
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, load_file, yaml_problem
@@ -26,6 +26,8 @@ from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "where_typed", "with_words"]
+
+_NO_VARIABLE = re.compile(r"Environment variable '([^']+)' not found")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Point:
         swept: Sweep key -> this point's value.
         problems: The problems found so far; a point with problems must not run.
         run_dir: The run folder that the user chose (``hydra.run.dir=``).
+        hidden: Keys with secrets, each with what is stored in place of its value. All texts above have no secrets.
         line: What it was composed from; None if only the config is known.
     """
 
@@ -62,7 +65,17 @@ class Point:
     swept: Mapping[str, str] = field(default_factory=dict)
     problems: Tuple[Problem, ...] = ()
     run_dir: Optional[str] = None
+    hidden: Mapping[str, str] = field(default_factory=dict)
     line: Optional[_Line] = field(default=None, repr=False, compare=False)
+
+    @property
+    def secrets(self) -> Dict[str, Any]:
+        """The secret values of the config by key."""
+        return secrets.values_of(dataclasses.asdict(self.config), self.hidden)
+
+    def without_secrets(self, text: str) -> str:
+        """Return text in which no secret of this config occurs."""
+        return secrets.mask_text(text, self.secrets.values())
 
     def where(self, key: str) -> str:
         """Return where a key was set: the override as typed, or file and line; empty for a default."""
@@ -153,13 +166,24 @@ def with_words(point: Point, words: Sequence[str]) -> Point:
     return _point((*line.chosen, *added), hydra_session.with_overrides(line.composed, added), problems)
 
 
-def to_yaml(config: RunConfig) -> str:
-    """Return a resolved config as YAML for `from_yaml`."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+def to_yaml(config: RunConfig, hidden: Optional[Mapping[str, str]] = None) -> str:
+    """Return a resolved config as YAML for `from_yaml`.
+
+    Args:
+        config: The config.
+        hidden: What to write in place of secrets, as in `Point.hidden`; None: masks, by the names of keys.
+    """
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    hidden = secrets.hidden_values(plain, plain) if hidden is None else hidden
+    return OmegaConf.to_yaml(OmegaConf.create(secrets.with_hidden(plain, hidden)))
 
 
-def from_yaml(path: Path) -> RunConfig:
+def from_yaml(path: Path, values: Optional[Mapping[str, Any]] = None) -> RunConfig:
     """Read a stored config.
+
+    Args:
+        path: The file.
+        values: The secrets by key; those that are not given remain as they are stored.
 
     Raises:
         ConfigError: If it is missing, not YAML, or not a config of this version.
@@ -169,7 +193,9 @@ def from_yaml(path: Path) -> RunConfig:
         if not isinstance(stored, DictConfig) or not stored:
             what = "the stored config is not a mapping of keys" if stored else "the stored config is empty"
             raise ConfigError(what, str(path), fix="use the folder of another run")
-        return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), stored)))
+        plain = secrets.with_hidden(OmegaConf.to_container(stored), values or {})
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), secrets.escaped(plain))
+        return cast(RunConfig, OmegaConf.to_object(merged))
     except FileNotFoundError:
         raise ConfigError("the stored config does not exist", str(path), fix="use the folder of a run") from None
     except UnicodeDecodeError as error:
@@ -198,7 +224,7 @@ def _point(
     composed: hydra_session.Composed,
     problems: Sequence[Problem],
 ) -> Point:
-    words = tuple(override.shown(text.partition("=")[2]) for override, text in chosen)
+    words = [(override, _shown(override, text)) for override, text in chosen]
     found = list(problems) + list(composed.problems)
     config = None
     if composed.config is not None:
@@ -207,17 +233,26 @@ def _point(
     if config is not None:
         found += checks.check_allowed(config)
     if config is None or len(found) > len(problems):
-        raise ConfigError(complete(problem, lambda key: _where_written(key, words, composed)) for problem in found)
-    changed = tuple(_changed(config, chosen, composed.documents))
+        raise ConfigError(
+            complete(problem, lambda key: _where_written(key, [word for _, word in words], composed))
+            for problem in found
+        )
+    assert composed.config is not None
+    resolved = dataclasses.asdict(config)
+    hidden = secrets.hidden_values(OmegaConf.to_container(composed.config), resolved)
+    shown = secrets.with_hidden(resolved, dict.fromkeys(hidden, secrets.MASK))
+    changed = tuple(_changed(shown, chosen, composed.documents))
     point = Point(
         config,
-        overrides=words,
+        overrides=overrides.each_key_once(word for _, word in words),
         recipes=composed.recipes,
         changed=changed,
         given=_given_keys(config, chosen, composed.documents, changed),
-        swept={override.key: text.partition("=")[2] for override, text in chosen if override.is_swept},
+        swept={override.key: word.partition("=")[2] for override, word in words if override.is_swept},
         run_dir=_typed_value([override for override, _ in chosen], "hydra.run.dir"),
+        hidden=hidden,
     )
+    found += secrets.masked_keys(resolved, point.where)
     return dataclasses.replace(point, problems=tuple(point.complete([*found, *checks.check_values(config)])))
 
 
@@ -226,6 +261,11 @@ def _where_written(key: str, words: Sequence[str], composed: hydra_session.Compo
     lines = ((document, document.line_of(key)) for document in reversed(composed.documents))
     written = (document.where(line) for document, line in lines if line is not None)
     return where_typed(words, key) or next(written, "")
+
+
+def _shown(override: overrides.Parsed, text: str) -> str:
+    """Return an override with one of its values, as a user would type it, without secrets."""
+    return secrets.mask_word(override.shown(text.partition("=")[2]))
 
 
 def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:
@@ -253,7 +293,7 @@ def _unresolvable(config: DictConfig) -> Iterator[Problem]:
         try:
             resolved = OmegaConf.select(config, key)
         except (OmegaConfBaseException, RecursionError) as error:
-            yield _cannot_resolve(key, error, str(value))
+            yield _cannot_resolve(key, error, secrets.mask_word(f"{key}={value}").partition("=")[2])
             continue
         resolved = OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
         wrong = type_problem(key, resolved) if isinstance(value, str) and "${" in value else None
@@ -263,21 +303,25 @@ def _unresolvable(config: DictConfig) -> Iterator[Problem]:
 
 def _cannot_resolve(key: str, error: BaseException, seen: str = "") -> Problem:
     reason = "it refers to itself" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-    variable = re.search(r"Environment variable '(.+?)' not found", reason)
-    fix = f"write the value itself; `ipurun ls keys {key}` describes the key" if key else "write the values themselves"
-    if variable is not None:
-        fix = f"set the environment variable {variable[1]}, or give a default: ${{oc.env:{variable[1]},DEFAULT}}"
     what = f"`{key}`" if key else "the config"
+    variable = _NO_VARIABLE.search(reason)
+    if variable is not None:
+        name = variable[1]
+        fix = f"export {name}=VALUE, {key}=VALUE, or a default: ${{oc.env:{name},DEFAULT}}"
+        return Problem(f"{what} needs the environment variable {name}, which is not set", seen=seen, fix=fix, key=key)
+    fix = f"write the value itself; `ipurun ls keys {key}` describes the key" if key else "write the values themselves"
+    if "HydraConfig was not set" in reason:
+        fix = f"write the value: ipurun reads configs without starting a Hydra application; {key}=VALUE"
     return Problem(f"{what} cannot be resolved: {reason}", seen=seen, fix=fix, key=key)
 
 
 def _changed(
-    config: RunConfig, chosen: Sequence[Tuple[overrides.Parsed, str]], documents: Sequence[Document]
+    shown: Mapping[str, Any], chosen: Sequence[Tuple[overrides.Parsed, str]], documents: Sequence[Document]
 ) -> Iterator[ChangedKey]:
     typed_keys = {override.key for override, _ in chosen if not override.is_group}
     groups = {override.key for override, _ in chosen if override.is_group}
     defaults = {key: entry.default for key, entry in all_keys().items()}
-    for key, value in _leaves(dataclasses.asdict(config)):
+    for key, value in _leaves(shown):
         if value == defaults.get(key):
             continue
         yield ChangedKey(key, value, _origin(key, typed_keys, groups, documents))
@@ -317,7 +361,7 @@ def _given_keys(
     for override, text in chosen:
         if override.prefix == "~":
             given = {key: origin for key, origin in given.items() if not (key + ".").startswith(override.key + ".")}
-        given.update(dict.fromkeys(override.written, f"command line: {override.shown(text.partition('=')[2])}"))
+        given.update(dict.fromkeys(override.written, f"command line: {_shown(override, text)}"))
     values = dict(_nodes(dataclasses.asdict(config)))
     return {key: origin for key, origin in given.items() if values.get(key) is not None}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +17,7 @@ from ipurun.config.documents import load_text
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.errors import ConfigError, Problem, listing, nearest
 
-__all__ = ["Groups", "Parsed", "parse", "spread"]
+__all__ = ["Groups", "Parsed", "each_key_once", "parse", "spread"]
 
 Groups = Dict[str, List[str]]
 
@@ -112,6 +112,20 @@ def spread(overrides: Sequence[Parsed]) -> List[List[Tuple[Parsed, str]]]:
     """Return every combination of swept values, the last key varying fastest."""
     choices = [[(override, text) for text in override.texts()] for override in overrides]
     return [list(point) for point in itertools.product(*choices)]
+
+
+def each_key_once(words: Iterable[str]) -> Tuple[str, ...]:
+    """Return words without those that a later word of the same key makes void.
+
+    Hydra merges mappings that are given one after the other, so of those both have an effect.
+    """
+    kept: Dict[Tuple[str, int], str] = {}
+    for place, word in enumerate(words):
+        key, _, value = word.lstrip("+~").partition("=")
+        merges = value.lstrip().startswith("{")
+        kept = {other: text for other, text in kept.items() if other[0] != key or (merges and "={" in text)}
+        kept[key, place] = word
+    return tuple(kept.values())
 
 
 def _values(override: Override) -> Tuple[str, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import IO, Any, Dict, Mapping, Union
 
+from ipurun.files import write_atomically
 from ipurun.training.events import EvalEnd, Observer, RunStart, StepEnd, Summary
 
 __all__ = ["JsonlLogger", "eval_record", "step_record"]
@@ -88,9 +88,7 @@ def _drop_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a truncated or damaged line
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, "".join(kept))
 
 
 def _finite(value: float) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import IO, Any, Mapping
@@ -11,6 +10,7 @@ import numpy
 import torch
 
 from ipurun.errors import ConfigError, RunError, underlying_os_error
+from ipurun.files import replacing
 
 __all__ = ["check_file", "describe", "write_predictions"]
 
@@ -43,14 +43,10 @@ def write_predictions(path: Path, outputs: Any) -> None:
             seen=describe(outputs),
             fix="--out FILE.pt",
         )
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as stream:
+        with replacing(path) as stream:
             _write(stream, path.suffix, outputs)
-        os.replace(partial, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        with contextlib.suppress(OSError):
-            partial.unlink()
         seen = str(underlying_os_error(error))
         fix = "--out FILE in a writable folder with enough free space"
         raise RunError("the predictions could not be written", str(path), seen=seen, fix=fix) from error

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Union
 
 from ipurun import __version__
+from ipurun.config.secrets import is_secret_file
 from ipurun.errors import ConfigError, Problem
+from ipurun.files import write_atomically
 from ipurun.log.plan_text import plan_lines
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ __all__ = ["RunFolder", "check_writable", "find_latest", "git_diff", "git_state"
 
 
 _SCHEMA = 2  # version of the files of a run folder; 1 lacks `origins.yaml` and has paths of modules that have moved
+_TIMESTAMP = "%Y-%m-%d_%H-%M-%S"
+_TIMESTAMP_LENGTH = 19
 
 
 class RunFolder:
@@ -115,16 +120,20 @@ class RunFolder:
         from ipurun.config.compose import to_yaml
 
         # `resume` says how this process began and is not part of the run: a stored run never points at another.
-        self.config_file.write_text(to_yaml(replace(config, resume=None)), encoding="utf-8")
         words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
-        self.overrides_file.write_text(_yaml(words), encoding="utf-8")
+        texts = {
+            self.config_file: to_yaml(replace(config, resume=None), point.hidden),
+            self.overrides_file: _yaml(words),
+            self.plan_file: "\n".join(plan_lines(plan)) + "\n",
+            self.env_file: json.dumps(_environment(engine), indent=2) + "\n",
+        }
         if point.given is not None:
-            self.origins_file.write_text(_yaml(dict(point.given)), encoding="utf-8")
-        self.plan_file.write_text("\n".join(plan_lines(plan)) + "\n", encoding="utf-8")
-        self.env_file.write_text(json.dumps(_environment(engine), indent=2) + "\n", encoding="utf-8")
+            texts[self.origins_file] = _yaml(dict(point.given))
         difference = git_diff()
         if difference:
-            (self.path / "git.diff").write_text(difference, encoding="utf-8")
+            texts[self.path / "git.diff"] = difference
+        for path, text in texts.items():
+            write_atomically(path, point.without_secrets(text))
 
     @contextmanager
     def described_as(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> Iterator[None]:
@@ -142,7 +151,7 @@ class RunFolder:
             if set(self.checkpoints.glob("*.json")) == saved:
                 for path in files:
                     if path in before:
-                        path.write_bytes(before[path])
+                        write_atomically(path, before[path])
                     elif path.is_file():
                         path.unlink()
             raise
@@ -183,18 +192,9 @@ class RunFolder:
             return 1
 
     def overrides(self) -> List[str]:
-        """Return what was typed to start this run.
-
-        Raises:
-            ConfigError: The file is damaged.
-        """
-        if not self.overrides_file.is_file():
-            return []
-        stored = _load_yaml(self.overrides_file)
-        if not isinstance(stored, list):
-            fix = "delete it: the run then counts as started without overrides"
-            raise ConfigError("not a YAML list of overrides", str(self.overrides_file), fix=fix)
-        return [str(item) for item in stored]
+        """Return what was typed to start this run."""
+        stored = self._stored(self.overrides_file, list, "only what was typed is unknown then")
+        return [str(word) for word in stored or ()]
 
     def origins(self) -> Optional[Dict[str, str]]:
         """Return the keys that were set when this run started, with where; None in a folder of the first edition.
@@ -202,13 +202,18 @@ class RunFolder:
         Raises:
             ConfigError: The file is damaged.
         """
-        if not self.origins_file.is_file():
+        stored = self._stored(self.origins_file, dict, "keys that differ from their defaults then count as set")
+        return None if stored is None else {str(key): str(origin) for key, origin in stored.items()}
+
+    def _stored(self, file: Path, kind: type, without: str) -> Any:
+        """Read a YAML file of what was typed, where `${...}` is text; None if there is none."""
+        if not file.is_file():
             return None
-        stored = _load_yaml(self.origins_file)
-        if not isinstance(stored, dict):
-            fix = "delete it: keys that differ from their defaults then count as set"
-            raise ConfigError("not a YAML mapping of keys", str(self.origins_file), fix=fix)
-        return {str(key): str(origin) for key, origin in stored.items()}
+        stored = _load_yaml(file)
+        if not isinstance(stored, kind):
+            wanted = "mapping of keys" if kind is dict else "list of overrides"
+            raise ConfigError(f"not a YAML {wanted}", str(file), fix=f"delete it: {without}")
+        return stored
 
     def summary(self) -> Dict[str, Any]:
         """Return how the run ended; empty while it runs or when it was killed."""
@@ -218,10 +223,20 @@ class RunFolder:
             return {}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Store how the run ended, completely or not at all."""
-        partial = self.summary_file.with_suffix(".json.partial")
-        partial.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
-        os.replace(partial, self.summary_file)
+        """Store how the run ended."""
+        write_atomically(self.summary_file, json.dumps(summary, indent=2, default=str) + "\n")
+
+    @property
+    def last_started(self) -> float:
+        """When the run was started or resumed last, in seconds since 1970; earlier versions recorded only its name."""
+        try:
+            return float(json.loads(self.env_file.read_text(encoding="utf-8"))["started"])
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        try:
+            return datetime.datetime.strptime(self.path.name[:_TIMESTAMP_LENGTH], _TIMESTAMP).timestamp()
+        except ValueError:
+            return 0.0
 
     @property
     def finished(self) -> bool:
@@ -242,25 +257,24 @@ class RunFolder:
             stream.write(text.rstrip("\n") + "\n")
 
 
-def find_latest(runs_dir: Union[str, Path], name: str, unfinished_only: bool = True) -> Optional[RunFolder]:
-    """Return the newest run of a name, for ``resume=auto``.
+def find_latest(runs_dir: Union[str, Path], name: str) -> Optional[RunFolder]:
+    """Return the run of a name for ``resume=auto``: of those with a checkpoint that have not reached their planned end,
+    the one that was started or resumed last.
 
     Args:
         runs_dir: The folder of all runs.
         name: The name of the run.
-        unfinished_only: Skip runs that reached their planned end.
     """
+    from ipurun.checkpoint import latest  # deferred: it loads torch
+
     candidates = [RunFolder(file.parent) for file in (Path(runs_dir) / slug(name)).glob("*/config.yaml")]
-    candidates.sort(key=lambda folder: (folder.config_file.stat().st_mtime_ns, folder.path.name))
-    for folder in reversed(candidates):
-        if not (unfinished_only and folder.finished):
-            return folder
-    return None
+    candidates.sort(key=lambda folder: (folder.last_started, folder.path.name), reverse=True)
+    return next((folder for folder in candidates if not folder.finished and latest(folder) is not None), None)
 
 
 def timestamp() -> str:
     """Return the local time as a folder name that sorts."""
-    return datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return datetime.datetime.now().strftime(_TIMESTAMP)
 
 
 def slug(name: str) -> str:
@@ -332,6 +346,7 @@ def _unusable_path(path: Union[str, Path]) -> str:
 def _environment(engine: Engine) -> Dict[str, Any]:
     return {
         "schema": _SCHEMA,
+        "started": time.time(),
         "engine": {"kind": engine.kind, "version": engine.version, "available_ipus": engine.available_ipus},
         "versions": versions(),
         "git": git_state(),
@@ -390,8 +405,17 @@ def git_state(folder: str = ".") -> Dict[str, Any]:
 
 
 def git_diff(folder: str = ".") -> str:
-    """Return the changes in the working folder since its commit; empty for none, or for too many to keep."""
-    difference = _git(folder, "diff", "HEAD", "--", ".") or ""
+    """Return the changes in the working folder since its commit; empty for none, or for too many to keep.
+
+    Files that look like secrets by their name are left out, and named in the first line.
+    """
+    arguments = ("diff", "HEAD", "--no-renames", "--no-ext-diff")
+    names = (_git(folder, *arguments, "--name-only", "-z", "--relative", "--", ".") or "").split("\0")
+    secret = [name for name in names if is_secret_file(name)]
+    left_out = [f":(exclude,literal){name}" for name in secret]
+    difference = _git(folder, *arguments, "--", ".", *left_out) or ""
+    if secret:
+        difference = f"left out, because they may hold secrets: {', '.join(secret)}\n{difference}"
     return difference + "\n" if 0 < len(difference) < _LARGEST_DIFF else ""
 
 

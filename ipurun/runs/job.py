@@ -12,10 +12,10 @@ import traceback
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Callable, List, Mapping, Optional, Sequence
+from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.build import Run, build_run
-from ipurun.checkpoint import Checkpoint, latest
+from ipurun.checkpoint import Checkpoint, broken, latest, newest_good
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
 from ipurun.inspect.facts import Purpose
@@ -24,8 +24,10 @@ from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
 from ipurun.runs.folder import RunFolder, check_writable, find_latest
+from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun, prepare
-from ipurun.training.events import Observer, Summary
+from ipurun.runs.reload import skipped_notes
+from ipurun.training.events import Note, Observer, Summary
 from ipurun.training.loop import train
 
 __all__ = ["FinishedRun", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
@@ -78,35 +80,72 @@ def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFo
     run = build_run(point.config, plan, prepared.inspected, engine)
     described = (point.config, point, plan, engine)
     folder = resume_folder or RunFolder.create(*described)
-    checkpoint = latest(folder)
     try:
-        with folder.described_as(*described) if resume_folder else nullcontext():
-            summary = _train_in(folder, prepared, run, screen, checkpoint)
+        with locked(folder.path, "run", screen.remark):
+            checkpoint, skipped = _checkpoint_to_resume(folder) if resume_folder else (None, {})
+            with folder.described_as(*described) if resume_folder else nullcontext():
+                summary = _train_in(folder, prepared, run, screen, checkpoint, skipped)
+            _move_profile(prepared, folder)
+            if summary.samples or not folder.finished:
+                then = {"reproduce_command": reproduce_command(point)}
+                folder.write_summary({"name": plan.name, **summary.to_dict(), **then})
     except ConfigError:
         if resume_folder is None:
             folder.discard()
         raise
-    except OSError as error:  # the log itself: `_guarded` reports everything else that fails inside
+    except OSError as error:  # the files of the folder: `_guarded` reports everything else that fails inside
         raise _unwritable(folder, error) from error
-    _move_profile(prepared, folder)
-    if summary.samples or not folder.finished:
-        folder.write_summary({"name": plan.name, **summary.to_dict(), "reproduce_command": reproduce_command(point)})
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
 
 
+def _checkpoint_to_resume(folder: RunFolder) -> Tuple[Checkpoint, Dict[str, str]]:
+    """Return the newest good checkpoint, and the newer ones that are broken."""
+    checkpoint, skipped = newest_good(folder)
+    if checkpoint is None:
+        raise RunError(
+            f"the run `{folder}` has no checkpoint that can be used",
+            where=str(folder.checkpoints),
+            seen="; ".join(f"{name}: {why}" for name, why in skipped.items()),
+            fix="start again without resume",
+        )
+    return checkpoint, skipped
+
+
 def _train_in(
-    folder: RunFolder, prepared: PreparedRun, run: Run, screen: Screen, checkpoint: Optional[Checkpoint]
+    folder: RunFolder,
+    prepared: PreparedRun,
+    run: Run,
+    screen: Screen,
+    checkpoint: Optional[Checkpoint],
+    skipped: Mapping[str, str],
 ) -> Summary:
     point, plan = prepared.point, prepared.plan
-    with closing(folder.log_file.open("a", encoding="utf-8")) as log:
+    with closing(folder.log_file.open("a", encoding="utf-8")) as file:
+        log: Any = _MaskedLog(file, point) if point.hidden else file
         consoles = [console_for(plan, screen), console_for(plan, PlainScreen(log))]
         for console in consoles:
             console.show_panel(point, plan, str(folder))
+            for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
+                console.on_note(Note(note, level="warning"))
         observers = [*consoles, *_loggers(point, folder)]
-        summary = _guarded(lambda: train(run, folder, observers, resume_from=checkpoint), folder, screen, log)
+        summary = _guarded(lambda: train(run, folder, observers, resume_from=checkpoint), folder, screen, log, point)
         for console in consoles:
             console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
     return summary
+
+
+class _MaskedLog:
+    """A log file in which no secret of the config is written, not even by a traceback."""
+
+    def __init__(self, stream: IO[str], point: Point) -> None:
+        self._stream = stream
+        self._point = point
+
+    def write(self, text: str) -> int:
+        return self._stream.write(self._point.without_secrets(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def resumed_folder(point: Point) -> Optional[RunFolder]:
@@ -120,13 +159,14 @@ def resumed_folder(point: Point) -> Optional[RunFolder]:
         return None
     if resume == "auto":
         folder = find_latest(point.config.runs_dir, point.config.name or "run")
-        return RunFolder.open(folder.path) if folder is not None and latest(folder) is not None else None
+        return RunFolder.open(folder.path) if folder is not None else None
     folder = RunFolder.open(resume)
     if latest(folder) is None:
         raise ConfigError(
             f"the run `{resume}` has no checkpoint to resume from",
             where="resume",
-            seen=f"no complete one in {folder.checkpoints}",
+            seen="; ".join(f"{name}: {why}" for name, why in broken(folder).items())
+            or f"no complete one in {folder.checkpoints}",
             fix="leave resume out to start from the beginning",
             key="resume",
         )
@@ -139,28 +179,35 @@ def reproduce_command(point: Point) -> str:
     return shlex.join(["ipurun", "train", *words])
 
 
-def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, log: IO[str]) -> Summary:
+def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, log: IO[str], point: Point) -> Summary:
     """Run the loop; whatever it raises is first written to the log, with its traceback."""
     try:
         return action()
     except BaseException as error:
         screen.close()
+        reason = point.without_secrets(_reason(error))
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         with suppress(OSError):  # on a full disk the reason is worth more than its record
             log.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
-            folder.write_summary({"status": status, "reason": _reason(error)})
+            folder.write_summary({"status": status, "reason": reason})
         if isinstance(error, (IpurunError, KeyboardInterrupt, SystemExit)):
             raise
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        if isinstance(error, OSError) and (error.errno in _NO_ROOM or not folder.path.is_dir()):
             raise _unwritable(folder, error) from error
         raise RunError(
-            f"the run failed: {_reason(error)}",
+            f"the run failed: {reason}",
             where=_last_line(error),
             fix=f"the whole traceback is in {folder.log_file}",
         ) from error
 
 
 def _unwritable(folder: RunFolder, error: OSError) -> RunError:
+    if not folder.path.is_dir():
+        return RunError(
+            f"the run folder `{folder}` was deleted while the run used it",
+            seen=str(error),
+            fix="start the run again; its checkpoints are gone",
+        )
     saved = latest(folder)
     then = f"ipurun train resume={folder}" if saved is not None else "start again"
     return RunError(

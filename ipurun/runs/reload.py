@@ -5,22 +5,23 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, cast
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, cast
 
 from omegaconf import OmegaConf
 from torch import nn
 
 from ipurun import engine as engines
 from ipurun.build import Run, build_run
-from ipurun.checkpoint import Checkpoint, best, damaged_files, latest, listed
+from ipurun.checkpoint import Checkpoint, best, broken, listed, newest_good
 from ipurun.config import compose
 from ipurun.config.argv import parse_argv
 from ipurun.config.compose import Point
 from ipurun.config.documents import display, load_file
 from ipurun.config.folders import builtin_folder
+from ipurun.config.overrides import each_key_once
 from ipurun.config.patterns import widened
 from ipurun.config.schema import RunConfig
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import split_for_eval
 from ipurun.inspect.model_and_data import make_model_alone
 from ipurun.moved import new_path
@@ -29,7 +30,7 @@ from ipurun.runs.folder import RunFolder
 from ipurun.runs.prepare import prepare
 from ipurun.training.state import load_weights
 
-__all__ = ["LoadedModel", "LoadedRun", "load_model", "load_run", "split_to_use", "stored_point"]
+__all__ = ["LoadedModel", "LoadedRun", "load_model", "load_run", "skipped_notes", "split_to_use", "stored_point"]
 
 _CONFIG_NAME = "stored_run"
 
@@ -59,16 +60,21 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     if folder.schema == 1:
         stored = _with_new_paths(stored)
         _keep_matching(stored.get("optimizer") or {})
+    if not command.startswith("train"):
+        stored.pop("logger", None)  # not used: its secrets need not be given again
     groups = _groups()
-    for group in groups:
-        if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides):
-            stored.pop(group, None)
+    chosen = [group for group in groups if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides)]
+    for group in chosen:
+        stored.pop(group, None)
     document: Dict[str, Any] = {"defaults": ["schema", "_self_", *({group: None} for group in groups)], **stored}
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / f"{_CONFIG_NAME}.yaml"
         OmegaConf.save(OmegaConf.create(document), file)
         flags = ["--config-dir", place, "--config-name", _CONFIG_NAME]
-        point = compose.one([*flags, *words.overrides], command)
+        try:
+            point = compose.one([*flags, *words.overrides], command)
+        except ConfigError as error:
+            raise ConfigError(_in_the_run(problem, file, folder) for problem in error.problems) from error
     recipes = [word.partition("=")[2] for word in folder.overrides() if word.lstrip("+").startswith("recipe=")]
     changed = tuple(change for change in point.changed if change.origin == "command line")
     origins = folder.origins()
@@ -77,13 +83,21 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     stored_in = display(file)
     set_now = {key: origin for key, origin in (point.given or {}).items() if not origin.startswith(stored_in)}
     given = {**{key: set_then[key] for key in point.given or {} if key in set_then}, **set_now}
+    # The words of a group that is chosen again no longer describe the run.
+    still = [word for word in folder.overrides() if word.lstrip("+~").partition("=")[0].split(".")[0] not in chosen]
     return replace(
         point,
-        overrides=(*folder.overrides(), *words.overrides),
+        overrides=each_key_once([*still, *point.overrides]),
         recipes=tuple(recipes),
         changed=changed,
         given=given,
     )
+
+
+def _in_the_run(problem: Problem, file: Path, folder: RunFolder) -> Problem:
+    """Return a problem of the temporary config file as one of the file in the run folder."""
+    is_inside = problem.where.startswith((display(file), str(file), "the config"))
+    return replace(problem, where=str(folder.config_file)) if is_inside else problem
 
 
 def _with_new_paths(value: Any) -> Any:
@@ -115,11 +129,12 @@ def _groups() -> List[str]:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run and where its weights came from."""
+    """A run, where its weights came from, and notes about newer checkpoints that are broken."""
 
     run: Run
     folder: RunFolder
     checkpoint: Checkpoint
+    notes: Sequence[str] = ()
 
 
 def load_run(
@@ -143,11 +158,11 @@ def load_run(
         RunError: The checkpoint is damaged.
     """
     point = stored_point(folder, argv, f"{command} {folder}")
-    checkpoint = _checkpoint(folder, checkpoint_file, use_best)
+    checkpoint, notes = _checkpoint(folder, checkpoint_file, use_best)
     prepared = prepare(point)
     run = build_run(point.config, prepared.plan, prepared.inspected, prepared.engine)
     load_weights(run.user_model, checkpoint)
-    return LoadedRun(run, folder, checkpoint)
+    return LoadedRun(run, folder, checkpoint, notes)
 
 
 @dataclass(frozen=True)
@@ -179,7 +194,7 @@ def load_model(
     Args and exceptions as for `load_run`.
     """
     point = stored_point(folder, argv, f"eval {folder}")
-    checkpoint = _checkpoint(folder, checkpoint_file, use_best)
+    checkpoint, _ = _checkpoint(folder, checkpoint_file, use_best)
     model = make_model_alone(point.config, engines.load("cpu"))
     progress = load_weights(model, checkpoint)
     return LoadedModel(model.eval(), point.config, progress.step, progress.metrics, folder.path, checkpoint.path)
@@ -200,17 +215,26 @@ def split_to_use(run: Run, asked: Optional[str]) -> str:
     return split
 
 
-def _checkpoint(folder: RunFolder, file: Optional[str], use_best: bool) -> Checkpoint:
+def skipped_notes(skipped: Mapping[str, str], used: Checkpoint) -> List[str]:
+    """Return a note for each newer checkpoint that could not be used."""
+    return [f"the checkpoint {name} is skipped: {why}; using {used.path.name}" for name, why in skipped.items()]
+
+
+def _checkpoint(folder: RunFolder, file: Optional[str], use_best: bool) -> Tuple[Checkpoint, List[str]]:
+    """Return the wanted checkpoint, by default the newest good one, and notes about broken ones."""
+    skipped: Dict[str, str] = {}
     if file is not None:
         wanted = Path(file).with_suffix(".pt").name
         found = next((item for item in listed(folder) if item.path.name == wanted), None)
+    elif use_best:
+        found = best(folder)
     else:
-        found = best(folder) if use_best else latest(folder)
+        found, skipped = newest_good(folder)
     if found is None:
         names = ", ".join(item.path.name for item in listed(folder)[-5:])
         kind = f"checkpoint {file}" if file else "best checkpoint" if use_best else "checkpoint"
         what = f"the run `{folder}` has no {kind}"
-        damaged = damaged_files(folder)
-        seen = f"damaged or incomplete: {', '.join(damaged)}" if damaged else ""
+        unusable = skipped or broken(folder)
+        seen = "; ".join(f"{name}: {why}" for name, why in unusable.items())
         raise ConfigError(what, str(folder.checkpoints), seen, names, "train first, or take another run")
-    return found
+    return found, skipped_notes(skipped, found)

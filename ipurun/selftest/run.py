@@ -92,7 +92,7 @@ def describe(case: Case, engine: str, folder: Path) -> Dict[str, Any]:
 def _described(case: Case, point: Point) -> Dict[str, Any]:
     return {
         "command": ["ipurun", "train", *_words(case), f"engine={point.config.engine}"],
-        "config": compose.to_yaml(point.config),
+        "config": compose.to_yaml(point.config, point.hidden),
         "plan": plan_dict(prepare(point).plan),
     }
 

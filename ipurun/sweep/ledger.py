@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
 
 from ipurun.config.compose import Point, to_yaml
 from ipurun.config.schema import SweepConfig
 from ipurun.errors import ConfigError
+from ipurun.files import write_atomically
 
 __all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Ledger", "Record", "find_earlier", "point_id"]
 
@@ -53,21 +55,22 @@ class Record:
 class Ledger:
     """The records of a sweep and the folder they are kept in."""
 
-    def __init__(self, folder: Union[str, Path], argv: Sequence[str], records: Iterable[Record]) -> None:
+    def __init__(
+        self, folder: Union[str, Path], argv: Sequence[str], records: Iterable[Record], started: Optional[float] = None
+    ) -> None:
         self.folder = Path(folder)
         self.argv = list(argv)
         self.records = list(records)
+        self.started = time.time() if started is None else started  # or resumed; in seconds since 1970
 
     def save(self) -> None:
         """Write the records."""
-        document = {"argv": self.argv, "points": [asdict(record) for record in self.records]}
+        document = {"argv": self.argv, "started": self.started, "points": [asdict(record) for record in self.records]}
         self.write(_FILE_NAME, json.dumps(document, indent=2, default=str) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the sweep folder atomically."""
-        partial = self.folder / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, self.folder / name)
+        """Write a file of the sweep folder."""
+        write_atomically(self.folder / name, text)
 
     @classmethod
     def load(cls, folder: Union[str, Path]) -> Ledger:
@@ -80,7 +83,7 @@ class Ledger:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             records = [Record(**point) for point in document["points"]]
-            return cls(folder, document["argv"], records)
+            return cls(folder, document["argv"], records, float(document.get("started", 0.0)))
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise ConfigError(
                 f"`{folder}` is not a sweep folder",
@@ -105,22 +108,18 @@ class Ledger:
 
 
 def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Ledger]:
-    """Return the newest sweep below a folder that has points in common with these."""
-    for path in sorted(sweeps.glob(f"*/{_FILE_NAME}"), key=_age, reverse=True):
-        try:
-            ledger = Ledger.load(path.parent)
-        except ConfigError:
-            continue
-        if set(ids) & {record.id for record in ledger.records}:
-            return ledger
-    return None
+    """Return the sweep below a folder that has points in common with these and was started or resumed last."""
+    found: List[Ledger] = []
+    for path in sweeps.glob(f"*/{_FILE_NAME}"):
+        with contextlib.suppress(ConfigError):
+            found.append(Ledger.load(path.parent))
+    common = [ledger for ledger in found if set(ids) & {record.id for record in ledger.records}]
+    common.sort(key=lambda ledger: (ledger.started, ledger.folder.name))
+    return common[-1] if common else None
 
 
 def point_id(point: Point) -> str:
-    """Return the identity of a point: a hash of its config without the keys that only concern the sweep."""
+    """Return the identity of a point: a hash of its config without secrets and the keys that only concern the sweep."""
     bare = replace(point.config, resume=None, sweep=SweepConfig())
-    return hashlib.sha256(to_yaml(bare).encode()).hexdigest()[:16]
-
-
-def _age(path: Path) -> Tuple[int, str]:
-    return path.stat().st_mtime_ns, path.parent.name
+    hidden = {key: text for key, text in point.hidden.items() if key not in point.swept}
+    return hashlib.sha256(to_yaml(bare, hidden).encode()).hexdigest()[:16]

@@ -10,16 +10,18 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from ipurun.checkpoint import latest
 from ipurun.config.compose import Points
+from ipurun.config.secrets import mask_word
 from ipurun.errors import ConfigError
 from ipurun.log.format import count, duration, metric, plural
 from ipurun.log.screen import Screen
 from ipurun.runs.folder import RunFolder, check_writable, new_folder, slug, timestamp
+from ipurun.runs.lock import locked
 from ipurun.sweep.check import Checked, check_points
 from ipurun.sweep.child import Outcome, run_child
 from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PENDING, RUNNING, Ledger, Record, find_earlier
 from ipurun.sweep.remote import ScreenReceiver
 from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, table_lines, throughput_lines, value_of
-from ipurun.sweep.worker import write_job
+from ipurun.sweep.worker import job_environment, write_job
 
 __all__ = ["final_line", "run_sweep", "show_result"]
 
@@ -72,10 +74,13 @@ def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Scree
     if problems:
         raise ConfigError(problems)
     records = [_record(item, index) for index, item in enumerate(checked)]
-    ledger = _open(points, argv, records, screen)
-    interrupted = _run_all(ledger, checked, screen, errors)
-    ranking = _write_table(ledger, config.sweep.rank_by)
-    return SweepResult(ledger.folder, list(argv), ranking, config.sweep.rank_by, interrupted)
+    words = [mask_word(word) for word in argv]
+    ledger = _open(points, words, records, screen)
+    with locked(ledger.folder, "sweep", screen.remark):
+        ledger.save()
+        interrupted = _run_all(ledger, checked, screen, errors)
+        ranking = _write_table(ledger, config.sweep.rank_by)
+    return SweepResult(ledger.folder, words, ranking, config.sweep.rank_by, interrupted)
 
 
 def show_result(result: SweepResult, screen: Screen) -> None:
@@ -128,7 +133,6 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
         ledger.adopt(earlier)
         done = len(records) - len(ledger.unfinished)
         screen.line(f"resuming {earlier.folder}: {done} of {len(records)} points are finished")
-    ledger.save()
     return ledger
 
 
@@ -179,7 +183,7 @@ def _run_one(
     return run_child(
         job_file,
         jobs / f"{record.index:03d}.output.txt",
-        item.plan.environment,
+        {**item.plan.environment, **job_environment(item.point)},
         lambda message: receiver.show(message, label),
         lambda: screen.line(f"{label} is saving before it stops; press Ctrl-C again to stop it at once"),
         item.point.config.sweep.timeout_seconds,

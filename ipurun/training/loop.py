@@ -282,7 +282,7 @@ class _Trainer:
             seconds=self._clock.seconds(),
             checkpoint=self._saver.newest_path,
             best_checkpoint=self._saver.best_path,
-            resume_command=self._saver.resume_command,
+            resume_command="" if status == "done" else self._saver.resume_command,
         )
         self._observer.on_end(summary)
         return summary

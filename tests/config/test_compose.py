@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import List
+from typing import List, Tuple
 
 import pytest
 
 from ipurun.config.compose import from_yaml, one, points, to_yaml, with_words
+from ipurun.config.overrides import each_key_once
 from ipurun.errors import ConfigError, Problem
 
 
@@ -471,3 +472,20 @@ def test_more_words_give_the_point_of_the_whole_line(more: List[str]) -> None:
     else:
         assert with_words(before, more) == expected
     assert with_words(before, []) == before and to_yaml(before.config) == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["seed=1", "epochs=2", "seed=3"], ("epochs=2", "seed=3")),
+        (["+data.x=1", "~data.y", "++data.x=2"], ("~data.y", "++data.x=2")),
+        (["loss={a:1}", "loss={b:2}", "loss.a=3"], ("loss={a:1}", "loss={b:2}", "loss.a=3")),
+    ],
+)
+def test_words_that_have_no_effect_are_left_out(words: List[str], kept: Tuple[str, ...]) -> None:
+    assert each_key_once(words) == kept
+
+
+def test_a_key_given_twice_has_its_last_value_and_is_kept_once() -> None:
+    point = one(["+recipe=mnist", "seed=1", "seed=2"])
+    assert point.config.seed == 2 and point.overrides == ("+recipe=mnist", "seed=2")

@@ -56,6 +56,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        path.mkdir(parents=True, exist_ok=True)
         self.checkpoints = path / "checkpoints"
 
 

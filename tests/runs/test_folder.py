@@ -4,12 +4,15 @@ import json
 import os
 import re
 import subprocess
+from datetime import datetime
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any, Dict
 
 import pytest
 
 from ipurun.api.calls import Call
+from ipurun.checkpoint import latest, save
 from ipurun.config.compose import one
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
@@ -87,17 +90,69 @@ def test_opening_what_is_no_run_says_so(plan: Plan) -> None:
     assert RunFolder.open(existing.path).path == existing.path
 
 
-def test_the_newest_unfinished_run_is_found(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, status in enumerate(["interrupted", "failed", "done"]):
-        monkeypatch.setattr("ipurun.runs.folder.timestamp", lambda number=number: f"run{number}")
-        folder = _create(plan)
-        folder.write_summary({"status": status})
-        os.utime(folder.config_file, (number, number))
-    found = find_latest("runs", "mnist")
-    assert found is not None and found.path.name == "run1"
-    newest = find_latest("runs", "mnist", unfinished_only=False)
-    assert newest is not None and newest.path.name == "run2"
+def _runs_of(plan: Plan, monkeypatch: pytest.MonkeyPatch, **started: float) -> Dict[str, RunFolder]:
+    """Create runs with a checkpoint, started at the given times."""
+    found = {}
+    for name, moment in started.items():
+        monkeypatch.setattr("ipurun.runs.folder.timestamp", lambda name=name: name)
+        monkeypatch.setattr("ipurun.runs.folder.time", SimpleNamespace(time=lambda moment=moment: moment))
+        found[name] = _create(plan)
+        save(found[name], 1, {})
+    return found
+
+
+def test_resume_auto_takes_the_run_that_ran_last_not_the_file_that_was_touched_last(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = _runs_of(plan, monkeypatch, a=3.0, b=4.0, c=2.0, d=1.0)
+    os.utime(runs["b"].config_file, (1, 1))
+    os.utime(runs["d"].config_file)
+    assert find_latest("runs", "mnist").path.name == "b"
     assert find_latest("runs", "other") is None
+
+
+def test_resume_auto_passes_over_runs_that_are_done_or_have_no_checkpoint(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = _runs_of(plan, monkeypatch, a=1.0, b=2.0, c=3.0, d=4.0)
+    runs["a"].write_summary({"status": "interrupted"})
+    runs["c"].write_summary({"status": "done"})
+    latest(runs["d"]).path.unlink()
+    assert find_latest("runs", "mnist").path.name == "b"
+    latest(runs["b"]).path.unlink()
+    assert find_latest("runs", "mnist").path.name == "a"
+
+
+def test_runs_of_earlier_versions_are_ordered_by_the_time_in_their_name(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["2026-01-02_00-00-00", "2026-01-03_00-00-00-2", "2026-01-01_00-00-00"]
+    for name, folder in _runs_of(plan, monkeypatch, **dict.fromkeys(names, 1.0)).items():
+        folder.env_file.write_text("{}")
+        assert folder.last_started == datetime.strptime(name[:19], "%Y-%m-%d_%H-%M-%S").timestamp()
+    assert find_latest("runs", "mnist").path.name == names[1]
+
+
+@pytest.mark.parametrize("file", ["config_file", "overrides_file", "origins_file", "plan_file", "env_file"])
+def test_a_kill_while_a_run_is_described_again_leaves_whole_files(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    folder = _create(plan, "seed=1")
+    before = getattr(folder, file).read_bytes()
+    point = one(["+recipe=mnist", "seed=2"])
+    replace = os.replace
+
+    def stop(source: Any, target: Any) -> None:
+        assert Path(source).stat().st_size  # what is renamed is whole: it was written before
+        if Path(target) == getattr(folder, file):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        folder.describe(point.config, point, plan, ENGINE)
+    assert getattr(folder, file).read_bytes() == before
+    assert not list(folder.path.glob("*.partial"))
 
 
 def test_a_run_that_was_killed_counts_as_unfinished(plan: Plan) -> None:
@@ -146,5 +201,12 @@ def test_git_state_has_commit_and_changes() -> None:
     assert state["dirty"] is False
     Path("model.py").write_text("x = 1\n")
     assert git_state()["changed_files"] == ["model.py"]
-    subprocess.run(["git", "add", "model.py"], check=True)
-    assert "+x = 1" in git_diff()
+    for name in (".env", ".env.local", "sub/prod.env", "sub/credentials.json", "api_token.txt", "tokenizer.json"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("hunter2\n" if name != "tokenizer.json" else "harmless\n")
+    subprocess.run(["git", "add", "."], check=True)
+    difference = git_diff()
+    assert "+x = 1" in difference and "+harmless" in difference
+    assert "hunter2" not in difference and "sub/credentials.json" in difference.splitlines()[0]
+    os.chdir("sub")
+    assert "hunter2" not in git_diff() and "prod.env" in git_diff()
