@@ -110,11 +110,11 @@ STRATEGIES: Dict[str, Dict[str, Any]] = {
 
 
 def _combinations() -> List[Tuple[str, str, str, str]]:
-    """Return every optimizer with every precision, and every loader twice, with the other choices in turn."""
+    """Return every optimizer with every precision, and every loader, with the other choices in turn."""
     optimizers, precisions, strategies = (itertools.cycle(names) for names in (OPTIMIZERS, PRECISIONS, STRATEGIES))
     pairs = itertools.product(OPTIMIZERS, PRECISIONS)
     return [("sync", optimizer, precision, next(strategies)) for optimizer, precision in pairs] + [
-        (loader, next(optimizers), next(precisions), next(strategies)) for loader in [*LOADERS, *LOADERS]
+        (loader, next(optimizers), next(precisions), next(strategies)) for loader in LOADERS
     ]
 
 
