@@ -87,7 +87,6 @@ def test_a_run_shows_panel_steps_and_summary_in_order(capsys: Any) -> None:
         "final ",
         "time ",
         "checkpoint  ",
-        f"resume      ipurun train resume={folder}",
         "reproduce   ipurun train +recipe=tiny device_iterations=2",
     ]
     places = [text.find(mark) for mark in marks]
