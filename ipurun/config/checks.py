@@ -118,7 +118,7 @@ def _check(key: Key, value: Any) -> Optional[Tuple[Problem, Any]]:
         what, fix, valid = f"must be {key.minimum} or more", f"{path}={max(key.minimum, 1)}", key.minimum
     elif value > largest and not isinstance(value, float):
         fix = f"{path}={largest}" if key.maximum is not None else default or f"{path}=1"
-        what, valid = f"must be {largest} or less", largest
+        what, valid = f"must be {largest} or less", key.default
     elif isinstance(value, float) and not math.isfinite(value):
         what, fix, valid = "must be a finite number", default, key.default
     elif key.positive and value <= 0:

@@ -44,7 +44,7 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
                     )
                 )
             else:
-                problems += check_named(arguments, key) + check_arguments(BUILT_IN[name], arguments, key)
+                problems += check_named(arguments, key) or check_arguments(BUILT_IN[name], arguments, key)
             continue
         found = check_node({**arguments, "_partial_": True}, key, engine_module)
         problems += found
