@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import shlex
 import shutil
+import time
 import traceback
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
@@ -62,26 +63,30 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
     return prepared
 
 
-def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFolder] = None) -> FinishedRun:
+def run_job(
+    prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFolder] = None, began: Optional[float] = None
+) -> FinishedRun:
     """Train what was prepared.
 
     Args:
         prepared: The point with its engine, model, data and plan.
         screen: Where the panel, the bars and the summary are shown.
         resume_folder: An earlier run to continue, in its folder.
+        began: When the time of `max_minutes` began, by `time.monotonic`; None: now.
 
     Raises:
         ConfigError: Something about the config that only building shows; no folder is left.
         RunError: The run failed; the traceback is in the log of its folder.
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
+    deadline = _deadline(point.config.max_minutes, began)
     run = build_run(point.config, plan, prepared.inspected, engine)
     described = (point.config, point, plan, engine)
     folder = resume_folder or RunFolder.create(*described)
     checkpoint = latest(folder)
     try:
         with folder.described_as(*described) if resume_folder else nullcontext():
-            summary = _train_in(folder, prepared, run, screen, checkpoint)
+            summary = _train_in(folder, prepared, run, screen, checkpoint, deadline)
     except ConfigError:
         if resume_folder is None:
             folder.discard()
@@ -94,8 +99,19 @@ def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFo
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
 
 
+def _deadline(max_minutes: Optional[float], began: Optional[float]) -> Optional[float]:
+    if max_minutes is None:
+        return None
+    return (time.monotonic() if began is None else began) + 60 * max_minutes
+
+
 def _train_in(
-    folder: RunFolder, prepared: PreparedRun, run: Run, screen: Screen, checkpoint: Optional[Checkpoint]
+    folder: RunFolder,
+    prepared: PreparedRun,
+    run: Run,
+    screen: Screen,
+    checkpoint: Optional[Checkpoint],
+    deadline: Optional[float],
 ) -> Summary:
     point, plan = prepared.point, prepared.plan
     with closing(folder.log_file.open("a", encoding="utf-8")) as log:
@@ -103,7 +119,7 @@ def _train_in(
         for console in consoles:
             console.show_panel(point, plan, str(folder))
         observers = [*consoles, *_loggers(point, folder)]
-        summary = _guarded(lambda: train(run, folder, observers, resume_from=checkpoint), folder, screen, log)
+        summary = _guarded(lambda: train(run, folder, observers, checkpoint, deadline), folder, screen, log)
         for console in consoles:
             console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
     return summary

@@ -18,7 +18,9 @@ from ipurun.module_search import append_working_folder
 __all__ = ["console", "main", "read_job", "write_job"]
 
 
-def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[str]) -> None:
+def write_job(
+    path: Path, point: Point, run_dir: str, resume_folder: Optional[str], began: Optional[float] = None
+) -> None:
     """Write a point to a file for its process; `read_job` reads it."""
     document = {
         "config": to_yaml(point.config),
@@ -29,12 +31,13 @@ def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[st
         "swept": dict(point.swept),
         "run_dir": run_dir,
         "resume_folder": resume_folder,
+        "began": began,
     }
     path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def read_job(path: Path) -> Tuple[Point, Optional[str]]:
-    """Return the point of a job file, and the folder to resume or None."""
+def read_job(path: Path) -> Tuple[Point, Optional[str], Optional[float]]:
+    """Return the point of a job file, the folder to resume or None, and when the time of the sweep began or None."""
     document: Dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config_file = path.with_suffix(".yaml")
     config_file.write_text(document["config"], encoding="utf-8")
@@ -47,7 +50,7 @@ def read_job(path: Path) -> Tuple[Point, Optional[str]]:
         swept=document["swept"],
         run_dir=document["run_dir"],
     )
-    return point, document["resume_folder"]
+    return point, document["resume_folder"], document["began"]
 
 
 def console() -> None:
@@ -90,11 +93,12 @@ def _run(job_file: Path, descriptor: int) -> Dict[str, Any]:
     from ipurun.runs.prepare import prepare
     from ipurun.sweep.remote import RemoteScreen
 
-    point, resume_folder = read_job(job_file)
+    point, resume_folder, began = read_job(job_file)
     finished = run_job(
         prepare(point),
         RemoteScreen(descriptor),
         RunFolder.open(resume_folder) if resume_folder else None,
+        began,
     )
     if finished.summary.status == "interrupted":
         return {"status": "interrupted", "folder": str(finished.folder), "code": EXIT_INTERRUPTED}

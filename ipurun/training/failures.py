@@ -8,11 +8,17 @@ import traceback
 from types import ModuleType
 from typing import Iterator, Optional
 
+from ipurun.build.workers import LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
 __all__ = ["explained"]
 
 _REMOTE = "Original Traceback"
+# What torch and PopTorch's accessor say of a process that did not end by itself.
+_DEAD_WORKER = re.compile(
+    r"DataLoader worker \(pid.*(is killed by signal|exited unexpectedly)|worker process .* was killed by"
+    r"|error occurred in the data fetcher"
+)
 _RESETS = {
     "IPU_RESET": "the IPUs must be reset (PopTorch does that when it attaches again)",
     "LINK_RESET": "the links between the IPUs must be reset (`gc-reset`, or ask the partition's administrator)",
@@ -53,7 +59,20 @@ def explained(
         ) from error
     except engine_module.Error as error:
         raise RunError(f"PopTorch failed while {doing}", seen=str(error)) from error
+    except LoaderTimeoutError as error:
+        raise RunError(
+            f"a process of the data loader hangs: {error}",
+            where="loader.timeout_seconds",
+            seen=f"while {doing}",
+            fix=f"a larger loader.timeout_seconds if reading a batch may take that long; then {resume}",
+        ) from error
     except Exception as error:
+        if _DEAD_WORKER.search(str(error)) and _REMOTE not in str(error):
+            raise RunError(
+                f"a process of the data loader died while {doing}",
+                seen=str(error).strip(),
+                fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {resume}",
+            ) from error
         raise RunError(
             f"{doing} failed",
             where=_where(error),
