@@ -359,22 +359,31 @@ def train_words(
         from ipurun.log.screen import make_screen
         from ipurun.runs.job import prepare_job, resumed_folder, run_job
 
-        prepared = prepare_job(point)
-        with _environment_kept(prepared.plan), _threads_kept():
-            (set_environment or _set_environment)(prepared.plan)
-            screen = make_screen(sys.stdout, quiet)
-            folder = resumed_folder(point)
-            if folder is None and point.config.resume:
-                screen.line("note: resume=auto finds no unfinished run with a checkpoint: starting from the beginning")
-            interrupt_code = point.config.interrupt_exit_code
-            try:
-                finished = run_job(prepared, screen, folder, began)
-            except KeyboardInterrupt as error:
-                raise Interrupted(interrupt_code) from error
-            finally:
-                screen.close()
+        interrupt_code = point.config.interrupt_exit_code
+        with _exit_code_after_interrupt(interrupt_code):
+            prepared = prepare_job(point)
+            with _environment_kept(prepared.plan), _threads_kept():
+                (set_environment or _set_environment)(prepared.plan)
+                screen = make_screen(sys.stdout, quiet)
+                folder = resumed_folder(point)
+                if folder is None and point.config.resume:
+                    screen.line(
+                        "note: resume=auto finds no unfinished run with a checkpoint: starting from the beginning"
+                    )
+                try:
+                    finished = run_job(prepared, screen, folder, began)
+                finally:
+                    screen.close()
     code = interrupt_code if finished.summary.status == "interrupted" else 0
     return Result(**vars(finished.summary), name=prepared.plan.name, folder=finished.folder.path, exit_code=code)
+
+
+@contextlib.contextmanager
+def _exit_code_after_interrupt(code: int) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(code) from error
 
 
 def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[PathLike] = None) -> List[PlanReport]:

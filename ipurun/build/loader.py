@@ -28,6 +28,7 @@ from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
 
+_SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
 
@@ -229,10 +230,8 @@ class _Processes:
         self.arguments: Dict[str, Any] = {}  # of the loader
         if config.workers or is_asynchronous:
             self.arguments["worker_init_fn"] = WorkerSetup()
-        if config.workers and not is_asynchronous and config.timeout_seconds is not None:
-            self.arguments["timeout"] = config.timeout_seconds
-        self._limit = WaitLimit(config.timeout_seconds if is_asynchronous else None)
-        self._others: List[Any] = []
+        self._limit = WaitLimit(config.timeout_seconds if self.arguments else None)
+        self._others: List[Any] = multiprocessing.active_children()
         self._started: List[Any] = []
 
     def opened(self, make: Callable[[], Any]) -> Any:
@@ -241,7 +240,7 @@ class _Processes:
             return make()
         start_fork_server()
         self._others = multiprocessing.active_children()
-        with self._explained(), self._limit.waiting(self._others):
+        with self._explained(), self._limit.waiting(self._others, _SECONDS_TO_START):
             loader = make()
         self._started = started_by(self._others)
         return loader
@@ -252,7 +251,7 @@ class _Processes:
         Raises:
             LoaderTimeoutError: No batch came in time.
         """
-        with self._explained():
+        with self._explained(), self._limit.waiting(self._others):
             iterator = self._begun(loader)
         while True:
             with self._explained(), self._limit.waiting(self._others):
@@ -281,7 +280,7 @@ class _Processes:
         try:
             yield
         except Exception as error:
-            if not self._limit.is_exceeded and "DataLoader timed out" not in str(error):
+            if not self._limit.is_exceeded:
                 raise
             raise LoaderTimeoutError(f"no batch in {self._timeout_seconds:g} s") from error
 

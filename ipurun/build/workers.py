@@ -76,7 +76,7 @@ class AnonymousBatches:
 class WaitLimit:
     """Kill the processes of a loader that takes too long; whoever waits for them then gets an error.
 
-    PopTorch's accessor waits without a limit.
+    PopTorch's accessor waits without a limit, and torch's data loader does not limit how long it receives a batch.
 
     Args:
         seconds: The limit; None: no limit.
@@ -90,17 +90,18 @@ class WaitLimit:
         self.is_exceeded = False
 
     @contextlib.contextmanager
-    def waiting(self, others: List[Any]) -> Iterator[None]:
+    def waiting(self, others: List[Any], more_seconds: float = 0.0) -> Iterator[None]:
         """Limit the time spent inside.
 
         Args:
             others: The child processes that do not belong to the loader.
+            more_seconds: Added to the limit.
         """
         if self._seconds is None:
             yield
             return
         self._others = others
-        self._deadline = time.monotonic() + self._seconds
+        self._deadline = time.monotonic() + self._seconds + more_seconds
         if not self._is_running:
             self._is_running = True
             threading.Thread(target=self._watch, args=(min(_POLL_SECONDS, self._seconds / 4),), daemon=True).start()
@@ -180,7 +181,7 @@ def _wait_for_the_end(parent: int, owner: int) -> None:
         received = signal.sigtimedwait((signal.SIGTERM,), _POLL_SECONDS)
         if received is not None and received.si_pid == owner:
             break
-    os._exit(1)
+    os._exit(0)  # for torch, any other code is a failure to report
 
 
 def _shared(value: Any) -> Any:

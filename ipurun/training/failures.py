@@ -6,12 +6,12 @@ import contextlib
 import re
 import traceback
 from types import ModuleType
-from typing import Iterator, Optional
+from typing import Callable, Iterator, Optional, Tuple
 
 from ipurun.build.workers import LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["explained"]
+__all__ = ["dead_workers_explained", "explained"]
 
 _REMOTE = "Original Traceback"
 # What torch and PopTorch's accessor say of a process that did not end by itself.
@@ -39,7 +39,7 @@ def explained(
         checkpoint: Path of the newest checkpoint, if any.
         resume_command: The command that resumes from it.
     """
-    resume = f"{resume_command} resumes from {checkpoint}" if checkpoint else "start again: no checkpoint was saved"
+    resume = _resume(checkpoint, resume_command)
     try:
         yield
     except (IpurunError, KeyboardInterrupt, SystemExit):
@@ -67,18 +67,45 @@ def explained(
             fix=f"a larger loader.timeout_seconds if reading a batch may take that long; then {resume}",
         ) from error
     except Exception as error:
-        if _DEAD_WORKER.search(str(error)) and _REMOTE not in str(error):
-            raise RunError(
-                f"a process of the data loader died while {doing}",
-                seen=str(error).strip(),
-                fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {resume}",
-            ) from error
+        if _is_of_dead_worker(error):
+            raise _dead_worker(error, resume) from error
         raise RunError(
             f"{doing} failed",
             where=_where(error),
             seen=_one_line(error),
-            fix="--debug shows the whole traceback",
+            fix="--debug shows the whole traceback" + (f"; then {resume}" if checkpoint else ""),
         ) from error
+
+
+@contextlib.contextmanager
+def dead_workers_explained(saved: Callable[[], Tuple[Optional[str], str]]) -> Iterator[None]:
+    """Turn torch's error about a dead worker into a `RunError`: torch raises it wherever the main thread is.
+
+    Args:
+        saved: Returns the path of the newest checkpoint, if any, and the command that resumes from it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, IpurunError) or not _is_of_dead_worker(error):
+            raise
+        raise _dead_worker(error, _resume(*saved())) from error
+
+
+def _resume(checkpoint: Optional[str], resume_command: str) -> str:
+    return f"{resume_command} resumes from {checkpoint}" if checkpoint else "start again: no checkpoint was saved"
+
+
+def _is_of_dead_worker(error: BaseException) -> bool:
+    return _DEAD_WORKER.search(str(error)) is not None and _REMOTE not in str(error)
+
+
+def _dead_worker(error: BaseException, resume: str) -> RunError:
+    return RunError(
+        "a process of the data loader died",
+        seen=" ".join(str(error).split()),
+        fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {resume}",
+    )
 
 
 def _one_line(error: BaseException) -> str:
