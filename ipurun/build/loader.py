@@ -11,9 +11,12 @@ import torch
 
 from ipurun.build.workers import (
     AnonymousBatches,
+    DeadWorkerError,
     LoaderTimeoutError,
     WaitLimit,
     WorkerSetup,
+    children_unwatched,
+    deaths,
     kill,
     signals_held,
     start_fork_server,
@@ -250,6 +253,7 @@ class _Processes:
 
         Raises:
             LoaderTimeoutError: No batch came in time.
+            DeadWorkerError: A process has died.
         """
         with self._explained(), self._limit.waiting(self._others):
             iterator = self._begun(loader)
@@ -270,7 +274,7 @@ class _Processes:
         if self._is_asynchronous or self._started or not self.arguments:
             return iter(loader)
         self._others = multiprocessing.active_children()
-        with signals_held():
+        with signals_held(), children_unwatched():
             iterator = iter(loader)
         self._started = started_by(self._others)
         return iterator
@@ -280,6 +284,9 @@ class _Processes:
         try:
             yield
         except Exception as error:
+            found = deaths(self._started)
+            if not self._limit.is_exceeded and found:
+                raise DeadWorkerError(found) from error
             if not self._limit.is_exceeded:
                 raise
             raise LoaderTimeoutError(f"no batch in {self._timeout_seconds:g} s") from error

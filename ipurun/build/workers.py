@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import threading
@@ -19,9 +20,12 @@ import torch
 
 __all__ = [
     "AnonymousBatches",
+    "DeadWorkerError",
     "LoaderTimeoutError",
     "WaitLimit",
     "WorkerSetup",
+    "children_unwatched",
+    "deaths",
     "kill",
     "signals_held",
     "start_fork_server",
@@ -34,6 +38,10 @@ _POLL_SECONDS = 0.5
 
 class LoaderTimeoutError(Exception):
     """No batch came within `loader.timeout_seconds`."""
+
+
+class DeadWorkerError(Exception):
+    """A process of a loader has died."""
 
 
 class WorkerSetup:
@@ -134,11 +142,28 @@ def signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def children_unwatched() -> Iterator[None]:
+    """Undo what torch does when it starts workers: to raise an error wherever the main thread is when one dies.
+
+    It would interrupt a host call or a save. Whoever waits for a batch notices all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def start_fork_server() -> None:
     """Start Python's fork server, from which PopTorch starts its accessor, such that signals do not end it.
 
     A process whose fork server has ended counts as ended.
     """
+    multiprocessing.resource_tracker.ensure_running()  # first, because it releases the signals that are held
     with signals_held():
         multiprocessing.forkserver.ensure_running()
 
@@ -148,22 +173,23 @@ def started_by(others: List[Any]) -> List[Any]:
     return [process for process in multiprocessing.active_children() if process not in others]
 
 
+def deaths(processes: List[Any]) -> str:
+    """Return which processes have died and how, empty if none has."""
+    codes = {process.pid: process.exitcode for process in processes if process.exitcode}
+    how = {
+        pid: f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        for pid, code in codes.items()
+    }
+    return ", ".join(f"process {pid}: {text}" for pid, text in how.items())
+
+
 def kill(processes: List[Any]) -> None:
     """Kill processes that are still running, also stopped ones, for which Python would wait forever at exit."""
     running = [process for process in processes if process.is_alive()]
-    if not running:
-        return
-    is_main = threading.current_thread() is threading.main_thread()
-    # Torch raises an error wherever the main thread is when a worker is killed.
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_main else None
-    try:
-        for process in running:
-            process.kill()
-        for process in running:
-            process.join(1.0)
-    finally:
-        if is_main:
-            signal.signal(signal.SIGCHLD, before)
+    for process in running:
+        process.kill()
+    for process in running:
+        process.join(1.0)
 
 
 def _end_only_with(owner: int) -> None:

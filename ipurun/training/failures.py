@@ -6,19 +6,14 @@ import contextlib
 import re
 import traceback
 from types import ModuleType
-from typing import Callable, Iterator, Optional, Tuple
+from typing import Iterator, Optional
 
-from ipurun.build.workers import LoaderTimeoutError
+from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["dead_workers_explained", "explained"]
+__all__ = ["explained"]
 
 _REMOTE = "Original Traceback"
-# What torch and PopTorch's accessor say of a process that did not end by itself.
-_DEAD_WORKER = re.compile(
-    r"DataLoader worker \(pid.*(is killed by signal|exited unexpectedly)|worker process .* was killed by"
-    r"|error occurred in the data fetcher"
-)
 _RESETS = {
     "IPU_RESET": "the IPUs must be reset (PopTorch does that when it attaches again)",
     "LINK_RESET": "the links between the IPUs must be reset (`gc-reset`, or ask the partition's administrator)",
@@ -39,7 +34,7 @@ def explained(
         checkpoint: Path of the newest checkpoint, if any.
         resume_command: The command that resumes from it.
     """
-    resume = _resume(checkpoint, resume_command)
+    resume = f"{resume_command} resumes from {checkpoint}" if checkpoint else "start again: no checkpoint was saved"
     try:
         yield
     except (IpurunError, KeyboardInterrupt, SystemExit):
@@ -66,46 +61,19 @@ def explained(
             seen=f"while {doing}",
             fix=f"a larger loader.timeout_seconds if reading a batch may take that long; then {resume}",
         ) from error
+    except DeadWorkerError as error:
+        raise RunError(
+            "a process of the data loader died",
+            seen=f"{error}, while {doing}",
+            fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {resume}",
+        ) from error
     except Exception as error:
-        if _is_of_dead_worker(error):
-            raise _dead_worker(error, resume) from error
         raise RunError(
             f"{doing} failed",
             where=_where(error),
             seen=_one_line(error),
             fix="--debug shows the whole traceback" + (f"; then {resume}" if checkpoint else ""),
         ) from error
-
-
-@contextlib.contextmanager
-def dead_workers_explained(saved: Callable[[], Tuple[Optional[str], str]]) -> Iterator[None]:
-    """Turn torch's error about a dead worker into a `RunError`: torch raises it wherever the main thread is.
-
-    Args:
-        saved: Returns the path of the newest checkpoint, if any, and the command that resumes from it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, IpurunError) or not _is_of_dead_worker(error):
-            raise
-        raise _dead_worker(error, _resume(*saved())) from error
-
-
-def _resume(checkpoint: Optional[str], resume_command: str) -> str:
-    return f"{resume_command} resumes from {checkpoint}" if checkpoint else "start again: no checkpoint was saved"
-
-
-def _is_of_dead_worker(error: BaseException) -> bool:
-    return _DEAD_WORKER.search(str(error)) is not None and _REMOTE not in str(error)
-
-
-def _dead_worker(error: BaseException, resume: str) -> RunError:
-    return RunError(
-        "a process of the data loader died",
-        seen=" ".join(str(error).split()),
-        fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {resume}",
-    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterator, Optional
 __all__ = ["Interrupts", "WaitStoppedError"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LONGEST_WAIT_SECONDS = 2.0  # for data, after an interrupt
 
 
 class WaitStoppedError(KeyboardInterrupt):
@@ -60,14 +61,21 @@ class Interrupts:
 
     @contextlib.contextmanager
     def stop_waiting(self) -> Iterator[None]:
-        """Let an interrupt raise `WaitStoppedError` inside, where the loop waits for another process that may hang."""
+        """Let an interrupt raise `WaitStoppedError` inside, where the loop waits for another process that may hang.
+
+        Not at once: a batch that is just arriving is awaited.
+        """
         if self._received is not None:
             raise WaitStoppedError
+        before = signal.getsignal(signal.SIGALRM)
         self._waits = True
         try:
             yield
         finally:
             self._waits = False
+            if self._received is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                signal.signal(signal.SIGALRM, before)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -93,7 +101,12 @@ class Interrupts:
         how = "again" if number == signal.SIGINT else "Ctrl-C"
         _write_now(f"{self.received}: saving after this host call; {how} to stop now\n")
         if self._waits:
-            raise WaitStoppedError
+            signal.signal(signal.SIGALRM, _stop_waiting)
+            signal.setitimer(signal.ITIMER_REAL, _LONGEST_WAIT_SECONDS)
+
+
+def _stop_waiting(number: int, frame: Optional[FrameType]) -> None:
+    raise WaitStoppedError
 
 
 def _write_now(text: str) -> None:

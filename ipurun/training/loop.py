@@ -24,7 +24,7 @@ from ipurun.training.events import (
     StepEnd,
     Summary,
 )
-from ipurun.training.failures import dead_workers_explained, explained
+from ipurun.training.failures import explained
 from ipurun.training.interrupts import Interrupts, WaitStoppedError
 from ipurun.training.saving import Saver, falls_due
 from ipurun.training.state import Progress, attach_training, restore, restore_device, restore_random_state
@@ -87,10 +87,6 @@ class _Trainer:
         self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from)
 
     def run_to_end(self) -> Summary:
-        with dead_workers_explained(lambda: (self._saver.newest_path, self._saver.resume_command)):
-            return self._run_to_end()
-
-    def _run_to_end(self) -> Summary:
         run, progress = self._run, self._progress
         resumed = None if self._resumed_from is None else str(self._resumed_from)
         total = run.plan.steps.total_updates
