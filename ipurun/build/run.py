@@ -92,7 +92,8 @@ class Run:
 
     def close_loaders(self) -> None:
         """End the processes that read the data."""
-        for loader in (self.train_loader, *self.eval_loaders.values()):
+        self.train_loader.close()
+        for loader in self.eval_loaders.values():
             loader.close()
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ def _ended_by_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    handlers = [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
+    handlers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, interrupt) for number in handlers]
     try:
         yield
