@@ -284,3 +284,10 @@ class TestProgram:
             program.stdout.close()
             program.stderr.close()
         wait_for(lambda: not self.is_running(pid))
+
+
+def test_items_are_in_memory_without_a_name(access):
+    """A named segment would be left behind if the worker were killed while it allocates."""
+    item = next(iter(access(Counting(4))))
+    maps = Path("/proc/self/maps").read_text()
+    assert item[0].is_shared() and "memfd:AsynchronousDataAccessor" in maps
