@@ -14,6 +14,7 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "ConfigError",
     "Findings",
+    "Interrupted",
     "IpurunError",
     "Problem",
     "RunError",
@@ -103,6 +104,18 @@ class ConfigError(IpurunError, ValueError):
 
 class RunError(IpurunError, RuntimeError):
     """The config was fine, but the run failed."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was stopped at once.
+
+    Args:
+        exit_code: The `interrupt_exit_code` of its config.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__()
+        self.exit_code = exit_code
 
 
 def underlying_os_error(error: BaseException) -> BaseException:

@@ -11,11 +11,12 @@ import os
 import re
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
-from ipurun.errors import ConfigError, IpurunError, Problem
+from ipurun.errors import ConfigError, Interrupted, IpurunError, Problem
 from ipurun.training.events import Summary
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ Recipe = Union[None, str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Result(Summary):
-    """How a run ended, as `Summary` says, with its name and its folder."""
+    """How a run ended, as `Summary` says, with its name, its folder and the exit code of the command."""
 
     name: str = ""
     folder: Path = Path()
+    exit_code: int = 0
 
     def load(self, best: bool = False) -> LoadedModel:
         """Load the model with the weights of the newest or the best checkpoint."""
@@ -337,7 +339,10 @@ def predict(
 
 
 def train_words(
-    words: Sequence[str], quiet: bool = False, set_environment: Optional[Callable[[Plan], None]] = None
+    words: Sequence[str],
+    quiet: bool = False,
+    set_environment: Optional[Callable[[Plan], None]] = None,
+    began: Optional[float] = None,
 ) -> Result:
     """Train what the words of a command line describe.
 
@@ -346,24 +351,39 @@ def train_words(
         quiet: Show nothing on standard output.
         set_environment: Sets the variables that a plan needs before the engine is imported; None: those of the CPU
             engine are set during the run, and a config that needs others is refused.
+        began: When the time of `max_minutes` began, by `time.monotonic`; None: now.
     """
+    began = time.monotonic() if began is None else began
     with _one_call(words):
         point = _point_to_train(words)
         from ipurun.log.screen import make_screen
         from ipurun.runs.job import prepare_job, resumed_folder, run_job
 
-        prepared = prepare_job(point)
-        with _environment_kept(prepared.plan), _threads_kept():
-            (set_environment or _set_environment)(prepared.plan)
-            screen = make_screen(sys.stdout, quiet)
-            folder = resumed_folder(point)
-            if folder is None and point.config.resume:
-                screen.line("note: resume=auto finds no unfinished run with a checkpoint: starting from the beginning")
-            try:
-                finished = run_job(prepared, screen, folder)
-            finally:
-                screen.close()
-    return Result(**vars(finished.summary), name=prepared.plan.name, folder=finished.folder.path)
+        interrupt_code = point.config.interrupt_exit_code
+        with _exit_code_after_interrupt(interrupt_code):
+            prepared = prepare_job(point)
+            with _environment_kept(prepared.plan), _threads_kept():
+                (set_environment or _set_environment)(prepared.plan)
+                screen = make_screen(sys.stdout, quiet)
+                folder = resumed_folder(point)
+                if folder is None and point.config.resume:
+                    screen.line(
+                        "note: resume=auto finds no unfinished run with a checkpoint: starting from the beginning"
+                    )
+                try:
+                    finished = run_job(prepared, screen, folder, began)
+                finally:
+                    screen.close()
+    code = interrupt_code if finished.summary.status == "interrupted" else 0
+    return Result(**vars(finished.summary), name=prepared.plan.name, folder=finished.folder.path, exit_code=code)
+
+
+@contextlib.contextmanager
+def _exit_code_after_interrupt(code: int) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(code) from error
 
 
 def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[PathLike] = None) -> List[PlanReport]:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
+import multiprocessing
 from types import ModuleType
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
+from ipurun.build.workers import (
+    AnonymousBatches,
+    DeadWorkerError,
+    LoaderTimeoutError,
+    WaitLimit,
+    WorkerSetup,
+    children_unwatched,
+    deaths,
+    kill,
+    signals_held,
+    start_fork_server,
+    started_by,
+)
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors
@@ -29,6 +42,7 @@ from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
 
+_SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
 
@@ -66,6 +80,12 @@ class TrainLoader:
         self._batches: Optional[Iterator[Any]] = None
         self._epoch = 0
         self._discard = 0
+        self._processes = _Processes(config, is_asynchronous=config.mode != "sync")
+
+    @property
+    def uses_processes(self) -> bool:
+        """Whether other processes read the data."""
+        return self._config.workers > 0 or self._config.mode != "sync"
 
     def start(self, epoch: int = 0, skip_calls: int = 0) -> None:
         """Open the data at a host call of an epoch.
@@ -109,7 +129,7 @@ class TrainLoader:
         self._epoch += 1
         discard, self._discard = self._discard, 0
         with self._reading(states):
-            self._batches = batches = iter(self._loader)
+            self._batches = batches = self._processes.batches(self._loader)
         for number in itertools.count():
             with self._reading(states):
                 batch = next(batches, None)
@@ -141,6 +161,7 @@ class TrainLoader:
         if self._loader is not None:
             self._loader.terminate()
             self._loader = self._batches = None
+        self._processes.close()
 
     def _micro_batches_per_call(self) -> int:
         return self._sizes.samples_per_call // self._sizes.micro_batch_size
@@ -158,19 +179,20 @@ class TrainLoader:
             named["generator"] = torch.Generator().manual_seed(self._seed)
         else:
             named["async_options"] = {"buffer_size": self._config.buffer_size}
-        if self._config.workers:
-            named["worker_init_fn"] = _leave_interrupts_to_the_loop
+        named.update(self._processes.arguments)
         if self._config.rebatched_worker_size is not None:
             named["rebatched_worker_size"] = self._config.rebatched_worker_size
         try:
-            return self._engine.DataLoader(
-                self._options,
-                data,
-                num_workers=self._config.workers,
-                drop_last=True,
-                mode=getattr(self._engine.DataLoaderMode, _MODES[mode]),
-                collate_fn=self._collate,
-                **named,
+            return self._processes.opened(
+                lambda: self._engine.DataLoader(
+                    self._options,
+                    data,
+                    num_workers=self._config.workers,
+                    drop_last=True,
+                    mode=getattr(self._engine.DataLoaderMode, _MODES[mode]),
+                    collate_fn=AnonymousBatches(self._collate),
+                    **named,
+                )
             )
         except (AssertionError, ValueError, self._engine.Error) as error:
             raise ConfigError(
@@ -188,7 +210,7 @@ class EvalLoader:
         engine_module: PopTorch, or the emulator.
         options: The inference options.
         data: Map-style or iterable data set.
-        workers: Worker processes.
+        config: The loader's keys.
         sizes: The batch sizes of inference.
         collate: Makes a batch of samples.
         max_samples: Largest number of samples to use.
@@ -199,7 +221,7 @@ class EvalLoader:
         engine_module: ModuleType,
         options: Any,
         data: Any,
-        workers: int,
+        config: LoaderConfig,
         sizes: BatchSizes,
         collate: Callable[[List[Any]], Any],
         max_samples: Optional[int] = None,
@@ -212,16 +234,16 @@ class EvalLoader:
             known = len(data)
             self._limit = known if max_samples is None else min(known, max_samples)
             named["sampler"] = PaddedOrder(self._limit, sizes.micro_batch_size, self._rows)
-        if workers:
-            named["worker_init_fn"] = _leave_interrupts_to_the_loop
+        self._processes = _Processes(config, is_asynchronous=False)
         self._make = lambda: engine_module.DataLoader(
             options,
             _Iterable(data) if is_stream(data) and not isinstance(data, IterableDataset) else data,
             batch_size=sizes.micro_batch_size,
-            num_workers=workers,
+            num_workers=config.workers,
             drop_last=not is_stream(data),
-            collate_fn=collate,
+            collate_fn=AnonymousBatches(collate),
             generator=torch.Generator().manual_seed(0),
+            **self._processes.arguments,
             **named,
         )
         self._loader: Any = None
@@ -230,7 +252,7 @@ class EvalLoader:
         if self._loader is None:
             self._loader = self._make()
         left = self._limit
-        for batch in self._loader:
+        for batch in self._processes.batches(self._loader):
             rows = leading_rows(batch) or 0
             real = rows if left is None else min(rows, left)
             if rows != self._rows:
@@ -240,6 +262,84 @@ class EvalLoader:
                 left -= real
                 if left == 0:
                     return
+
+    def close(self) -> None:
+        """End the worker processes; the next iteration starts new ones."""
+        self._loader = None
+        self._processes.close()
+
+
+class _Processes:
+    """The processes of one loader: started so that signals leave them alone, limited in time, and ended with it.
+
+    Args:
+        config: The loader's keys.
+        is_asynchronous: Whether PopTorch's accessor reads the data in a process of its own.
+    """
+
+    def __init__(self, config: LoaderConfig, is_asynchronous: bool) -> None:
+        self._timeout_seconds = config.timeout_seconds
+        self._is_asynchronous = is_asynchronous
+        self.arguments: Dict[str, Any] = {}  # of the loader
+        if config.workers or is_asynchronous:
+            self.arguments["worker_init_fn"] = WorkerSetup()
+        self._limit = WaitLimit(config.timeout_seconds if self.arguments else None)
+        self._others: List[Any] = multiprocessing.active_children()
+        self._started: List[Any] = []
+
+    def opened(self, make: Callable[[], Any]) -> Any:
+        """Make the loader; an asynchronous one starts its process now."""
+        if not self._is_asynchronous:
+            return make()
+        start_fork_server()
+        self._others = multiprocessing.active_children()
+        with self._explained(), self._limit.waiting(self._others, _SECONDS_TO_START):
+            loader = make()
+        self._started = started_by(self._others)
+        return loader
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of an epoch.
+
+        Raises:
+            LoaderTimeoutError: No batch came in time.
+            DeadWorkerError: A process has died.
+        """
+        with self._explained(), self._limit.waiting(self._others):
+            iterator = self._begun(loader)
+        while True:
+            with self._explained(), self._limit.waiting(self._others):
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    def close(self) -> None:
+        """End what the loader has not ended itself."""
+        self._limit.close()
+        kill(self._started)
+        self._started = []
+
+    def _begun(self, loader: Any) -> Iterator[Any]:
+        if self._is_asynchronous or self._started or not self.arguments:
+            return iter(loader)
+        self._others = multiprocessing.active_children()
+        with signals_held(), children_unwatched():
+            iterator = iter(loader)
+        self._started = started_by(self._others)
+        return iterator
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            found = deaths(self._started)
+            if not self._limit.is_exceeded and found:
+                raise DeadWorkerError(found) from error
+            if not self._limit.is_exceeded:
+                raise
+            raise LoaderTimeoutError(f"no batch in {self._timeout_seconds:g} s") from error
 
 
 class _Iterable(IterableDataset):
@@ -275,11 +375,6 @@ class _Stream(_Iterable):
         worker = torch.utils.data.get_worker_info()
         seed_everything(seed_of(self._seed, epoch, *([] if worker is None else [worker.id])))
         return itertools.islice(super().__iter__(), self._length)
-
-
-def _leave_interrupts_to_the_loop(worker: int) -> None:
-    """Ignore Ctrl-C, which reaches all processes of a terminal: without its workers the loop could not save."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _take_rows(batch: Any, rows: int, chosen: List[int]) -> Any:

@@ -90,9 +90,15 @@ class Run:
             self.annotations.install(self.plan.inference_placements)
         self.user_model.eval()
 
+    def close_loaders(self) -> None:
+        """End the processes that read the data."""
+        self.train_loader.close()
+        for loader in self.eval_loaders.values():
+            loader.close()
+
     def close(self) -> None:
         """Release the device and end background processes."""
-        self.train_loader.close()
+        self.close_loaders()
         _release(self.training_model)
         _release(self.inference_model)
 
@@ -149,7 +155,7 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     )
     eval_loaders = {
         name: EvalLoader(
-            module, inference_options, data, config.loader.workers, plan.inference, collate, config.eval.max_samples
+            module, inference_options, data, config.loader, plan.inference, collate, config.eval.max_samples
         )
         for name, data in inspected.splits.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -12,7 +13,17 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 
 from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
 
-__all__ = ["Flags", "answer", "explain", "guarded", "only_json", "print_json", "show_problems", "split"]
+__all__ = [
+    "Flags",
+    "answer",
+    "explain",
+    "forgiving_output",
+    "guarded",
+    "only_json",
+    "print_json",
+    "show_problems",
+    "split",
+]
 
 _COMMON = {"--quiet": "quiet", "-q": "quiet", "--json": "json", "--debug": "debug", "--help": "help", "-h": "help"}
 
@@ -67,6 +78,42 @@ def split(argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequenc
         else:
             rest.append(word)
     return Flags(values=values, **common), rest
+
+
+class _Forgiving(io.FileIO):
+    """A descriptor whose reader may go away and whose disk may be full: what cannot be written is dropped."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            # Libraries write to the descriptor themselves.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return memoryview(data).nbytes
+
+
+def forgiving_output() -> None:
+    """Keep standard output and error, when closed or full, from ending a run, whose log has every line."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        try:
+            if stream is not getattr(sys, f"__{name}__") or stream.fileno() != descriptor:
+                continue  # a test's or a notebook's
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            if stream is not getattr(sys, f"__{name}__"):
+                continue
+        raw = _Forgiving(descriptor, "w", closefd=False)
+        encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", "replace")
+        made = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            encoding=encoding,
+            errors=errors,
+            line_buffering=name == "stderr" or os.isatty(descriptor),
+        )
+        setattr(sys, name, made)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ COMMANDS = {
 _MODULES = {"import": "ipurun.cli.import_"}
 _COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
 _WITH_ENGINE = (*_COMPOSING, "eval", "predict", "selftest", "exec")
-_INTERRUPTED = 130
+_FAILED, _INTERRUPTED = 1, 130
 
 _USAGE = """\
 ipurun trains PyTorch models on Graphcore IPUs, or on a CPU, from declarative config.
@@ -70,16 +70,35 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         The exit code: 0 done, 1 the run failed, 2 the config is wrong, 3 a plan does not fit, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     drop_working_folder()
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # The reader (`| head`) went away. Python would complain once more when it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    except OSError as error:  # of the flush: commands report their own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return int(getattr(interrupt, "exit_code", _INTERRUPTED))  # of errors.Interrupted
+
+
+def _open_closed_streams() -> None:
+    """Point standard streams that were closed (`>&-`) to nowhere: the next open file would take their place."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest descriptor that is free
+            made = os.fdopen(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False)
+            setattr(sys, name, made)
+            setattr(sys, f"__{name}__", made)
 
 
 def _dispatch(words: List[str]) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, List
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Iterator, List
 
-from ipurun.cli.common import Flags, only_json, print_json, split
-from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from ipurun.cli.common import Flags, forgiving_output, only_json, print_json, split
+from ipurun.errors import EXIT_FAILED
 from ipurun.module_search import python_command
 
 if TYPE_CHECKING:
@@ -23,7 +26,8 @@ usage: ipurun train +recipe=NAME [key=value ...] [flags]
        ipurun train resume=RUN_FOLDER
 
 Trains a model that a recipe describes. Each run has a folder below runs/<name>/ with its config, metrics, log and
-checkpoints. Ctrl-C saves and stops; a second Ctrl-C stops at once.
+checkpoints. Ctrl-C saves and stops; a second Ctrl-C stops at once. SIGTERM and SIGHUP save and stop, and so does
+max_minutes=N, before a batch system ends the job.
 
 flags
   -m          sweep: run every combination of the comma-separated values, each in a new process
@@ -48,20 +52,63 @@ def run(argv: List[str]) -> int:
         return 0
     from ipurun.config.argv import parse_argv
 
-    if parse_argv(rest).multirun:
-        return _sweep(rest, flags)
+    began = _start_of_this_process()
+    forgiving_output()
+    with _ended_by_signals():
+        if parse_argv(rest).multirun:
+            return _sweep(rest, flags, began)
+        return _run(argv, rest, flags, began)
+
+
+def _run(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:
     with only_json(flags.json):
         from ipurun.interface import train_words
 
         quiet = flags.quiet or flags.json
-        result = train_words(rest, quiet, set_environment=lambda plan: _set_environment(plan, argv))
+        result = train_words(rest, quiet, lambda plan: _set_environment(plan, argv), began)
     if flags.json:
         print_json(result.to_dict())
     elif flags.quiet:
         from ipurun.log.console import final_line
 
         print(final_line(result, result.name, str(result.folder)))
-    return EXIT_INTERRUPTED if result.status == "interrupted" else 0
+    return result.exit_code
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP, which batch systems and lost terminals send, act like Ctrl-C.
+
+    Only once: both may come again, from a shell that passes them on, and must not cut the end of a run short.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        for other in handlers:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
+    handlers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in handlers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(handlers, before):
+            signal.signal(number, handler)
+
+
+def _start_of_this_process() -> float:
+    """Return when this process began, by `time.monotonic`: imports count towards the limit of a batch system."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as stream:
+            ticks = int(stream.read().rpartition(")")[2].split()[19])  # since the machine was started
+    except (OSError, ValueError, IndexError):
+        return time.monotonic()
+    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age_seconds
 
 
 def _set_environment(plan: Plan, argv: List[str]) -> None:
@@ -80,7 +127,7 @@ def _set_environment(plan: Plan, argv: List[str]) -> None:
         os.execv(sys.executable, [*python_command("ipurun.cli.main.console"), "train", *argv])
 
 
-def _sweep(argv: List[str], flags: Flags) -> int:
+def _sweep(argv: List[str], flags: Flags, began: float) -> int:
     from ipurun.config.compose import points
 
     found = points(argv)
@@ -90,10 +137,8 @@ def _sweep(argv: List[str], flags: Flags) -> int:
 
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
         errors = PlainScreen(sys.stderr)
-        # Batch systems end a job with SIGTERM: the sweep then ends as with Ctrl-C.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            result = run_sweep(found, argv, screen, errors)
+            result = run_sweep(found, argv, screen, errors, began)
         finally:
             screen.close()
         show_result(result, screen)
@@ -102,5 +147,5 @@ def _sweep(argv: List[str], flags: Flags) -> int:
     elif flags.quiet:
         print(final_line(result))
     if result.interrupted:
-        return EXIT_INTERRUPTED
+        return found.points[0].config.interrupt_exit_code
     return EXIT_FAILED if result.num_failed else 0

@@ -97,7 +97,12 @@ def profiling_entries(directory: str) -> Dict[str, str]:
 
 
 def folder_calls(
-    cache: CacheConfig, name: str, profile: Profile, settings: UserSettings, environ: Mapping[str, str]
+    cache: CacheConfig,
+    name: str,
+    profile: Profile,
+    settings: UserSettings,
+    environ: Mapping[str, str],
+    found: Findings,
 ) -> KeyCalls:
     """Return the calls of the executable cache and the profiler, which both modes share.
 
@@ -107,10 +112,15 @@ def folder_calls(
         profile: The planned profile.
         settings: What the user set.
         environ: The user's environment.
+        found: Takes the note on a folder that cannot be written.
     """
     calls = KeyCalls()
-    if cache.enabled:
-        folder = _executable_dir(cache, name, environ)
+    folder = _executable_dir(cache, name, environ)
+    obstacle = _obstacle(folder) if cache.enabled else ""
+    if obstacle:
+        found.note(f"executables are not cached: {obstacle}; cache.dir=FOLDER or IPURUN_CACHE_DIR names another folder")
+        calls.add("enableExecutableCaching", None, origin="cache", chosen=True)
+    elif cache.enabled:
         calls.add("enableExecutableCaching", folder, origin="cache", chosen=settings.has("cache.dir"))
     elif environ.get("POPTORCH_CACHE_DIR") or settings.argument("enableExecutableCaching"):
         # Options() reads the variable itself; None overrides it, and poptorch.conf.
@@ -118,6 +128,16 @@ def folder_calls(
     if profile.call is not None:
         calls.chosen.append(profile.call)
     return calls
+
+
+def _obstacle(folder: str) -> str:
+    """Return what keeps files from being written to a folder that may not exist yet, empty for nothing."""
+    existing = folder
+    while not os.path.lexists(existing) and existing != os.path.dirname(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        return f"{existing} is not a folder"
+    return "" if os.access(existing, os.W_OK | os.X_OK) else f"no permission to write in {existing}"
 
 
 def _executable_dir(cache: CacheConfig, name: str, environ: Mapping[str, str]) -> str:

@@ -67,7 +67,7 @@ def make_plan(
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
     profile = plan_profile(config.profile, name, environ, found)
     mode, every = output_mode(config, settings, sizes.training.device_iterations, found)
-    folders = folder_calls(config.cache, name, profile, settings, environ)
+    folders = folder_calls(config.cache, name, profile, settings, environ, found)
     training = training_options(config, facts, sizes, settings, folders, (mode, every), found)
     inference = inference_options(config, facts, sizes, settings, folders, found)
     updates = sizes.training.device_iterations

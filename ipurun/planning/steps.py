@@ -29,6 +29,13 @@ def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], fo
             f"{batch.samples_per_call} samples"
         )
     calls = _total_calls(config, batch, per_epoch, found)
+    if config.max_minutes is not None:
+        found.note(
+            f"max_minutes={config.max_minutes:g}: the run then saves and stops after the current host call, with exit "
+            f"code {config.interrupt_exit_code}"
+        )
+    if config.loader.timeout_seconds is not None and not config.loader.workers and config.loader.mode == "sync":
+        found.note("loader.timeout_seconds has no effect with loader.workers=0 and loader.mode=sync")
     updates = batch.device_iterations
     return Steps(
         total_updates=None if calls is None else calls * updates,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import shlex
 import shutil
+import time
 import traceback
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
@@ -64,19 +65,23 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
     return prepared
 
 
-def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFolder] = None) -> FinishedRun:
+def run_job(
+    prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFolder] = None, began: Optional[float] = None
+) -> FinishedRun:
     """Train what was prepared.
 
     Args:
         prepared: The point with its engine, model, data and plan.
         screen: Where the panel, the bars and the summary are shown.
         resume_folder: An earlier run to continue, in its folder.
+        began: When the time of `max_minutes` began, by `time.monotonic`; None: now.
 
     Raises:
         ConfigError: Something about the config that only building shows; no folder is left.
         RunError: The run failed; the traceback is in the log of its folder.
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
+    deadline = _deadline(point.config.max_minutes, began)
     run = build_run(point.config, plan, prepared.inspected, engine)
     described = (point.config, point, plan, engine)
     folder = resume_folder or RunFolder.create(*described)
@@ -84,7 +89,7 @@ def run_job(prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFo
         with locked(folder.path, "run", screen.remark):
             checkpoint, skipped = _checkpoint_to_resume(folder) if resume_folder else (None, {})
             with folder.described_as(*described) if resume_folder else nullcontext():
-                summary = _train_in(folder, prepared, run, screen, checkpoint, skipped)
+                summary = _train_in(folder, prepared, run, screen, checkpoint, skipped, deadline)
             _move_profile(prepared, folder)
             if summary.samples or not folder.finished:
                 then = {"reproduce_command": reproduce_command(point)}
@@ -111,6 +116,12 @@ def _checkpoint_to_resume(folder: RunFolder) -> Tuple[Checkpoint, Dict[str, str]
     return checkpoint, skipped
 
 
+def _deadline(max_minutes: Optional[float], began: Optional[float]) -> Optional[float]:
+    if max_minutes is None:
+        return None
+    return (time.monotonic() if began is None else began) + 60 * max_minutes
+
+
 def _train_in(
     folder: RunFolder,
     prepared: PreparedRun,
@@ -118,6 +129,7 @@ def _train_in(
     screen: Screen,
     checkpoint: Optional[Checkpoint],
     skipped: Mapping[str, str],
+    deadline: Optional[float],
 ) -> Summary:
     point, plan = prepared.point, prepared.plan
     with closing(folder.log_file.open("a", encoding="utf-8")) as file:
@@ -128,7 +140,7 @@ def _train_in(
             for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
                 console.on_note(Note(note, level="warning"))
         observers = [*consoles, *_loggers(point, folder)]
-        summary = _guarded(lambda: train(run, folder, observers, resume_from=checkpoint), folder, screen, log, point)
+        summary = _guarded(lambda: train(run, folder, observers, checkpoint, deadline), folder, screen, log, point)
         for console in consoles:
             console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
     return summary

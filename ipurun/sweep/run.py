@@ -56,7 +56,9 @@ class SweepResult:
         return sum(record.status in (PENDING, INTERRUPTED) for record in self.ranking.records)
 
 
-def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Screen) -> SweepResult:
+def run_sweep(
+    points: Points, argv: Sequence[str], screen: Screen, errors: Screen, began: Optional[float] = None
+) -> SweepResult:
     """Check every point, then run each in a separate process.
 
     Args:
@@ -64,6 +66,7 @@ def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Scree
         argv: The command line, for the ledger.
         screen: Shows progress.
         errors: Shows failed points.
+        began: When the time of `max_minutes` began, by `time.monotonic`; None: now, for each point.
 
     Raises:
         ConfigError: If a config is wrong; nothing was started and nothing was written.
@@ -78,7 +81,7 @@ def run_sweep(points: Points, argv: Sequence[str], screen: Screen, errors: Scree
     ledger = _open(points, words, records, screen)
     with locked(ledger.folder, "sweep", screen.remark):
         ledger.save()
-        interrupted = _run_all(ledger, checked, screen, errors)
+        interrupted = _run_all(ledger, checked, screen, errors, began)
         ranking = _write_table(ledger, config.sweep.rank_by)
     return SweepResult(ledger.folder, words, ranking, config.sweep.rank_by, interrupted)
 
@@ -136,7 +139,9 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
     return ledger
 
 
-def _run_all(ledger: Ledger, checked: Sequence[Checked], screen: Screen, errors: Screen) -> bool:
+def _run_all(
+    ledger: Ledger, checked: Sequence[Checked], screen: Screen, errors: Screen, began: Optional[float]
+) -> bool:
     """Run the unfinished points; return True if the user stopped the sweep."""
     num_points = len(ledger.records)
     receiver = ScreenReceiver(screen)
@@ -146,7 +151,7 @@ def _run_all(ledger: Ledger, checked: Sequence[Checked], screen: Screen, errors:
         label = f"[{record.index + 1}/{num_points}] {_swept_text(record)}".rstrip()
         screen.begin(f"{label} starting")
         try:
-            outcome = _run_one(ledger, record, item, label, screen, receiver)
+            outcome = _run_one(ledger, record, item, label, screen, receiver, began)
         except KeyboardInterrupt:
             outcome = Outcome(INTERRUPTED, "interrupted")
         screen.close()
@@ -167,7 +172,13 @@ def _run_all(ledger: Ledger, checked: Sequence[Checked], screen: Screen, errors:
 
 
 def _run_one(
-    ledger: Ledger, record: Record, item: Checked, label: str, screen: Screen, receiver: ScreenReceiver
+    ledger: Ledger,
+    record: Record,
+    item: Checked,
+    label: str,
+    screen: Screen,
+    receiver: ScreenReceiver,
+    began: Optional[float],
 ) -> Outcome:
     if item.obstacle is not None or item.plan is None:
         reason = item.obstacle.problems[0].what if item.obstacle else "it has no plan"
@@ -177,7 +188,7 @@ def _run_one(
     jobs = ledger.folder / "jobs"
     jobs.mkdir(exist_ok=True)
     job_file = jobs / f"{record.index:03d}.json"
-    write_job(job_file, item.point, str(folder), resume_folder)
+    write_job(job_file, item.point, str(folder), resume_folder, began)
     record.status, record.folder = RUNNING, str(resume_folder or folder)
     ledger.save()
     return run_child(

@@ -23,7 +23,9 @@ _SECRETS = "IPURUN_POINT_SECRETS"  # of one point, so that no file has them
 _TEXTS = ("reason", "detail")
 
 
-def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[str]) -> None:
+def write_job(
+    path: Path, point: Point, run_dir: str, resume_folder: Optional[str], began: Optional[float] = None
+) -> None:
     """Write a point to a file for its process; `read_job` reads it."""
     document = {
         "config": to_yaml(point.config, point.hidden),
@@ -35,6 +37,7 @@ def write_job(path: Path, point: Point, run_dir: str, resume_folder: Optional[st
         "hidden": dict(point.hidden),
         "run_dir": run_dir,
         "resume_folder": resume_folder,
+        "began": began,
     }
     write_atomically(path, json.dumps(document, indent=2, default=str) + "\n")
 
@@ -44,8 +47,8 @@ def job_environment(point: Point) -> Dict[str, str]:
     return {_SECRETS: json.dumps(point.secrets)} if point.hidden else {}
 
 
-def read_job(path: Path, secrets: Mapping[str, Any]) -> Tuple[Point, Optional[str]]:
-    """Return the point of a job file, and the folder to resume or None."""
+def read_job(path: Path, secrets: Mapping[str, Any]) -> Tuple[Point, Optional[str], Optional[float]]:
+    """Return the point of a job file, the folder to resume or None, and when the time of the sweep began or None."""
     document: Dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config_file = path.with_suffix(".yaml")
     write_atomically(config_file, document["config"])
@@ -59,7 +62,7 @@ def read_job(path: Path, secrets: Mapping[str, Any]) -> Tuple[Point, Optional[st
         run_dir=document["run_dir"],
         hidden=document["hidden"],
     )
-    return point, document["resume_folder"]
+    return point, document["resume_folder"], document["began"]
 
 
 def console() -> None:
@@ -106,11 +109,12 @@ def _run(job_file: Path, secrets: Mapping[str, Any], descriptor: int) -> Dict[st
     from ipurun.runs.prepare import prepare
     from ipurun.sweep.remote import RemoteScreen
 
-    point, resume_folder = read_job(job_file, secrets)
+    point, resume_folder, began = read_job(job_file, secrets)
     finished = run_job(
         prepare(point),
         RemoteScreen(descriptor),
         RunFolder.open(resume_folder) if resume_folder else None,
+        began,
     )
     if finished.summary.status == "interrupted":
         return {"status": "interrupted", "folder": str(finished.folder), "code": EXIT_INTERRUPTED}

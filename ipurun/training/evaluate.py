@@ -29,7 +29,12 @@ class Evaluation:
 
 
 def evaluate(
-    run: Run, observer: Observer, split: Optional[str] = None, should_stop: Callable[[], bool] = lambda: False
+    run: Run,
+    observer: Observer,
+    split: Optional[str] = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    checkpoint: Optional[str] = None,
+    resume_command: str = "",
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
@@ -38,6 +43,8 @@ def evaluate(
         observer: Notified of compilation.
         split: Name of the split, by default the run's `eval_split`.
         should_stop: Called after every host call.
+        checkpoint: Path of the run's newest checkpoint, for messages.
+        resume_command: The command that resumes from it, for messages.
 
     Returns:
         The result, None if it was stopped.
@@ -51,7 +58,7 @@ def evaluate(
     compiling, samples = 0.0, 0
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
-    for call in _inference_calls(run, observer, name):
+    for call in _inference_calls(run, observer, name, checkpoint, resume_command):
         if should_stop():
             return None
         compiling += call.compile_seconds
@@ -107,14 +114,16 @@ class _InferenceCall:
     compile_seconds: float
 
 
-def _inference_calls(run: Run, observer: Observer, split: Optional[str]) -> Iterator[_InferenceCall]:
+def _inference_calls(
+    run: Run, observer: Observer, split: Optional[str], checkpoint: Optional[str] = None, resume_command: str = ""
+) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
     if split not in run.eval_loaders:
         raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
     run.enter_inference()
     batches = iter(run.eval_loaders[split])
     while True:
-        with explained(run.engine.module, f"reading the split `{split}`"):
+        with explained(run.engine.module, f"reading the split `{split}`", checkpoint, resume_command):
             item = next(batches, None)
         if item is None:
             return

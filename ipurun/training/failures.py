@@ -8,6 +8,7 @@ import traceback
 from types import ModuleType
 from typing import Iterator, Optional
 
+from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
 __all__ = ["explained"]
@@ -53,12 +54,25 @@ def explained(
         ) from error
     except engine_module.Error as error:
         raise RunError(f"PopTorch failed while {doing}", seen=str(error)) from error
+    except LoaderTimeoutError as error:
+        raise RunError(
+            f"a process of the data loader hangs: {error}",
+            where="loader.timeout_seconds",
+            seen=f"while {doing}",
+            fix=f"a larger loader.timeout_seconds if reading a batch may take that long; then {resume}",
+        ) from error
+    except DeadWorkerError as error:
+        raise RunError(
+            "a process of the data loader died",
+            seen=f"{error}, while {doing}",
+            fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {resume}",
+        ) from error
     except Exception as error:
         raise RunError(
             f"{doing} failed",
             where=_where(error),
             seen=_one_line(error),
-            fix="--debug shows the whole traceback",
+            fix="--debug shows the whole traceback" + (f"; then {resume}" if checkpoint else ""),
         ) from error
 
 

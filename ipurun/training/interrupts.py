@@ -1,35 +1,81 @@
-"""Ctrl-C: the first one makes the loop save and stop, the second one stops at once."""
+"""Interrupts and the time limit of a run: the loop saves and stops, a second Ctrl-C stops at once."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
 import threading
+import time
 from types import FrameType
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Iterator, Optional
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "WaitStoppedError"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LONGEST_WAIT_SECONDS = 2.0  # for data, after an interrupt
+
+
+class WaitStoppedError(KeyboardInterrupt):
+    """An interrupt came while the loop waited for data: it has nothing to finish."""
 
 
 class Interrupts:
     """A context in which the first interrupt only sets `requested`.
 
     Before `arm` is called there is nothing to save, and an interrupt stops the run at once. SIGTERM, which batch
-    systems send before they kill a job, and SIGHUP, sent when a connection is lost, count as interrupts. Under `nohup`
-    a lost connection is ignored.
+    systems send before they kill a job, and SIGHUP, sent when a connection is lost, count as interrupts. Both may come
+    more than once, from a batch system and from a shell that passes them on; only a second Ctrl-C stops the run at
+    once. Under `nohup` a lost connection is ignored.
+
+    Args:
+        deadline: When to stop, by `time.monotonic`; None: never.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, deadline: Optional[float] = None) -> None:
+        self._deadline = deadline
+        self._received: Optional[signal.Signals] = None
         self._armed = False
+        self._waits = False
         self._before: Dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run is to save and stop."""
+        return self._received is not None or self.is_over_time
+
+    @property
+    def is_over_time(self) -> bool:
+        """Whether the time limit is reached, and there is something to save."""
+        return self._armed and self._deadline is not None and time.monotonic() >= self._deadline
+
+    @property
+    def received(self) -> str:
+        """Name of the signal that asked the run to stop, empty if none did."""
+        return "" if self._received is None else self._received.name
 
     def arm(self) -> None:
         """Let interrupts wait for the end of the host call from now on."""
         self._armed = True
+
+    @contextlib.contextmanager
+    def stop_waiting(self) -> Iterator[None]:
+        """Let an interrupt raise `WaitStoppedError` inside, where the loop waits for another process that may hang.
+
+        Not at once: a batch that is just arriving is awaited.
+        """
+        if self._received is not None:
+            raise WaitStoppedError
+        before = signal.getsignal(signal.SIGALRM)
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+            if self._received is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                signal.signal(signal.SIGALRM, before)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -47,9 +93,26 @@ class Interrupts:
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
         if number == signal.SIGHUP:
             _discard_output_to_lost_terminal()
-        if self.requested or not self._armed:
+        if not self._armed or (self._received is not None and number == signal.SIGINT):
             raise KeyboardInterrupt
-        self.requested = True
+        if self._received is not None:
+            return
+        self._received = signal.Signals(number)
+        how = "again" if number == signal.SIGINT else "Ctrl-C"
+        _write_now(f"{self.received}: saving after this host call; {how} to stop now\n")
+        if self._waits:
+            signal.signal(signal.SIGALRM, _stop_waiting)
+            signal.setitimer(signal.ITIMER_REAL, _LONGEST_WAIT_SECONDS)
+
+
+def _stop_waiting(number: int, frame: Optional[FrameType]) -> None:
+    raise WaitStoppedError
+
+
+def _write_now(text: str) -> None:
+    """Write to standard error, past Python's buffers: the signal may have come while they were in use."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 def _discard_output_to_lost_terminal() -> None:

@@ -25,7 +25,7 @@ from ipurun.training.events import (
     Summary,
 )
 from ipurun.training.failures import explained
-from ipurun.training.interrupts import Interrupts
+from ipurun.training.interrupts import Interrupts, WaitStoppedError
 from ipurun.training.saving import Saver, falls_due
 from ipurun.training.state import (
     Progress,
@@ -44,23 +44,25 @@ def train(
     folder: Folder,
     observers: Sequence[Observer] = (),
     resume_from: Optional[Checkpoint] = None,
+    deadline: Optional[float] = None,
 ) -> Summary:
-    """Train to the planned end or until Ctrl-C, and save what is needed to resume.
+    """Train to the planned end, an interrupt or the deadline, and save what is needed to resume.
 
     Args:
         run: The engine objects.
         folder: The run folder, which holds the checkpoints.
         observers: Notified of all events.
         resume_from: A checkpoint to resume from.
+        deadline: When to save and stop, by `time.monotonic`; None: never.
 
     Raises:
         RunError: The run failed; the newest checkpoint is intact.
     """
-    with Interrupts() as interrupts:
+    with Interrupts(deadline) as interrupts:
         try:
             return _Trainer(run, folder, Observers(observers), resume_from, interrupts).run_to_end()
         finally:
-            run.train_loader.close()
+            run.close_loaders()
 
 
 class _Trainer:
@@ -81,6 +83,7 @@ class _Trainer:
         self._waited = 0.0
         self._samples_here = 0
         self._calls_here = 0
+        self._stopped_waiting = False
         self._resumed_from = resume_from
         self._restored: Optional[Dict[str, Any]] = None
         self._progress = Progress()
@@ -100,12 +103,15 @@ class _Trainer:
             self._saver.save_if_due(False, self._is_done(), self._evaluate())
         if not self._is_done():
             run.enter_training()
-            run.train_loader.start(progress.epoch, progress.position)
+            with self._explained("reading the training data"):
+                run.train_loader.start(progress.epoch, progress.position)
             if self._restored is not None:
                 restore_random_state(self._restored["random"])  # after opening the data, before reading from it
         while not self._is_done() and not self._interrupts.requested:
             self._one_epoch()
         is_cut_short = self._interrupts.requested and (progress.owes_evaluation or not self._is_done())
+        if is_cut_short:
+            self._report_interrupt()
         return self._finish("interrupted" if is_cut_short else "done")
 
     def _one_epoch(self) -> None:
@@ -119,6 +125,8 @@ class _Trainer:
             self._evaluate_and_save(ends_epoch)
             if ends_epoch or self._interrupts.requested or self._is_done():
                 return
+        if self._stopped_waiting:
+            return
         if progress.call == before and not progress.position:
             raise RunError("the training data returned no batch in a whole epoch", fix="check `data`")
         self._count_epoch()
@@ -131,13 +139,24 @@ class _Trainer:
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             begun = time.perf_counter()
-            with explained(self._run.engine.module, "reading the training data"):
-                batch = next(batches, None)
+            with self._explained("reading the training data"):
+                batch = self._next(batches)
             if batch is None:
                 return
             self._waited = time.perf_counter() - begun
             self._clock.add("data_wait", self._waited)
             yield batch
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, None at the end of the data or of the wait for it."""
+        if not self._run.train_loader.uses_processes:
+            return next(batches, None)  # reading here may change the random state, and must come to its end
+        try:
+            with self._interrupts.stop_waiting():
+                return next(batches, None)
+        except WaitStoppedError:
+            self._stopped_waiting = True
+            return None
 
     def _one_call(self, batch: Any) -> None:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
@@ -235,7 +254,13 @@ class _Trainer:
         begun = time.perf_counter()
         # Not from the random states of training: an evaluation that an interrupt put off must not change them.
         with seeded(seed_of(run.config.seed, progress.step)):
-            result = evaluate(run, self._observer, should_stop=lambda: self._interrupts.requested)
+            result = evaluate(
+                run,
+                self._observer,
+                should_stop=lambda: self._interrupts.requested,
+                checkpoint=self._saver.newest_path,
+                resume_command=self._saver.resume_command,
+            )
         progress.owes_evaluation = result is None
         if result is None:
             return False
@@ -286,6 +311,12 @@ class _Trainer:
         )
         self._observer.on_end(summary)
         return summary
+
+    def _report_interrupt(self) -> None:
+        """Record why the run ends here."""
+        minutes = self._run.config.max_minutes
+        reason = f"max_minutes={minutes:g} has passed" if minutes and not self._interrupts.received else ""
+        self._observer.on_note(Note(f"{reason or self._interrupts.received}: saving and stopping"))
 
     def _report_notes(self) -> None:
         run = self._run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import default_collate
 
 from ipurun import emulator
 from ipurun.build.loader import TrainLoader
+from ipurun.build.workers import AnonymousBatches, WorkerSetup
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.sampling import EpochOrder, PaddedOrder, ResumableSampler, seed_of, seeded
@@ -230,3 +232,23 @@ def test_seeded_restores_the_global_state() -> None:
     assert torch.equal(torch.rand(3), expected)
     with seeded(9):
         assert torch.equal(torch.rand(3), inside)
+
+
+def _collated(samples: Any) -> Any:
+    return {"sum": torch.stack([x for x, _ in samples]).sum(0)}
+
+
+@pytest.mark.parametrize("collate", [default_collate, _collated])
+def test_batches_of_workers_are_in_memory_without_a_name(collate: Any) -> None:
+    """A named segment is left behind if a worker is killed while it allocates."""
+    data = [(torch.full((3,), float(index)), index) for index in range(8)]
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, num_workers=1, collate_fn=AnonymousBatches(collate), worker_init_fn=WorkerSetup()
+    )
+    named = "/dev/shm/torch_"
+    before = Path("/proc/self/maps").read_text().count(named)
+    batches = list(loader)
+    expected = list(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate))
+    assert str(batches) == str(expected)
+    maps = Path("/proc/self/maps").read_text()
+    assert "memfd:ipurun_batch" in maps and maps.count(named) == before

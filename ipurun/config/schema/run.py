@@ -68,6 +68,11 @@ class LoaderConfig:
         choices=("sync", "async", "async_rebatched"),
     )
     buffer_size: int = option(3, "Batches kept ready in the asynchronous modes.", minimum=1)
+    timeout_seconds: Optional[float] = option(
+        None,
+        "Longest wait for a batch from worker processes or an asynchronous mode; null: no limit.",
+        positive=True,
+    )
     drop_last: bool = option(True, "Drop the last samples of an epoch that do not fill a host call.")
     sampler: Dict[str, Any] = option({}, "A sampler: `_target_` and arguments; the first argument is the data set.")
     batch_sampler: Dict[str, Any] = option({}, "A batch sampler: `_target_` and arguments; it yields micro-batches.")
@@ -197,6 +202,12 @@ class RunConfig:
     epochs: Optional[int] = option(None, "Passes over the training set; null: 1 unless max_steps is set.", minimum=1)
     max_steps: Optional[int] = option(
         None, "Stop after this many weight updates, rounded up to whole host calls.", minimum=1
+    )
+    max_minutes: Optional[float] = option(
+        None, "Save and stop after this many minutes since the command started, between host calls.", positive=True
+    )
+    interrupt_exit_code: int = option(
+        130, "Exit code after an interrupt (Ctrl-C, SIGTERM, SIGHUP) or `max_minutes`.", minimum=0, maximum=255
     )
     monitor: Optional[str] = option(
         None, "Metric that selects the best checkpoint and ranks a sweep; null: the first metric."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import time
 import weakref
@@ -240,6 +241,12 @@ class _Worker:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            raise AssertionError(
+                f"The worker process {self._process.pid} of the AsynchronousDataAccessor has failed: it was killed by "
+                f"{signal.Signals(-code).name}"
+            )
         raise AssertionError(
             "The worker process of the AsynchronousDataAccessor has failed (the reason is printed above)"
         )

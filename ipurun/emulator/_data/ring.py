@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
 import time
 from typing import Any, Callable, List, Optional, Sequence
 
 import torch
+import torch.multiprocessing
 
 from ipurun.emulator._capture import structures
 
@@ -111,7 +113,7 @@ class Ring:
         """Create the shared tensors for items like `leaves`, with a different number of rows if given."""
         for leaf in leaves:
             shape = tuple(leaf.shape) if rows is None else (rows, *leaf.shape[1:])
-            self.buffers.append(torch.empty((self.size, *shape), dtype=leaf.dtype).share_memory_())
+            self.buffers.append(_shared_tensor((self.size, *shape), leaf.dtype))
 
     def write(self, slot: int, leaves: Sequence[torch.Tensor], *, rows_may_differ: bool) -> None:
         """Fill a slot.
@@ -149,6 +151,24 @@ class Ring:
         """Discard all slots that are ready."""
         for slot in range(self.size):
             self.indices_mem[slot] = 0
+
+
+def _shared_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in shared memory, without a name unless torch shares memory by name.
+
+    Torch's own allocation has a name for a moment, and a process that is killed in it leaves the memory behind.
+    """
+    empty = torch.empty(tuple(shape), dtype=dtype)
+    if torch.multiprocessing.get_sharing_strategy() == "file_system" or not empty.numel():
+        return empty.share_memory_()
+    num_bytes = empty.numel() * empty.element_size()
+    descriptor = os.memfd_create("AsynchronousDataAccessor")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, empty.shape)  # type: ignore[call-overload]
 
 
 def wait_until(condition: Callable[[], bool], pause_seconds: float) -> None:

@@ -68,17 +68,25 @@ def store(graph: Graph, options: Any) -> None:
     folder = _folder(options)
     if folder is None:
         return
-    os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, file_name(graph, options))
     if os.path.exists(path):
         native_logger.info("Found the executable in the cache: %s", path)
         return
+    try:
+        _write(path, graph)
+    except OSError as error:  # such as a full disk: the program itself does not need the file
+        logger.warning("The executable could not be saved to the cache: %s", error)
+        return
+    native_logger.info("Saved the executable to the cache: %s", path)
+
+
+def _write(path: str, graph: Graph) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     description = {"operations": [node.name for node in graph.nodes], "inputs": len(graph.inputs)}
     temporary = f"{path}.{os.getpid()}"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(description, file)
     os.replace(temporary, path)
-    native_logger.info("Saved the executable to the cache: %s", path)
 
 
 @contextlib.contextmanager

@@ -296,3 +296,10 @@ def test_an_epoch_left_after_its_last_item_is_not_restarted(access, load_indefin
         seen += [int(next(items)[1]) for _ in range(3)]
         wait_for(lambda: ready_slots(accessor) >= 2)  # the last item, still in use, and the end of the epoch
     assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_items_are_in_memory_without_a_name(access):
+    """A named segment would be left behind if the worker were killed while it allocates."""
+    item = next(iter(access(Counting(4))))
+    maps = Path("/proc/self/maps").read_text()
+    assert item[0].is_shared() and "memfd:AsynchronousDataAccessor" in maps
