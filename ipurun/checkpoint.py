@@ -23,7 +23,18 @@ import torch
 from ipurun.errors import Problem, RunError, underlying_os_error
 from ipurun.files import PARTIAL, replacing, sync_folder, write_atomically
 
-__all__ = ["Checkpoint", "Folder", "best", "broken", "latest", "listed", "load", "newest_good", "save"]
+__all__ = [
+    "Checkpoint",
+    "Folder",
+    "best",
+    "broken",
+    "broken_after_latest",
+    "latest",
+    "listed",
+    "load",
+    "newest_good",
+    "save",
+]
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)\.json")
@@ -129,6 +140,12 @@ def broken(folder: Union[Folder, Path]) -> Dict[str, str]:
         if fault:
             found[tensors.name] = fault
     return found
+
+
+def broken_after_latest(folder: Union[Folder, Path]) -> Dict[str, str]:
+    """Return those of `broken` that are newer than `latest`, which skips them."""
+    newest = latest(folder)
+    return {name: why for name, why in broken(folder).items() if newest is None or _step_of(name) > newest.step}
 
 
 def newest_good(folder: Union[Folder, Path]) -> Tuple[Optional[Checkpoint], Dict[str, str]]:

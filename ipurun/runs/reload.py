@@ -12,7 +12,7 @@ from torch import nn
 
 from ipurun import engine as engines
 from ipurun.build import Run, build_run
-from ipurun.checkpoint import Checkpoint, best, broken, listed, newest_good
+from ipurun.checkpoint import Checkpoint, best, broken, broken_after_latest, latest, listed
 from ipurun.config import compose
 from ipurun.config.argv import parse_argv
 from ipurun.config.compose import Point
@@ -221,7 +221,7 @@ def skipped_notes(skipped: Mapping[str, str], used: Checkpoint) -> List[str]:
 
 
 def _checkpoint(folder: RunFolder, file: Optional[str], use_best: bool) -> Tuple[Checkpoint, List[str]]:
-    """Return the wanted checkpoint, by default the newest good one, and notes about broken ones."""
+    """Return the wanted checkpoint, by default the newest complete one, and notes about broken ones."""
     skipped: Dict[str, str] = {}
     if file is not None:
         wanted = Path(file).with_suffix(".pt").name
@@ -229,7 +229,9 @@ def _checkpoint(folder: RunFolder, file: Optional[str], use_best: bool) -> Tuple
     elif use_best:
         found = best(folder)
     else:
-        found, skipped = newest_good(folder)
+        # Numbers of older weights than expected must not pass for those of the newest: `load` compares the checksum and
+        # refuses, while a run that resumes repeats the steps in between.
+        found, skipped = latest(folder), broken_after_latest(folder)
     if found is None:
         names = ", ".join(item.path.name for item in listed(folder)[-5:])
         kind = f"checkpoint {file}" if file else "best checkpoint" if use_best else "checkpoint"
