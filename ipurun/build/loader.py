@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import time
 from types import ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -31,6 +32,7 @@ from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
 
+_SECONDS_TO_DIE = 0.5
 _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
@@ -285,6 +287,9 @@ class _Processes:
             yield
         except Exception as error:
             found = deaths(self._started)
+            if not found and isinstance(error, (OSError, EOFError)):
+                time.sleep(_SECONDS_TO_DIE)  # the connection to a process ends a moment before the process
+                found = deaths(self._started)
             if not self._limit.is_exceeded and found:
                 raise DeadWorkerError(found) from error
             if not self._limit.is_exceeded:
