@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import time
 from types import ModuleType
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
 
@@ -42,6 +43,7 @@ from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
 
+_SECONDS_TO_DIE = 0.5
 _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
@@ -335,6 +337,9 @@ class _Processes:
             yield
         except Exception as error:
             found = deaths(self._started)
+            if not found and isinstance(error, (OSError, EOFError)):
+                time.sleep(_SECONDS_TO_DIE)  # the connection to a process ends a moment before the process
+                found = deaths(self._started)
             if not self._limit.is_exceeded and found:
                 raise DeadWorkerError(found) from error
             if not self._limit.is_exceeded:

@@ -171,6 +171,7 @@ def test_a_process_of_the_loader_that_hangs_is_found(mode: str) -> None:
     with started(*HANGS, *MODES[mode], "loader.timeout_seconds=1.5") as process:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
+        err = " ".join(err.split())  # long lines are wrapped
         assert "no batch in 1.5 s" in err and f"ipurun train resume={only_run()}" in err
         wait_for(lambda: not running(process.pid))
 
@@ -191,6 +192,7 @@ def test_a_worker_that_was_killed_is_named(mode: str) -> None:
         os.kill(int(Path("hangs").read_text().split()[0]), signal.SIGKILL)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
+        err = " ".join(err.split())
         assert "process of the data loader died" in err and f"ipurun train resume={only_run()}" in err
         assert Path("hangs").read_text().split()[0] in err
 
