@@ -82,6 +82,7 @@ class Schedule:
         self._optimizer = optimizer
         self._substitute = _SubstituteOptimizer(optimizer)
         self._scheduler = None if factory is None else factory(self._substitute)
+        self._lr_factor = 1.0
         self._copy()
 
     @property
@@ -110,6 +111,11 @@ class Schedule:
         self._scheduler.step(value)
         return self._copy()
 
+    def scale_lr(self, factor: float) -> None:
+        """Multiply all learning rates, now and later, by a factor in place of the one set before."""
+        self._lr_factor = factor
+        self._copy()
+
     def state_dict(self) -> Dict[str, Any]:
         """Return the plain values of the state; the scheduler's constructor recreates the rest."""
         if self._scheduler is None:
@@ -128,6 +134,8 @@ class Schedule:
     def _copy(self) -> bool:
         changed = False
         for group, values in zip(self._optimizer.param_groups, self._substitute.values()):
+            if "lr" in values:
+                values["lr"] *= self._lr_factor
             for key, value in values.items():
                 if key in group and group[key] != value:
                     group[key] = value

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import IO, Any, Dict, Mapping, Union
 
-from ipurun.training.events import EvalEnd, Observer, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, RolledBack, RunStart, StepEnd, Summary
 
 __all__ = ["JsonlLogger", "eval_record", "step_record"]
 
@@ -27,10 +27,10 @@ class JsonlLogger(Observer):
 
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
-            # Steps after the checkpoint are about to be repeated and must not be recorded twice.
-            self._stream.close()
-            _drop_after(self._path, event.start_step)
-            self._stream = self._open()
+            self._drop_after(event.start_step)
+
+    def on_rollback(self, event: RolledBack) -> None:
+        self._drop_after(event.step)
 
     def on_step(self, event: StepEnd) -> None:
         if event.logged:
@@ -41,6 +41,12 @@ class JsonlLogger(Observer):
 
     def on_end(self, event: Summary) -> None:
         self._stream.close()
+
+    def _drop_after(self, step: int) -> None:
+        """Drop the records of steps that are about to be repeated: they must not be recorded twice."""
+        self._stream.close()
+        _drop_after(self._path, step)
+        self._stream = self._open()
 
     def _open(self) -> IO[str]:
         # Line buffered: logged values are on disk even if the process is killed.
