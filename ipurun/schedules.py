@@ -83,6 +83,7 @@ class Schedule:
         self._substitute = _SubstituteOptimizer(optimizer)
         self._scheduler = None if factory is None else factory(self._substitute)
         self._lr_factor = 1.0
+        self._has_stepped = False
         self._copy()
 
     @property
@@ -99,8 +100,10 @@ class Schedule:
         """Advance by a number of weight updates, and return whether the optimizer's values changed."""
         if self._scheduler is None or self.waits_for_metric:
             return False
+        if not self._has_stepped:
+            self._substitute.step()  # schedulers check once that it was called
+            self._has_stepped = True
         for _ in range(updates):
-            self._substitute.step()
             self._scheduler.step()
         return self._copy()
 
@@ -172,7 +175,22 @@ def _after_warmup(
             return (step + 1) / (warmup_steps + 1)
         return float(factor(min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)))
 
-    return lr_scheduler.LambdaLR(optimizer, scale)
+    return _Curve(optimizer, scale)
+
+
+class _Curve(lr_scheduler.LambdaLR):
+    """A curve of the learning rate that advances at a fraction of torch's cost, which every step would pay."""
+
+    def step(self, epoch: Optional[int] = None) -> None:
+        """Advance by one weight update."""
+        if epoch is not None or self._step_count < 1:  # also the first call, by the constructor
+            super().step(epoch)
+            return
+        self._step_count += 1
+        self.last_epoch += 1
+        self._last_lr = [rate * curve(self.last_epoch) for rate, curve in zip(self.base_lrs, self.lr_lambdas)]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr):
+            group["lr"] = lr
 
 
 def _plain_part(state: Any) -> Any:

@@ -201,6 +201,9 @@ class Observer:
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         """Handle a saved checkpoint."""
 
+    def flush(self) -> None:
+        """Write what is still in memory: a checkpoint is about to be saved, or the run has failed."""
+
     def on_rollback(self, event: RolledBack) -> None:
         """Handle the return to an earlier step."""
 
@@ -241,6 +244,10 @@ class Observers(Observer):
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         for observer in self._all:
             observer.on_checkpoint(event)
+
+    def flush(self) -> None:
+        for observer in self._all:
+            observer.flush()
 
     def on_rollback(self, event: RolledBack) -> None:
         for observer in self._all:

@@ -66,10 +66,14 @@ def train(
         RunError: The run failed; the newest checkpoint is intact.
     """
     with Interrupts() as interrupts:
+        everyone = Observers(observers)
         trainer = None
         try:
-            trainer = _Trainer(run, folder, Observers(observers), resume_from, interrupts)
+            trainer = _Trainer(run, folder, everyone, resume_from, interrupts)
             return trainer.run_to_end()
+        except BaseException:
+            everyone.flush()
+            raise
         finally:
             if trainer is not None:
                 trainer.settle()
@@ -250,7 +254,8 @@ class _Trainer:
     def _one_call(self, batch: Any) -> None:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
         self._saver.poll()
-        self._report_skipped()
+        if run.config.loader.on_error == "skip":
+            self._report_skipped()
         args, kwargs = as_call(batch)
         if not run.training_model.isCompiled():
             self._compile(args, kwargs)
@@ -267,9 +272,10 @@ class _Trainer:
         progress.step += sizes.device_iterations
         progress.call += 1
         progress.position += 1
-        progress.samples += sizes.samples_per_call
+        samples = sizes.samples_per_call
+        progress.samples += samples
         progress.loss = loss
-        self._samples_here += sizes.samples_per_call
+        self._samples_here += samples
         self._calls_here += 1
         self._check_finite(loss, lr)
         if run.train_metrics:
@@ -277,7 +283,7 @@ class _Trainer:
                 run.train_metrics.update(output_of(run, result), target_of(batch, run.config.loss.target))
         if run.schedule.advance(sizes.device_iterations):
             run.training_model.setOptimizer(run.optimizer)
-        self._window.add(sizes.samples_per_call, seconds, self._waited, loss)
+        self._window.add(samples, seconds, self._waited, loss)
         self._report(lr, loss)
 
     def _compile(self, args: Any, kwargs: Any) -> None:
@@ -333,9 +339,10 @@ class _Trainer:
             or (done and config.at_end)
         )
         fresh = wants_eval and progress.evaluated_step != progress.step
-        improved = fresh and run.eval_split is not None and self._evaluate()
+        evaluates = fresh and run.eval_split is not None
+        improved = evaluates and self._evaluate()
         self._saver.save_if_due(ends_epoch, done, improved)
-        if not done and not self._interrupts.requested:
+        if evaluates and not done and not self._interrupts.requested:
             with self._explained("switching the device to training"):
                 run.enter_training()
 
@@ -426,7 +433,7 @@ class _Trainer:
         loss = result
         if run.train_metrics:
             loss = result[1] if run.loss is not None else pick(result, run.config.loss.output, loss=True)
-        mean = float(loss.double().mean())
+        mean = float(loss) if loss.numel() == 1 else float(loss.double().mean())
         if run.plan.output_mode != "sum":
             return mean
         return mean / (run.plan.training.device_iterations * run.plan.training.gradient_accumulation)

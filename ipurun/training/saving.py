@@ -140,6 +140,7 @@ class Saver:
         }
         keep, step = self._run.config.checkpoint.keep, progress.step
         self._last_step = step
+        self._observer.flush()  # a resumed run does not repeat the steps before its checkpoint
         self._write = _Write(
             lambda: save(self._folder, step, state, keep=keep, info=info, is_best=is_best), step, begun, is_best
         )
