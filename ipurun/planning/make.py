@@ -12,7 +12,7 @@ from ipurun.config.checks import check_values, with_valid_values
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts, Purpose
-from ipurun.planning.artifacts import folder_calls, plan_profile
+from ipurun.planning.artifacts import folder_calls, plan_profile, plan_saving
 from ipurun.planning.host_io import check_loading, check_overlap, output_mode, strategy_for_overlap
 from ipurun.planning.modules import (
     module_precisions,
@@ -80,6 +80,7 @@ def make_plan(
     serialized = serialized_layers(config, facts, found)
     proportions = module_proportions(config, facts, found)
     rules = module_precisions(config, facts.module_names, found)
+    saving = plan_saving(config, facts, optimizer, precision, sizes.training, steps, found)
     if found.problems:
         raise ConfigError(found.problems)
     environment = dict(profile.environment)
@@ -95,6 +96,7 @@ def make_plan(
         inference=sizes.inference,
         steps=steps,
         evaluation=count_evaluation(config, sizes.inference, facts),
+        saving=saving,
         precision=precision,
         output_mode=mode,
         training_options=training,
