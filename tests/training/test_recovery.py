@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
 from typing import Any, Dict
 
@@ -14,6 +16,7 @@ from ipurun.build import Run
 from ipurun.checkpoint import listed, load
 from ipurun.emulator._executor import device
 from ipurun.errors import ConfigError, RunError
+from ipurun.log.jsonl import JsonlLogger
 from ipurun.training.loop import train
 
 ADAM = {"_target_": "poptorch.optim.Adam", "lr": 0.01}
@@ -66,6 +69,23 @@ def test_a_fault_during_an_evaluation_is_recovered(tmp_path: Path, monkeypatch: 
     assert "while running inference" in _notes(recorder)
     _assert_equal_weights(run, expected)
     assert summary.metrics == end.metrics
+
+
+def test_repeated_steps_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=6:IPU_RESET")
+    path = tmp_path / "metrics.jsonl"
+    train(built(**RANDOM), Folder(tmp_path), [JsonlLogger(path)])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records if record["split"] == "train"] == list(range(1, 17))
+
+
+def test_a_recovery_waits_longer_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=1:IPU_RESET,call=2:IPU_RESET")
+    begun = time.monotonic()
+    _, summary, recorder = trained(tmp_path, **{**RANDOM, "recovery__backoff_seconds": 0.2})
+    assert time.monotonic() - begun >= 0.6 and summary.seconds["recovery"] >= 0.6
+    assert "recovering in 0.2 s, attempt 1 of 3" in _notes(recorder)
+    assert "recovering in 0.4 s, attempt 2 of 3" in _notes(recorder)
 
 
 def test_recovery_gives_up_after_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +171,17 @@ def test_a_rollback_lowers_the_loss_scale(tmp_path: Path) -> None:
     expected, _, _ = trained(tmp_path / "small", optimizer={**optimizer, "loss_scaling": 1.0})
     for name, value in run.user_model.state_dict().items():
         assert torch.allclose(value, expected.user_model.state_dict()[name], atol=1e-6), name
+
+
+def test_the_old_key_is_accepted_with_a_note() -> None:
+    run = built(debug__stop_on_nonfinite=False)
+    assert run.config.nonfinite_action == "continue"
+    assert any("on_nonfinite=continue" in note for note in run.plan.notes)
+
+
+def test_a_loss_scale_that_cannot_be_lowered_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollback\.lower"):
+        built(loss_scaling="auto", on_nonfinite="rollback", rollback__lower="loss_scaling")
 
 
 def test_rollbacks_are_limited(tmp_path: Path) -> None:

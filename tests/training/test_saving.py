@@ -108,7 +108,7 @@ def test_a_failing_run_names_the_checkpoint_that_was_being_written(
 ) -> None:
     monkeypatch.setattr(saving, "save", _slowly(checkpoint.save))
     monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=7:UNRECOVERABLE")
-    with pytest.raises(RunError, match="step-00000006.pt"):
+    with pytest.raises(RunError, match=r"step-00000006\.pt"):
         trained(tmp_path, checkpoint__every_steps=6)
 
 
