@@ -14,6 +14,8 @@ __all__ = ["Schedule", "constant", "cosine", "lengths_to_fill", "linear"]
 
 # Parameters of schedulers that mean the length of the run, filled in from the plan if the config does not set them.
 _LENGTHS = ("total_steps", "T_max")
+# Values that schedulers may change.
+_CHANGING = ("lr", "momentum", "betas", "weight_decay")
 
 
 def cosine(
@@ -136,11 +138,12 @@ class Schedule:
 
     def _copy(self) -> bool:
         changed = False
-        for group, values in zip(self._optimizer.param_groups, self._substitute.values()):
-            if "lr" in values:
-                values["lr"] *= self._lr_factor
-            for key, value in values.items():
-                if key in group and group[key] != value:
+        for group, source in zip(self._optimizer.param_groups, self._substitute.param_groups):
+            for key in _CHANGING:
+                if key not in source or key not in group:
+                    continue
+                value = source[key] * self._lr_factor if key == "lr" else source[key]
+                if group[key] != value:
                     group[key] = value
                     changed = True
         return changed
@@ -163,8 +166,7 @@ class _SubstituteOptimizer(torch.optim.Optimizer):
 
     def values(self) -> List[Dict[str, Any]]:
         """Return the values that schedulers may change, by group."""
-        names = ("lr", "momentum", "betas", "weight_decay")
-        return [{name: group[name] for name in names if name in group} for group in self.param_groups]
+        return [{name: group[name] for name in _CHANGING if name in group} for group in self.param_groups]
 
 
 def _after_warmup(
