@@ -126,7 +126,7 @@ def _saving_rows(saving: Saving) -> List[Tuple[str, str]]:
         text += f"; a save stops training for about {saving.copy_seconds * 1000:,.1f} ms (estimate)"
     rows = [("checkpoint", text)]
     most = "" if saving.most_bytes is None else f"at most {size_text(saving.most_bytes)} at a time"
-    free = "" if saving.free_bytes is None else f"{size_text(saving.free_bytes)} free on the disk"
+    free = "" if saving.free_bytes is None else f"{saving.free_bytes / 1e9:,.1f} GB free on the disk"
     if most or free:
         rows.append(("", "; ".join(filter(None, (most, free)))))
     return rows
