@@ -222,7 +222,7 @@ class MetricSet:
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Add one batch; half precision is converted to float32, which CPUs compute faster."""
-        if isinstance(outputs, torch.Tensor) and outputs.is_floating_point():
+        if isinstance(outputs, torch.Tensor) and outputs.dtype != torch.float32 and outputs.is_floating_point():
             outputs = outputs.float()
         for metric in self._metrics.values():
             metric.update(outputs, targets)
@@ -251,6 +251,12 @@ def _flat_scores(
     """Return scores as [items, classes] and targets as [items], without ignored targets."""
     if targets.dim() == outputs.dim() and targets.shape == outputs.shape and targets.is_floating_point():
         targets = targets.argmax(dim=1)  # class probabilities, one-hot or smoothed
+    if (
+        ignore_index is None
+        and targets.dtype == torch.int64
+        and outputs.shape[:-1] == targets.shape == outputs.shape[:1]
+    ):
+        return outputs, targets  # the usual case, at the least cost for each step
     one_per_row = outputs.dim() == 2 and targets.numel() == outputs.shape[0]
     if outputs.dim() == targets.dim() + 1 and outputs.shape[:1] + outputs.shape[2:] == targets.shape:
         outputs = outputs.movedim(1, -1)

@@ -14,6 +14,8 @@ __all__ = ["Schedule", "constant", "cosine", "lengths_to_fill", "linear"]
 
 # Parameters of schedulers that mean the length of the run, filled in from the plan if the config does not set them.
 _LENGTHS = ("total_steps", "T_max")
+# Values that schedulers may change.
+_CHANGING = ("lr", "momentum", "betas", "weight_decay")
 
 
 def cosine(
@@ -82,6 +84,8 @@ class Schedule:
         self._optimizer = optimizer
         self._substitute = _SubstituteOptimizer(optimizer)
         self._scheduler = None if factory is None else factory(self._substitute)
+        self._lr_factor = 1.0
+        self._has_stepped = False
         self._copy()
 
     @property
@@ -98,8 +102,10 @@ class Schedule:
         """Advance by a number of weight updates, and return whether the optimizer's values changed."""
         if self._scheduler is None or self.waits_for_metric:
             return False
+        if not self._has_stepped:
+            self._substitute.step()  # schedulers check once that it was called
+            self._has_stepped = True
         for _ in range(updates):
-            self._substitute.step()
             self._scheduler.step()
         return self._copy()
 
@@ -109,6 +115,11 @@ class Schedule:
             return False
         self._scheduler.step(value)
         return self._copy()
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply all learning rates, now and later, by a factor in place of the one set before."""
+        self._lr_factor = factor
+        self._copy()
 
     def state_dict(self) -> Dict[str, Any]:
         """Return the plain values of the state; the scheduler's constructor recreates the rest."""
@@ -127,9 +138,12 @@ class Schedule:
 
     def _copy(self) -> bool:
         changed = False
-        for group, values in zip(self._optimizer.param_groups, self._substitute.values()):
-            for key, value in values.items():
-                if key in group and group[key] != value:
+        for group, source in zip(self._optimizer.param_groups, self._substitute.param_groups):
+            for key in _CHANGING:
+                if key not in source or key not in group:
+                    continue
+                value = source[key] * self._lr_factor if key == "lr" else source[key]
+                if group[key] != value:
                     group[key] = value
                     changed = True
         return changed
@@ -152,8 +166,7 @@ class _SubstituteOptimizer(torch.optim.Optimizer):
 
     def values(self) -> List[Dict[str, Any]]:
         """Return the values that schedulers may change, by group."""
-        names = ("lr", "momentum", "betas", "weight_decay")
-        return [{name: group[name] for name in names if name in group} for group in self.param_groups]
+        return [{name: group[name] for name in _CHANGING if name in group} for group in self.param_groups]
 
 
 def _after_warmup(
@@ -164,7 +177,22 @@ def _after_warmup(
             return (step + 1) / (warmup_steps + 1)
         return float(factor(min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)))
 
-    return lr_scheduler.LambdaLR(optimizer, scale)
+    return _Curve(optimizer, scale)
+
+
+class _Curve(lr_scheduler.LambdaLR):
+    """A curve of the learning rate that advances at a fraction of torch's cost, which every step would pay."""
+
+    def step(self, epoch: Optional[int] = None) -> None:
+        """Advance by one weight update."""
+        if epoch is not None or self._step_count < 1:  # also the first call, by the constructor
+            super().step(epoch)
+            return
+        self._step_count += 1
+        self.last_epoch += 1
+        self._last_lr = [rate * curve(self.last_epoch) for rate, curve in zip(self.base_lrs, self.lr_lambdas)]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr):
+            group["lr"] = lr
 
 
 def _plain_part(state: Any) -> Any:

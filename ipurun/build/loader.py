@@ -9,6 +9,7 @@ import time
 from types import ModuleType
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
 
+import numpy
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
@@ -41,11 +42,85 @@ from ipurun.inspect.sampling import (
 )
 from ipurun.planning.plan import BatchSizes
 
-__all__ = ["EvalLoader", "TrainLoader"]
+__all__ = ["EvalLoader", "SkippedSamples", "TrainLoader"]
 
 _SECONDS_TO_DIE = 0.5
 _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
+_LONGEST_ERROR = 300  # bytes
+
+
+class SkippedSamples:
+    """The samples that could not be read, known to all processes that read them.
+
+    Args:
+        samples: Length of the data set.
+        most: How many different samples may be skipped.
+    """
+
+    def __init__(self, samples: int, most: int) -> None:
+        self._most = most
+        # Shared memory without a name: nothing is left behind when a process is killed. A byte for each sample needs
+        # no lock, which a killed worker could hold forever.
+        self._flags = multiprocessing.RawArray("b", samples)
+        self._changes = multiprocessing.RawValue("q", 0)
+        self._text = multiprocessing.RawArray("c", _LONGEST_ERROR)
+
+    @property
+    def changes(self) -> int:
+        """A number that changes whenever a sample is added; quicker than `indices`."""
+        return int(self._changes.value)
+
+    @property
+    def indices(self) -> Tuple[int, ...]:
+        """The indices of the samples, in order."""
+        return tuple(int(index) for index in numpy.flatnonzero(numpy.frombuffer(self._flags, numpy.int8)))
+
+    @property
+    def last_error(self) -> str:
+        """The error of the sample added last."""
+        return self._text.value.decode("utf-8", "replace")
+
+    def add(self, index: int, error: Exception) -> None:
+        """Count a sample, unless it was met in an earlier epoch.
+
+        Raises:
+            RuntimeError: There are too many.
+        """
+        if self._flags[index]:
+            return
+        text = f"{type(error).__name__}: {error}"
+        known = len(self.indices)
+        if known >= self._most:
+            raise RuntimeError(
+                f"sample {index} cannot be read ({text}), and {known} others could not be read before "
+                f"(loader.max_errors={self._most})"
+            ) from error
+        self._text.value = text.encode("utf-8", "replace")[: _LONGEST_ERROR - 1]
+        self._flags[index] = 1
+        self._changes.value += 1
+
+
+class _SkippingData(torch.utils.data.Dataset):
+    """A data set with the next readable sample in place of each that cannot be read: the same one in every epoch."""
+
+    def __init__(self, data: Any, skipped: SkippedSamples) -> None:
+        self._data = data
+        self._skipped = skipped
+        if hasattr(data, "set_epoch"):
+            self.set_epoch = data.set_epoch
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        while True:  # ends: each sample that fails is counted, up to a limit
+            try:
+                return self._data[index]
+            except Exception as error:  # of any kind: the user's code reads the sample
+                index = int(index) % len(self._data)
+                self._skipped.add(index, error)
+            index = (index + 1) % len(self._data)
 
 
 class TrainLoader:
@@ -78,6 +153,8 @@ class TrainLoader:
         self._sizes = sizes
         self._seed = seed
         self._collate = collate
+        self._skips = config.on_error == "skip" and not is_stream(data)
+        self.skipped = SkippedSamples(len(data) if self._skips else 0, config.max_errors)
         self._loader: Any = None
         self._batches: Optional[Iterator[Any]] = None
         self._epoch = 0
@@ -97,7 +174,7 @@ class TrainLoader:
         self.close()
         self._epoch = epoch
         self._discard = skip_calls
-        data = self._data
+        data = _SkippingData(self._data, self.skipped) if self._skips else self._data
         named: Dict[str, Any] = {}
         if isinstance(data, IterDataPipe):
             pass  # torch divides it among workers, which it can do only if it is not wrapped

@@ -19,7 +19,8 @@ from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
 from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
-from ipurun.inspect.model_and_data import ModelAndData
+from ipurun.inspect.model import stop_caching
+from ipurun.inspect.model_and_data import ModelAndData, make_model_alone
 from ipurun.inspect.optimizer import make_schedule
 from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
@@ -54,6 +55,7 @@ class Run:
         annotations: The hooks on the model.
         training_options: The engine's options for training.
         inference_options: The engine's options for evaluation and prediction.
+        splits: The data by split.
     """
 
     config: RunConfig
@@ -75,6 +77,7 @@ class Run:
     annotations: Annotations
     training_options: Any
     inference_options: Any
+    splits: Dict[str, Any]
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -96,6 +99,21 @@ class Run:
         for loader in self.eval_loaders.values():
             loader.close()
 
+    def rebuild(self) -> None:
+        """Make the model and all engine objects again, as a new process does; the data sets are kept.
+
+        Raises:
+            ConfigError: Something about the config changed meanwhile, such as a file that it reads.
+        """
+        self.close_loaders()
+        for executor in (self.training_model, self.inference_model):
+            _abandon(executor)
+        model = make_model_alone(self.config, self.engine)
+        stop_caching(model)
+        made = _build(self.config, self.plan, model, self.splits, self.engine)
+        made.train_loader.skipped = self.train_loader.skipped
+        vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
+
     def close(self) -> None:
         """Release the device and end background processes."""
         self.close_loaders()
@@ -111,8 +129,11 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     """
     if engine.kind == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)
+    return _build(config, plan, inspected.model, inspected.splits, engine)
+
+
+def _build(config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, Any], engine: Engine) -> Run:
     module = engine.module
-    model = inspected.model
     cast_weights(model, plan.precision, plan.module_precision)
     annotations = Annotations(
         model,
@@ -151,13 +172,13 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
     collate = collate_of(config, plan)
     train_loader = TrainLoader(
-        module, training_options, inspected.splits["train"], config.loader, plan.training, config.seed, collate
+        module, training_options, splits["train"], config.loader, plan.training, config.seed, collate
     )
     eval_loaders = {
         name: EvalLoader(
             module, inference_options, data, config.loader, plan.inference, collate, config.eval.max_samples
         )
-        for name, data in inspected.splits.items()
+        for name, data in splits.items()
     }
     try:
         training_model = module.trainingModel(for_training, training_options, optimizer)
@@ -180,10 +201,11 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
         train_metrics=train_metrics,
         eval_metrics=make_metrics(config.metrics, "eval", module),
         monitor=config.checkpoint.best or monitored(config.monitor, config.metrics),
-        eval_split=split_for_eval(inspected.splits, config.eval.split),
+        eval_split=split_for_eval(splits, config.eval.split),
         annotations=annotations,
         training_options=training_options,
         inference_options=inference_options,
+        splits=splits,
     )
 
 
@@ -233,6 +255,17 @@ def _optimizer_groups(
             special.append({"params": parameters, **values})
     rest: List[Dict[str, Any]] = [{"params": list(left.values())}] if left else []
     return rest + special
+
+
+def _abandon(executor: Any) -> None:
+    """Free the device of an executor that may have failed, without its weights."""
+    # The first call may fail while it reads the weights from the device; PopTorch then no longer wants them.
+    for _ in range(2):
+        try:
+            executor.destroy()
+            return
+        except Exception:  # of a broken device, which is abandoned anyway
+            continue
 
 
 def _release(executor: Any) -> None:

@@ -12,6 +12,7 @@ from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import checkpoint_ops, layout_of_blocks
 from ipurun.estimate.types import Settings, StageLayout
 from ipurun.inspect.traced_model import TracedModel
+from ipurun.planning.optimizer import optimizer_state
 from ipurun.planning.plan import Plan
 
 __all__ = ["Resets", "block_checkpoints", "layout_of_plan", "machine_of", "phases_of", "resets_of", "settings_of"]
@@ -23,14 +24,6 @@ _STRATEGIES = {
     "ShardedExecution": "sharded",
     "SerialPhasedExecution": "serial_phased",
     "ParallelPhasedExecution": "parallel_phased",
-}
-# Optimizer class -> arguments that set the types of its moments.
-_MOMENTS: Mapping[str, Tuple[str, ...]] = {
-    "Adam": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
-    "AdamW": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
-    "LAMB": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
-    "RMSprop": ("second_order_momentum_accum_type",),
-    "SGD": (),
 }
 _UPDATE_FLOPS = {"Adam": 12.0, "AdamW": 14.0, "LAMB": 20.0, "RMSprop": 10.0, "SGD": 4.0}
 _DEFAULT_PREFETCH = 1
@@ -88,29 +81,15 @@ def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: O
 
 def _optimizer(call: Call, weight_bytes: int) -> Dict[str, Any]:
     name = call.path.rpartition(".")[2]
-    moments = [_type_bytes(call.kwargs.get(argument)) for argument in _MOMENTS.get(name, _MOMENTS["Adam"])]
-    accumulator = _type_bytes(call.kwargs.get("accum_type"))
-    is_combined = name == "SGD" and bool(call.kwargs.get("momentum")) and bool(call.kwargs.get("use_combined_accum"))
-    if is_combined:
-        accumulator = weight_bytes  # one buffer is velocity and accumulator
-    elif name == "SGD" and call.kwargs.get("momentum"):
-        moments.append(_type_bytes(call.kwargs.get("velocity_accum_type")))
-    if name == "RMSprop":
-        extra = [key for key in ("momentum", "centered") if call.kwargs.get(key)]
-        moments += [_type_bytes(call.kwargs.get("first_order_momentum_accum_type"))] * len(extra)
+    kept = optimizer_state(call, weight_bytes)
     return {
         "optimizer": name,
-        "state_bytes": float(sum(moments)),
-        "state_tensors": len(moments),
-        "accumulator_bytes": float(accumulator),
-        "always_accumulates": is_combined,
+        "state_bytes": float(sum(kept.moments)),
+        "state_tensors": len(kept.moments),
+        "accumulator_bytes": float(kept.accumulator),
+        "always_accumulates": kept.is_combined,
         "update_flops": _UPDATE_FLOPS.get(name, 12.0),
     }
-
-
-def _type_bytes(given: Any) -> int:
-    """Return the size of an accumulator or moment, which is float32 by default."""
-    return 2 if str(given) in _HALF else 4
 
 
 def _strategy(calls: Sequence[Call]) -> str:

@@ -75,6 +75,7 @@ class Facts:
         returns_loss: Whether the model computes its own loss.
         notes: Remarks for the user from the data set or the model ("using the 5,000-digit subset").
         module_kinds: Module name -> name of its class; "" is the model itself.
+        buffer_bytes: Size of the buffers that a checkpoint has.
         parameter_shapes: Parameter name -> shape; a tied parameter under each of its names.
         shared_parameters: Groups of parameter names that share one tensor.
         calls: Calls of modules in one forward pass, in order; empty if the model was not traced.
@@ -100,6 +101,7 @@ class Facts:
     returns_loss: bool = False
     notes: Tuple[str, ...] = ()
     module_kinds: Mapping[str, str] = field(default_factory=dict)
+    buffer_bytes: int = 0
     parameter_shapes: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     shared_parameters: Tuple[Tuple[str, ...], ...] = ()
     calls: Tuple[ModuleCall, ...] = ()

@@ -171,9 +171,16 @@ def model_structure(model: nn.Module) -> Dict[str, Any]:
         "module_names": tuple(name for name, _ in model.named_modules() if name),
         "module_kinds": {name: type(module).__name__ for name, module in model.named_modules()},
         "parameter_shapes": shapes,
+        "buffer_bytes": _buffer_bytes(model),
         "shared_parameters": tuple(tuple(several) for several in names.values() if len(several) > 1),
         "user_blocks": tuple(user_blocks(model)),
     }
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = [value for name, value in model.state_dict().items() if name not in names]
+    return sum(value.numel() * value.element_size() for value in others if isinstance(value, torch.Tensor))
 
 
 def user_blocks(model: nn.Module) -> List[UserBlock]:

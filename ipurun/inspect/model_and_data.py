@@ -263,6 +263,15 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
         problems.append(
             Problem("`loader`: an iterable data set cannot have a sampler", fix="remove loader.sampler", key="loader")
         )
+    if stream and config.loader.on_error == "skip":
+        problems.append(
+            Problem(
+                "`loader.on_error=skip`: samples of an iterable data set cannot be skipped",
+                seen="an iterator that has raised an error cannot be asked for its next item",
+                fix="loader.on_error=raise, and handle the error inside the data set, or make it readable by index",
+                key="loader.on_error",
+            )
+        )
     if not stream and config.loader.collate is None:
         with seeded(config.seed):
             problems += check_sample(first_sample(splits["train"]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.compose import ChangedKey, Point
+from ipurun.errors import listing
 from ipurun.log.format import (
     batch_equation,
     count,
@@ -28,6 +29,7 @@ from ipurun.training.events import (
     EvalEnd,
     Note,
     Observer,
+    RolledBack,
     RunStart,
     StepEnd,
     Summary,
@@ -91,7 +93,8 @@ class Console(Observer):
 
     def on_step(self, event: StepEnd) -> None:
         fraction = event.step / event.total_steps if event.total_steps else None
-        self._screen.live(live_parts(event, self._saved_step), fraction)
+        if self._screen.wants_live(fraction):
+            self._screen.live(live_parts(event, self._saved_step), fraction)
 
     def on_eval(self, event: EvalEnd) -> None:
         values = "  ".join(f"{name} {metric(value)}" for name, value in event.metrics.items())
@@ -103,6 +106,10 @@ class Console(Observer):
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         self._saved_step = event.step
+
+    def on_rollback(self, event: RolledBack) -> None:
+        source = "the beginning" if event.checkpoint is None else event.checkpoint
+        self._screen.remark(f"warning: {event.reason}; back to step {count(event.step)}, from {source}")
 
     def on_end(self, event: Summary) -> None:
         self._screen.close()
@@ -173,6 +180,11 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
         rows.append(("best", f"{summary.monitor} {metric(summary.best)}{at}"))
     rows.append(("speed", f"{count(summary.samples_per_second)} samples/s, excluding compilation"))
     rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
+    if summary.rollbacks:
+        rows.append(("rollbacks", f"{plural(summary.rollbacks, 'return')} to the last checkpoint"))
+    if summary.skipped_samples:
+        which = listing(map(str, summary.skipped_samples))
+        rows.append(("skipped", f"{plural(len(summary.skipped_samples), 'sample')} that could not be read: {which}"))
     if summary.checkpoint:
         rows.append(("checkpoint", summary.checkpoint))
     if summary.best_checkpoint and summary.best_checkpoint != summary.checkpoint:
@@ -230,7 +242,16 @@ def _executables(cache_dir: Optional[str]) -> FrozenSet[str]:
 
 def _time_split(seconds: Mapping[str, float]) -> str:
     kinds = [kind for kind in ("compile", "train", "eval", "checkpoint", "data_wait") if kind in seconds]
-    return ", ".join(f"{kind.replace('_', ' ')} {duration(seconds[kind])}" for kind in kinds)
+    kinds += ["recovery"] if seconds.get("recovery") else []
+    return ", ".join(f"{kind.replace('_', ' ')} {duration(seconds[kind])}{_saving(kind, seconds)}" for kind in kinds)
+
+
+def _saving(kind: str, seconds: Mapping[str, float]) -> str:
+    """Return what part of a run's time checkpoints took, and the time in which they were written meanwhile."""
+    written = seconds.get("checkpoint_write", 0.0)
+    if kind != "checkpoint" or not written or not seconds.get("total"):
+        return ""
+    return f" ({seconds[kind] / seconds['total']:.1%}; {duration(written)} in the background)"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "learning_rate",
     "metric",
     "plural",
+    "size_text",
     "value_text",
 ]
 
@@ -53,6 +54,14 @@ def count(number: Optional[float]) -> str:
 def plural(number: int, word: str) -> str:
     """Format a number of things: ``1 replica``, ``8 replicas``."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def size_text(size: float) -> str:
+    """Format a number of bytes: ``640 B``, ``12.3 MB``, ``1.50 TB``."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}" if size / scale < 999.5 else f"{size / scale:,.0f} {unit}"
+    return f"{size:.0f} B"
 
 
 def epochs_text(number: float) -> str:

@@ -6,12 +6,15 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import IO, Any, Dict, Mapping, Union
+from typing import IO, Any, Dict, List, Mapping, Sequence, Tuple, Union
 
 from ipurun.files import write_atomically
-from ipurun.training.events import EvalEnd, Observer, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, RolledBack, RunStart, StepEnd, Summary
 
 __all__ = ["JsonlLogger", "eval_record", "step_record"]
+
+
+_LONGEST_WAIT_SECONDS = 0.2
 
 
 class JsonlLogger(Observer):
@@ -24,30 +27,49 @@ class JsonlLogger(Observer):
     def __init__(self, path: Union[str, Path]) -> None:
         self._path = Path(path)
         self._stream = self._open()
+        self._waiting: List[Tuple[StepEnd, float]] = []  # with the time of each
 
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
-            # Steps after the checkpoint are about to be repeated and must not be recorded twice.
-            self._stream.close()
-            _drop_after(self._path, event.start_step)
-            self._stream = self._open()
+            self._drop_after(event.start_step)
+
+    def on_rollback(self, event: RolledBack) -> None:
+        self._drop_after(event.step)
 
     def on_step(self, event: StepEnd) -> None:
+        # Many short steps are written together: one at a time they would cost more than all else between two steps.
         if event.logged:
-            self._write(step_record(event))
+            now = time.time()
+            self._waiting.append((event, now))
+            if now - self._waiting[0][1] >= _LONGEST_WAIT_SECONDS:
+                self.flush()
 
     def on_eval(self, event: EvalEnd) -> None:
-        self._write(eval_record(event))
+        self.flush()
+        self._write([(eval_record(event), time.time())])
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._write([(step_record(event), when) for event, when in waiting])
 
     def on_end(self, event: Summary) -> None:
+        self.flush()
         self._stream.close()
 
-    def _open(self) -> IO[str]:
-        # Line buffered: logged values are on disk even if the process is killed.
-        return self._path.open("a", encoding="utf-8", buffering=1)
+    def _drop_after(self, step: int) -> None:
+        """Drop the records of steps that are about to be repeated: they must not be recorded twice."""
+        self.flush()
+        self._stream.close()
+        _drop_after(self._path, step)
+        self._stream = self._open()
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
+    def _open(self) -> IO[str]:
+        return self._path.open("a", encoding="utf-8")
+
+    def _write(self, records: Sequence[Tuple[Mapping[str, Any], float]]) -> None:
+        self._stream.writelines(json.dumps({**record, "time": round(when, 3)}) + "\n" for record, when in records)
+        self._stream.flush()
 
 
 def step_record(event: StepEnd) -> Dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any, Dict, Iterable, List, Tuple
 
 from ipurun.api.calls import Call, Symbol, call_text, value_text
 from ipurun.inspect.facts import UserBlock
-from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural
+from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural, size_text
 from ipurun.planning.optimizer import changeable
-from ipurun.planning.plan import EvalPass, ParameterGroup, Placement, Plan, Serialized
+from ipurun.planning.plan import EvalPass, ParameterGroup, Placement, Plan, Saving, Serialized
 
 __all__ = ["calls_text", "plan_dict", "plan_lines"]
 
@@ -32,6 +32,8 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
         rows.append(("epoch", f"{epoch}, {plural(dropped, 'sample')} dropped"))
     if plan.evaluation is not None:
         rows.append(("evaluation", _evaluation_text(plan.evaluation)))
+    if plan.saving is not None:
+        rows += _saving_rows(plan.saving)
     for label, every_calls in (("saves", steps.save_every_calls), ("evaluates", steps.eval_every_calls)):
         if every_calls is not None:
             rows.append((label, _interval(every_calls, plan)))
@@ -82,6 +84,7 @@ def plan_dict(plan: Plan) -> Dict[str, Any]:
         "output_mode": plan.output_mode,
         "steps": asdict(plan.steps),
         "evaluation": None if plan.evaluation is None else asdict(plan.evaluation),
+        "saving": None if plan.saving is None else asdict(plan.saving),
         "optimizer": {"class": plan.optimizer.path, **(changeable(plan.optimizer) or {})},
         "placements": [asdict(placement) for placement in plan.placements],
         "environment": dict(plan.environment),
@@ -113,6 +116,20 @@ def _evaluation_text(evaluation: EvalPass) -> str:
     text = f"{evaluation.split}: {plural(evaluation.host_calls or 0, 'host call')} for "
     text += f"{plural(evaluation.samples, 'sample')}, {count(evaluation.padded_samples or 0)} padded"
     return f"{text}, {count(evaluation.dropped_samples or 0)} dropped"
+
+
+def _saving_rows(saving: Saving) -> List[Tuple[str, str]]:
+    text = f"about {size_text(saving.checkpoint_bytes)} each"
+    if saving.saves is not None:
+        text += f", {size_text(saving.checkpoint_bytes * saving.saves)} written in {plural(saving.saves, 'save')}"
+    if saving.copy_seconds is not None:
+        text += f"; a save stops training for about {saving.copy_seconds * 1000:,.1f} ms (estimate)"
+    rows = [("checkpoint", text)]
+    most = "" if saving.most_bytes is None else f"at most {size_text(saving.most_bytes)} at a time"
+    free = "" if saving.free_bytes is None else f"{saving.free_bytes / 1e9:,.1f} GB free on the disk"
+    if most or free:
+        rows.append(("", "; ".join(filter(None, (most, free)))))
+    return rows
 
 
 def _interval(every_calls: int, plan: Plan) -> str:

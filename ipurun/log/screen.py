@@ -42,6 +42,10 @@ class SilentScreen:
     def end(self, text: str) -> None:
         """End the long task: replace the bar by a line that stays."""
 
+    def wants_live(self, fraction: Optional[float] = None) -> bool:
+        """Return whether it would show a live line now: most of many short steps are not worth composing one."""
+        return False
+
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
         """Replace the live line; most important parts first."""
 
@@ -100,13 +104,18 @@ class PlainScreen(Screen):
     def end(self, text: str) -> None:
         self.line(text)
 
+    def wants_live(self, fraction: Optional[float] = None) -> bool:
+        due = self._last_live is None or self._clock() - self._last_live >= self._interval_seconds
+        return due or _tenth(fraction) > self._last_tenth
+
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
-        now = self._clock()
-        tenth = -1 if fraction is None else int(fraction * 10 + 1e-9)
-        due = self._last_live is None or now - self._last_live >= self._interval_seconds
-        if due or tenth > self._last_tenth:
-            self._last_live, self._last_tenth = now, tenth
+        if self.wants_live(fraction):
+            self._last_live, self._last_tenth = self._clock(), _tenth(fraction)
             self.line("  ".join(parts))
+
+
+def _tenth(fraction: Optional[float]) -> int:
+    return -1 if fraction is None else int(fraction * 10 + 1e-9)
 
 
 def make_screen(stream: IO[str], quiet: bool = False) -> Screen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import IO, List, Optional, Sequence
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from ipurun.log.screen import Rows, Screen
 __all__ = ["TerminalScreen", "fit"]
 
 _SEPARATOR = "  "
+_LIVE_PER_SECOND = 8
 
 
 class TerminalScreen(Screen):
@@ -31,6 +33,7 @@ class TerminalScreen(Screen):
     def __init__(self, stream: IO[str]) -> None:
         self._console = Console(file=stream, highlight=False, soft_wrap=False)
         self._live: Optional[Live] = None
+        self._last_live = 0.0
         self._progress: Optional[Progress] = None
 
     def panel(self, title: str, rows: Rows) -> None:
@@ -73,11 +76,16 @@ class TerminalScreen(Screen):
         self.close()
         self.line(text)
 
+    def wants_live(self, fraction: Optional[float] = None) -> bool:
+        is_last = fraction is not None and fraction >= 1
+        return self._live is None or is_last or time.monotonic() - self._last_live >= 1 / _LIVE_PER_SECOND
+
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
+        self._last_live = time.monotonic()
         text = Text(fit(parts, self._console.width), no_wrap=True, overflow="ellipsis")
         if self._live is None:
             self.close()
-            self._live = Live(text, console=self._console, refresh_per_second=8, transient=True)
+            self._live = Live(text, console=self._console, refresh_per_second=_LIVE_PER_SECOND, transient=True)
             self._live.start()
         else:
             self._live.update(text)

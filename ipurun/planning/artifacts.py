@@ -1,21 +1,30 @@
-"""The folders of compiled executables and of PopVision's reports, and the calls and variables that fill them."""
+"""What a run leaves on the disk: compiled executables, PopVision's reports, and checkpoints."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from typing import Dict, Mapping, Optional
 
 from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
-from ipurun.config.schema import CacheConfig, ProfileConfig
+from ipurun.config.schema import CacheConfig, ProfileConfig, RunConfig
 from ipurun.errors import Findings
+from ipurun.inspect.facts import Facts
 from ipurun.planning.key_calls import KeyCalls
+from ipurun.planning.optimizer import optimizer_state
+from ipurun.planning.plan import BatchSizes, Saving, Steps
 from ipurun.planning.user_settings import UserSettings
 
-__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "profiling_entries"]
+__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "plan_saving", "profiling_entries"]
+
+# What a checkpoint has besides tensors: random states, progress, and the description of each tensor.
+_CHECKPOINT_BYTES = 16_000
+_BYTES_OF_TENSOR = 500
 
 _ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PVTI_VARIABLE = "PVTI_OPTIONS"
@@ -138,6 +147,70 @@ def _obstacle(folder: str) -> str:
     if not os.path.isdir(existing):
         return f"{existing} is not a folder"
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"no permission to write in {existing}"
+
+
+def plan_saving(
+    config: RunConfig, facts: Facts, optimizer: Call, precision: str, batch: BatchSizes, steps: Steps, found: Findings
+) -> Optional[Saving]:
+    """Return how large checkpoints are and what saving costs; None if nothing is saved.
+
+    Args:
+        config: When to save, where, and how many to keep.
+        facts: The model.
+        optimizer: The optimizer's constructor.
+        precision: Normalised.
+        batch: The batch arithmetic of training.
+        steps: How long training lasts.
+        found: Takes a note if the disk is too full.
+    """
+    asked = config.checkpoint
+    if not (asked.every_epochs or asked.every_steps or asked.at_end):
+        return None
+    size = _checkpoint_bytes(facts, optimizer, 2 if precision.endswith("16") else 4, batch)
+    saves = _count_saves(config, steps)
+    # While one is written, those before it are still there; the best one is kept as well.
+    most = saves if not asked.keep else asked.keep + 2 if saves is None else min(saves, asked.keep + 2)
+    needed = None if most is None else most * size
+    free = _free_bytes(config.runs_dir)
+    if needed is not None and free is not None and needed > free:
+        found.note(
+            f"checkpoints take up to {needed / 1e9:,.2f} GB, but the disk of runs_dir={config.runs_dir} has only "
+            f"{free / 1e9:,.2f} GB free"
+        )
+    seconds = None if facts.engine == "cpu" else size / config.machine.host_bytes_per_second
+    return Saving(size, saves, needed, free, seconds)
+
+
+def _checkpoint_bytes(facts: Facts, optimizer: Call, weight_bytes: int, batch: BatchSizes) -> int:
+    kept = optimizer_state(optimizer, weight_bytes)
+    accumulates = batch.gradient_accumulation > 1 or kept.is_combined
+    state = sum(kept.moments) + (kept.accumulator if accumulates else 0)
+    if not optimizer.path.startswith("poptorch.optim.") and facts.engine != "cpu":
+        state = 0  # PopTorch does not return it
+    values = sum(math.prod(shape) for shape in facts.parameter_shapes.values())
+    tensors = len(facts.parameter_shapes) * (2 + len(kept.moments))
+    others = _CHECKPOINT_BYTES + tensors * _BYTES_OF_TENSOR + facts.buffer_bytes
+    return values * weight_bytes + facts.parameters * state + others
+
+
+def _count_saves(config: RunConfig, steps: Steps) -> Optional[int]:
+    asked, calls, per_epoch = config.checkpoint, steps.total_calls, steps.calls_per_epoch
+    if calls is None or (asked.every_epochs and not per_epoch):
+        return None
+    by_step = calls // steps.save_every_calls if steps.save_every_calls else 0
+    by_epoch = calls // per_epoch // asked.every_epochs if asked.every_epochs and per_epoch else 0
+    return max(by_step + by_epoch, 1) if asked.at_end else by_step + by_epoch
+
+
+def _free_bytes(runs_dir: str) -> Optional[int]:
+    """Return what the disk of a folder has free, also if the folder does not exist yet; None if unknown."""
+    place = os.path.abspath(runs_dir)
+    while not os.path.isdir(place) and place != os.path.dirname(place):
+        place = os.path.dirname(place)
+    try:
+        return shutil.disk_usage(place).free
+    except (OSError, ValueError):
+        return None
 
 
 def _executable_dir(cache: CacheConfig, name: str, environ: Mapping[str, str]) -> str:

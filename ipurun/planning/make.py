@@ -12,7 +12,7 @@ from ipurun.config.checks import check_values, with_valid_values
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts, Purpose
-from ipurun.planning.artifacts import folder_calls, plan_profile
+from ipurun.planning.artifacts import folder_calls, plan_profile, plan_saving
 from ipurun.planning.host_io import check_loading, check_overlap, output_mode, strategy_for_overlap
 from ipurun.planning.modules import (
     module_precisions,
@@ -58,6 +58,7 @@ def make_plan(
     name = config.name or "run"
     settings = _user_settings(config, unlike_defaults(config) if keys is None else keys, found)
     _note_processes(settings, environ, found)
+    _check_failures(config, settings, found)
     sizes = plan_sizes(config, facts, settings, found)
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
     steps = count_steps(config, sizes.training, facts.train_samples, found)
@@ -79,6 +80,7 @@ def make_plan(
     serialized = serialized_layers(config, facts, found)
     proportions = module_proportions(config, facts, found)
     rules = module_precisions(config, facts.module_names, found)
+    saving = plan_saving(config, facts, optimizer, precision, sizes.training, steps, found)
     if found.problems:
         raise ConfigError(found.problems)
     environment = dict(profile.environment)
@@ -94,6 +96,7 @@ def make_plan(
         inference=sizes.inference,
         steps=steps,
         evaluation=count_evaluation(config, sizes.inference, facts),
+        saving=saving,
         precision=precision,
         output_mode=mode,
         training_options=training,
@@ -138,6 +141,27 @@ def _note_processes(settings: UserSettings, environ: Mapping[str, str], found: F
     processes = configured or (int(launched) if launched.isdigit() else 1)
     if processes > 1:
         found.note(f"batch sizes and steps are those of one of the {processes} processes")
+
+
+def _check_failures(config: RunConfig, settings: UserSettings, found: Findings) -> None:
+    """Check the keys that say what happens when something fails, and note the old name of one of them."""
+    if config.debug.stop_on_nonfinite is not None and settings.has("debug.stop_on_nonfinite"):
+        now = "stop" if config.debug.stop_on_nonfinite else "continue"
+        found.note(f"debug.stop_on_nonfinite is now on_nonfinite={now}; the old key works until the next release")
+    if config.on_nonfinite != "rollback":
+        return
+    saving = config.checkpoint
+    if not (saving.every_epochs or saving.every_steps):
+        found.note("on_nonfinite=rollback returns to the beginning: no checkpoints are saved before the end")
+    target = str(config.optimizer.get("_target_") or "")
+    if config.rollback.lower == "loss_scaling" and (config.loss_scaling == "auto" or target.startswith("torch.")):
+        why = "the device adjusts it" if config.loss_scaling == "auto" else f"{target} has none"
+        found.problem(
+            "`rollback.lower=loss_scaling`: the loss scale of this run cannot be lowered",
+            seen=why,
+            fix="rollback.lower=lr",
+            key="rollback.lower",
+        )
 
 
 def _check_attachable(calls: Sequence[Call], purpose: Purpose, found: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.api import manifest
@@ -12,12 +13,21 @@ from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings, listing, nearest
 from ipurun.planning.plan import ParameterGroup
 
-__all__ = ["changeable", "plan_optimizer"]
+__all__ = ["OptimizerState", "changeable", "optimizer_state", "plan_optimizer"]
 
 _POPTORCH = "poptorch.optim."
 _TORCH = "torch.optim."
 _SUPPORTED_TORCH = ("SGD", "Adam", "AdamW", "RMSprop")
 _NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "alpha", "max_grad_norm")
+# Optimizer class -> arguments that set the types of its moments.
+_MOMENTS: Mapping[str, Tuple[str, ...]] = {
+    "Adam": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
+    "AdamW": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
+    "LAMB": ("first_order_momentum_accum_type", "second_order_momentum_accum_type"),
+    "RMSprop": ("second_order_momentum_accum_type",),
+    "SGD": (),
+}
+_HALF = ("torch.float16", "torch.half", "float16", "half")
 _OWN_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_", "variable", "constant", "groups")
 
 
@@ -55,6 +65,47 @@ def plan_optimizer(config: RunConfig, found: Findings) -> Tuple[Call, Tuple[Para
     positional = positional if isinstance(positional, (list, tuple)) else ()  # inspecting reports others
     call = Call(target, tuple(positional), arguments, "optimizer", marks)
     return call, groups
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps for each parameter value.
+
+    Args:
+        moments: Bytes of each moment.
+        accumulator: Bytes of the gradient accumulator, which exists if micro-batches are accumulated.
+        is_combined: Whether the accumulator is the velocity as well, and always exists.
+    """
+
+    moments: Tuple[int, ...]
+    accumulator: int
+    is_combined: bool
+
+
+def optimizer_state(call: Call, weight_bytes: int) -> OptimizerState:
+    """Return what an optimizer keeps for each parameter value.
+
+    Args:
+        call: Its constructor.
+        weight_bytes: Bytes of a weight.
+    """
+    name = call.path.rpartition(".")[2]
+    moments = [_type_bytes(call.kwargs.get(argument)) for argument in _MOMENTS.get(name, _MOMENTS["Adam"])]
+    accumulator = _type_bytes(call.kwargs.get("accum_type"))
+    is_combined = name == "SGD" and bool(call.kwargs.get("momentum")) and bool(call.kwargs.get("use_combined_accum"))
+    if is_combined:
+        accumulator = weight_bytes  # one buffer is velocity and accumulator
+    elif name == "SGD" and call.kwargs.get("momentum"):
+        moments.append(_type_bytes(call.kwargs.get("velocity_accum_type")))
+    if name == "RMSprop":
+        extra = [key for key in ("momentum", "centered") if call.kwargs.get(key)]
+        moments += [_type_bytes(call.kwargs.get("first_order_momentum_accum_type"))] * len(extra)
+    return OptimizerState(tuple(moments), accumulator, is_combined)
+
+
+def _type_bytes(given: Any) -> int:
+    """Return the size of an accumulator or moment, which is float32 by default."""
+    return 2 if str(given) in _HALF else 4
 
 
 def changeable(call: Call) -> Optional[Dict[str, List[str]]]:

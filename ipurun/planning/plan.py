@@ -66,6 +66,25 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """The checkpoints of a run.
+
+    Args:
+        checkpoint_bytes: Size of one, about.
+        saves: How many are written, those of best values not counted; None where the data has no length.
+        most_bytes: What they take at most at a time; None if all are kept and their number is unknown.
+        free_bytes: What the disk of the run folder has free; None if unknown.
+        copy_seconds: Estimated time for which training stops at each, to copy it from the device; None on the CPU.
+    """
+
+    checkpoint_bytes: int
+    saves: Optional[int]
+    most_bytes: Optional[int]
+    free_bytes: Optional[int]
+    copy_seconds: Optional[float]
+
+
+@dataclass(frozen=True)
 class EvalPass:
     """One evaluation of a split; None where the split has no length."""
 
@@ -136,6 +155,7 @@ class Plan:
     parameters: int
     notes: Tuple[str, ...]  # decisions that the user should know: rounding, dropped samples, ...
     evaluation: Optional[EvalPass] = None  # None where the data has no split for it
+    saving: Optional[Saving] = None  # None if nothing is saved
     parameter_groups: Tuple[ParameterGroup, ...] = ()
     recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
     module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved

@@ -10,11 +10,12 @@ __all__ = ["Clock", "Window"]
 
 
 class Clock:
-    """Seconds by kind: compile, train, data_wait, eval, checkpoint."""
+    """Seconds by kind: compile, train, data_wait, eval, checkpoint, recovery; checkpoint_write is in the background."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
-        self._spent: Dict[str, float] = dict.fromkeys(("compile", "train", "data_wait", "eval", "checkpoint"), 0.0)
+        kinds = ("compile", "train", "data_wait", "eval", "checkpoint", "checkpoint_write", "recovery")
+        self._spent: Dict[str, float] = dict.fromkeys(kinds, 0.0)
 
     def add(self, kind: str, seconds: float) -> None:
         """Add seconds to a kind."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional
 
 import torch
 
@@ -15,6 +15,8 @@ from ipurun.training.events import CompileEnd, CompileStart, Observer
 from ipurun.training.failures import explained
 
 __all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict"]
+
+Explain = Callable[[str], ContextManager[None]]  # what is being done -> the context that explains its failures
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ def evaluate(
     observer: Observer,
     split: Optional[str] = None,
     should_stop: Callable[[], bool] = lambda: False,
-    checkpoint: Optional[str] = None,
-    resume_command: str = "",
+    explain: Optional[Explain] = None,
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
@@ -43,8 +44,7 @@ def evaluate(
         observer: Notified of compilation.
         split: Name of the split, by default the run's `eval_split`.
         should_stop: Called after every host call.
-        checkpoint: Path of the run's newest checkpoint, for messages.
-        resume_command: The command that resumes from it, for messages.
+        explain: Returns the context that explains failures; by default `explained` without a checkpoint.
 
     Returns:
         The result, None if it was stopped.
@@ -58,7 +58,8 @@ def evaluate(
     compiling, samples = 0.0, 0
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
-    for call in _inference_calls(run, observer, name, checkpoint, resume_command):
+    explain = explain or _explainer(run)
+    for call in _inference_calls(run, observer, name, explain):
         if should_stop():
             return None
         compiling += call.compile_seconds
@@ -70,7 +71,7 @@ def evaluate(
             rows = run.plan.inference.samples_per_call
             outputs = _without_padding(output_of(run, call.result), call.real, rows)
             targets = _without_padding(target_of(call.batch, run.config.loss.target), call.real, rows)
-            with explained(run.engine.module, "computing metrics"):
+            with explain("computing metrics"):
                 run.eval_metrics.update(outputs, targets)
     values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
     return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling)
@@ -88,7 +89,7 @@ def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
         ConfigError: The data has no such split.
         RunError: Compiling or running failed.
     """
-    for call in _inference_calls(run, observer, split):
+    for call in _inference_calls(run, observer, split, _explainer(run)):
         result = call.result[0] if run.loss is not None else _without_loss(run, call.result)
         yield map_tensors(torch.clone, _without_padding(result, call.real, run.plan.inference.samples_per_call))
 
@@ -114,23 +115,26 @@ class _InferenceCall:
     compile_seconds: float
 
 
-def _inference_calls(
-    run: Run, observer: Observer, split: Optional[str], checkpoint: Optional[str] = None, resume_command: str = ""
-) -> Iterator[_InferenceCall]:
+def _explainer(run: Run) -> Explain:
+    return lambda doing: explained(run.engine.module, doing)
+
+
+def _inference_calls(run: Run, observer: Observer, split: Optional[str], explain: Explain) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
     if split not in run.eval_loaders:
         raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
-    run.enter_inference()
+    with explain("switching the device to inference"):
+        run.enter_inference()
     batches = iter(run.eval_loaders[split])
     while True:
-        with explained(run.engine.module, f"reading the split `{split}`", checkpoint, resume_command):
+        with explain(f"reading the split `{split}`"):
             item = next(batches, None)
         if item is None:
             return
         batch, real = item
-        compiling = _compile_if_needed(run, observer, batch)
+        compiling = _compile_if_needed(run, observer, batch, explain)
         args, kwargs = as_call(batch)
-        with explained(run.engine.module, "running inference"):
+        with explain("running inference"):
             result = run.inference_model(*args, **kwargs)
         yield _InferenceCall(batch, result, real, compiling)
 
@@ -148,13 +152,13 @@ def _without_padding(value: Any, real: int, rows: int) -> Any:
     return map_tensors(trim, value)
 
 
-def _compile_if_needed(run: Run, observer: Observer, batch: Any) -> float:
+def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explain) -> float:
     if run.inference_model.isCompiled():
         return 0.0
     args, kwargs = as_call(batch)
     observer.on_compile_start(CompileStart("inference"))
     begun = time.perf_counter()
-    with explained(run.engine.module, "compiling the model for inference"):
+    with explain("compiling the model for inference"):
         run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs))
     seconds = time.perf_counter() - begun
     observer.on_compile_end(CompileEnd("inference", seconds))

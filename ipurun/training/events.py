@@ -13,6 +13,7 @@ __all__ = [
     "Note",
     "Observer",
     "Observers",
+    "RolledBack",
     "RunStart",
     "StepEnd",
     "Summary",
@@ -116,6 +117,18 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
+class RolledBack:
+    """A run returned to an earlier step and is about to repeat the steps after it.
+
+    ``checkpoint`` is None if the run returned to its beginning.
+    """
+
+    step: int
+    checkpoint: Optional[str]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Summary:
     """How a run ended.
 
@@ -130,10 +143,13 @@ class Summary:
         best: Its best value.
         best_step: Weight updates done when it was reached.
         samples_per_second: Mean throughput of this process.
-        seconds: Wall time by kind: compile, train, data_wait, eval, checkpoint, total.
+        seconds: Wall time by kind: compile, train, data_wait, eval, checkpoint, recovery, total; and checkpoint_write,
+            which passes in the background.
         checkpoint: Path of the newest checkpoint.
         best_checkpoint: Path of the best one.
         resume_command: The command that resumes the run.
+        rollbacks: How often the run returned to an earlier step.
+        skipped_samples: Indices of the training samples that could not be read.
     """
 
     status: str
@@ -150,6 +166,8 @@ class Summary:
     checkpoint: Optional[str] = None
     best_checkpoint: Optional[str] = None
     resume_command: str = ""
+    rollbacks: int = 0
+    skipped_samples: Tuple[int, ...] = ()
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""
@@ -182,6 +200,12 @@ class Observer:
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         """Handle a saved checkpoint."""
+
+    def flush(self) -> None:
+        """Write what is still in memory: a checkpoint is about to be saved, or the run has failed."""
+
+    def on_rollback(self, event: RolledBack) -> None:
+        """Handle the return to an earlier step."""
 
     def on_end(self, event: Summary) -> None:
         """Handle the end of the run, even if it was interrupted."""
@@ -220,6 +244,14 @@ class Observers(Observer):
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         for observer in self._all:
             observer.on_checkpoint(event)
+
+    def flush(self) -> None:
+        for observer in self._all:
+            observer.flush()
+
+    def on_rollback(self, event: RolledBack) -> None:
+        for observer in self._all:
+            observer.on_rollback(event)
 
     def on_end(self, event: Summary) -> None:
         for observer in self._all:

@@ -6,12 +6,12 @@ import contextlib
 import re
 import traceback
 from types import ModuleType
-from typing import Iterator, Optional
+from typing import Callable, Iterator
 
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["explained"]
+__all__ = ["DeviceFault", "explained"]
 
 _REMOTE = "Original Traceback"
 _RESETS = {
@@ -22,35 +22,55 @@ _RESETS = {
 }
 
 
+class DeviceFault(RunError):
+    """The IPU system failed, but can recover.
+
+    Args:
+        doing: What was being done.
+        action: PopTorch's recovery action, such as ``IPU_RESET``.
+        seen: The engine's message.
+        then: What to do after the reset.
+    """
+
+    def __init__(self, doing: str, action: str, seen: str, then: str) -> None:
+        self.doing = doing
+        self.action = action
+        super().__init__(
+            f"the IPU system failed while {doing}, but can recover: {action}",
+            seen=seen,
+            fix=f"{_RESETS.get(action, 'see the recovery action')}; then {then}",
+        )
+
+
+def _start_again() -> str:
+    return "run the command again"
+
+
 @contextlib.contextmanager
-def explained(
-    engine_module: ModuleType, doing: str, checkpoint: Optional[str] = None, resume_command: str = ""
-) -> Iterator[None]:
+def explained(engine_module: ModuleType, doing: str, then: Callable[[], str] = _start_again) -> Iterator[None]:
     """Turn any failure inside into a `RunError` that says what was being done.
 
     Args:
         engine_module: Has the engine's error classes.
         doing: Such as ``compiling the model for training``.
-        checkpoint: Path of the newest checkpoint, if any.
-        resume_command: The command that resumes from it.
+        then: Returns how to continue once the machine works again: the command that resumes, and from where.
+
+    Raises:
+        DeviceFault: The IPU system failed, but can recover.
+        RunError: Anything else failed.
     """
-    resume = f"{resume_command} resumes from {checkpoint}" if checkpoint else "start again: no checkpoint was saved"
     try:
         yield
     except (IpurunError, KeyboardInterrupt, SystemExit):
         raise
     except engine_module.RecoverableError as error:
         action = str(getattr(error, "recovery_action", "") or "unknown")
-        raise RunError(
-            f"the IPU system failed while {doing}, but can recover: {action}",
-            seen=str(error),
-            fix=f"{_RESETS.get(action, 'see the recovery action')}; then {resume}",
-        ) from error
+        raise DeviceFault(doing, action, str(error), then()) from error
     except engine_module.UnrecoverableError as error:
         raise RunError(
             f"the IPU system failed while {doing}, and cannot recover",
             seen=str(error),
-            fix=f"contact the machine's administrator; then {resume}",
+            fix=f"contact the machine's administrator; then {then()}",
         ) from error
     except engine_module.Error as error:
         raise RunError(f"PopTorch failed while {doing}", seen=str(error)) from error
@@ -59,20 +79,20 @@ def explained(
             f"a process of the data loader hangs: {error}",
             where="loader.timeout_seconds",
             seen=f"while {doing}",
-            fix=f"a larger loader.timeout_seconds if reading a batch may take that long; then {resume}",
+            fix=f"a larger loader.timeout_seconds if reading a batch may take that long; then {then()}",
         ) from error
     except DeadWorkerError as error:
         raise RunError(
             "a process of the data loader died",
             seen=f"{error}, while {doing}",
-            fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {resume}",
+            fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {then()}",
         ) from error
     except Exception as error:
         raise RunError(
             f"{doing} failed",
             where=_where(error),
             seen=_one_line(error),
-            fix="--debug shows the whole traceback" + (f"; then {resume}" if checkpoint else ""),
+            fix=f"--debug shows the whole traceback; then {then()}",
         ) from error
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import subprocess
 import time
-from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence
+from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence, Set
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder
-from ipurun.errors import RunError
+from ipurun.errors import RunError, listing
 from ipurun.inspect.batch_items import as_call, pick, target_of
 from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.clock import Clock, Window
@@ -20,15 +23,17 @@ from ipurun.training.events import (
     Note,
     Observer,
     Observers,
+    RolledBack,
     RunStart,
     StepEnd,
     Summary,
 )
-from ipurun.training.failures import explained
+from ipurun.training.failures import DeviceFault, explained
 from ipurun.training.interrupts import Interrupts, WaitStoppedError
-from ipurun.training.saving import Saver, falls_due
+from ipurun.training.saving import NonfiniteError, Saver, falls_due
 from ipurun.training.state import (
     Progress,
+    apply_factors,
     attach_training,
     keeps_torch_optimizer,
     restore,
@@ -37,6 +42,8 @@ from ipurun.training.state import (
 )
 
 __all__ = ["train"]
+
+_SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, while a recovery waits
 
 
 def train(
@@ -47,6 +54,9 @@ def train(
     deadline: Optional[float] = None,
 ) -> Summary:
     """Train to the planned end, an interrupt or the deadline, and save what is needed to resume.
+
+    If the IPU system fails and can recover, or if the loss becomes NaN or infinite and `on_nonfinite` is ``rollback``,
+    the run returns to its last checkpoint, a limited number of times.
 
     Args:
         run: The engine objects.
@@ -59,9 +69,17 @@ def train(
         RunError: The run failed; the newest checkpoint is intact.
     """
     with Interrupts(deadline) as interrupts:
+        everyone = Observers(observers)
+        trainer = None
         try:
-            return _Trainer(run, folder, Observers(observers), resume_from, interrupts).run_to_end()
+            trainer = _Trainer(run, folder, everyone, resume_from, interrupts)
+            return trainer.run_to_end()
+        except BaseException:
+            everyone.flush()
+            raise
         finally:
+            if trainer is not None:
+                trainer.settle()
             run.close_loaders()
 
 
@@ -84,14 +102,39 @@ class _Trainer:
         self._samples_here = 0
         self._calls_here = 0
         self._stopped_waiting = False
+        self._rollbacks = 0
+        self._nonfinite_times = 0
+        self._recoveries = 0  # since the checkpoint of `_recovered_step`
+        self._recovered_step: Optional[int] = None
+        self._skipped: Set[int] = set()  # samples already reported
+        self._skip_changes = 0
         self._resumed_from = resume_from
         self._restored: Optional[Dict[str, Any]] = None
         self._progress = Progress()
-        seed_everything(run.config.seed)
-        if resume_from is not None:
-            self._progress, self._restored = restore(run, resume_from)
-        self._calls_differ = self._progress.recount(run.plan.training)
+        self._calls_differ = self._restore(resume_from)
         self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from)
+
+    def _restore(self, checkpoint: Optional[Checkpoint], failed: Optional[Progress] = None) -> bool:
+        """Take the state of a checkpoint, or of the beginning; return whether its host calls had another size.
+
+        Args:
+            checkpoint: The checkpoint.
+            failed: The progress before a rollback: what it lowered stays lowered.
+        """
+        run = self._run
+        seed_everything(run.config.seed)
+        self._progress, self._restored = Progress(), None
+        if checkpoint is not None:
+            self._progress, self._restored = restore(run, checkpoint)
+        if failed is not None:
+            self._progress.lr_factor = failed.lr_factor
+            self._progress.loss_scale_factor = failed.loss_scale_factor
+        apply_factors(run, self._progress)
+        return self._progress.recount(run.plan.training)
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is still being written."""
+        self._saver.settle()
 
     def run_to_end(self) -> Summary:
         run, progress = self._run, self._progress
@@ -99,20 +142,90 @@ class _Trainer:
         total = run.plan.steps.total_updates
         self._observer.on_start(RunStart(run.plan.name, self._saver.folder_path, progress.step, total, resumed))
         self._report_notes()
-        if progress.owes_evaluation:
+        while True:
+            try:
+                return self._run_from_here()
+            except DeviceFault as fault:
+                self._recover(fault)
+            except NonfiniteError as error:
+                self._lower_and_roll_back(error)
+
+    def _run_from_here(self) -> Summary:
+        run = self._run
+        if self._progress.owes_evaluation:
             self._saver.save_if_due(False, self._is_done(), self._evaluate())
         if not self._is_done():
-            run.enter_training()
+            with self._explained("switching the device to training"):
+                run.enter_training()
             with self._explained("reading the training data"):
-                run.train_loader.start(progress.epoch, progress.position)
+                run.train_loader.start(self._progress.epoch, self._progress.position)
             if self._restored is not None:
                 restore_random_state(self._restored["random"])  # after opening the data, before reading from it
         while not self._is_done() and not self._interrupts.requested:
             self._one_epoch()
-        is_cut_short = self._interrupts.requested and (progress.owes_evaluation or not self._is_done())
+        is_cut_short = self._interrupts.requested and (self._progress.owes_evaluation or not self._is_done())
         if is_cut_short:
             self._report_interrupt()
         return self._finish("interrupted" if is_cut_short else "done")
+
+    def _recover(self, fault: DeviceFault) -> None:
+        """Reset the device as PopTorch asks for, and return to the last checkpoint.
+
+        Raises:
+            DeviceFault: The reset is left to the user, or the limit of attempts is reached.
+        """
+        config = self._run.config.recovery
+        self._saver.settle()
+        newest = None if self._saver.newest is None else self._saver.newest.step
+        if newest != self._recovered_step:
+            self._recoveries, self._recovered_step = 0, newest
+        resets_itself = fault.action == "IPU_RESET"  # attaching again does it
+        if self._recoveries >= config.max_attempts or not (resets_itself or config.reset_command):
+            raise fault
+        self._recoveries += 1
+        seconds = config.backoff_seconds * 2 ** (self._recoveries - 1)
+        reason = f"the IPU system failed while {fault.doing} ({fault.action})"
+        attempt = f"attempt {self._recoveries} of {config.max_attempts}"
+        self._observer.on_note(Note(f"{reason}; recovering in {seconds:g} s, {attempt}", level="warning"))
+        with self._clock.measure("recovery"):
+            self._pause(seconds)
+            if not resets_itself:
+                _reset(str(config.reset_command), fault)
+            self._roll_back(reason)
+
+    def _lower_and_roll_back(self, error: NonfiniteError) -> None:
+        """Lower the learning rate or the loss scale, and return to the last checkpoint.
+
+        Raises:
+            NonfiniteError: The run is to stop, or the limit is reached.
+        """
+        config, progress = self._run.config.rollback, self._progress
+        if self._run.config.nonfinite_action != "rollback" or self._nonfinite_times >= config.max_times:
+            raise error
+        self._saver.settle()
+        self._nonfinite_times += 1
+        if config.lower == "lr":
+            progress.lr_factor *= config.factor
+            lowered = f"the learning rate is now {progress.lr_factor:g} of the planned one"
+        else:
+            progress.loss_scale_factor *= config.factor
+            lowered = f"the loss scale is now {progress.loss_scale_factor:g} of the planned one"
+        with self._clock.measure("recovery"):
+            self._roll_back(f"{error.problems[0].what}; {lowered} ({self._nonfinite_times} of {config.max_times})")
+
+    def _roll_back(self, reason: str) -> None:
+        """Return to the newest checkpoint, or to the beginning, as a new process would resume."""
+        self._rollbacks += 1
+        self._run.rebuild()
+        self._restore(self._saver.newest, self._progress)
+        self._window = Window()
+        self._saver.roll_back(self._progress)
+        self._observer.on_rollback(RolledBack(self._progress.step, self._saver.newest_path, reason))
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._interrupts.requested and time.monotonic() < end:
+            time.sleep(min(_SECONDS_BETWEEN_CHECKS, max(end - time.monotonic(), 0.0)))
 
     def _one_epoch(self) -> None:
         progress = self._progress
@@ -160,6 +273,9 @@ class _Trainer:
 
     def _one_call(self, batch: Any) -> None:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
+        self._saver.poll()
+        if run.config.loader.on_error == "skip":
+            self._report_skipped()
         args, kwargs = as_call(batch)
         if not run.training_model.isCompiled():
             self._compile(args, kwargs)
@@ -176,9 +292,10 @@ class _Trainer:
         progress.step += sizes.device_iterations
         progress.call += 1
         progress.position += 1
-        progress.samples += sizes.samples_per_call
+        samples = sizes.samples_per_call
+        progress.samples += samples
         progress.loss = loss
-        self._samples_here += sizes.samples_per_call
+        self._samples_here += samples
         self._calls_here += 1
         self._check_finite(loss, lr)
         if run.train_metrics:
@@ -186,7 +303,7 @@ class _Trainer:
                 run.train_metrics.update(output_of(run, result), target_of(batch, run.config.loss.target))
         if run.schedule.advance(sizes.device_iterations):
             run.training_model.setOptimizer(run.optimizer)
-        self._window.add(sizes.samples_per_call, seconds, self._waited, loss)
+        self._window.add(samples, seconds, self._waited, loss)
         self._report(lr, loss)
 
     def _compile(self, args: Any, kwargs: Any) -> None:
@@ -243,10 +360,12 @@ class _Trainer:
             or (done and config.at_end)
         )
         fresh = wants_eval and progress.evaluated_step != progress.step
-        improved = fresh and run.eval_split is not None and self._evaluate()
+        evaluates = fresh and run.eval_split is not None
+        improved = evaluates and self._evaluate()
         self._saver.save_if_due(ends_epoch, done, improved)
-        if not done and not self._interrupts.requested:
-            run.enter_training()
+        if evaluates and not done and not self._interrupts.requested:
+            with self._explained("switching the device to training"):
+                run.enter_training()
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether the monitored metric is the best so far."""
@@ -255,11 +374,7 @@ class _Trainer:
         # Not from the random states of training: an evaluation that an interrupt put off must not change them.
         with seeded(seed_of(run.config.seed, progress.step)):
             result = evaluate(
-                run,
-                self._observer,
-                should_stop=lambda: self._interrupts.requested,
-                checkpoint=self._saver.newest_path,
-                resume_command=self._saver.resume_command,
+                run, self._observer, should_stop=lambda: self._interrupts.requested, explain=self._explained
             )
         progress.owes_evaluation = result is None
         if result is None:
@@ -291,6 +406,8 @@ class _Trainer:
     def _finish(self, status: str) -> Summary:
         if status == "interrupted" and self._saver.is_on:
             self._saver.save()
+        self._saver.wait()
+        self._report_skipped()
         self._run.close()
         progress = self._progress
         summary = Summary(
@@ -308,6 +425,8 @@ class _Trainer:
             checkpoint=self._saver.newest_path,
             best_checkpoint=self._saver.best_path,
             resume_command="" if status == "done" else self._saver.resume_command,
+            rollbacks=self._rollbacks,
+            skipped_samples=self._run.train_loader.skipped.indices,
         )
         self._observer.on_end(summary)
         return summary
@@ -339,25 +458,45 @@ class _Trainer:
         loss = result
         if run.train_metrics:
             loss = result[1] if run.loss is not None else pick(result, run.config.loss.output, loss=True)
-        mean = float(loss.double().mean())
+        mean = float(loss) if loss.numel() == 1 else float(loss.double().mean())
         if run.plan.output_mode != "sum":
             return mean
         return mean / (run.plan.training.device_iterations * run.plan.training.gradient_accumulation)
 
     def _check_finite(self, loss: float, lr: float) -> None:
-        if math.isfinite(loss) or not self._run.config.debug.stop_on_nonfinite:
+        if math.isfinite(loss) or self._run.config.nonfinite_action == "continue":
             return
+        self._saver.settle()
         newest = self._saver.newest_path
         last = "no checkpoint saved yet" if newest is None else f"last checkpoint: {newest}"
-        raise RunError(
+        raise NonfiniteError(
             f"the loss became {loss} at step {self._progress.step}",
             seen=f"lr {lr:g}, precision {self._run.plan.precision}; {last}",
-            fix="a smaller optimizer.lr, or another loss_scaling; debug=nonfinite stops at the first operation "
-            "whose result is not finite; debug.stop_on_nonfinite=false continues training",
+            fix="a smaller optimizer.lr, or another loss_scaling; on_nonfinite=rollback returns to the last checkpoint "
+            "with a lower one, on_nonfinite=continue ignores it; debug=nonfinite stops at the first operation whose "
+            "result is not finite",
+        )
+
+    def _report_skipped(self) -> None:
+        skipped = self._run.train_loader.skipped
+        if skipped.changes == self._skip_changes:
+            return
+        self._skip_changes = skipped.changes
+        found = [index for index in skipped.indices if index not in self._skipped]
+        self._skipped.update(found)
+        if not found:
+            return
+        which = f"sample {found[0]}" if len(found) == 1 else f"samples {listing(map(str, found))}"
+        self._observer.on_note(
+            Note(
+                f"{which} of the training data could not be read ({skipped.last_error}); using the next one that can, "
+                f"{len(self._skipped)} of at most {self._run.config.loader.max_errors}",
+                level="warning",
+            )
         )
 
     def _explained(self, doing: str) -> ContextManager[None]:
-        return explained(self._run.engine.module, doing, self._saver.newest_path, self._saver.resume_command)
+        return explained(self._run.engine.module, doing, self._saver.advice)
 
     def _is_done(self) -> bool:
         steps, config = self._run.plan.steps, self._run.config
@@ -381,3 +520,23 @@ def _note_on_torch_optim(is_kept: bool) -> Note:
         "poptorch.optim resumes exactly",
         level="warning",
     )
+
+
+def _reset(command: str, fault: DeviceFault) -> None:
+    """Run the user's command that resets the IPU system.
+
+    Raises:
+        RunError: It failed.
+    """
+    environment = {**os.environ, "IPURUN_RECOVERY_ACTION": fault.action}
+    try:
+        subprocess.run(shlex.split(command), env=environment, check=True, stdin=subprocess.DEVNULL)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        problem = fault.problems[0]
+        raise RunError(
+            f"{problem.what}; the command that resets it failed",
+            where=f"recovery.reset_command={command}",
+            seen=str(error),
+            fix=problem.fix,
+            key="recovery.reset_command",
+        ) from error

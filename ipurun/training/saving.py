@@ -1,22 +1,35 @@
-"""Decide when a run saves a checkpoint and which one is the best."""
+"""Decide when a run saves a checkpoint and which one is the best, and write it in the background."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
-from typing import Optional
+from typing import Callable, ContextManager, Dict, Optional
+
+import torch
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder, best, save
+from ipurun.errors import RunError
 from ipurun.training.clock import Clock
 from ipurun.training.events import CheckpointSaved, Observer
+from ipurun.training.failures import explained
 from ipurun.training.state import Progress, collect_state
 
-__all__ = ["Saver", "falls_due"]
+__all__ = ["NonfiniteError", "Saver", "falls_due"]
+
+
+class NonfiniteError(RunError):
+    """The loss or a weight became NaN or infinite."""
 
 
 class Saver:
     """Writer of a run's checkpoints.
+
+    Training waits only while the state is copied to the host. A thread writes the copy, one at a time; what it raises
+    is raised by the next call here. `newest` is the newest checkpoint that is whole.
 
     Args:
         run: The run.
@@ -38,9 +51,11 @@ class Saver:
     ) -> None:
         self._run = run
         self._folder = folder
-        self._progress = progress
         self._observer = observer
         self._clock = clock
+        self._write: Optional[_Write] = None
+        self._last_step: Optional[int] = None if newest is None else newest.step
+        self.progress = progress
         self.newest = newest
 
     @property
@@ -70,9 +85,16 @@ class Saver:
         """The command that resumes from the newest checkpoint, empty if there is none."""
         return f"ipurun train resume={self.folder_path}" if self.newest is not None else ""
 
+    def advice(self) -> str:
+        """Return how to continue after a failure: the command that resumes and the checkpoint that it takes."""
+        self.settle()
+        if self.newest is None:
+            return "start again: no checkpoint was saved"
+        return f"{self.resume_command} resumes from {self.newest_path}"
+
     def note_value(self, value: float) -> bool:
         """Record a value of the monitored metric, and return whether it is the best so far."""
-        progress = self._progress
+        progress = self.progress
         if math.isnan(value):
             return False
         higher = self._run.eval_metrics.higher_is_better(self._run.monitor)
@@ -83,7 +105,7 @@ class Saver:
 
     def save_if_due(self, ends_epoch: bool, is_done: bool, improved: bool) -> None:
         """Save after a host call if the config asks for it."""
-        config, progress = self._run.config.checkpoint, self._progress
+        config, progress = self._run.config.checkpoint, self.progress
         if (
             (ends_epoch and falls_due(config.every_epochs, progress.epoch))
             or falls_due(self._run.plan.steps.save_every_calls, progress.call)
@@ -93,30 +115,121 @@ class Saver:
             self.save(improved)
 
     def save(self, is_best: bool = False) -> None:
-        """Save now, unless this step is already saved."""
-        progress = self._progress
-        if self.newest is not None and self.newest.step == progress.step and not is_best:
+        """Copy the state to the host and write it in the background, unless this step is already saved.
+
+        Raises:
+            RunError: The previous checkpoint could not be written.
+            NonfiniteError: A weight is not finite, and the run is to roll back in that case.
+        """
+        progress = self.progress
+        if self._last_step == progress.step and not is_best:
             return
         begun = time.perf_counter()
-        with self._clock.measure("checkpoint"):
-            self.newest = save(
-                self._folder,
-                progress.step,
-                collect_state(self._run, progress),
-                keep=self._run.config.checkpoint.keep,
-                info={
-                    "epoch": progress.epoch,
-                    "metrics": progress.metrics if progress.evaluated_step == progress.step else {},
-                    "monitor": self._run.monitor,
-                    "best": progress.best,
-                    "best_step": progress.best_step,
-                },
-                is_best=is_best,
-            )
-        seconds = time.perf_counter() - begun
-        self._observer.on_checkpoint(CheckpointSaved(progress.step, str(self.newest), seconds, is_best))
+        self.wait()
+        with self._clock.measure("checkpoint"), self._explained():
+            state = collect_state(self._run, progress)
+            if self._run.config.nonfinite_action == "rollback":
+                names = [name for name, _ in self._run.user_model.named_parameters()]
+                _check_finite({name: state["model"][name] for name in names}, progress.step)
+        info = {
+            "epoch": progress.epoch,
+            "metrics": progress.metrics if progress.evaluated_step == progress.step else {},
+            "monitor": self._run.monitor,
+            "best": progress.best,
+            "best_step": progress.best_step,
+        }
+        keep, step = self._run.config.checkpoint.keep, progress.step
+        self._last_step = step
+        self._observer.flush()  # a resumed run does not repeat the steps before its checkpoint
+        self._write = _Write(
+            lambda: save(self._folder, step, state, keep=keep, info=info, is_best=is_best), step, begun, is_best
+        )
+        self._write.start()
+
+    def poll(self) -> None:
+        """Report a checkpoint that has been written since the last call.
+
+        Raises:
+            RunError: It could not be written.
+        """
+        if self._write is not None and not self._write.is_alive():
+            self._finish_write()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is whole.
+
+        Raises:
+            RunError: It could not be written.
+        """
+        if self._write is not None:
+            with self._clock.measure("checkpoint"):
+                self._write.join()
+            self._finish_write()
+
+    def settle(self) -> None:
+        """Wait as `wait` does, after a failure that matters more than a checkpoint that could not be written."""
+        with contextlib.suppress(RunError):
+            self.wait()
+
+    def roll_back(self, progress: Progress) -> None:
+        """Save from here on what is repeated after the newest checkpoint."""
+        self.progress = progress
+        self._last_step = None if self.newest is None else self.newest.step
+
+    def _finish_write(self) -> None:
+        assert self._write is not None
+        write, self._write = self._write, None
+        self._clock.add("checkpoint_write", write.seconds)
+        if write.error is not None:
+            self._last_step = None if self.newest is None else self.newest.step
+            raise write.error
+        self.newest = write.checkpoint
+        path = str(self.newest)
+        self._observer.on_checkpoint(CheckpointSaved(write.step, path, write.ended - write.begun, write.is_best))
+
+    def _explained(self) -> ContextManager[None]:
+        return explained(self._run.engine.module, "copying the weights to the host", self.advice)
+
+
+class _Write(threading.Thread):
+    """Writes one checkpoint.
+
+    A daemon, so that a disk that hangs cannot keep a process from ending: an interrupted file is not a checkpoint.
+    """
+
+    def __init__(self, action: Callable[[], Checkpoint], step: int, begun: float, is_best: bool) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._action: Optional[Callable[[], Checkpoint]] = action
+        self.step = step
+        self.begun = begun
+        self.ended = begun
+        self.is_best = is_best
+        self.seconds = 0.0
+        self.checkpoint: Optional[Checkpoint] = None
+        self.error: Optional[BaseException] = None
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        try:
+            assert self._action is not None
+            self.checkpoint = self._action()
+        except BaseException as error:  # raised again in the main thread
+            self.error = error
+        self._action = None  # frees the copy of the state
+        self.ended = time.perf_counter()
+        self.seconds = self.ended - started
 
 
 def falls_due(every: Optional[int], count: int) -> bool:
     """Return whether an interval ends at a count; None never does."""
     return bool(every) and count % int(every or 1) == 0
+
+
+def _check_finite(weights: Dict[str, torch.Tensor], step: int) -> None:
+    """Raise NonfiniteError if a weight is NaN or infinite: a rollback to such a checkpoint would never end."""
+    for name, value in weights.items():
+        if not bool(torch.isfinite(value).all()):
+            raise NonfiniteError(
+                f"`{name}` is no longer finite after step {step}",
+                fix="a smaller optimizer.lr, or another loss_scaling",
+            )

@@ -18,6 +18,7 @@ from ipurun.planning.plan import BatchSizes
 
 __all__ = [
     "Progress",
+    "apply_factors",
     "attach_training",
     "collect_state",
     "keeps_torch_optimizer",
@@ -45,6 +46,8 @@ class Progress:
         evaluated_step: Weight updates done at the last evaluation.
         owes_evaluation: Whether an interrupt prevented a due evaluation.
         samples_per_call: Samples of each host call in `call` and `position`.
+        lr_factor: Factor on the learning rate since a rollback lowered it.
+        loss_scale_factor: The same for the loss scale.
     """
 
     step: int = 0
@@ -59,6 +62,8 @@ class Progress:
     evaluated_step: Optional[int] = None
     owes_evaluation: bool = False
     samples_per_call: int = 0
+    lr_factor: float = 1.0
+    loss_scale_factor: float = 1.0
 
     def recount(self, sizes: BatchSizes) -> bool:
         """Convert the counts to host calls of another size, rounding down; return whether the size differed."""
@@ -111,6 +116,16 @@ def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]
         group.update(values)  # the current config wins; the schedule restores its own values
     run.schedule.load_state_dict(state["schedule"])
     return Progress(**state["progress"]), state
+
+
+def apply_factors(run: Run, progress: Progress) -> None:
+    """Lower the learning rate and the loss scale of a run that has not compiled yet, as rollbacks asked for."""
+    if progress.lr_factor == progress.loss_scale_factor == 1.0:
+        return
+    run.schedule.scale_lr(progress.lr_factor)
+    if progress.loss_scale_factor != 1.0:
+        run.optimizer.loss_scaling *= progress.loss_scale_factor
+    run.training_model.setOptimizer(run.optimizer)
 
 
 def restore_device(run: Run, state: Mapping[str, Any]) -> None:

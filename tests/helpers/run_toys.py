@@ -245,3 +245,17 @@ def doubled(samples: List[Any]) -> Any:
     """A user's collate function."""
     x, y = default_collate(samples)
     return 2 * x, y
+
+
+class Unreadable(Broken):
+    """Fails at every sample but the first."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(2 if index else 0)
+
+
+class FragileNet(Net):
+    """Its output becomes infinite when its weights are large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.exp(self.second.weight.abs().max())

@@ -40,7 +40,9 @@ def test_jsonl_has_a_line_for_each_logged_step_and_evaluation(
 
 def test_a_nan_loss_leaves_valid_json(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
     path = tmp_path / "metrics.jsonl"
-    JsonlLogger(path).on_step(step(loss=float("nan")))
+    logger = JsonlLogger(path)
+    logger.on_step(step(loss=float("nan")))
+    logger.flush()
 
     def refuse(word: str) -> None:
         raise ValueError(word)
@@ -53,11 +55,13 @@ def test_a_resumed_run_does_not_log_a_step_twice(tmp_path: Path, step: Callable[
     killed = JsonlLogger(path)
     for number in (8, 16, 24):
         killed.on_step(step(step=number))
+    killed.flush()
     with path.open("ab") as stream:
         stream.write(b'{"step": 9, \xff\xfe}\n{"step": 32, "lo')  # a damaged line, and one cut off by a kill
     resumed = JsonlLogger(path)
     resumed.on_start(RunStart("digits", str(tmp_path), 16, 64, "step-16.pt"))
     resumed.on_step(step(step=24))
+    resumed.flush()
     assert [record["step"] for record in _records(path)] == [8, 16, 24]
 
 

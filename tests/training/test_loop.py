@@ -232,7 +232,7 @@ def test_nonfinite_loss_stops_with_step_and_key(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         trained(tmp_path, model={"_target_": "run_toys.ExplodingNet"})
     text = str(caught.value)
-    assert "nan at step 1" in text and "debug.stop_on_nonfinite" in text
+    assert "nan at step 1" in text and "on_nonfinite=rollback" in text
 
 
 def test_training_continues_after_a_nonfinite_loss_if_configured(tmp_path: Path) -> None:

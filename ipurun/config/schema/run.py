@@ -28,6 +28,8 @@ __all__ = [
     "EvalConfig",
     "LoaderConfig",
     "LossConfig",
+    "RecoveryConfig",
+    "RollbackConfig",
     "RunConfig",
     "SecurityConfig",
     "SweepConfig",
@@ -77,6 +79,12 @@ class LoaderConfig:
     sampler: Dict[str, Any] = option({}, "A sampler: `_target_` and arguments; the first argument is the data set.")
     batch_sampler: Dict[str, Any] = option({}, "A batch sampler: `_target_` and arguments; it yields micro-batches.")
     collate: Optional[str] = option(None, "Dotted path of a collate function; null: torch's default.")
+    on_error: str = option(
+        "raise",
+        "When a training sample cannot be read: raise: stop; skip: use the next sample that can (not for iterables).",
+        choices=("raise", "skip"),
+    )
+    max_errors: int = option(100, "Stop when more samples than this cannot be read, with on_error=skip.", minimum=1)
     rebatched_worker_size: Optional[int] = option(
         None, "Samples that a worker loads at a time in async_rebatched mode.", minimum=1
     )
@@ -105,6 +113,32 @@ class CheckpointConfig:
 
 
 @dataclass
+class RecoveryConfig:
+    """What happens when the IPU system fails but can recover (poptorch.RecoverableError)."""
+
+    max_attempts: int = option(
+        3,
+        "Attempts to attach again and return to the last checkpoint, reset by each new checkpoint; 0: stop.",
+        minimum=0,
+    )
+    backoff_seconds: float = option(
+        10.0, "Wait before the first attempt; each further one waits twice as long.", minimum=0
+    )
+    reset_command: Optional[str] = option(
+        None, "Command for LINK_RESET, PARTITION_RESET and FULL_RESET, given in IPURUN_RECOVERY_ACTION; null: stop."
+    )
+
+
+@dataclass
+class RollbackConfig:
+    """How `on_nonfinite=rollback` changes a run that it takes back to the last checkpoint."""
+
+    lower: str = option("lr", "What to lower: the learning rate, or the loss scale.", choices=("lr", "loss_scaling"))
+    factor: float = option(0.5, "Factor on it, each time.", positive=True, maximum=1)
+    max_times: int = option(3, "Stop when the loss becomes NaN or infinite more often than this.", minimum=1)
+
+
+@dataclass
 class CustomOpsConfig:
     """Custom operations, which the model calls with `poptorch.custom_op`."""
 
@@ -119,7 +153,9 @@ class CustomOpsConfig:
 class DebugConfig:
     """Checks that cost time or stop a run early."""
 
-    stop_on_nonfinite: bool = option(True, "Stop with an error when the loss becomes NaN or infinite.")
+    stop_on_nonfinite: Optional[bool] = option(
+        None, "Old name of on_nonfinite, for one release: true is stop, false is continue."
+    )
     fp_exceptions: bool = option(False, "Stop on the device at the first floating-point exception.")
     log_level: Optional[str] = option(
         None, "PopTorch's log level.", choices=("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
@@ -233,6 +269,13 @@ class RunConfig:
     metrics: Dict[str, Any] = option({}, "Metric name -> `_target_` and arguments, with `on: [eval]` or [train, eval].")
     eval: EvalConfig = node(EvalConfig, "Evaluation.")
     checkpoint: CheckpointConfig = node(CheckpointConfig, "Checkpoints.")
+    on_nonfinite: str = option(
+        "stop",
+        "When the loss becomes NaN or infinite: stop, continue, or return to the last checkpoint (see rollback).",
+        choices=("stop", "rollback", "continue"),
+    )
+    rollback: RollbackConfig = node(RollbackConfig, "Changes after a rollback.")
+    recovery: RecoveryConfig = node(RecoveryConfig, "Recovery from failures of the IPU system.")
 
     pipeline: PipelineConfig = node(PipelineConfig, "Placement of the model on the IPUs of a replica.")
     replication: ReplicationConfig = node(ReplicationConfig, "Replicas and how their gradients are combined.")
@@ -256,3 +299,10 @@ class RunConfig:
     debug: DebugConfig = node(DebugConfig, "Debugging aids.")
     security: SecurityConfig = node(SecurityConfig, "What the config may import.")
     sweep: SweepConfig = node(SweepConfig, "Sweeps.")
+
+    @property
+    def nonfinite_action(self) -> str:
+        """`on_nonfinite`, or what its old name asks for."""
+        if self.debug.stop_on_nonfinite is False and self.on_nonfinite == "stop":
+            return "continue"
+        return self.on_nonfinite

@@ -1,0 +1,214 @@
+"""Failures that a run survives: of the IPU system, of the numbers, and of single samples."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+import torch
+from run_harness import Folder, Recorder, built, trained
+
+from ipurun.build import Run
+from ipurun.checkpoint import listed, load
+from ipurun.emulator._executor import device
+from ipurun.errors import ConfigError, RunError
+from ipurun.log.jsonl import JsonlLogger
+from ipurun.training.loop import train
+
+ADAM = {"_target_": "poptorch.optim.Adam", "lr": 0.01}
+COSINE = {"_target_": "ipurun.schedules.cosine", "warmup_steps": 3}
+RANDOM: Dict[str, Any] = {
+    "model": {"_target_": "run_toys.Net", "dropout": 0.5},
+    "optimizer": ADAM,
+    "schedule": COSINE,
+    "checkpoint__every_steps": 3,
+    "recovery__backoff_seconds": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget_earlier_faults() -> None:
+    device._raised.clear()  # each fault is raised once in a process
+
+
+def _assert_equal_weights(run: Run, expected: Run) -> None:
+    wanted = expected.user_model.state_dict()
+    for name, value in run.user_model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def _notes(recorder: Recorder) -> str:
+    return "\n".join(note.text for note in recorder.events.get("note", []))
+
+
+@pytest.mark.parametrize("faults", ["call=2:IPU_RESET", "call=5:IPU_RESET", "call=11:IPU_RESET,call=2:IPU_RESET"])
+def test_a_recovered_run_ends_with_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: str
+) -> None:
+    """Before the first checkpoint, after one, and twice in a row."""
+    expected, _, seen = trained(tmp_path / "undisturbed", **RANDOM)
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", faults)
+    run, summary, recorder = trained(tmp_path / "disturbed", **RANDOM)
+    _assert_equal_weights(run, expected)
+    assert summary.status == "done" and summary.rollbacks == faults.count("RESET")
+    by_step = {event.step: event.loss for event in recorder.events["step"]}
+    assert by_step == {event.step: event.loss for event in seen.events["step"]}
+    assert "IPU_RESET" in _notes(recorder)
+
+
+def test_a_fault_during_an_evaluation_is_recovered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, end, _ = trained(tmp_path / "undisturbed", **RANDOM, data={"_target_": "run_toys.pair", "evaluation": 70})
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=17:IPU_RESET")  # training makes 16 calls
+    run, summary, recorder = trained(
+        tmp_path / "disturbed", **RANDOM, data={"_target_": "run_toys.pair", "evaluation": 70}
+    )
+    assert "while running inference" in _notes(recorder)
+    _assert_equal_weights(run, expected)
+    assert summary.metrics == end.metrics
+
+
+def test_repeated_steps_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=6:IPU_RESET")
+    path = tmp_path / "metrics.jsonl"
+    train(built(**RANDOM), Folder(tmp_path), [JsonlLogger(path)])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records if record["split"] == "train"] == list(range(1, 17))
+
+
+def test_a_recovery_waits_longer_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=1:IPU_RESET,call=2:IPU_RESET")
+    begun = time.monotonic()
+    _, summary, recorder = trained(tmp_path, **{**RANDOM, "recovery__backoff_seconds": 0.2})
+    assert time.monotonic() - begun >= 0.6 and summary.seconds["recovery"] >= 0.6
+    assert "recovering in 0.2 s, attempt 1 of 3" in _notes(recorder)
+    assert "recovering in 0.4 s, attempt 2 of 3" in _notes(recorder)
+
+
+def test_recovery_gives_up_after_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=2:IPU_RESET,call=3:IPU_RESET")
+    recorder = Recorder()
+    with pytest.raises(RunError, match="start again"):
+        train(built(**{**RANDOM, "recovery__max_attempts": 1}), Folder(tmp_path), [recorder])
+    assert len(recorder.events["rollback"]) == 1
+
+
+def test_without_recovery_the_message_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=5:IPU_RESET")
+    with pytest.raises(RunError) as caught:
+        trained(tmp_path, **RANDOM, recovery__max_attempts=0)
+    (problem,) = caught.value.problems
+    assert "IPU_RESET" in problem.what
+    assert f"ipurun train resume={tmp_path} resumes from {tmp_path}/checkpoints/step-00000003.pt" in problem.fix
+
+
+def test_attempts_count_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=5:IPU_RESET,call=7:IPU_RESET,call=6:IPU_RESET")
+    _, summary, _ = trained(tmp_path, **RANDOM, recovery__max_attempts=1)
+    assert summary.status == "done" and summary.rollbacks == 3
+
+
+def test_other_resets_run_the_configured_command_or_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=5:PARTITION_RESET")
+    with pytest.raises(RunError, match="vipu reset partition"):
+        trained(tmp_path / "stops", **RANDOM)
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=4:PARTITION_RESET")
+    mark = tmp_path / "mark"
+    code = f"import os; open({str(mark)!r}, 'w').write(os.environ['IPURUN_RECOVERY_ACTION'])"
+    _, summary, _ = trained(tmp_path / "resets", **RANDOM, recovery__reset_command=f'{sys.executable} -c "{code}"')
+    assert summary.status == "done" and mark.read_text() == "PARTITION_RESET"
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=6:PARTITION_RESET")
+    with pytest.raises(RunError, match="the command that resets it failed"):
+        trained(tmp_path / "fails", **RANDOM, recovery__reset_command="no-such-command")
+
+
+def test_an_unrecoverable_error_stops_and_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_FAULTS", "call=5:UNRECOVERABLE")
+    with pytest.raises(RunError) as caught:
+        trained(tmp_path, **RANDOM)
+    (problem,) = caught.value.problems
+    assert "cannot recover" in problem.what
+    assert f"ipurun train resume={tmp_path} resumes from {tmp_path}/checkpoints/step-00000003.pt" in problem.fix
+
+
+FRAGILE: Dict[str, Any] = {
+    "model": {"_target_": "run_toys.FragileNet"},
+    "optimizer": {"_target_": "poptorch.optim.SGD", "lr": 1e6, "loss_scaling": 8.0},
+    "on_nonfinite": "rollback",
+    "checkpoint__every_steps": 2,
+}
+
+
+def test_a_rollback_lowers_the_learning_rate_until_the_loss_is_finite(tmp_path: Path) -> None:
+    _, summary, recorder = trained(tmp_path, **FRAGILE, rollback__factor=1e-7)
+    assert summary.status == "done" and summary.step == 16 and summary.rollbacks == 1
+    factor = 1e-7
+    assert recorder.events["step"][-1].lr == pytest.approx(1e6 * factor)
+    state = load(listed(tmp_path / "checkpoints")[-1])
+    assert state["progress"]["lr_factor"] == pytest.approx(factor)
+    resumed = built(**FRAGILE, epochs=3)
+    recorder = Recorder()
+    train(resumed, Folder(tmp_path), [recorder], resume_from=listed(tmp_path / "checkpoints")[-1])
+    assert recorder.events["step"][0].lr == pytest.approx(1e6 * factor)  # a resumed run keeps it
+
+
+def test_a_rollback_lowers_the_loss_scale(tmp_path: Path) -> None:
+    """Scaled gradients overflow, so that the weights are not finite when they are saved after the first step."""
+    optimizer = {"_target_": "poptorch.optim.SGD", "lr": 0.1, "momentum": 0.9}
+    run, summary, _ = trained(
+        tmp_path / "lowered",
+        optimizer={**optimizer, "loss_scaling": 2.0**128 - 2.0**104},
+        on_nonfinite="rollback",
+        rollback__lower="loss_scaling",
+        rollback__factor=2.0**-64,
+        checkpoint__every_steps=1,
+    )
+    assert summary.status == "done" and summary.rollbacks == 1
+    assert run.optimizer.loss_scaling == (2.0**128 - 2.0**104) * 2.0**-64
+    expected, _, _ = trained(tmp_path / "small", optimizer={**optimizer, "loss_scaling": 1.0})
+    for name, value in run.user_model.state_dict().items():
+        assert torch.allclose(value, expected.user_model.state_dict()[name], atol=1e-6), name
+
+
+def test_the_old_key_is_accepted_with_a_note() -> None:
+    run = built(debug__stop_on_nonfinite=False)
+    assert run.config.nonfinite_action == "continue"
+    assert any("on_nonfinite=continue" in note for note in run.plan.notes)
+
+
+def test_a_loss_scale_that_cannot_be_lowered_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollback\.lower"):
+        built(loss_scaling="auto", on_nonfinite="rollback", rollback__lower="loss_scaling")
+
+
+def test_rollbacks_are_limited(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the loss became nan"):
+        trained(tmp_path, model={"_target_": "run_toys.ExplodingNet"}, on_nonfinite="rollback")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "async_rebatched"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_replaced(tmp_path: Path, mode: str, workers: int) -> None:
+    _, summary, recorder = trained(
+        tmp_path,
+        data={"_target_": "run_toys.Broken"},
+        loader__on_error="skip",
+        loader__mode=mode,
+        loader__workers=workers,
+    )
+    assert summary.status == "done" and summary.step == 16
+    assert summary.skipped_samples == (2,)
+    assert "sample 2 of the training data could not be read (OSError: the third file is damaged)" in _notes(recorder)
+
+
+def test_too_many_unreadable_samples_stop_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"loader.max_errors=3"):
+        trained(tmp_path, data={"_target_": "run_toys.Unreadable"}, loader__on_error="skip", loader__max_errors=3)
+
+
+def test_samples_of_an_iterable_cannot_be_skipped() -> None:
+    with pytest.raises(ConfigError, match="iterable"):
+        built(data={"_target_": "run_toys.Stream"}, loader__on_error="skip")
