@@ -226,8 +226,9 @@ def _point(
 ) -> Point:
     words = [(override, _shown(override, text)) for override, text in chosen]
     found = list(problems) + list(composed.problems)
-    config = None
+    config, unresolved = None, None
     if composed.config is not None:
+        unresolved = OmegaConf.to_container(composed.config)
         config, more = _typed(composed.config, composed.recipes)
         found += more
     if config is not None:
@@ -237,9 +238,8 @@ def _point(
             complete(problem, lambda key: _where_written(key, [word for _, word in words], composed))
             for problem in found
         )
-    assert composed.config is not None
     resolved = dataclasses.asdict(config)
-    hidden = secrets.hidden_values(OmegaConf.to_container(composed.config), resolved)
+    hidden = secrets.hidden_values(unresolved, resolved)
     shown = secrets.with_hidden(resolved, dict.fromkeys(hidden, secrets.MASK))
     changed = tuple(_changed(shown, chosen, composed.documents))
     point = Point(

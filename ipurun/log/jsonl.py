@@ -28,6 +28,7 @@ class JsonlLogger(Observer):
         self._path = Path(path)
         self._stream = self._open()
         self._waiting: List[Tuple[StepEnd, float]] = []  # with the time of each
+        self._written = 0.0  # when steps were last written
 
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
@@ -41,8 +42,9 @@ class JsonlLogger(Observer):
         if event.logged:
             now = time.time()
             self._waiting.append((event, now))
-            if now - self._waiting[0][1] >= _LONGEST_WAIT_SECONDS:
+            if now - self._written >= _LONGEST_WAIT_SECONDS:
                 self.flush()
+                self._written = now
 
     def on_eval(self, event: EvalEnd) -> None:
         self.flush()

@@ -114,9 +114,7 @@ def test_an_interpolation_of_the_wrong_type_is_answered_by_plan() -> None:
 
 
 def test_a_missing_environment_variable_names_what_to_set() -> None:
-    assert only("seed=${oc.env:NOPE}").fix == (
-        "set the environment variable NOPE, or give a default: ${oc.env:NOPE,DEFAULT}"
-    )
+    assert only("seed=${oc.env:NOPE}").fix == ("export NOPE=VALUE, seed=VALUE, or a default: ${oc.env:NOPE,DEFAULT}")
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -156,4 +156,7 @@ def test_a_missing_variable_is_named_with_what_to_do(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError) as caught:
         one(["+recipe=mnist", "seed=${oc.env:NOT_SET}"])
     (problem,) = caught.value.problems
-    assert "environment variable NOT_SET" in problem.what and problem.fix == "export NOT_SET=VALUE, or seed=VALUE"
+    assert (
+        "environment variable NOT_SET" in problem.what
+        and problem.fix == "export NOT_SET=VALUE, seed=VALUE, or a default: ${oc.env:NOT_SET,DEFAULT}"
+    )

@@ -19,9 +19,10 @@ from ipurun.selftest.run import run_case
 
 # The emulator under PopTorch's name, on a machine with one IPU, with a fault that depends on the optimizer.
 FAULTY_POPTORCH = """
-import os, time
+import importlib, os, time
 import ipurun.emulator
 globals().update({name: value for name, value in vars(ipurun.emulator).items() if not name.startswith("__")})
+optim = importlib.import_module("poptorch.optim")
 __version__ = "3.4.0"
 
 def ipuHardwareIsAvailable(num_ipus=1):
@@ -58,7 +59,8 @@ def fixture_faulty_poptorch(tmp_path, monkeypatch):
     package = tmp_path / "sdk/poptorch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(FAULTY_POPTORCH)
-    (package / "poptorch_core.py").write_text("from ipurun.emulator.poptorch_core import *\n")
+    for module in ("optim", "poptorch_core"):
+        (package / f"{module}.py").write_text(f"from ipurun.emulator.{module} import *\n")
     monkeypatch.syspath_prepend(str(package.parent))
 
 

@@ -12,6 +12,7 @@ from run_harness import Folder, Recorder, built, config, trained
 from run_toys import Net, Points
 from torch import nn
 
+from ipurun import emulator
 from ipurun.checkpoint import latest, listed, load
 from ipurun.emulator._poplar_executor import PoplarExecutor
 from ipurun.errors import ConfigError, RunError
@@ -291,10 +292,18 @@ def test_a_recoverable_error_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_engine_error_has_a_cause_but_no_traceback(tmp_path: Path) -> None:
-    with pytest.raises(RunError) as caught:
-        trained(tmp_path, loss__name=None, loss__output="0", epochs=1, metrics={}, data={"_target_": "run_toys.pair"},
-                model={"_target_": "run_toys.Net"})  # fmt: skip
-    assert isinstance(caught.value.__cause__, Exception)
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(executor, name)
+
+        def compile(self, *args: Any) -> None:
+            raise emulator.Error("the graph cannot be lowered")
+
+    run = built(epochs=1)
+    executor, run.training_model = run.training_model, Failing()
+    with pytest.raises(RunError, match="PopTorch failed while compiling") as caught:
+        train(run, Folder(tmp_path), [])
+    assert isinstance(caught.value.__cause__, emulator.Error) and "Traceback" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
