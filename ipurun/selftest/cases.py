@@ -240,7 +240,7 @@ CASES: Tuple[Case, ...] = (
 
 
 def chosen(names: Iterable[str]) -> List[Case]:
-    """Return the cases with these names, in their usual order; all cases where there is no name.
+    """Return the cases with these names, in their usual order; all cases if none is named.
 
     Raises:
         ConfigError: A name is not that of a case.
