@@ -84,6 +84,13 @@ def is_training() -> bool:
     return any(path.stat().st_size for path in Path().glob("runs/tiny/**/metrics.jsonl"))
 
 
+def hanging() -> List[int]:
+    """Processes of the loader that hang; a line that is still being written does not count."""
+    path = Path("hangs")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [int(line) for line in lines if line.endswith("\n")]
+
+
 def running(session: int) -> List[int]:
     """Processes of a session that have not ended."""
     found = []
@@ -137,7 +144,7 @@ def test_a_batch_system_may_send_more_than_one_signal() -> None:
 
 def test_the_second_ctrl_c_stops_now() -> None:
     with started(*LONG, "+data.hangs_at=20", "loader.shuffle=false") as process:
-        wait_for(Path("hangs").exists, process)
+        wait_for(hanging, process)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert process.stderr.readline() == "SIGINT: saving after this host call; again to stop now\n"
@@ -148,7 +155,7 @@ def test_the_second_ctrl_c_stops_now() -> None:
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once() -> None:
     with started(*LONG, "+data.hangs_at=0", "loader.shuffle=false", "interrupt_exit_code=3") as process:
-        wait_for(Path("hangs").exists, process)
+        wait_for(hanging, process)
         os.killpg(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 3 and "Traceback" not in err
@@ -157,7 +164,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once() -> None:
 @pytest.mark.parametrize("mode", ["workers", "async with workers"])
 def test_a_signal_while_a_process_of_the_loader_hangs_saves(mode: str) -> None:
     with started(*HANGS, *MODES[mode], "checkpoint.every_steps=null", "checkpoint.every_epochs=null") as process:
-        wait_for(lambda: Path("hangs").exists() and is_training(), process)
+        wait_for(lambda: hanging() and is_training(), process)
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=60)
@@ -178,8 +185,8 @@ def test_a_process_of_the_loader_that_hangs_is_found(mode: str) -> None:
 
 def test_a_stopped_worker_does_not_keep_the_run_from_ending() -> None:
     with started(*HANGS, "loader.workers=1", "loader.timeout_seconds=1.5") as process:
-        wait_for(Path("hangs").exists, process)
-        os.kill(int(Path("hangs").read_text()), signal.SIGSTOP)
+        (worker,) = wait_for(hanging, process)
+        os.kill(worker, signal.SIGSTOP)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1 and "no batch in 1.5 s" in err
         wait_for(lambda: not running(process.pid))
@@ -188,19 +195,20 @@ def test_a_stopped_worker_does_not_keep_the_run_from_ending() -> None:
 @pytest.mark.parametrize("mode", ["workers", "async"])
 def test_a_worker_that_was_killed_is_named(mode: str) -> None:
     with started(*HANGS, *MODES[mode]) as process:
-        wait_for(lambda: Path("hangs").exists() and latest(only_run()) is not None, process)
-        os.kill(int(Path("hangs").read_text().split()[0]), signal.SIGKILL)
+        wait_for(lambda: hanging() and latest(only_run()) is not None, process)
+        worker = hanging()[0]
+        os.kill(worker, signal.SIGKILL)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
         err = " ".join(err.split())
         assert "process of the data loader died" in err and f"ipurun train resume={only_run()}" in err
-        assert Path("hangs").read_text().split()[0] in err
+        assert str(worker) in err
 
 
 @pytest.mark.parametrize("mode", ["workers", "async with workers"])
 def test_after_a_kill_no_process_is_left(mode: str) -> None:
     with started(*HANGS, *MODES[mode]) as process:
-        wait_for(Path("hangs").exists, process)
+        wait_for(hanging, process)
         before = running(process.pid)
         process.kill()
         process.wait()
