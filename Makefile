@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 VENV := .venv
 SDK_VENV := .venv-sdk
+EXTRAS_VENV := .venv-extras
 BIN := $(VENV)/bin
 # What users see is tested with one thread per process: the suite starts many processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
@@ -22,7 +23,7 @@ endef
 INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk test-wheel bench bench-planner lint typecheck format docs wheel clean
+.PHONY: help dev run test test-sdk test-extras test-wheel bench bench-planner lint typecheck format docs wheel clean
 
 help:  ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-14s %s\n", $$1, $$2}'
@@ -63,6 +64,20 @@ $(SDK_VENV)/.test: pyproject.toml constraints.txt
 	"$$python" -m venv $(SDK_VENV); \
 	$(SDK_VENV)/bin/python -m pip install -qq --upgrade pip; \
 	$(SDK_VENV)/bin/python $(INSTALL) '.[test]'; \
+	touch $@
+
+test-extras: $(EXTRAS_VENV)/.test  ## Test the loggers, metrics and files of the extras with the real libraries, on Python 3.11.
+	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras
+
+$(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
+	@$(FIND_PYTHON); python="$${PYTHON:-$$(find_python 3.11)}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python 3.11 with venv found: install one or name it with make PYTHON=/path/to/python"; exit 1; \
+	fi; \
+	set -ex; \
+	"$$python" -m venv $(EXTRAS_VENV); \
+	$(EXTRAS_VENV)/bin/python -m pip install -qq --upgrade pip; \
+	$(EXTRAS_VENV)/bin/python -m pip install -qq --constraint constraints-extras.txt --constraint constraints.txt --editable '.[test-extras]'; \
 	touch $@
 
 test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found; only CUDA builds of torch may be on offer, several GB each.
@@ -110,5 +125,5 @@ wheel: $(VENV)/.installed  ## Build the wheel into dist/.
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## Remove everything that is generated, environments included.
-	rm -rf $(VENV) $(SDK_VENV) build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
+	rm -rf $(VENV) $(SDK_VENV) $(EXTRAS_VENV) build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

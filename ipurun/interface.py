@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -195,13 +195,17 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data."""
+    """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data.
+
+    `columns` has what was asked for by name, in this order: ``index``, ``input``, ``target``, ``output``.
+    """
 
     folder: Path
     checkpoint: Path
     step: int
     split: str
     outputs: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train(
@@ -328,14 +332,35 @@ def predict(
     best: bool = False,
     overrides: Sequence[str] = (),
     quiet: bool = False,
+    columns: Sequence[str] = ("output",),
 ) -> Predicted:
-    """Compute the outputs of a run's weights for every sample of a split; arguments as for `evaluate`."""
+    """Compute the outputs of a run's weights for every sample of a split; arguments as for `evaluate`.
+
+    Args:
+        run: As for `load`, as are `checkpoint`, `best` and `overrides`.
+        split: As for `evaluate`.
+        checkpoint: One of its checkpoints.
+        best: Take the best checkpoint.
+        overrides: Changes to the config of the run.
+        quiet: Show nothing on standard output.
+        columns: What else to return: ``index``, ``input`` and ``target`` of each sample.
+    """
     with _reloaded("predict", run, checkpoint, best, overrides, split, quiet) as (loaded, name, console):
         from ipurun.training.evaluate import gathered
         from ipurun.training.evaluate import predict as predict_run
 
-        outputs = gathered(predict_run(loaded.run, name, console))
-    return Predicted(loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step, name, outputs)
+        wanted = tuple(dict.fromkeys(["index", *columns, "output"]))
+        total = loaded.run.eval_loaders[name].samples
+
+        def shown() -> Iterator[Any]:
+            for part in predict_run(loaded.run, name, console, wanted):
+                console.show_progress("predicting", int(part["index"][-1]) + 1, total, "sample")
+                yield part
+
+        found = gathered(shown()) or {"output": None}
+    where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
+    kept = {column: value for column, value in found.items() if column in columns}
+    return Predicted(*where, name, found["output"], kept)
 
 
 def train_words(

@@ -327,6 +327,11 @@ class EvalLoader:
         )
         self._loader: Any = None
 
+    @property
+    def samples(self) -> Optional[int]:
+        """The number of samples, None for a stream without a limit."""
+        return self._limit
+
     def __iter__(self) -> Iterator[Tuple[Any, int]]:
         if self._loader is None:
             self._loader = self._make()

@@ -20,7 +20,7 @@ from ipurun.log.format import (
     plural,
     value_text,
 )
-from ipurun.log.screen import Screen
+from ipurun.log.screen import Screen, show_progress
 from ipurun.planning.plan import Plan
 from ipurun.training.events import (
     CheckpointSaved,
@@ -95,6 +95,10 @@ class Console(Observer):
         fraction = event.step / event.total_steps if event.total_steps else None
         if self._screen.wants_live(fraction):
             self._screen.live(live_parts(event, self._saved_step), fraction)
+
+    def show_progress(self, doing: str, done: int, total: Optional[int], unit: str) -> None:
+        """Show how far a long task is; see `ipurun.log.screen.show_progress`."""
+        show_progress(self._screen, doing, done, total, unit)
 
     def on_eval(self, event: EvalEnd) -> None:
         values = "  ".join(f"{name} {metric(value)}" for name, value in event.metrics.items())

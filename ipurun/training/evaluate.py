@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from ipurun.build import Run
 from ipurun.errors import ConfigError
-from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
+from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
 from ipurun.training.events import CompileEnd, CompileStart, Observer
 from ipurun.training.failures import explained
 
@@ -77,21 +77,37 @@ def evaluate(
     return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling)
 
 
-def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
+def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = ("output",)) -> Iterator[Dict[str, Any]]:
     """Yield the model's outputs for a split, one host call at a time, in the order of the data, without padding.
 
     Args:
         run: The run, with its weights loaded.
         split: Name of the split.
         observer: Notified of compilation.
+        columns: What to yield: ``output``, ``input``, ``target`` and ``index``, the number of the sample in the split.
+            The target is left out where the data has none.
 
     Raises:
         ConfigError: The data has no such split.
         RunError: Compiling or running failed.
     """
+    rows, done = run.plan.inference.samples_per_call, 0
     for call in _inference_calls(run, observer, split, _explainer(run)):
-        result = call.result[0] if run.loss is not None else _without_loss(run, call.result)
-        yield map_tensors(torch.clone, _without_padding(result, call.real, run.plan.inference.samples_per_call))
+        inputs, target = _inputs_and_target(call.batch, run.config.loss.target)
+        found = {
+            "index": torch.arange(done, done + call.real),
+            "input": _without_padding(inputs, call.real, rows),
+            "target": _without_padding(target, call.real, rows),
+            "output": _without_padding(
+                call.result[0] if run.loss is not None else _without_loss(run, call.result), call.real, rows
+            ),
+        }
+        done += call.real
+        yield {
+            name: map_tensors(torch.clone, found[name])
+            for name in columns
+            if name != "target" or found[name] is not None
+        }
 
 
 def gathered(parts: Iterator[Any]) -> Any:
@@ -165,7 +181,7 @@ def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explai
     return seconds
 
 
-def _loss_of(run: Run, call: _InferenceCall) -> tuple[float, float]:
+def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:
     """Return the weighted sum of a host call's losses, and the sum of the weights.
 
     The device returns one loss per micro-batch. For a micro-batch with padding the host recomputes it from the real
@@ -196,6 +212,17 @@ def _loss_of(run: Run, call: _InferenceCall) -> tuple[float, float]:
         if "sum" in (config.args.get("reduction"), run.loss.reduction):
             return total + partial * size, weight + left
     return total + partial * left, weight + left
+
+
+def _inputs_and_target(batch: Any, target: Optional[str]) -> Tuple[Any, Any]:
+    """Return the items of a batch without the target, and the target; None where there is none."""
+    args, kwargs = as_call(batch)
+    try:
+        args, kwargs, found = split_target(args, kwargs, target)
+    except ConfigError:
+        found = None
+    inputs: Any = kwargs if kwargs and not args else args
+    return inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs, found
 
 
 def _without_loss(run: Run, result: Any) -> Any:
