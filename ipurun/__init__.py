@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from ipurun.errors import ConfigError, IpurunError, Problem, RunError
     from ipurun.interface import (
         Evaluated,
+        Exported,
         PlanReport,
         Predicted,
         Result,
         evaluate,
+        export,
         load,
         plan,
         predict,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "Evaluated",
+    "Exported",
     "IpurunError",
     "PlanReport",
     "Predicted",
@@ -33,6 +36,7 @@ __all__ = [
     "Result",
     "RunError",
     "evaluate",
+    "export",
     "load",
     "plan",
     "predict",

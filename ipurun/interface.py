@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluated",
+    "Exported",
     "PlanReport",
     "Predicted",
     "Result",
     "check_words",
     "evaluate",
+    "export",
     "load",
     "plan",
     "plan_words",
@@ -208,6 +210,47 @@ class Predicted:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Exported:
+    """The weights that were written; `str` gives what `ipurun export` prints.
+
+    Args:
+        folder: The run folder.
+        checkpoint: The checkpoint that the weights are from.
+        step: Number of weight updates that produced them.
+        files: The weights, and the config of transformers where a folder was asked for.
+        tensors: Number of tensors.
+        parameters: Number of values.
+        size: Bytes of the weights.
+        warnings: What looks wrong about them.
+    """
+
+    folder: Path
+    checkpoint: Path
+    step: int
+    files: Tuple[Path, ...]
+    tensors: int
+    parameters: int
+    size: int
+    warnings: Tuple[str, ...]
+
+    def __str__(self) -> str:
+        from ipurun.log.format import plural, size_text
+
+        what = f"{plural(self.tensors, 'tensor')}, {plural(self.parameters, 'value')}, {size_text(self.size)}"
+        return f"step {self.step:,}: {what} in {', '.join(map(str, self.files))}"
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return the document of `ipurun export --json`."""
+        return {
+            **vars(self),
+            "folder": str(self.folder),
+            "checkpoint": str(self.checkpoint),
+            "files": [str(file) for file in self.files],
+            "warnings": list(self.warnings),
+        }
+
+
 def train(
     recipe: Recipe = None,
     *,
@@ -361,6 +404,49 @@ def predict(
     where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
     kept = {column: value for column, value in found.items() if column in columns}
     return Predicted(*where, name, found["output"], kept)
+
+
+def export(
+    run: PathLike,
+    out: Optional[PathLike] = None,
+    checkpoint: Optional[PathLike] = None,
+    best: bool = False,
+    half: bool = False,
+    overrides: Sequence[str] = (),
+    quiet: bool = False,
+) -> Exported:
+    """Write the weights of a run as safetensors, as `ipurun export` does; neither data nor devices are needed.
+
+    Args:
+        run: As for `load`, as are `checkpoint`, `best` and `overrides`.
+        out: A file that ends in ``.safetensors``, or a folder that transformers loads; None: in the run folder.
+        checkpoint: One of its checkpoints.
+        best: Take the best checkpoint.
+        half: Write floating-point weights in float16.
+        overrides: Changes to the config of the run.
+        quiet: Show nothing on standard output.
+    """
+    with _one_call(overrides):
+        from ipurun.log.screen import make_screen
+        from ipurun.runs.export import export_run
+        from ipurun.runs.folder import RunFolder
+
+        folder = RunFolder.open(os.fspath(run))
+        screen = make_screen(sys.stdout, quiet)
+        screen.begin(f"exporting {folder}")
+        try:
+            done = export_run(
+                folder,
+                _listed(overrides),
+                _text(out),
+                _text(checkpoint),
+                best,
+                half,
+                lambda written, total: screen.phase("", written / max(total, 1)),
+            )
+        finally:
+            screen.close()
+    return Exported(folder.path, **vars(done))
 
 
 def train_words(

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "Train a model from a recipe; any key can be overridden (-m sweeps).",
     "eval": "Evaluate the weights of a run.",
     "predict": "Write a run's predictions for a split of its data.",
+    "export": "Write a run's weights as safetensors, for torch and transformers.",
     "plan": "Show what a config would do, without running it.",
     "validate": "Check configs without running them.",
     "ls": "List recipes; `ls keys` lists every config key.",
@@ -30,7 +31,7 @@ COMMANDS = {
 }
 _MODULES = {"import": "ipurun.cli.import_"}
 _COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
-_WITH_ENGINE = (*_COMPOSING, "eval", "predict", "selftest", "exec")
+_WITH_ENGINE = (*_COMPOSING, "eval", "predict", "export", "selftest", "exec")
 _FAILED, _INTERRUPTED = 1, 130
 
 _USAGE = """\

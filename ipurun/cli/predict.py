@@ -48,7 +48,7 @@ def run(argv: List[str]) -> int:
     with only_json(flags.json):
         from ipurun.interface import predict
         from ipurun.log.predictions import check_file, columns_of, describe, write_predictions
-        from ipurun.log.screen import make_screen, show_progress
+        from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder
 
         RunFolder.open(path)
@@ -68,10 +68,9 @@ def run(argv: List[str]) -> int:
         )
         file = result.folder / f"predictions_{result.split}.pt" if given is None else wanted
         screen = make_screen(sys.stdout, quiet)
+        screen.begin(f"writing {file}")
         try:
-            write_predictions(
-                file, result.columns, lambda done, total: show_progress(screen, "writing", done, total, "row")
-            )
+            write_predictions(file, result.columns, lambda done, total: screen.phase("", done / total))
         finally:
             screen.close()
     outputs = describe(result.outputs)
