@@ -182,13 +182,15 @@ class Evaluated:
     samples: int
     metrics: Dict[str, float]
     seconds: float
+    matrices: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        from ipurun.log.format import duration, metric, plural
+        from ipurun.log.format import duration, matrix_lines, metric, plural
 
         values = "  ".join(f"{key} {metric(value)}" for key, value in self.metrics.items())
         how = f"[{plural(self.samples, 'sample')}, {duration(self.seconds)}]"
-        return f"step {self.step:,} on {self.split}: {values}  {how}"
+        tables = [line for name, matrix in self.matrices.items() for line in matrix_lines(name, matrix)]
+        return "\n".join([*tables, f"step {self.step:,} on {self.split}: {values}  {how}"])
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the document of `ipurun eval --json`."""
@@ -365,7 +367,7 @@ def evaluate(
         found = evaluate_run(loaded.run, console, name)
     assert found is not None  # only an interrupt stops it, and that is an exception here
     where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
-    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds)
+    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds, found.matrices)
 
 
 def predict(

@@ -101,7 +101,7 @@ class Console(Observer):
         show_progress(self._screen, doing, done, total, unit)
 
     def on_eval(self, event: EvalEnd) -> None:
-        values = "  ".join(f"{name} {metric(value)}" for name, value in event.metrics.items())
+        values = "  ".join(f"{name} {metric(value)}" for name, value in without_classes(event.metrics).items())
         best = "  (best so far)" if event.is_best else ""
         self._screen.line(
             f"step {count(event.step)}  epoch {event.epoch:.2f}  {event.split}: {values}{best}  "
@@ -175,6 +175,7 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     rows = [("steps", f"{plural(summary.step, 'weight update')}, {epochs_text(summary.epoch)}")]
     final = dict(summary.metrics)
     if summary.loss is not None:
+        final = without_classes(final)
         evaluated = {"eval loss" if key == "loss" else key: value for key, value in final.items()}
         final = {"train loss": summary.loss, **evaluated}
     if final:
@@ -197,11 +198,16 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     return rows
 
 
+def without_classes(metrics: Mapping[str, float]) -> Dict[str, float]:
+    """Return metrics without the values of single classes (``f1/3``) where there is one for all (``f1``)."""
+    return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in metrics}
+
+
 def final_line(summary: Summary, name: str, folder: str) -> str:
     """Return the one line of a quiet run."""
     word = {"done": "finished"}.get(summary.status, summary.status)
     parts = [f"{name}: {word} after {count(summary.step)} steps"]
-    parts += [f"{key} {metric(value)}" for key, value in summary.metrics.items()]
+    parts += [f"{key} {metric(value)}" for key, value in without_classes(summary.metrics).items()]
     if summary.best is not None:
         parts.append(f"best {summary.monitor} {metric(summary.best)}")
     parts += [f"{count(summary.samples_per_second)} samples/s", duration(summary.seconds.get("total")), folder]

@@ -24,6 +24,7 @@ from ipurun.inspect.targets import check_node, make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
+from ipurun.log.tracking import DroppedIfFailing
 from ipurun.runs.folder import RunFolder, check_writable, find_latest
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun, prepare
@@ -139,7 +140,12 @@ def _train_in(
             console.show_panel(point, plan, str(folder))
             for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
                 console.on_note(Note(note, level="warning"))
-        observers = [*consoles, *_loggers(point, folder)]
+
+        def warn(text: str) -> None:
+            for console in consoles:
+                console.on_note(Note(point.without_secrets(text), level="warning"))
+
+        observers = [*consoles, *_loggers(point, folder, warn)]
         summary = _guarded(lambda: train(run, folder, observers, checkpoint, deadline), folder, screen, log, point)
         for console in consoles:
             console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
@@ -249,10 +255,11 @@ def _logger_problems(point: Point) -> List[Problem]:
     return problems
 
 
-def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
+def _loggers(point: Point, folder: RunFolder, warn: Callable[[str], None]) -> Sequence[Observer]:
     loggers: List[Observer] = [JsonlLogger(folder.metrics_file)]
     for name, node in point.config.logger.items():
-        loggers.append(make(node, f"logger.{name}", folder=folder.path))
+        made = make(node, f"logger.{name}", folder=folder.path)
+        loggers.append(DroppedIfFailing(name, made, warn))
     return loggers
 
 

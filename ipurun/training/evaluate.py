@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ipurun.build import Run
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
+from ipurun.metrics import Matrix
 from ipurun.training.events import CompileEnd, CompileStart, Observer
 from ipurun.training.failures import explained
 
@@ -28,6 +29,7 @@ class Evaluation:
     samples: int
     seconds: float
     compile_seconds: float
+    matrices: Mapping[str, Matrix] = field(default_factory=dict)
 
 
 def evaluate(
@@ -74,7 +76,8 @@ def evaluate(
             with explain("computing metrics"):
                 run.eval_metrics.update(outputs, targets)
     values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
-    return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling)
+    seconds = time.perf_counter() - begun - compiling
+    return Evaluation(str(name), values, samples, seconds, compiling, run.eval_metrics.matrices)
 
 
 def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = ("output",)) -> Iterator[Dict[str, Any]]:

@@ -94,7 +94,10 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class EvalEnd:
-    """An evaluation is done. ``metrics`` holds ``loss`` and every metric declared for evaluation."""
+    """An evaluation is done. ``metrics`` holds ``loss`` and every metric declared for evaluation.
+
+    ``matrices`` holds what is a table rather than a number, such as a confusion matrix, by rows.
+    """
 
     step: int
     epoch: float
@@ -104,6 +107,7 @@ class EvalEnd:
     seconds: float
     monitor: Optional[str] = None
     is_best: bool = False
+    matrices: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -399,6 +399,7 @@ class _Trainer:
                 result.seconds,
                 run.monitor,
                 improved,
+                result.matrices,
             )
         )
         return improved
