@@ -16,6 +16,7 @@ from ipurun.inspect.data import (
     check_data,
     check_sample,
     first_sample,
+    is_read_by_position,
     is_stream,
     length_of,
     make_splits,
@@ -345,11 +346,12 @@ def _moved_notes(config: RunConfig) -> Tuple[str, ...]:
 
 
 def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
-    if config.loader.workers < 2 or not any(is_stream(data) for data in splits.values()):
+    repeating = [data for data in splits.values() if is_stream(data) and not is_read_by_position(data)]
+    if config.loader.workers < 2 or not repeating:
         return ()
     return (
         f"each of the {config.loader.workers} workers reads the whole iterable data set; unless the data set divides "
-        "itself with torch.utils.data.get_worker_info, samples are repeated",
+        "itself with torch.utils.data.get_worker_info, samples are repeated; ipurun.datasets.shards.Shared divides any",
     )
 
 

@@ -190,6 +190,8 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     if summary.skipped_samples:
         which = listing(map(str, summary.skipped_samples))
         rows.append(("skipped", f"{plural(len(summary.skipped_samples), 'sample')} that could not be read: {which}"))
+    if summary.padding_share is not None:
+        rows.append(("padding", f"{summary.padding_share:.1%} of the positions in the batches"))
     if summary.checkpoint:
         rows.append(("checkpoint", summary.checkpoint))
     if summary.best_checkpoint and summary.best_checkpoint != summary.checkpoint:

@@ -154,6 +154,7 @@ class Summary:
         resume_command: The command that resumes the run.
         rollbacks: How often the run returned to an earlier step.
         skipped_samples: Indices of the training samples that could not be read.
+        padding_share: Share of padding in the batches, where the collate function or the data set counts it.
     """
 
     status: str
@@ -172,6 +173,7 @@ class Summary:
     resume_command: str = ""
     rollbacks: int = 0
     skipped_samples: Tuple[int, ...] = ()
+    padding_share: Optional[float] = None
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""

@@ -428,6 +428,7 @@ class _Trainer:
             resume_command="" if status == "done" else self._saver.resume_command,
             rollbacks=self._rollbacks,
             skipped_samples=self._run.train_loader.skipped.indices,
+            padding_share=self._run.train_loader.padding_share,
         )
         self._observer.on_end(summary)
         return summary

@@ -78,7 +78,10 @@ class LoaderConfig:
     drop_last: bool = option(True, "Drop the last samples of an epoch that do not fill a host call.")
     sampler: Dict[str, Any] = option({}, "A sampler: `_target_` and arguments; the first argument is the data set.")
     batch_sampler: Dict[str, Any] = option({}, "A batch sampler: `_target_` and arguments; it yields micro-batches.")
-    collate: Optional[str] = option(None, "Dotted path of a collate function; null: torch's default.")
+    collate: Optional[str] = option(
+        None, "Dotted path of a collate function, or of a class of such; null: torch's default."
+    )
+    collate_args: Dict[str, Any] = option({}, "Arguments of the collate function, such as length for padding.")
     on_error: str = option(
         "raise",
         "When a training sample cannot be read: raise: stop; skip: use the next sample that can (not for iterables).",
