@@ -221,7 +221,7 @@ def packed(data: Any, length: int, **how: Any) -> Any:
     return Packed(data, length, **how)
 
 
-def packs_of(lengths: Sequence[int], length: int) -> Tuple[np.ndarray, np.ndarray]:
+def packs_of(lengths: Union[Sequence[int], np.ndarray], length: int) -> Tuple[np.ndarray, np.ndarray]:
     """Divide sequences into rows: the longest first, each into the fullest row that has room for it.
 
     Returns:
@@ -261,7 +261,7 @@ def _lengths_of(data: Any) -> np.ndarray:
     known = getattr(data, "lengths", None)
     if known is not None:
         return np.asarray(known, np.int64)
-    lengths = np.empty(len(data), np.int64)
+    lengths: np.ndarray = np.empty(len(data), np.int64)
     if len(data) <= _FEW_SAMPLES:
         for number in range(len(data)):
             lengths[number] = len(_sequence(data[number]))

@@ -96,12 +96,11 @@ def splits(
         name: next((folder / word for word in words if (folder / word).is_dir()), None)
         for name, words in _SPLITS.items()
     }
-    scale = {"image_size": image_size, "in_channels": in_channels}
     if in_channels == 1 and len(mean) == 3:
         mean, std = [sum(mean) / 3], [sum(std) / 3]
 
     def made(files: Sequence[Path], labels: Sequence[int], classes: Sequence[str]) -> ImageFolder:
-        return ImageFolder(files, labels, classes, mean=mean, std=std, **scale)
+        return ImageFolder(files, labels, classes, image_size, in_channels, mean, std)
 
     if parts["train"] is None:
         files, labels, classes = _listed(folder)
@@ -225,7 +224,7 @@ def _part_of_each_class(labels: Sequence[int], share: float) -> np.ndarray:
     """Return which images are for evaluation: every n-th of each class, the same in every run."""
     if not 0 < share < 1:
         raise ConfigError("`data.eval_share` is not between 0 and 1", seen=str(share), key="data.eval_share")
-    chosen = np.zeros(len(labels), bool)
+    chosen: np.ndarray = np.zeros(len(labels), bool)
     numbers = np.array(labels)
     for label in np.unique(numbers):
         places = np.flatnonzero(numbers == label)

@@ -146,10 +146,12 @@ class Shared(IterableDataset):
 
     def read(self, start: int, stop: int) -> Iterator[Any]:
         """Yield the samples from one position of the epoch to another."""
-        if self._iterator is None or self._position > start:
-            self._iterator, self._position = iter(self.data), 0
+        iterator = self._iterator
+        if iterator is None or self._position > start:
+            self._iterator = iterator = iter(self.data)
+            self._position = 0
         position = self._position  # a second reader, such as an evaluation, may move the other one meanwhile
-        for sample in self._iterator:
+        for sample in iterator:
             position += 1
             self._position = position
             if position > start:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import IO, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import numpy
 import torch
@@ -79,7 +79,7 @@ def write_predictions(path: Path, columns: Mapping[str, Any], progress: Optional
             elif path.suffix == ".npy":
                 numpy.save(stream, _as_array(table), allow_pickle=False)
             elif path.suffix == ".npz":
-                numpy.savez(stream, **table)
+                numpy.savez(stream, **cast(Any, table))
             elif path.suffix == ".parquet":
                 _write_parquet(stream, table, progress)
             else:
