@@ -43,17 +43,19 @@ def check_folder(
         )
 
 
-def numbered_files(pattern: Union[str, Sequence[str]], key: str) -> List[Path]:
+def numbered_files(pattern: Union[str, Sequence[str], None], key: str) -> List[Path]:
     """Return the files of a pattern, by number.
 
     Args:
-        pattern: A file; ``NAME-{000..127}.END`` for numbers that must all be there; ``NAME-*.END`` for those that are
+        pattern: A file (None is an error); ``NAME-{000..127}.END`` for numbers that must all be there; ``NAME-*.END`` for those that are
             there, without a gap in their numbers; or a list of these.
         key: The config key, for messages.
 
     Raises:
         ConfigError: If there is no such file, or a number is missing.
     """
+    if not pattern:
+        raise ConfigError(f"`{key}` is not set", fix=f"{key}=FILE, or {key}='NAME-{{000..127}}.END'", key=key)
     if not isinstance(pattern, str):
         return [path for item in pattern for path in numbered_files(item, key)]
     path = Path(pattern).expanduser()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class ImageFolder(Dataset):
 
 
 def splits(
-    root: str,
+    root: Optional[str],
     image_size: int = 224,
     in_channels: int = 3,
     eval_share: float = 0.1,
@@ -87,6 +87,8 @@ def splits(
     Raises:
         ConfigError: If the folder is missing, has no images, or its splits have different classes.
     """
+    if not root:
+        raise ConfigError("`data.root` is not set", fix="data.root=FOLDER", key="data.root")
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise ConfigError("`data.root` is not a folder", where=f"data.root={root}", seen=str(folder), key="data.root")

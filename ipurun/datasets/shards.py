@@ -146,8 +146,8 @@ class Shared(IterableDataset):
 
     def read(self, start: int, stop: int) -> Iterator[Any]:
         """Yield the samples from one position of the epoch to another."""
-        iterator = self._iterator
-        if iterator is None or self._position > start:
+        iterator = self._iterator or iter(())
+        if self._iterator is None or self._position > start:
             self._iterator = iterator = iter(self.data)
             self._position = 0
         position = self._position  # a second reader, such as an evaluation, may move the other one meanwhile
@@ -167,7 +167,7 @@ class Shared(IterableDataset):
 
 
 def splits(
-    files: Union[str, Sequence[str]],
+    files: Union[str, Sequence[str], None],
     eval_files: Union[str, Sequence[str], None] = None,
     fields: Fields = None,
     shuffle: bool = True,

@@ -101,7 +101,7 @@ class TokenWindows(Dataset):
 
 
 def splits(
-    file: Union[str, Sequence[str]],
+    file: Union[str, Sequence[str], None],
     sequence_length: int,
     eval_file: Union[str, Sequence[str], None] = None,
     eval_share: float = 0.01,

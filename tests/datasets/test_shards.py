@@ -10,11 +10,17 @@ import pytest
 import torch
 from run_harness import Folder, Recorder, built, trained
 from run_toys import Countdown, countdown
+from torch.utils.data import default_collate
 
-from ipurun.build.loader import _Part, _Parts
+import ipurun
+from ipurun import emulator
+from ipurun.build.loader import TrainLoader, _Part, _Parts
 from ipurun.checkpoint import latest
+from ipurun.config.schema import LoaderConfig
 from ipurun.datasets.shards import splits
 from ipurun.errors import ConfigError
+from ipurun.planning.plan import BatchSizes
+from ipurun.recipes.mnist.dataset import splits as mnist_splits
 from ipurun.training.evaluate import gathered, predict
 
 LENGTHS = (7, 12, 1, 9, 11)
@@ -212,3 +218,37 @@ def test_evaluation_reads_every_sample_once_with_workers(tmp_path):
         found = gathered(predict(run, "eval", Recorder(), ["index", "input", "output"]))
         run.close()
         assert found["index"].tolist() == list(range(40)) and _ids(zip(found["input"])) == list(range(40))
+
+
+def test_processes_read_different_host_calls(tmp_path):
+    data = splits(_write(tmp_path, "npz"), seed=4)["train"]
+    whole = _ids(data)
+    found = []
+    for process in range(2):
+        options = emulator.Options()
+        options.Distributed.configureProcessId(process, 2)
+        sizes = BatchSizes(micro_batch_size=4, device_iterations=1, gradient_accumulation=1, replicas=1)
+        loader = TrainLoader(emulator, options, data, LoaderConfig(), sizes, 0, default_collate)
+        loader.start(epoch=0, skip_calls=1)
+        found.append([_ids(zip(batch[0])) for batch in loader.epoch()])
+        loader.close()
+    calls = [whole[at : at + 4] for at in range(0, 40, 4)]
+    assert found == [calls[2::2], calls[3::2]]
+
+
+@pytest.mark.parametrize(("group", "key"), [("tokens", "file"), ("image_folder", "root"), ("shards", "files")])
+def test_a_reader_without_files_says_what_to_set(group, key):
+    problems = ipurun.validate("mnist", overrides=[f"data={group}"])
+    assert [problem.what for problem in problems] == [f"`data.{key}` is not set"]
+
+
+def test_shards_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digits = mnist_splits()["train"]
+    for number in range(2):
+        rows = [digits[index] for index in range(40 * number, 40 * number + 40)]
+        images, labels = (torch.stack(part).numpy() for part in zip(*rows))
+        np.savez(tmp_path / f"digits-{number}.npz", images=images, labels=labels)
+    words = ["data=shards", "data.files=digits-{0..1}.npz", "data.eval_files=digits-1.npz", "devices=2"]
+    result = ipurun.train("mnist", overrides=[*words, "hydra.run.dir=run"], epochs=1, quiet=True)
+    assert (result.status, result.step) == ("done", 4) and result.metrics["accuracy"] >= 0
