@@ -47,15 +47,15 @@ def numbered_files(pattern: Union[str, Sequence[str], None], key: str) -> List[P
     """Return the files of a pattern, by number.
 
     Args:
-        pattern: A file (None is an error); ``NAME-{000..127}.END`` for numbers that must all be there; ``NAME-*.END`` for those that are
-            there, without a gap in their numbers; or a list of these.
+        pattern: A file; ``NAME-{000..127}.END`` for numbers that must all be there; ``NAME-*.END`` for those that are
+            there, without a gap in their numbers; or a list of these. None is an error.
         key: The config key, for messages.
 
     Raises:
         ConfigError: If there is no such file, or a number is missing.
     """
     if not pattern:
-        raise ConfigError(f"`{key}` is not set", fix=f"{key}=FILE, or {key}='NAME-{{000..127}}.END'", key=key)
+        raise ConfigError(f"`{key}` is not set", fix=f"{key}=FILE, or {key}='NAME-*.END'", key=key)
     if not isinstance(pattern, str):
         return [path for item in pattern for path in numbered_files(item, key)]
     path = Path(pattern).expanduser()

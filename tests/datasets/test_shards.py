@@ -249,6 +249,6 @@ def test_shards_from_the_command_line(tmp_path, monkeypatch):
         rows = [digits[index] for index in range(40 * number, 40 * number + 40)]
         images, labels = (torch.stack(part).numpy() for part in zip(*rows))
         np.savez(tmp_path / f"digits-{number}.npz", images=images, labels=labels)
-    words = ["data=shards", "data.files=digits-{0..1}.npz", "data.eval_files=digits-1.npz", "devices=2"]
+    words = ["data=shards", 'data.files="digits-{0..1}.npz"', "data.eval_files=digits-?.npz", "devices=2"]
     result = ipurun.train("mnist", overrides=[*words, "hydra.run.dir=run"], epochs=1, quiet=True)
     assert (result.status, result.step) == ("done", 4) and result.metrics["accuracy"] >= 0
