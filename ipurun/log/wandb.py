@@ -47,7 +47,7 @@ class WandbLogger(Observer):
         known = kept_id(self._folder, "wandb")
         self._run = self._wandb.init(
             name=f"{event.name}/{self._folder.name}",
-            dir=str(self._folder),
+            dir=str(self._folder.resolve()),  # its service has a working folder of its own
             config=stored_config(self._folder),
             id=known,
             resume="allow" if known else None,
