@@ -21,7 +21,7 @@ from ipurun.config import checks, hydra_session, overrides, secrets
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, load_file, yaml_problem
-from ipurun.config.keys import all_keys, complete, type_problem
+from ipurun.config.keys import all_keys, complete, schema, type_problem
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
 
@@ -194,7 +194,7 @@ def from_yaml(path: Path, values: Optional[Mapping[str, Any]] = None) -> RunConf
             what = "the stored config is not a mapping of keys" if stored else "the stored config is empty"
             raise ConfigError(what, str(path), fix="use the folder of another run")
         plain = secrets.with_hidden(OmegaConf.to_container(stored), values or {})
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), secrets.escaped(plain))
+        merged = OmegaConf.merge(schema(), secrets.escaped(plain))
         return cast(RunConfig, OmegaConf.to_object(merged))
     except FileNotFoundError:
         raise ConfigError("the stored config does not exist", str(path), fix="use the folder of a run") from None
