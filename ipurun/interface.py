@@ -357,7 +357,8 @@ def train_words(
     with _one_call(words):
         point = _point_to_train(words)
         from ipurun.log.screen import make_screen
-        from ipurun.runs.job import prepare_job, resumed_folder, run_job
+        from ipurun.runs.job import run_job
+        from ipurun.runs.prepare import prepare_job, resumed_folder
 
         interrupt_code = point.config.interrupt_exit_code
         with _exit_code_after_interrupt(interrupt_code):
@@ -409,7 +410,7 @@ def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
     with _one_call(words):
         from ipurun.config.compose import points
         from ipurun.inspect.facts import Purpose
-        from ipurun.runs.job import prepare_job
+        from ipurun.runs.prepare import prepare_job
 
         label = " ".join(words) or "the default config"
         try:

@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Seque
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ipurun.config import checks, hydra_session, overrides, secrets
 from ipurun.config.argv import parse_argv
@@ -271,11 +271,11 @@ def _shown(override: overrides.Parsed, text: str) -> str:
 def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:
     try:
         OmegaConf.resolve(config)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            fixes = " ".join(f"{key}=VALUE" for key in missing)
-            return None, [Problem(f"`{key}` has no value", seen="???", fix=fixes, key=key) for key in missing]
         typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
+    except MissingMandatoryValue:
+        missing = sorted(OmegaConf.missing_keys(config))
+        fixes = " ".join(f"{key}=VALUE" for key in missing)
+        return None, [Problem(f"`{key}` has no value", seen="???", fix=fixes, key=key) for key in missing]
     except (OmegaConfBaseException, RecursionError) as error:
         return None, list(_unresolvable(config)) or [_cannot_resolve(getattr(error, "full_key", None) or "", error)]
     # YAML 1.1 reads the key `on` as true.
@@ -353,11 +353,12 @@ def _given_keys(
         group = document.path.parent.name
         if document.is_default and group not in groups:
             continue
+        file = document.where()
         for entry in document.entries:
             top = entry.key.split(".")[0]
             # A group chosen on the command line wins over a recipe's keys inside it.
             if top not in groups or (group != RECIPE_GROUP and groups & {document.package, group}):
-                given[entry.key] = document.where(entry.line)
+                given[entry.key] = f"{file}:{entry.line}"
     for override, text in chosen:
         if override.prefix == "~":
             given = {key: origin for key, origin in given.items() if not (key + ".").startswith(override.key + ".")}
