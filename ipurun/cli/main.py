@@ -65,7 +65,9 @@ def console() -> None:
     """Entry point of the installed command."""
     # Starting makes a million objects that stay, torch's most of all. To look for garbage among them takes 0.3 s.
     gc.set_threshold(*_RARE_COLLECTIONS)
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # or Python would look through them once more at its end
+    sys.exit(code)
 
 
 def collect_as_usual() -> None:

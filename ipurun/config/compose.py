@@ -173,7 +173,7 @@ def to_yaml(config: RunConfig, hidden: Optional[Mapping[str, str]] = None) -> st
         config: The config.
         hidden: What to write in place of secrets, as in `Point.hidden`; None: masks, by the names of keys.
     """
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    plain = dataclasses.asdict(config)
     hidden = secrets.hidden_values(plain, plain) if hidden is None else hidden
     return OmegaConf.to_yaml(OmegaConf.create(secrets.with_hidden(plain, hidden)))
 
