@@ -204,13 +204,13 @@ class TrainLoader:
             self.start(self._epoch)
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(self._epoch)
-        states = RandomStates(seed_of(self._seed, self._epoch))
+        reading = self._reading(RandomStates(seed_of(self._seed, self._epoch)))
         self._epoch += 1
         discard, self._discard = self._discard, 0
-        with self._reading(states):
+        with reading():
             self._batches = batches = self._processes.batches(self._loader)
         for number in itertools.count():
-            with self._reading(states):
+            with reading():
                 batch = next(batches, None)
             if batch is None:
                 self._batches = None
@@ -231,9 +231,9 @@ class TrainLoader:
     def _loads_here(self) -> bool:
         return self._config.mode == "sync" and not self._config.workers
 
-    def _reading(self, states: RandomStates) -> ContextManager[None]:
+    def _reading(self, states: RandomStates) -> Callable[[], ContextManager[None]]:
         """Give a stream that is read in this process its own random states: a resumed run reads it again."""
-        return states.in_use() if is_stream(self._data) and self._loads_here() else contextlib.nullcontext()
+        return states.in_use if is_stream(self._data) and self._loads_here() else contextlib.nullcontext
 
     def close(self) -> None:
         """End background processes."""
@@ -384,6 +384,9 @@ class _Processes:
             LoaderTimeoutError: No batch came in time.
             DeadWorkerError: A process has died.
         """
+        if not self.arguments:  # no processes
+            yield from loader
+            return
         with self._explained(), self._limit.waiting(self._others):
             iterator = self._begun(loader)
         while True:
@@ -400,7 +403,7 @@ class _Processes:
         self._started = []
 
     def _begun(self, loader: Any) -> Iterator[Any]:
-        if self._is_asynchronous or self._started or not self.arguments:
+        if self._is_asynchronous or self._started:
             return iter(loader)
         self._others = multiprocessing.active_children()
         with signals_held(), children_unwatched():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 __all__ = [
     "CheckpointSaved",
@@ -55,8 +55,7 @@ class CompileEnd:
     from_cache: Optional[bool] = None
 
 
-@dataclass(frozen=True)
-class StepEnd:
+class StepEnd(NamedTuple):
     """A host call is done; the values cover the time since the last such event.
 
     Args:

@@ -250,26 +250,27 @@ class _Trainer:
         self._progress.position = 0
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
+        reading = self._explained("reading the training data")
+        # Reading here may change the random state, and must come to its end.
+        get = self._next if self._run.train_loader.uses_processes else next
         while True:
             begun = time.perf_counter()
-            with self._explained("reading the training data"):
-                batch = self._next(batches)
+            with reading:
+                batch = get(batches, None)
             if batch is None:
                 return
             self._waited = time.perf_counter() - begun
             self._clock.add("data_wait", self._waited)
             yield batch
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, None at the end of the data or of the wait for it."""
-        if not self._run.train_loader.uses_processes:
-            return next(batches, None)  # reading here may change the random state, and must come to its end
+    def _next(self, batches: Iterator[Any], end: None) -> Any:
+        """Return the next batch, or `end` after the data or the wait for it."""
         try:
             with self._interrupts.stop_waiting():
-                return next(batches, None)
+                return next(batches, end)
         except WaitStoppedError:
             self._stopped_waiting = True
-            return None
+            return end
 
     def _one_call(self, batch: Any) -> None:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
