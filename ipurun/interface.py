@@ -171,7 +171,10 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Metrics of a run's weights on a split; `str` gives what `ipurun eval` prints."""
+    """Metrics of a run's weights on a split; `str` gives what `ipurun eval` prints.
+
+    `left_out` has the indices of samples that could not be read (`loader.on_error=skip`).
+    """
 
     folder: Path
     checkpoint: Path
@@ -180,12 +183,14 @@ class Evaluated:
     samples: int
     metrics: Dict[str, float]
     seconds: float
+    left_out: Tuple[int, ...] = ()
 
     def __str__(self) -> str:
         from ipurun.log.format import duration, metric, plural
 
         values = "  ".join(f"{key} {metric(value)}" for key, value in self.metrics.items())
-        how = f"[{plural(self.samples, 'sample')}, {duration(self.seconds)}]"
+        left_out = f", {len(self.left_out):,} left out" if self.left_out else ""
+        how = f"[{plural(self.samples, 'sample')}{left_out}, {duration(self.seconds)}]"
         return f"step {self.step:,} on {self.split}: {values}  {how}"
 
     def to_dict(self) -> Dict[str, Any]:
@@ -195,13 +200,17 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data."""
+    """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data.
+
+    `left_out` has the indices of samples that could not be read (`loader.on_error=skip`): they have no row.
+    """
 
     folder: Path
     checkpoint: Path
     step: int
     split: str
     outputs: Any
+    left_out: Tuple[int, ...] = ()
 
 
 def train(
@@ -318,7 +327,7 @@ def evaluate(
         found = evaluate_run(loaded.run, console, name)
     assert found is not None  # only an interrupt stops it, and that is an exception here
     where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
-    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds)
+    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds, found.left_out)
 
 
 def predict(
@@ -335,7 +344,8 @@ def predict(
         from ipurun.training.evaluate import predict as predict_run
 
         outputs = gathered(predict_run(loaded.run, name, console))
-    return Predicted(loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step, name, outputs)
+        left_out = loaded.run.eval_loaders[name].left_out
+    return Predicted(loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step, name, outputs, left_out)
 
 
 def train_words(

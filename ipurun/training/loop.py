@@ -7,15 +7,15 @@ import os
 import shlex
 import subprocess
 import time
-from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence, Set
+from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder
-from ipurun.errors import RunError, listing
+from ipurun.errors import RunError
 from ipurun.inspect.batch_items import as_call, pick, target_of
 from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.clock import Clock, Window
-from ipurun.training.evaluate import evaluate, output_of
+from ipurun.training.evaluate import evaluate, output_of, report_skipped
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
@@ -106,8 +106,6 @@ class _Trainer:
         self._nonfinite_times = 0
         self._recoveries = 0  # since the checkpoint of `_recovered_step`
         self._recovered_step: Optional[int] = None
-        self._skipped: Set[int] = set()  # samples already reported
-        self._skip_changes = 0
         self._resumed_from = resume_from
         self._restored: Optional[Dict[str, Any]] = None
         self._progress = Progress()
@@ -275,7 +273,7 @@ class _Trainer:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
         self._saver.poll()
         if run.config.loader.on_error == "skip":
-            self._report_skipped()
+            report_skipped(run, self._observer)
         args, kwargs = as_call(batch)
         if not run.training_model.isCompiled():
             self._compile(args, kwargs)
@@ -374,7 +372,11 @@ class _Trainer:
         # Not from the random states of training: an evaluation that an interrupt put off must not change them.
         with seeded(seed_of(run.config.seed, progress.step)):
             result = evaluate(
-                run, self._observer, should_stop=lambda: self._interrupts.requested, explain=self._explained
+                run,
+                self._observer,
+                should_stop=lambda: self._interrupts.requested,
+                explain=self._explained,
+                waiting=self._interrupts.stop_waiting,
             )
         progress.owes_evaluation = result is None
         if result is None:
@@ -407,9 +409,9 @@ class _Trainer:
         if status == "interrupted" and self._saver.is_on:
             self._saver.save()
         self._saver.wait()
-        self._report_skipped()
+        report_skipped(self._run, self._observer)
         self._run.close()
-        progress = self._progress
+        progress, skipped = self._progress, self._run.skipped
         summary = Summary(
             status=status,
             step=progress.step,
@@ -426,7 +428,8 @@ class _Trainer:
             best_checkpoint=self._saver.best_path,
             resume_command="" if status == "done" else self._saver.resume_command,
             rollbacks=self._rollbacks,
-            skipped_samples=self._run.train_loader.skipped.indices,
+            skipped_samples=skipped.indices("train"),
+            skipped_eval_samples={name: skipped.indices(name) for name in self._run.splits if name != "train"},
         )
         self._observer.on_end(summary)
         return summary
@@ -475,24 +478,6 @@ class _Trainer:
             fix="a smaller optimizer.lr, or another loss_scaling; on_nonfinite=rollback returns to the last checkpoint "
             "with a lower one, on_nonfinite=continue ignores it; debug=nonfinite stops at the first operation whose "
             "result is not finite",
-        )
-
-    def _report_skipped(self) -> None:
-        skipped = self._run.train_loader.skipped
-        if skipped.changes == self._skip_changes:
-            return
-        self._skip_changes = skipped.changes
-        found = [index for index in skipped.indices if index not in self._skipped]
-        self._skipped.update(found)
-        if not found:
-            return
-        which = f"sample {found[0]}" if len(found) == 1 else f"samples {listing(map(str, found))}"
-        self._observer.on_note(
-            Note(
-                f"{which} of the training data could not be read ({skipped.last_error}); using the next one that can, "
-                f"{len(self._skipped)} of at most {self._run.config.loader.max_errors}",
-                level="warning",
-            )
         )
 
     def _explained(self, doing: str) -> ContextManager[None]:

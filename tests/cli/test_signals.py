@@ -34,8 +34,8 @@ class Points(torch.utils.data.Dataset):
         time.sleep(self.seconds)
         return self.x[index], self.y[index]
 
-def splits(samples=24, seconds=0.0, hangs_at=-1):
-    return {"train": Points(samples, seconds, hangs_at), "test": Points(8, 0.0, -1)}
+def splits(samples=24, seconds=0.0, hangs_at=-1, test_hangs_at=-1):
+    return {"train": Points(samples, seconds, hangs_at), "test": Points(8, 0.0, test_hangs_at)}
 """
 MODES = {
     "sync": [],
@@ -170,6 +170,18 @@ def test_a_signal_while_a_process_of_the_loader_hangs_saves(mode: str) -> None:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130, err
         assert latest(only_run()) is not None
+        wait_for(lambda: not running(process.pid))
+
+
+def test_a_signal_while_a_worker_of_an_evaluation_hangs_saves() -> None:
+    words = ["+data.test_hangs_at=5", "loader.workers=2", "loader.timeout_seconds=500", "checkpoint.every_epochs=null"]
+    with started(*words) as process:
+        wait_for(hanging, process)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        newest = latest(only_run())
+        assert newest is not None and newest.step > 0
         wait_for(lambda: not running(process.pid))
 
 

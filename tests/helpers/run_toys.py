@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 
 class Net(nn.Module):
@@ -245,6 +245,29 @@ def doubled(samples: List[Any]) -> Any:
     """A user's collate function."""
     x, y = default_collate(samples)
     return 2 * x, y
+
+
+class Damaged(Points):
+    """Points of which some cannot be read.
+
+    Args:
+        bad: Their indices.
+    """
+
+    def __init__(self, length: int, offset: int, bad: Tuple[int, ...]) -> None:
+        super().__init__(length, offset)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise OSError(f"file {index} is damaged")
+        return super().__getitem__(index)
+
+
+def damaged(bad: List[int], lacks: bool = False) -> Tuple[Dataset, Dataset]:
+    """Return 32 points to train on and 11 to evaluate on, of which some cannot be read or are not there at all."""
+    good = [index for index in range(11) if index not in bad]
+    return Points(32), Subset(Points(11, 1000), good) if lacks else Damaged(11, 1000, tuple(bad))
 
 
 class Unreadable(Broken):

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from ipurun.checkpoint import listed, load
 from ipurun.emulator._executor import device
 from ipurun.errors import ConfigError, RunError
 from ipurun.log.jsonl import JsonlLogger
+from ipurun.training.evaluate import gathered, predict
 from ipurun.training.loop import train
 
 ADAM = {"_target_": "poptorch.optim.Adam", "lr": 0.01}
@@ -207,6 +208,50 @@ def test_a_sample_that_cannot_be_read_is_replaced(tmp_path: Path, mode: str, wor
 def test_too_many_unreadable_samples_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"loader.max_errors=3"):
         trained(tmp_path, data={"_target_": "run_toys.Unreadable"}, loader__on_error="skip", loader__max_errors=3)
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "bad"),
+    [
+        (0, "Net", [0]),
+        (0, "OwnLossNet", [3, 4, 10]),
+        (0, "Net", [1, 2, 5, 6, 7]),
+        (2, "OwnLossNet", [1, 2, 5, 6, 7]),
+    ],
+)
+def test_an_evaluation_leaves_out_samples_that_cannot_be_read(
+    tmp_path: Path, workers: int, model: str, bad: List[int]
+) -> None:
+    """All values are those of data without these samples, to the last bit."""
+    changes: Dict[str, Any] = {"model": {"_target_": f"run_toys.{model}"}, "loader__workers": workers}
+    if model == "OwnLossNet":
+        changes["loss__name"] = None
+    damaged = {"_target_": "run_toys.damaged", "bad": bad}
+    run, summary, recorder = trained(tmp_path / "bad", data=damaged, loader__on_error="skip", **changes)
+    _, _, expected = trained(tmp_path / "good", data={**damaged, "lacks": True}, **changes)
+    found = [(event.samples, event.metrics) for event in recorder.events["eval"]]
+    assert found == [(event.samples, event.metrics) for event in expected.events["eval"]]
+    assert found[0][0] == 11 - len(bad)
+    assert summary.skipped_eval_samples == {"eval": tuple(bad)} and summary.skipped_samples == ()
+    notes = _notes(recorder)
+    assert f"of the split `eval` could not be read (OSError: file {bad[-1]} is damaged); left out" in notes
+    outputs = gathered(predict(run, "eval", recorder))
+    run.close()
+    assert len(outputs) == 11 - len(bad) and run.eval_loaders["eval"].left_out == tuple(bad)
+
+
+def test_all_splits_share_the_limit_of_unreadable_samples(tmp_path: Path) -> None:
+    data = {"_target_": "run_toys.damaged", "bad": [1, 2, 3]}
+    assert trained(tmp_path / "enough", data=data, loader__on_error="skip", loader__max_errors=3)[1].status == "done"
+    with pytest.raises(RunError, match=r"loader.max_errors=2") as raised:
+        trained(tmp_path / "few", data=data, loader__on_error="skip", loader__max_errors=2)
+    assert "reading the split `eval`" in raised.value.problems[0].what
+
+
+def test_a_split_without_a_readable_sample_ends_the_run(tmp_path: Path) -> None:
+    data = {"_target_": "run_toys.damaged", "bad": list(range(11))}
+    with pytest.raises(RunError, match="no sample of the split `eval` can be read"):
+        trained(tmp_path, data=data, loader__on_error="skip")
 
 
 def test_samples_of_an_iterable_cannot_be_skipped() -> None:
