@@ -15,8 +15,8 @@ _USAGE = """\
 usage: ipurun predict RUN_FOLDER [key=value ...] [flags]
 
 Loads the config and the newest checkpoint of a run and writes the model's outputs for the test split where the data has
-one, else for the eval split: one row per sample, in the order of the data. With loader.on_error=skip, samples that cannot
-be read have no row, and are listed.
+one, else for the eval split: one row per sample, in the order of the data. With loader.on_error=skip, samples that
+cannot be read have no row, and are listed.
 
 flags
   --split NAME        another split: train, eval or test

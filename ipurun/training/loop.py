@@ -11,7 +11,7 @@ from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder
-from ipurun.errors import RunError
+from ipurun.errors import RunError, listing
 from ipurun.inspect.batch_items import as_call, pick, target_of
 from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.clock import Clock, Window
@@ -104,6 +104,8 @@ class _Trainer:
         self._stopped_waiting = False
         self._rollbacks = 0
         self._nonfinite_times = 0
+        self._nonfinite_step = -1  # of the last time
+        self._nonfinite_from: Optional[int] = None  # checkpoint to which the run returned then
         self._recoveries = 0  # since the checkpoint of `_recovered_step`
         self._recovered_step: Optional[int] = None
         self._resumed_from = resume_from
@@ -194,6 +196,9 @@ class _Trainer:
     def _lower_and_roll_back(self, error: NonfiniteError) -> None:
         """Lower the learning rate or the loss scale, and return to the last checkpoint.
 
+        A run that comes no further than the last time returns further back than it did then. Checkpoints whose weights
+        are not finite are passed over.
+
         Raises:
             NonfiniteError: The run is to stop, or the limit is reached.
         """
@@ -208,8 +213,15 @@ class _Trainer:
         else:
             progress.loss_scale_factor *= config.factor
             lowered = f"the loss scale is now {progress.loss_scale_factor:g} of the planned one"
+        reason = f"{error.problems[0].what}; {lowered} ({self._nonfinite_times} of {config.max_times})"
         with self._clock.measure("recovery"):
-            self._roll_back(f"{error.problems[0].what}; {lowered} ({self._nonfinite_times} of {config.max_times})")
+            came_further = progress.step > self._nonfinite_step
+            abandoned = self._saver.go_back(None if came_further else self._nonfinite_from)
+            self._nonfinite_from = None if self._saver.newest is None else self._saver.newest.step
+            self._nonfinite_step = progress.step
+            if abandoned:
+                reason += f"; abandoning {listing(abandoned)}, which led to it or holds such weights"
+            self._roll_back(reason)
 
     def _roll_back(self, reason: str) -> None:
         """Return to the newest checkpoint, or to the beginning, as a new process would resume."""

@@ -282,3 +282,23 @@ class FragileNet(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * torch.exp(self.second.weight.abs().max())
+
+
+class Poisoned(Points):
+    """32 points, one of which is infinite the first few times that it is read.
+
+    Args:
+        index: Its index.
+        times: How often it is infinite.
+    """
+
+    def __init__(self, index: int, times: int) -> None:
+        super().__init__(32)
+        self.index, self.times = index, times
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        if index == self.index and self.times:
+            self.times -= 1
+            x = torch.full_like(x, float("inf"))
+        return x, y

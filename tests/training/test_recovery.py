@@ -13,7 +13,7 @@ import torch
 from run_harness import Folder, Recorder, built, trained
 
 from ipurun.build import Run
-from ipurun.checkpoint import listed, load
+from ipurun.checkpoint import listed, load, save
 from ipurun.emulator._executor import device
 from ipurun.errors import ConfigError, RunError
 from ipurun.log.jsonl import JsonlLogger
@@ -172,6 +172,40 @@ def test_a_rollback_lowers_the_loss_scale(tmp_path: Path) -> None:
     expected, _, _ = trained(tmp_path / "small", optimizer={**optimizer, "loss_scaling": 1.0})
     for name, value in run.user_model.state_dict().items():
         assert torch.allclose(value, expected.user_model.state_dict()[name], atol=1e-6), name
+
+
+def test_a_rollback_returns_further_if_the_last_checkpoint_leads_to_the_same(tmp_path: Path) -> None:
+    _, summary, recorder = trained(
+        tmp_path,
+        data={"_target_": "run_toys.Poisoned", "index": 28, "times": 3},  # of step 8
+        loader__shuffle=False,
+        on_nonfinite="rollback",
+        rollback__max_times=3,
+        checkpoint__every_steps=2,
+        checkpoint__keep=0,
+    )
+    assert summary.status == "done" and summary.rollbacks == 3
+    events = recorder.events["rollback"]
+    assert [event.step for event in events] == [6, 4, 2]
+    assert "abandoning step-00000006.pt" in events[1].reason and "abandoning step-00000004.pt" in events[2].reason
+    aside = sorted(path.name for path in (tmp_path / "checkpoints").glob("abandoned-*.pt"))
+    assert aside == ["abandoned-step-00000004.pt", "abandoned-step-00000006.pt"]
+    assert [checkpoint.step for checkpoint in listed(tmp_path / "checkpoints")] == list(range(2, 17, 2))
+
+
+def test_a_rollback_passes_over_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """A run that was started with `on_nonfinite=continue` may have saved such weights."""
+    trained(tmp_path, checkpoint__every_steps=4, checkpoint__keep=0, epochs=1)
+    newest = listed(tmp_path / "checkpoints")[-1]
+    state = load(newest)
+    state["model"]["first.weight"][0, 0] = float("inf")
+    save(tmp_path / "checkpoints", newest.step, state)
+    resumed = built(on_nonfinite="rollback", checkpoint__keep=0)
+    recorder = Recorder()
+    summary = train(resumed, Folder(tmp_path), [recorder], resume_from=listed(tmp_path / "checkpoints")[-1])
+    (event,) = recorder.events["rollback"]
+    assert event.step == 4 and "abandoning step-00000008.pt" in event.reason
+    assert summary.status == "done" and summary.step == 16
 
 
 def test_the_old_key_is_accepted_with_a_note() -> None:

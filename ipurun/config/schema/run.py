@@ -84,7 +84,9 @@ class LoaderConfig:
         "When a sample cannot be read: raise: stop; skip: train on the next one, evaluate without it (not iterables).",
         choices=("raise", "skip"),
     )
-    max_errors: int = option(100, "Stop when more samples than this cannot be read, of all splits, with on_error=skip.", minimum=1)
+    max_errors: int = option(
+        100, "Stop when more samples than this cannot be read, of all splits, with on_error=skip.", minimum=1
+    )
     rebatched_worker_size: Optional[int] = option(
         None, "Samples that a worker loads at a time in async_rebatched mode.", minimum=1
     )
