@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, List
 
 import pytest
 
@@ -190,3 +190,19 @@ def test_a_value_of_the_wrong_kind_gets_one_message(word: str, what: str, capsys
 def test_validate_does_not_take_a_config_folder_for_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["validate", "--config-dir", str(tmp_path), "mnist"]) == 0
     assert "mnist" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("words", "code"), [(["ls", "keys"], 1), (["cat", "mnist"], 1), (["validate", "nope=1"], 2), (["cp", "mnist"], 0)]
+)
+def test_full_standard_output_is_reported_by_commands_whose_result_it_is(
+    words: List[str], code: int, tmp_path: Path
+) -> None:
+    """`ls keys` prints more than Python buffers."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ipurun", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == code and "Traceback" not in ended.stderr
+    message = "error: standard output cannot be written: No space left on device"
+    assert ended.stderr.count(message) == (0 if words[0] == "cp" else 1)
