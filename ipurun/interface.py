@@ -296,7 +296,7 @@ def load(
         ConfigError: Not a run folder, a wrong override, or a missing or mismatched checkpoint.
         RunError: The checkpoint is damaged.
     """
-    with _one_call(overrides):
+    with _one_call(overrides, run):
         from ipurun.runs.folder import RunFolder
         from ipurun.runs.reload import load_model
 
@@ -425,7 +425,7 @@ def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
         try:
             found = points(words, "validate").points
         except ConfigError as error:
-            return [(label, list(error.problems))]
+            return [(label, _completed(error.problems, words))]
         results: List[Tuple[str, List[Problem]]] = []
         for point in found:
             problems: List[Problem] = []
@@ -433,7 +433,7 @@ def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
                 prepare_job(point, Purpose.CHECK)
             except ConfigError as error:
                 problems += error.problems
-            results.append((" ".join(point.overrides) or label, problems))
+            results.append((" ".join(point.overrides) or label, _completed(problems, words)))
         return results
 
 
@@ -441,15 +441,16 @@ _CALLS = threading.RLock()
 
 
 @contextlib.contextmanager
-def _one_call(words: Sequence[str] = ()) -> Iterator[None]:
+def _one_call(words: Sequence[str] = (), run: Optional[PathLike] = None) -> Iterator[None]:
     """Run one call at a time; every problem that it raises gets a place and advice.
 
     Args:
         words: The command line of the call.
+        run: The run folder that it is given.
     """
     from ipurun.engine import check_environment
 
-    with _CALLS, _complete_problems(words):
+    with _CALLS, _complete_problems(words, run):
         check_environment()
         # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -457,17 +458,24 @@ def _one_call(words: Sequence[str] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _complete_problems(words: Sequence[str]) -> Iterator[None]:
+def _complete_problems(words: Sequence[str], run: Optional[PathLike]) -> Iterator[None]:
     try:
         yield
     except IpurunError as error:
-        if all(problem.where and problem.fix for problem in error.problems):
-            raise
-        from ipurun.config.compose import where_typed
-        from ipurun.config.keys import complete
+        error.set_problems(_completed(error.problems, words, run))
+        raise
 
-        completed = [complete(problem, lambda key: where_typed(words, key)) for problem in error.problems]
-        raise type(error)(completed) from error
+
+def _completed(problems: Sequence[Problem], words: Sequence[str], run: Optional[PathLike] = None) -> List[Problem]:
+    """Return problems of a command line, or of the folder of a run, with a place and advice."""
+    from ipurun.config.compose import where_typed
+    from ipurun.config.keys import complete
+
+    def where_set(key: str) -> str:
+        given = f"the run folder: {ascii(os.fspath(run))[1:-1][:100]}" if run is not None and key == "resume" else ""
+        return where_typed(words, key) or given
+
+    return [complete(problem, where_set) for problem in problems]
 
 
 @contextlib.contextmanager
@@ -481,7 +489,7 @@ def _reloaded(
     quiet: bool,
 ) -> Iterator[Tuple[LoadedRun, str, Any]]:
     """Yield a stored run with its weights, the name of the split to use, and a console."""
-    with _one_call(overrides):
+    with _one_call(overrides, run):
         from ipurun.log.console import console_for
         from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
@@ -195,11 +195,18 @@ _USERS = ""
 _DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "PyYAML"}  # whose name differs from that of the module
 
 
-def guarded(command: Callable[[], int], argv: Sequence[str]) -> int:
-    """Run a command and turn whatever it raises into a message and an exit code."""
+def guarded(command: Callable[[], int], name: str, argv: Sequence[str]) -> int:
+    """Run a command and turn whatever it raises into a message and an exit code.
+
+    Args:
+        command: The command.
+        name: Its name.
+        argv: The words after it.
+    """
     try:
         return command()
     except IpurunError as error:
+        error.set_problems(_complete(problem, name, argv) for problem in error.problems)
         show_problems(error, as_json="--json" in argv, debug="--debug" in argv)
         return error.exit_code
     except (KeyboardInterrupt, BrokenPipeError):
@@ -207,6 +214,13 @@ def guarded(command: Callable[[], int], argv: Sequence[str]) -> int:
     except Exception as error:
         show_problems(IpurunError(explain(error)), as_json="--json" in argv, debug="--debug" in argv)
         return EXIT_FAILED
+
+
+def _complete(problem: Problem, name: str, argv: Sequence[str]) -> Problem:
+    """Return a problem with a place, the word that it names, and advice."""
+    named = next((word for word in argv if word and f"`{word}`" in problem.what), f"ipurun {name}")
+    where = problem.where or f"command line: {named[:100]}"
+    return replace(problem, where=where, fix=problem.fix or f"ipurun {name} --help")
 
 
 def explain(error: Exception) -> Problem:

@@ -117,7 +117,7 @@ def _dispatch(words: List[str]) -> int:
     report = import_module("ipurun.cli.common")
     if name != "exec":  # the program there handles its own output
         report.forgiving_output(needs_reader=name in _TO_READ)
-    code = int(report.guarded(lambda: _command(name, rest), rest))
+    code = int(report.guarded(lambda: _command(name, rest), name, rest))
     return int(report.check_output(code)) if name in _TO_READ else code
 
 
