@@ -188,7 +188,7 @@ class Saver:
             return []
         saved = [checkpoint for checkpoint in reversed(listed(self._folder)) if checkpoint.step <= self.newest.step]
         older = [checkpoint for checkpoint in saved if failed_step is None or checkpoint.step < failed_step]
-        self.newest = next(filter(self._is_finite, [*older, *saved]), None)
+        self.newest = next((checkpoint for checkpoint in [*older, *saved] if self._is_finite(checkpoint)), None)
         return set_aside(self._folder, None if self.newest is None else self.newest.step)
 
     def _is_finite(self, checkpoint: Checkpoint) -> bool:
