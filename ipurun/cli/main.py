@@ -32,6 +32,7 @@ COMMANDS = {
 _MODULES = {"import": "ipurun.cli.import_"}
 _COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
 _WITH_ENGINE = (*_COMPOSING, "eval", "predict", "selftest", "exec")
+_TO_READ = ("plan", "validate", "ls", "cat", "env", "eval", "selftest")  # their result is what they print
 _FAILED, _INTERRUPTED = 1, 130
 _USUAL_COLLECTIONS = gc.get_threshold()
 _RARE_COLLECTIONS = (100_000, 50, 100)
@@ -131,7 +132,10 @@ def _dispatch(words: List[str]) -> int:
     if name not in COMMANDS:
         return _unknown_command(name)
     report = import_module("ipurun.cli.common")
-    return int(report.guarded(lambda: _command(name, rest), rest))
+    if name != "exec":  # the program there handles its own output
+        report.forgiving_output(needs_reader=name in _TO_READ)
+    code = int(report.guarded(lambda: _command(name, rest), name, rest))
+    return int(report.check_output(code)) if name in _TO_READ else code
 
 
 def _command(name: str, rest: List[str]) -> int:

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Iterator, List
 
-from ipurun.cli.common import Flags, forgiving_output, only_json, print_json, split
+from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.cli.main import collect_as_usual
 from ipurun.errors import EXIT_FAILED
 from ipurun.module_search import python_command
@@ -54,7 +54,6 @@ def run(argv: List[str]) -> int:
     from ipurun.config.argv import parse_argv
 
     began = _start_of_this_process()
-    forgiving_output()
     with _ended_by_signals():
         if parse_argv(rest).multirun:
             return _sweep(rest, flags, began)

@@ -27,6 +27,8 @@ from ipurun.errors import ConfigError, Problem
 
 __all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "where_typed", "with_words"]
 
+_ONE_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:[^{}]*\}")
+_OF_NUMBERS = ("optimizer", "schedule")  # open sections whose arguments are numbers
 _NO_VARIABLE = re.compile(r"Environment variable '([^']+)' not found")
 
 
@@ -229,7 +231,10 @@ def _point(
     config, unresolved = None, None
     if composed.config is not None:
         unresolved = OmegaConf.to_container(composed.config)
-        config, more = _typed(composed.config, composed.recipes)
+        more = checks.check_interpolations(unresolved)
+        if not more:
+            _read_numbers(composed.config, unresolved)
+            config, more = _typed(composed.config, composed.recipes)
         found += more
     if config is not None:
         found += checks.check_allowed(config)
@@ -266,6 +271,17 @@ def _where_written(key: str, words: Sequence[str], composed: hydra_session.Compo
 def _shown(override: overrides.Parsed, text: str) -> str:
     """Return an override with one of its values, as a user would type it, without secrets."""
     return secrets.mask_word(override.shown(text.partition("=")[2]))
+
+
+def _read_numbers(config: DictConfig, unresolved: Any) -> None:
+    """Let variables of the environment, which are text, be read as if their value had been typed, in place.
+
+    The schema does this for its own keys.
+    """
+    for section in _OF_NUMBERS:
+        for key, written in _leaves(unresolved.get(section) or {}, section):
+            if isinstance(written, str) and _ONE_VARIABLE.fullmatch(written):
+                OmegaConf.update(config, key, f"${{oc.decode:{written}}}")
 
 
 def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:

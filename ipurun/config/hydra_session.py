@@ -46,7 +46,7 @@ _CONFIG_MODULE = "ipurun.conf"
 CONFIG_PATH = f"pkg://{_CONFIG_MODULE}"
 _PRIMARY = "train"
 # ValueError: a malformed defaults list, or a file that is not UTF-8. RecursionError: files that include each other.
-_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError, AssertionError)
 _IN_FILE = re.compile(r"[Ii]n '?(?P<config>[\w./-]+)'?[:,]")
 _NOTHING_TO_OVERRIDE = re.compile(r"Could not override '(?P<group>[^'@]+)")
 

@@ -149,6 +149,7 @@ class Summary:
         resume_command: The command that resumes the run.
         rollbacks: How often the run returned to an earlier step.
         skipped_samples: Indices of the training samples that could not be read.
+        skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
     """
 
     status: str
@@ -167,6 +168,7 @@ class Summary:
     resume_command: str = ""
     rollbacks: int = 0
     skipped_samples: Tuple[int, ...] = ()
+    skipped_eval_samples: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""
