@@ -22,10 +22,14 @@ _MAY_OVERFLOW = names_in(
     "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
     "mv neg pow prod rsub scatter_add square sub sum"
 )
-_EXPONENT_BITS = 0x7F800000
-_HALF_EPSILON = 2.0**-10
-_SUBNORMAL_STEP = 2.0**-24
-_LARGEST_STEP = 2.0**5  # for 32768 and above; values above 65504 become infinite in any case
+# Half has 13 bits of mantissa less than float32.
+_DROPPED_BITS = 13
+# Products with it have the exponents of half, in float32: what is subnormal in half is subnormal there, too, so that
+# half precision ends at the same bit for all numbers.
+_TO_HALF_EXPONENTS = torch.tensor(2.0**-112)
+_FROM_HALF_EXPONENTS = torch.tensor(2.0**112)
+_KEPT_BITS = torch.tensor(-(2**_DROPPED_BITS), dtype=torch.int32)
+_NOISE_BITS = torch.tensor(2**_DROPPED_BITS - 1, dtype=torch.int32)
 _CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
 
 
@@ -214,33 +218,46 @@ def round_to_nearest(destination: torch.Tensor, result: torch.Tensor) -> None:
     destination.copy_(result)
 
 
-class StochasticRounding:
-    """Rounds up or down at random such that the expected value is unchanged.
+def draw_noise(noise: torch.Tensor) -> None:
+    """Fill an int32 vector with random numbers for `round_up_or_down`, from torch's generator."""
+    words = torch.empty((noise.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    noise.copy_(words.view(torch.int16)[: noise.numel()]).bitwise_and_(_NOISE_BITS)
+
+
+def round_up_or_down(values: torch.Tensor, noise: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor) -> None:
+    """Round float32 values to one of their two neighbours in half precision, with the same expected value.
+
+    The noise is added below the last bit that half precision has, and may carry into it; then those bits are cleared.
+    Numbers of half precision do not change. Results above the range of half are left to a conversion.
 
     Args:
-        seed: Seed of a private random stream; torch's global one is not used.
+        values: Any float32 tensor.
+        noise: Random numbers of the same shape, from `draw_noise`.
+        rounded: Receives the results, a float32 tensor of the same shape.
+        bits: The same memory as int32.
     """
+    torch.mul(values, _TO_HALF_EXPONENTS, out=rounded)
+    bits.add_(noise).bitwise_and_(_KEPT_BITS)
+    rounded.mul_(_FROM_HALF_EXPONENTS)
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+
+class StochasticRounding:
+    """Rounds up or down at random such that the expected value is unchanged, with numbers from torch's generator."""
 
     def __call__(self, destination: torch.Tensor, result: torch.Tensor) -> None:
         """Store `result` in `destination`, rounded at random if that is half precision."""
-        if destination.dtype != torch.float16:
-            destination.copy_(result)
-            return
-        flat = result.reshape(-1)
-        rounded = torch.empty(flat.shape, dtype=torch.float16)
-        for target, chunk in zip(rounded.split(_CHUNK), flat.split(_CHUNK)):
-            target.copy_(self._round(chunk))
-        destination.copy_(rounded.view_as(destination))
+        destination.copy_(self.to_half(result) if destination.dtype == torch.float16 else result)
 
-    def _round(self, values: torch.Tensor) -> torch.Tensor:
-        """Return each value rounded to one of its two neighbours in half precision, as float32."""
-        power_of_two = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-        step = power_of_two.mul_(_HALF_EPSILON).clamp_(_SUBNORMAL_STEP, _LARGEST_STEP)
-        steps = values / step
-        below = steps.floor()
-        # Compare rather than add: a sum would itself be rounded, and change values that need no rounding.
-        upwards = torch.rand(values.shape, generator=self._generator) < steps.sub_(below)
-        return below.add_(upwards).mul_(step)
+    def to_half(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a float32 tensor rounded to half."""
+        flat = tensor.reshape(-1)
+        half = torch.empty(flat.shape, dtype=torch.float16)
+        noise = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.int32)
+        rounded = torch.empty(noise.shape)
+        bits = rounded.view(torch.int32)
+        for target, chunk in zip(half.split(_CHUNK), flat.split(_CHUNK)):
+            size = chunk.numel()
+            draw_noise(noise[:size])
+            round_up_or_down(chunk, noise[:size], rounded[:size], bits[:size])
+            target.copy_(rounded[:size])
+        return half.view(tensor.shape)

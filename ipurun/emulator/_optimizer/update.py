@@ -8,13 +8,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator import enums
-from ipurun.emulator._capture.dtypes import round_to_nearest
+from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
 from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, UpdateValues, clipped
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, single, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
-from ipurun.emulator._run.checked import StreamRounding
 
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
 _ACCUMULATORS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
@@ -353,4 +352,4 @@ def _uses_nesterov(values: Mapping[str, Value]) -> bool:
 def _rounding(options: Any) -> Rounding:
     if not options._Popart.options.get("enableStochasticRounding", False):
         return round_to_nearest
-    return StreamRounding()
+    return StochasticRounding()

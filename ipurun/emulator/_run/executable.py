@@ -15,8 +15,9 @@ from ipurun.emulator._capture.structures import rebuild
 from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._run.anchors import Anchors
 from ipurun.emulator._run.batches import BatchLayout, OutputCollector
+from ipurun.emulator._run.checked import ReplayMaker
 from ipurun.emulator._run.chunks import ChunkRunner
-from ipurun.emulator._run.replay import Replay, generate
+from ipurun.emulator._run.replay import Replay
 
 Run = Tuple[int, int, int]
 
@@ -145,7 +146,7 @@ class Executable:
         layout: BatchLayout,
         streams: RandomStreams,
         anchors: Optional[Dict[str, Any]] = None,
-        make_replay: Callable[..., Replay] = generate,
+        make_replay: Callable[..., Replay] = ReplayMaker(),
     ) -> None:
         self.captured = captured
         self.graph = captured.graph
@@ -159,10 +160,10 @@ class Executable:
         self._replay = make_replay(
             self.graph, results=[*self.graph.outputs, *self.graph.grads.values(), *self._anchored]
         )
-        plain = make_replay is generate and not weights.groups and not self._anchored
+        plain = make_replay == ReplayMaker() and not weights.groups and not self._anchored
         self.chunks = ChunkRunner(self.graph, self._replay, enabled=plain)
-        # Another kind of replay may round stochastically.
-        self._is_random = make_replay is not generate or any(node.is_random for node in self.graph.nodes)
+        rounds = isinstance(make_replay, ReplayMaker) and make_replay.rounds
+        self._is_random = rounds or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
         self._grad_names = list(self.graph.grads)
         self._borrowed_grads = _grads_in_inputs(self.graph)
