@@ -30,7 +30,7 @@ _TO_HALF_EXPONENTS = torch.tensor(2.0**-112)
 _FROM_HALF_EXPONENTS = torch.tensor(2.0**112)
 _KEPT_BITS = torch.tensor(-(2**_DROPPED_BITS), dtype=torch.int32)
 _NOISE_BITS = torch.tensor(2**_DROPPED_BITS - 1, dtype=torch.int32)
-_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
+_BLOCK = 2**14  # random numbers that are drawn at once
 
 
 def narrowed(dtype: torch.dtype) -> torch.dtype:
@@ -224,40 +224,47 @@ def draw_noise(noise: torch.Tensor) -> None:
     noise.copy_(words.view(torch.int16)[: noise.numel()]).bitwise_and_(_NOISE_BITS)
 
 
-def round_up_or_down(values: torch.Tensor, noise: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor) -> None:
-    """Round float32 values to one of their two neighbours in half precision, with the same expected value.
+def round_up_or_down(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Round float32 values in place to one of their two neighbours in half precision, with the same expected value.
 
     The noise is added below the last bit that half precision has, and may carry into it; then those bits are cleared.
-    Numbers of half precision do not change. Results above the range of half are left to a conversion.
+    Numbers of half precision do not change. Results above the range of half become infinite when they are converted.
 
     Args:
         values: Any float32 tensor.
         noise: Random numbers of the same shape, from `draw_noise`.
-        rounded: Receives the results, a float32 tensor of the same shape.
-        bits: The same memory as int32.
     """
-    torch.mul(values, _TO_HALF_EXPONENTS, out=rounded)
-    bits.add_(noise).bitwise_and_(_KEPT_BITS)
-    rounded.mul_(_FROM_HALF_EXPONENTS)
+    values.mul_(_TO_HALF_EXPONENTS)
+    values.view(torch.int32).add_(noise).bitwise_and_(_KEPT_BITS)
+    return values.mul_(_FROM_HALF_EXPONENTS)
 
 
 class StochasticRounding:
-    """Rounds up or down at random such that the expected value is unchanged, with numbers from torch's generator."""
+    """Rounds up or down at random such that the expected value is unchanged.
+
+    The random numbers are drawn from torch's generator in blocks: make one of these for each update, so that the
+    generator's state at its beginning determines all that follows.
+    """
+
+    def __init__(self) -> None:
+        self._noise = torch.empty(0, dtype=torch.int32)
 
     def __call__(self, destination: torch.Tensor, result: torch.Tensor) -> None:
         """Store `result` in `destination`, rounded at random if that is half precision."""
-        destination.copy_(self.to_half(result) if destination.dtype == torch.float16 else result)
+        if destination.dtype == torch.float16:
+            result = round_up_or_down(result.float().clone(), self._take(result.numel()).view(result.shape))
+        destination.copy_(result)
 
     def to_half(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a float32 tensor rounded to half."""
-        flat = tensor.reshape(-1)
-        half = torch.empty(flat.shape, dtype=torch.float16)
-        noise = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.int32)
-        rounded = torch.empty(noise.shape)
-        bits = rounded.view(torch.int32)
-        for target, chunk in zip(half.split(_CHUNK), flat.split(_CHUNK)):
-            size = chunk.numel()
-            draw_noise(noise[:size])
-            round_up_or_down(chunk, noise[:size], rounded[:size], bits[:size])
-            target.copy_(rounded[:size])
-        return half.view(tensor.shape)
+        half = torch.empty_like(tensor, dtype=torch.float16)
+        self(half, tensor)
+        return half
+
+    def _take(self, count: int) -> torch.Tensor:
+        """Return random numbers that were not used before."""
+        if count > self._noise.numel():
+            self._noise = torch.empty(max(count, _BLOCK), dtype=torch.int32)
+            draw_noise(self._noise)
+        taken, self._noise = self._noise[:count], self._noise[count:]
+        return taken

@@ -186,7 +186,7 @@ class DeviceOptimizer:
         settings = options._Popart.options
         automatic = bool(settings.get("automaticLossScalingSettings.enabled", False))
         self._automatic: Optional[AutomaticLossScaling] = AutomaticLossScaling(settings) if automatic else None
-        self._round_into = _rounding(options)
+        self._rounds = bool(settings.get("enableStochasticRounding", False))
         self._loss_scaling = Scalar(0.0, True)
         self._slots: Dict[str, Slot] = {}
         self._set_loss_scaling()
@@ -224,7 +224,8 @@ class DeviceOptimizer:
         automatic_factor = 1.0 if self._automatic is None else float(self._automatic.factor)
         # The running mean covers only this process; the result must cover all processes.
         factor = (self._micro_batches if self._running else 1) / self._mean_over
-        step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, self._round_into)
+        rounding: Rounding = StochasticRounding() if self._rounds else round_to_nearest
+        step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, rounding)
         max_norm = float(self._converted.value("max_grad_norm"))
         work = [(self._slots[name], gradient) for name, gradient in self._gradients.items()]
         if math.isinf(max_norm):
@@ -347,9 +348,3 @@ class DeviceOptimizer:
 
 def _uses_nesterov(values: Mapping[str, Value]) -> bool:
     return bool(values.get("nesterov", (False, True))[0]) and values["momentum"][0] > 0
-
-
-def _rounding(options: Any) -> Rounding:
-    if not options._Popart.options.get("enableStochasticRounding", False):
-        return round_to_nearest
-    return StochasticRounding()

@@ -159,10 +159,7 @@ class _StochasticInPlace:
         if self._noise is None:
             self._noise = self._buffers.like(tensor, torch.int32, self._place)
             self._half = self._buffers.like(tensor, torch.float16)
-            self._wide = self._buffers.like(tensor, torch.float32)
-            self._bits = self._wide.view(torch.int32)
-        round_up_or_down(tensor, self._noise, self._wide, self._bits)
-        self._half.copy_(self._wide)
+        self._half.copy_(round_up_or_down(tensor, self._noise))
         return tensor.copy_(self._half)
 
 
