@@ -36,7 +36,7 @@ _EXACT = names_in("""
 # These draw the same random numbers in float32 as in half; the others run on half tensors.
 _SAME_DRAWS = names_in("bernoulli bernoulli_ native_dropout")
 _FLOATS = (torch.float16, torch.float32)
-_DEPENDS_ON_STORAGE = names_in("nextafter nextafter_ set_")
+_DEPENDS_ON_STORAGE = names_in("nextafter nextafter_")
 # Operations read the random numbers of a run at different places, each at the start of a cache line.
 _NUM_PLACES, _ALIGNMENT = 1024, 16
 _SPREAD = 617  # odd: all places are used before one is used again
