@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_map
 
 import ipurun.emulator as poptorch
 
-
 NORMS = (torch.ops.aten.native_group_norm, torch.ops.aten.native_layer_norm)
 FLOAT_STATISTICS = torch.__version__.startswith("2.0.")  # newer kernels return statistics in the type of the input
 
@@ -229,5 +228,5 @@ def test_random_numbers_in_half_precision():
 def test_an_overflow_is_an_exception_with_stochastic_rounding():
     model = infer(lambda x: x * 100, options_of(checks=True))
     model(torch.ones(3).half())
-    with pytest.raises(poptorch.Error, match="Floating point exception: an overflow .* in mul"):
+    with pytest.raises(poptorch.Error, match=r"Floating point exception: an overflow .* in mul"):
         model(torch.full((3,), 1000.0).half())
