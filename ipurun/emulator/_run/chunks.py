@@ -68,7 +68,9 @@ def obstacle(graph: Graph) -> str:
         return "a batch norm is called several times"
     outside = {graph.specs[item.value].storage: item.name for item in graph.inputs}
     for node in graph.nodes:
-        if node.is_random and (node.is_backward or _overload(node) not in _DRAWN_BY_SHAPE or len(_tensors_of(node)) > 1):
+        if node.is_random and (
+            node.is_backward or _overload(node) not in _DRAWN_BY_SHAPE or len(_tensors_of(node)) > 1
+        ):
             return f"{node.name} draws random numbers that depend on values"
         if not hasattr(node.op, "_schema") or not hasattr(node.op, "overloadpacket"):
             return f"{node.name} is a function of the user or has no kernel for its type"
@@ -185,9 +187,7 @@ class RandomDraws:
             count: Number of micro-batches.
         """
         stacked = [
-            torch.empty_strided(
-                (count, *drawing.shape), (_numel(drawing.shape), *drawing.strides), dtype=drawing.dtype
-            )
+            torch.empty_strided((count, *drawing.shape), (_numel(drawing.shape), *drawing.strides), dtype=drawing.dtype)
             for drawing in self._drawings
         ]
         if self._drawings:

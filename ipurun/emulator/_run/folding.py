@@ -530,9 +530,7 @@ def _batch_norm(call: _Call) -> Optional[Result]:
     result = call.op(source.contiguous(), weight, bias, means, variances, True, 1.0, given["eps"])
     if means is not None and variances is not None:
         for buffer, computed in zip(call.node.args[3:5], (means, variances)):
-            fold.statistics.append(
-                BatchStatistics(buffer, given["momentum"], computed.view(fold.size, channels))
-            )
+            fold.statistics.append(BatchStatistics(buffer, given["momentum"], computed.view(fold.size, channels)))
     return result, (1, 0, 0)
 
 
