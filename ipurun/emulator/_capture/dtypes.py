@@ -83,6 +83,10 @@ class HalfThroughFloat:
         self._to_half = to_half
         self._schema = op._schema
         self.__name__ = op._schema.name
+        # Micro-batches are computed together by what kind of operation this is.
+        self.overloadpacket = getattr(op, "overloadpacket", None)
+        self.tags = getattr(op, "tags", ())
+        self._overloadname = getattr(op, "_overloadname", "")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         widened: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}

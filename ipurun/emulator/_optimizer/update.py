@@ -11,7 +11,7 @@ from ipurun.emulator import enums
 from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
-from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, UpdateValues, clipped
+from ipurun.emulator._optimizer.rules import RULES, Pack, Rounding, Slot, UpdateValues, clipped, packs_of
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, single, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
 
@@ -193,6 +193,9 @@ class DeviceOptimizer:
         for name, weight in named_params.items():
             self._slots[name] = self._make_slot(name, weight, self._values_of(name))
             self._slots[name].rows = tuple((rows or {}).get(name, ()))
+        plain = not self._running and self._automatic is None and self._accumulation_type in (None, torch.float32)
+        self._packs: List[Pack] = packs_of(self._slots.values(), self._accumulation_type) if plain else []
+        self._packed = {name for pack in self._packs for name in pack.names}
         self._gradients: Dict[str, torch.Tensor] = {}
         self._owned: Set[str] = set()
         self._micro_batches = 0
@@ -204,6 +207,11 @@ class DeviceOptimizer:
         factor = 1.0 if self._automatic is None else float(self._automatic.factor)
         return self._loss_scaling.value * factor
 
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether the gradients of every micro-batch are inspected."""
+        return self._automatic is not None
+
     @torch.no_grad()
     def accumulate(self, grads: Mapping[str, torch.Tensor], micro_batches: int = 1) -> None:
         """Add the gradients of one or more micro-batches.
@@ -212,7 +220,11 @@ class DeviceOptimizer:
             grads: Gradients by parameter name, scaled by `loss_scaling`, summed over the micro-batches.
             micro_batches: Number of micro-batches summed.
         """
+        for pack in self._packs:
+            pack.add(grads)
         for name, gradient in grads.items():
+            if name in self._packed:
+                continue
             if self._automatic is not None:
                 self._automatic.watch(gradient)
             self._add(name, gradient, micro_batches)
@@ -228,6 +240,7 @@ class DeviceOptimizer:
         step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, rounding)
         max_norm = float(self._converted.value("max_grad_norm"))
         work = [(self._slots[name], gradient) for name, gradient in self._gradients.items()]
+        work += [part for pack in self._packs for part in pack.work()]
         if math.isinf(max_norm):
             for slot, gradient in work:
                 rule = RULES[slot.variant]
@@ -236,6 +249,8 @@ class DeviceOptimizer:
             prepared = [(slot, RULES[slot.variant].prepare(slot, gradient, step)) for slot, gradient in work]
             for (slot, gradient), tensor in zip(work, clipped(prepared, max_norm)):
                 RULES[slot.variant].finish(slot, tensor, gradient, step)
+        for pack in self._packs:
+            pack.finish()
         self._gradients.clear()
         self._owned.clear()
         self._micro_batches = 0
@@ -255,6 +270,8 @@ class DeviceOptimizer:
         self._set_loss_scaling()
         for name, slot in self._slots.items():
             self._refresh(slot, self._values_of(name))
+        for pack in self._packs:
+            pack.refresh()
         log_optimizer(converted)
 
     def read_state(self) -> Dict[str, Dict[str, torch.Tensor]]:
@@ -268,6 +285,8 @@ class DeviceOptimizer:
         for slot in self._slots.values():
             if slot.variant is Variant.SGD_SEPARATE:
                 slot.velocity_scaling = self._loss_scaling.value  # the velocity was stored with the loaded value
+        for pack in self._packs:
+            pack.refresh()
 
     def operations(self) -> List[str]:
         """Return the backend's names for the operations that update the weights, for dumps of the program."""

@@ -25,20 +25,26 @@ class ReplayMaker(NamedTuple):
     Attributes:
         checks: Whether to raise floating-point exceptions.
         rounds: Whether to round half results stochastically, with numbers from torch's generator.
+        as_captured: Whether to run half operations with the kernels of the captured run, to compare with it.
     """
 
     checks: bool = False
     rounds: bool = False
+    as_captured: bool = False
 
-    def __call__(self, graph: Graph, *, results: Optional[Sequence[Value]] = None) -> Replay:
+    def __call__(
+        self, graph: Graph, *, results: Optional[Sequence[Value]] = None, sums: Sequence[Value] = ()
+    ) -> Replay:
         """Return a function that runs the graph on its inputs (all but the constants, in graph order).
 
         Args:
             graph: The captured program.
             results: The values to return, by default the outputs and then the gradients.
+            sums: Half values among the results that are sums over micro-batches, to be returned as float32.
         """
         wanted = [*graph.outputs, *graph.grads.values()] if results is None else results
-        graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds)
+        if not self.as_captured:
+            graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums)
         return _Interpreter(graph, wanted) if self.checks else generate(graph, results=wanted)
 
 

@@ -17,10 +17,9 @@ from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logs.program import log_placement, log_program
 from ipurun.emulator._run import checks, executable_cache
 from ipurun.emulator._run.batches import BatchLayout
-from ipurun.emulator._run.checked import replay_maker
+from ipurun.emulator._run.checked import ReplayMaker, replay_maker
 from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
-from ipurun.emulator._run.replay import generate
 
 
 @torch.inference_mode(False)  # inference mode would not decompose composite operations
@@ -87,7 +86,8 @@ def compile_model(
         weights.separate_buffers(captured.graph.buffers_written())
     weights.upload(host, constants=True)
     # Compare with the same kernels as in the captured run, without stochastic rounding or floating-point exceptions.
-    _check_replay(Executable(captured, weights, layout, streams, make_replay=generate), originals)
+    check = Executable(captured, weights, layout, streams, make_replay=ReplayMaker(as_captured=True))
+    _check_replay(check, originals)
     weights.upload(host, constants=True)
     captured.reference = ([], {})
     executable_cache.store(captured.graph, options)

@@ -22,7 +22,7 @@ from ipurun.emulator._capture.dtypes import (
     round_up_or_down,
     to_nearest_half,
 )
-from ipurun.emulator._capture.graph import Graph, Node, Placement, Value, map_values, values_in
+from ipurun.emulator._capture.graph import Graph, Node, Placement, TensorSpec, Value, map_values, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 
 # Their results are numbers of half precision if all operands are; so are views.
@@ -35,6 +35,7 @@ _EXACT = names_in("""
 """)
 # These draw the same random numbers in float32 as in half; the others run on half tensors.
 _SAME_DRAWS = names_in("bernoulli bernoulli_ native_dropout")
+_PASSES_SUMS_ON = names_in("_to_copy _unsafe_view add clone")
 _FLOATS = (torch.float16, torch.float32)
 _DEPENDS_ON_STORAGE = names_in("nextafter nextafter_")
 # Operations read the random numbers of a run at different places, each at the start of a cache line.
@@ -42,20 +43,31 @@ _NUM_PLACES, _ALIGNMENT = 1024, 16
 _SPREAD = 617  # odd: all places are used before one is used again
 
 
-def in_float_storage(graph: Graph, results: Sequence[Value], *, stochastic: bool) -> Tuple[Graph, List[Value]]:
+def float_specs(graph: Graph) -> Dict[Value, TensorSpec]:
+    """Return the specs of a graph with float32 in place of half."""
+    return {
+        value: spec._replace(dtype=torch.float32) if spec.dtype == torch.float16 else spec
+        for value, spec in graph.specs.items()
+    }
+
+
+def in_float_storage(
+    graph: Graph, results: Sequence[Value], *, stochastic: bool, sums: Sequence[Value] = ()
+) -> Tuple[Graph, List[Value]]:
     """Return a graph that computes the same with float32 tensors in place of half ones, and its results.
 
     Args:
         graph: The captured program; it is returned unchanged if it has no half values.
         results: The values to return; half ones become half tensors at the end.
         stochastic: Whether to round at random, with numbers from torch's generator, instead of to nearest.
+        sums: Half values among the results that are returned as float32 and not rounded.
     """
     if not any(spec.dtype == torch.float16 for spec in graph.specs.values()):
         return graph, list(results)
     if _shares_written_memory(graph):
         nodes = [dataclasses.replace(node, op=_rounding_op(node)) for node in graph.nodes]
         return dataclasses.replace(graph, nodes=nodes) if stochastic else graph, list(results)
-    return _Widening(graph, _Buffers(stochastic)).run(results)
+    return _Widening(graph, _Buffers(stochastic), sums).run(results)
 
 
 def _shares_written_memory(graph: Graph) -> bool:
@@ -81,11 +93,12 @@ def _rounding_op(node: Node) -> Callable[..., Any]:
     """Return the operation on half tensors with stochastic rounding of its results."""
     if not hasattr(node.op, "_schema") or _is_view(node) or node.is_random or _base_name(node) in _EXACT:
         return node.op
-    rounded = HalfThroughFloat(_float_op(node), StochasticRounding().to_half)
+    rounded = HalfThroughFloat(float_op(node), StochasticRounding().to_half)
     return lambda *args, **kwargs: (rounded if holds_half((args, kwargs)) else node.op)(*args, **kwargs)
 
 
-def _float_op(node: Node) -> Callable[..., Any]:
+def float_op(node: Node) -> Callable[..., Any]:
+    """Return the operation itself, if a node has a replacement that computes it in float32."""
     return getattr(node.op, "widened", node.op)
 
 
@@ -169,16 +182,16 @@ class _Widening:
     Args:
         graph: The graph of half values, which is left unchanged.
         buffers: Memory and kind of the roundings.
+        sums: Results to return as float32, without rounding.
     """
 
-    def __init__(self, graph: Graph, buffers: _Buffers) -> None:
+    def __init__(self, graph: Graph, buffers: _Buffers, sums: Sequence[Value]) -> None:
         self._graph = graph
         self._buffers = buffers
         self._half = {value for value, spec in graph.specs.items() if spec.dtype == torch.float16}
-        self._specs = {
-            value: spec._replace(dtype=torch.float32) if value in self._half else spec
-            for value, spec in graph.specs.items()
-        }
+        self._specs = float_specs(graph)
+        self._sums = set(sums)
+        self._unrounded = _only_used_for(graph, self._sums)
         self._written = graph.storages_written()
         self._nodes: List[Node] = []
         self._wide: Dict[Value, Value] = {}
@@ -199,7 +212,8 @@ class _Widening:
         for value in inputs:
             if graph.specs[value].storage in self._written:
                 self._add(torch.Tensor.copy_, (value, self._wide[value]), None, "copy_", mutated=(value,))
-        new_results = [self._narrowed(value) if value in self._half else self._now(value) for value in results]
+        narrowed = self._half - self._sums
+        new_results = [self._narrowed(value) if value in narrowed else self._now(value) for value in results]
         constants = {value: _widened(tensor) for value, tensor in graph.constants.items()}
         rewritten = dataclasses.replace(graph, nodes=self._nodes, constants=constants, specs=self._specs)
         return rewritten, new_results
@@ -225,14 +239,14 @@ class _Widening:
             self._mapped(
                 dataclasses.replace(
                     node,
-                    op=_float_op(node),
+                    op=float_op(node),
                     args=_map_leaves(replace, node.args),
                     kwargs=_map_leaves(replace, node.kwargs),
                 )
             )
         )
         for value in () if is_exact else dict.fromkeys([*results, *node.mutated]):
-            if value in self._half:
+            if value in self._half and value not in self._unrounded:
                 self._round(node, self._now(value))
 
     def _round(self, node: Node, value: Value) -> None:
@@ -248,7 +262,7 @@ class _Widening:
         """Convert between the two types, without copies where nothing is rounded."""
         if source in self._half:
             self._wide[target] = self._now(source)
-        elif self._buffers.stochastic:
+        elif self._buffers.stochastic or target in self._unrounded:
             self._call_on_float(node, [target])
         else:
             mapped = self._mapped(node)
@@ -310,6 +324,23 @@ class _Widening:
         self, op: Callable[..., Any], args: Tuple[Any, ...], outputs: Any, name: str, mutated: Tuple[Value, ...] = ()
     ) -> None:
         self._nodes.append(Node(op, args, {}, outputs, Placement(), name=name, mutated=mutated))
+
+
+def _only_used_for(graph: Graph, results: Set[Value]) -> Set[Value]:
+    """Return the results and the values that are only moved and added up to compute them."""
+    users: Dict[Value, List[Node]] = {}
+    for node in graph.nodes:
+        for value in node.reads():
+            users.setdefault(value, []).append(node)
+    kept = {value for value in graph.outputs if value not in results}
+    found = {value for value in results if value not in users}
+    for node in reversed(graph.nodes):
+        passes_on = hasattr(node.op, "_schema") and (node.name in _PASSES_SUMS_ON or _is_view(node))
+        if passes_on and found.issuperset(node.writes()):
+            for value in node.reads():
+                if value not in kept and all(found.issuperset(user.writes()) for user in users[value]):
+                    found.add(value)
+    return found
 
 
 def _draws_by_type(node: Node) -> bool:
