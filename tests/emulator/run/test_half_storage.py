@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import ipurun.emulator as poptorch
+from ipurun.emulator._run import chunks
 
 NORMS = (torch.ops.aten.native_group_norm, torch.ops.aten.native_layer_norm)
 FLOAT_STATISTICS = torch.__version__.startswith("2.0.")  # newer kernels return statistics in the type of the input
@@ -230,3 +231,87 @@ def test_an_overflow_is_an_exception_with_stochastic_rounding():
     model(torch.ones(3).half())
     with pytest.raises(poptorch.Error, match=r"Floating point exception: an overflow .* in mul"):
         model(torch.full((3,), 1000.0).half())
+
+
+class Scaled(nn.Module):
+    """Has a gradient of `sum(x)` for each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+
+    def forward(self, x):
+        return poptorch.identity_loss((x * self.weight).sum(), "none")
+
+
+def accumulating(model, options, steps=8, **kwargs):
+    options.Training.gradientAccumulation(steps)
+    options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Mean)
+    optimizer = poptorch.optim.SGD(model.parameters(), use_combined_accum=False, accum_type=torch.float32, **kwargs)
+    return poptorch.trainingModel(model, options, optimizer)
+
+
+def sizes_of_chunks(training, monkeypatch):
+    sizes = []
+    run = chunks.Together.run
+    monkeypatch.setattr(chunks.Together, "run", lambda self, *args: sizes.append(self.size) or run(self, *args))
+    return sizes
+
+
+def test_sums_over_micro_batches_do_not_overflow(monkeypatch):
+    model = Scaled()
+    training = accumulating(model, options_of(rounds=False), lr=2.0**-16)
+    sizes = sizes_of_chunks(training, monkeypatch)
+    training(torch.full((8, 4), 32768.0).half())
+    assert sizes
+    assert model.weight.tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_micro_batches_computed_together_train_like_one_by_one(rounds, monkeypatch):
+    def trained(seed, together):
+        model, x, labels = half_model(Words)
+        training = accumulating(model, options_of(seed, rounds=rounds), 3, lr=0.1)
+        sizes = sizes_of_chunks(training, monkeypatch)
+        training.compile(x, labels)
+        if not together:
+            training._executable.chunks.disable()
+        for _ in range(3):
+            training(x, labels)
+        assert bool(sizes) == together
+        return torch.cat([weight.flatten() for weight in model.state_dict().values()])
+
+    expected, got = trained(1, False), trained(1, True)
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
+    assert torch.equal(got, trained(1, True))
+    assert torch.equal(got, trained(2, True)) == (not rounds)
+
+
+def test_automatic_loss_scaling_inspects_every_micro_batch(monkeypatch):
+    options = options_of(rounds=False)
+    options.Training.setAutomaticLossScaling(True)
+    training = accumulating(Scaled(), options, lr=0.0)
+    sizes = sizes_of_chunks(training, monkeypatch)
+    training(torch.full((8, 4), 4096.0).half())
+    assert not sizes
+
+
+def test_resuming_is_exact_with_stochastic_rounding_of_micro_batches_together():
+    def made():
+        model, x, labels = half_model(Words)
+        return model, accumulating(model, options_of(), 3, lr=0.1), (x, labels)
+
+    straight, training, batch = made()
+    for _ in range(4):
+        training(*batch)
+    first, training, _ = made()
+    for _ in range(2):
+        training(*batch)
+    second, resumed, _ = made()
+    second.load_state_dict(first.state_dict())
+    resumed.compile(*batch)
+    resumed.rng_state = training.rng_state
+    for _ in range(2):
+        resumed(*batch)
+    for got, expected in zip(second.state_dict().values(), straight.state_dict().values()):
+        assert torch.equal(got, expected)
