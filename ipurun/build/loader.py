@@ -11,13 +11,14 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 
 import numpy
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, TensorDataset, default_collate
 
 from ipurun.build.workers import (
     AnonymousBatches,
     DeadWorkerError,
     LoaderTimeoutError,
     WaitLimit,
+    WholeBatch,
     WorkerSetup,
     children_unwatched,
     deaths,
@@ -123,6 +124,33 @@ class _SkippingData(torch.utils.data.Dataset):
             index = (index + 1) % len(self._data)
 
 
+class _WholeBatches(torch.utils.data.Dataset):
+    """Tensors in memory, from which torch's loader reads whole batches: the same values as sample by sample.
+
+    Sample by sample, reading and joining them takes a quarter of the time of a small model's step.
+    """
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
+    def __getitems__(self, indices: List[int]) -> WholeBatch:
+        rows = torch.tensor(indices)
+        return WholeBatch(tensor[rows] for tensor in self._data.tensors)
+
+
+def _in_whole_batches(data: Any, collate: Callable[[List[Any]], Any], workers: int) -> Any:
+    """Return data that can be read in whole batches in this process as such, other data as it is."""
+    reads_tensors = getattr(type(data), "__getitem__", None) is TensorDataset.__getitem__
+    is_plain = not hasattr(data, "__getitems__") and collate is default_collate and not workers
+    return _WholeBatches(data) if reads_tensors and is_plain else data
+
+
 class TrainLoader:
     """Training batches, epoch by epoch, from any position.
 
@@ -194,8 +222,7 @@ class TrainLoader:
                 draws_batches=is_batched,
             )
             self._discard = 0
-            if not self._loads_here():
-                data = MarkedSamples(data)
+            data = _in_whole_batches(data, self._collate, 0) if self._loads_here() else MarkedSamples(data)
         self._loader = self._open(data, named)
 
     def epoch(self) -> Iterator[Any]:
@@ -316,7 +343,9 @@ class EvalLoader:
         self._processes = _Processes(config, is_asynchronous=False)
         self._make = lambda: engine_module.DataLoader(
             options,
-            _Iterable(data) if is_stream(data) and not isinstance(data, IterableDataset) else data,
+            _Iterable(data)
+            if is_stream(data) and not isinstance(data, IterableDataset)
+            else _in_whole_batches(data, collate, config.workers),
             batch_size=sizes.micro_batch_size,
             num_workers=config.workers,
             drop_last=not is_stream(data),
