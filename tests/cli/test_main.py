@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from ipurun import __version__
-from ipurun.cli.main import COMMANDS, main
+from ipurun.cli.main import COMMANDS, collect_as_usual, console, main
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +191,29 @@ def test_a_value_of_the_wrong_kind_gets_one_message(word: str, what: str, capsys
 def test_validate_does_not_take_a_config_folder_for_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["validate", "--config-dir", str(tmp_path), "mnist"]) == 0
     assert "mnist" in capsys.readouterr().out
+
+
+def test_only_a_process_of_ipurun_changes_how_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, frozen = gc.get_threshold(), gc.get_freeze_count()
+    main(["ls"])
+    collect_as_usual()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (usual, frozen)
+    monkeypatch.setattr(sys, "argv", ["ipurun", "ls"])
+    try:
+        with pytest.raises(SystemExit):
+            console()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*usual)
+
+
+def test_a_run_collects_garbage_as_usual() -> None:
+    usual = gc.get_threshold()
+    try:
+        gc.set_threshold(100_000, 50, 100)  # as `console` does
+        collect_as_usual()
+        assert gc.get_threshold() == usual
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*usual)
