@@ -2,7 +2,7 @@
 
 Each model runs in a process of its own with one thread. Loop and engine take turns in short rounds and are timed by the
 CPU time of the process, since the machine is shared; the ratio is that of their best rounds, and more is better. Memory
-is the peak of a process that runs only one of the two. Run it with ``make bench``, or with names of models as arguments.
+is the peak of a process that runs only one of the two. Run it with ``make bench``; arguments are names of models.
 """
 
 from __future__ import annotations

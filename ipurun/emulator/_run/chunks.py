@@ -69,7 +69,7 @@ def obstacle(graph: Graph) -> str:
     outside = {graph.specs[item.value].storage: item.name for item in graph.inputs}
     for node in graph.nodes:
         if node.is_random and (
-            node.is_backward or _overload(node) not in _DRAWN_BY_SHAPE or len(_tensors_of(node)) > 1
+            node.is_backward or _overload(node) not in _DRAWN_BY_SHAPE or len(list(node.reads())) > 1
         ):
             return f"{node.name} draws random numbers that depend on values"
         if not hasattr(node.op, "_schema") or not hasattr(node.op, "overloadpacket"):
@@ -82,7 +82,9 @@ def obstacle(graph: Graph) -> str:
                     return f"{node.name} writes {outside[graph.specs[value].storage]}"
             # In training, the backward pass of batch norm takes them as arguments and does not use them.
             if node.name != "native_batch_norm_backward" and any(value in statistics for value in node.reads()):
-                return f"{node.name} reads running statistics"
+                if node.name != "detach":
+                    return f"{node.name} reads running statistics"
+                statistics.append(node.outputs)
     if set(graph.outputs) & set(statistics):
         return "running statistics are an output"
     if any(spec.dtype in (torch.float16, torch.bfloat16) for spec in graph.specs.values()):
@@ -92,10 +94,6 @@ def obstacle(graph: Graph) -> str:
 
 def _overload(node: Node) -> str:
     return f"{node.name}.{getattr(node.op, '_overloadname', '')}"
-
-
-def _tensors_of(node: Node) -> List[Value]:
-    return list(node.reads())
 
 
 def peak_bytes(graph: Graph) -> int:
@@ -365,13 +363,14 @@ def _capture_batched(
     trained = {item.name: t for item, t in zip(items, tensors) if t.requires_grad}
     seeds = [tensor for item, tensor in zip(items, tensors) if item.kind == "seed"]
     with torch.set_grad_enabled(bool(trained)), recorder:
-        folding = Folding(graph, size, {id(node): tensor for node, tensor in zip(draws.nodes, drawn)})
+        random = {id(node): tensor for node, tensor in zip(draws.nodes, drawn)}
+        folding = Folding(graph, forward, size, random, results)
         for item, tensor in zip(items, tensors):
             if item.kind == "input":
                 folding.set(item.value, Rows(tensor, STACKED, tuple(tensor.shape[1:])))
             else:
                 folding.set(item.value, tensor if item.kind != "seed" else tensor[0])
-        folding.run(forward, results)
+        folding.run()
         outputs = [folding.stacked_result(value) for value in results]
         statistics = [each.tensor for each in folding.statistics]
         grads: Tuple[torch.Tensor, ...] = ()
@@ -432,6 +431,11 @@ class ChunkRunner:
         self._possible = False
         self._together = None
 
+    @property
+    def size(self) -> int:
+        """Return the number of micro-batches that are computed at once, 1 for one by one."""
+        return 1 if self._together is None else self._together.size
+
     def size_for(self, block: Block) -> int:
         """Return the number of micro-batches of a block to compute at once, 1 for one by one."""
         if self._possible and self._together is None:
@@ -442,7 +446,7 @@ class ChunkRunner:
                 self._try(size, block)
             elif reason or len(block.replicas) > 1:
                 logger.debug("Micro-batches are run one by one: %s", reason or "they are large")
-        return 1 if self._together is None else self._together.size
+        return self.size
 
     def run(
         self, block: Block, first: int, inputs: Sequence[torch.Tensor]
