@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 
 import torch
 
+from ipurun.emulator._capture.capture import gradients
 from ipurun.emulator._capture.graph import Graph, Node, Value, needed_nodes, prune, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._capture.recorder import Recorder
@@ -373,11 +374,13 @@ def _capture_batched(
         folding.run()
         outputs = [folding.stacked_result(value) for value in results]
         statistics = [each.tensor for each in folding.statistics]
-        grads: Tuple[torch.Tensor, ...] = ()
+        grads: Sequence[Any] = ()
         if trained:
             recorder.in_backward = True
             ordered = [trained[name] for name in graph.grads]
-            grads = torch.autograd.grad(outputs[-1], ordered, grad_outputs=seeds[0])
+            grads = gradients(outputs[-1], ordered, seeds[0])
+            if any(grad is None for grad in grads):
+                raise CannotFold("a parameter has no gradient")
     batched = recorder.graph
     batched.outputs = [recorder.value_of(tensor) for tensor in outputs[: len(graph.outputs)]]
     batched.grads = {name: recorder.value_of(grad) for name, grad in zip(graph.grads, grads)}
