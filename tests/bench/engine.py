@@ -15,7 +15,7 @@ import time
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 ROUNDS = 5
-SECONDS_A_ROUND = 0.35
+SECONDS_A_ROUND = 0.25
 # Device iterations, accumulation, replicas.
 LAYOUTS = [(8, 1, 1), (1, 8, 1), (1, 8, 8)]
 # Time per sample must not grow along these; the first one is the base.

@@ -204,7 +204,9 @@ class Folding:
     def _store(self, node: Node, result: Any, dims: Union[int, Sequence[int], None]) -> None:
         outputs, tensors = list(values_in(node.outputs)), [t for t in _leaves(result) if isinstance(t, torch.Tensor)]
         if dims is None:
-            self._values.update(zip(outputs, tensors))
+            for value, tensor in zip(outputs, tensors):
+                # What is written later may differ between micro-batches then.
+                self._values[value] = self._separate(tensor) if self.is_pinned(value) else tensor
             return
         each = [dims] * len(outputs) if isinstance(dims, int) else list(dims)
         for value, tensor, dim in zip(outputs, tensors, each):
@@ -212,6 +214,11 @@ class Folding:
             if tuple(tensor.shape) != self._folded_shape(shape, dim):
                 raise CannotFold(f"{node.name} of shape {shape} becomes {tuple(tensor.shape)} for {self.size} at once")
             self._values[value] = Rows(tensor, dim, shape)
+
+    def _separate(self, tensor: torch.Tensor) -> Rows:
+        if tensor.dim() == 0:
+            return Rows(self.stacked(tensor).clone(), STACKED, ())
+        return Rows(self.folded(tensor, 0), 0, tuple(tensor.shape))
 
     def _folded_shape(self, shape: Tuple[int, ...], dim: int) -> Tuple[int, ...]:
         if dim == STACKED:

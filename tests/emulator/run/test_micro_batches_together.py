@@ -55,6 +55,13 @@ def write_a_part(model, x, y):
     return loss(model, hidden, y)
 
 
+def write_into_zeros(model, x, y):
+    hidden = torch.zeros(ROWS, 8)
+    hidden[:, 1:] = model.first(x)[:, :-1]
+    hidden[:, 0].add_(x[:, 0])
+    return loss(model, hidden, y)
+
+
 def outputs_too(model, x, y):
     hidden = torch.tanh(model.first(x))
     return scores(model, hidden), loss(model, hidden, y), hidden.mean(), y + 1
@@ -167,6 +174,7 @@ CASES = {
     "plain": (plain, {}),
     "written in place": (in_place, {}),
     "a part written": (write_a_part, {}),
+    "zeros written": (write_into_zeros, {}),
     "several outputs": (outputs_too, {}),
     "rows mixed by a mean": (mix_rows_by_mean, {}),
     "rows mixed by a product": (mix_rows_by_product, {}),
@@ -189,6 +197,7 @@ CASES = {
     "dropout of channels": (convolved, {"body": lambda: nn.Sequential(nn.Conv2d(2, 8, 1), nn.Dropout2d(0.4))}),
     "noise": (lambda m, x, y: loss(m, m.first(x) + torch.randn_like(m.scale) * torch.rand(ROWS, 1), y), {}),
     "recurrence": (recurrent, {"body": lambda: nn.LSTM(2, 8)}),
+    "gated recurrence": (recurrent, {"body": lambda: nn.GRU(2, 8)}),
     "blocks": (in_blocks, {}),
     "a scaled loss": (scaled_loss, {}),
     "sum": (with_loss(lambda s, y: functional.cross_entropy(s, y, reduction="sum")), {}),
