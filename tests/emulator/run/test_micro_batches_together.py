@@ -259,3 +259,120 @@ def test_together_as_one_by_one(name):
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-5)
     for key, wanted in expected.items():
         torch.testing.assert_close(state[key], wanted, rtol=1e-3, atol=2e-4, msg=key)
+
+
+def test_random_numbers_of_a_micro_batch_do_not_depend_on_what_is_computed_with_it():
+    mask = lambda model, x, y: (functional.dropout(torch.ones_like(x), 0.5), plain(model, x, y))  # noqa: E731
+    together, _, size = train(mask, {})
+    with one_by_one():
+        alone, _, _ = train(mask, {})
+    assert size == 8
+    assert torch.equal(together[0], alone[0])
+    assert not torch.equal(alone[0][:ROWS], alone[0][ROWS : 2 * ROWS])
+
+
+@pytest.mark.parametrize("name", ["dropout", "batch norm", "attention with a class token"])
+def test_the_same_run_twice_is_the_same_bit_for_bit(name):
+    first, second = train(*CASES[name]), train(*CASES[name])
+    assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit():
+    layers = {"body": lambda: nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(8))}
+    data = [(torch.randn(32, 6), torch.randint(0, 5, (32,))) for _ in range(4)]
+
+    def start():
+        torch.manual_seed(1)
+        model = Model(normalised, {name: make() for name, make in layers.items()})
+        options = emulator.Options().randomSeed(7)
+        options.Training.gradientAccumulation(8)
+        optimizer = emulator.optim.AdamW(model.parameters(), lr=0.01)
+        return model, optimizer, emulator.trainingModel(model, options, optimizer)
+
+    whole, _, training = start()
+    for batch in data:
+        training(*batch)
+    training.copyWeightsToHost()
+    model, optimizer, training = start()
+    for batch in data[:2]:
+        training(*batch)
+    training.copyWeightsToHost()
+    weights, state, random = dict(model.state_dict()), optimizer.state_dict(), training.rng_state
+    resumed, optimizer, training = start()
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    training.compile(*data[0])
+    training.rng_state = random
+    for batch in data[2:]:
+        training(*batch)
+    training.copyWeightsToHost()
+    assert training._executable.chunks.size == 8
+    assert all(torch.equal(value, resumed.state_dict()[key]) for key, value in whole.state_dict().items())
+
+
+@pytest.mark.parametrize("training_mode", [False, True])
+def test_inference_together_as_one_by_one(training_mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    model.train(training_mode)
+    images = torch.randn(16, 1, 8, 8)
+    inference = emulator.inferenceModel(model, emulator.Options().deviceIterations(8))
+    got = inference(images)
+    assert inference._executable.chunks.size == 8
+    with torch.no_grad():
+        expected = torch.cat([model(part) for part in images.split(2)])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_running_statistics_of_replicas_follow_the_order_of_their_micro_batches():
+    norm = nn.BatchNorm1d(6, momentum=0.3)
+    torch.manual_seed(0)
+    model = Model(lambda m, x, y: loss(m, m.first(m.layers["norm"](x)), y), {"norm": norm})
+    options = emulator.Options().replicationFactor(2)
+    options.Training.gradientAccumulation(4)
+    training = emulator.trainingModel(model, options, emulator.optim.SGD(model.parameters(), lr=0.0))
+    data = torch.randn(32, 6)
+    training(data, torch.randint(0, 5, (32,)))
+    assert training._executable.chunks.size == 8
+    reference = [nn.BatchNorm1d(6, momentum=0.3) for _ in range(2)]
+    for index, part in enumerate(data.split(4)):
+        reference[index % 2](part)
+    for name in ("running_mean", "running_var"):
+        copies = training._executable.weights.buffers[f"layers.norm.{name}"]
+        for copy, expected in zip(copies, reference):
+            torch.testing.assert_close(copy, getattr(expected, name))
+
+
+def test_large_micro_batches_are_run_one_by_one():
+    def size(rows):
+        return train(plain, {}, calls=1, accumulation=4, replicas=1, rows=rows)[2]
+
+    assert size(16) == 4
+    assert size(2**16) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda m, x, y: loss(m, m.first(x) * torch.bernoulli(torch.sigmoid(x[:, :1])), y), "bernoulli draws random"),
+        (lambda m, x, y: loss(m, m.first(Twice.apply(x * m.scale[:6])), y), "functions of the user"),
+    ],
+)
+def test_the_log_names_what_keeps_micro_batches_apart(function, reason, caplog):
+    emulator.setLogLevel("DEBUG")
+    try:
+        _, _, size = train(function, {}, calls=1)
+    finally:
+        emulator.setLogLevel("WARN")
+    assert size == 1
+    assert f"Micro-batches are run one by one: {reason}" in caplog.text or reason in caplog.text
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
