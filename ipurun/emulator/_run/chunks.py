@@ -512,7 +512,7 @@ class ChunkRunner:
 
     def _compare(
         self,
-        alone: List[Sequence[torch.Tensor]],
+        alone: Sequence[Sequence[torch.Tensor]],
         outputs: Sequence[torch.Tensor],
         grads: Dict[str, torch.Tensor],
     ) -> None:

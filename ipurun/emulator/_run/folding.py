@@ -694,7 +694,7 @@ def _functional(node: Node) -> Callable[..., Any]:
     """Return the operation that computes what an in-place one writes."""
     packet = getattr(torch.ops.aten, node.name[:-1], None) if node.name.endswith("_") else None
     overload = getattr(node.op, "_overloadname", None)
-    if packet is None or overload not in packet.overloads():
+    if packet is None or overload is None or overload not in packet.overloads():
         raise CannotFold(f"{node.name} writes a tensor")
     return getattr(packet, overload)
 
