@@ -30,7 +30,8 @@ _TO_HALF_EXPONENTS = torch.tensor(2.0**-112)
 _FROM_HALF_EXPONENTS = torch.tensor(2.0**112)
 _KEPT_BITS = torch.tensor(-(2**_DROPPED_BITS), dtype=torch.int32)
 _NOISE_BITS = torch.tensor(2**_DROPPED_BITS - 1, dtype=torch.int32)
-_BLOCK = 2**14  # random numbers that are drawn at once
+_BLOCK = 2**14  # random numbers that are drawn from the generator at once
+_POOL = 2**16  # random numbers that are made of them at once for an update
 
 
 def narrowed(dtype: torch.dtype) -> torch.dtype:
@@ -278,7 +279,7 @@ class StochasticRounding:
     def _take(self, count: int) -> torch.Tensor:
         """Return random numbers that were not used before."""
         if count > self._noise.numel():
-            self._noise = torch.empty(max(count, _BLOCK), dtype=torch.int32)
+            self._noise = torch.empty(max(count, _POOL), dtype=torch.int32)
             draw_noise(self._noise)
         taken, self._noise = self._noise[:count], self._noise[count:]
         return taken

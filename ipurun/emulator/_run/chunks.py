@@ -509,7 +509,7 @@ class ChunkRunner:
             replay = nearest(self._graph)
             together = Together(self._graph, size, block.arguments(0, inputs[0], block.seed), nearest)
             restore()
-            alone = []
+            alone: List[Sequence[torch.Tensor]] = []
             for index in range(size):
                 block.start(index)
                 alone.append(replay(block.arguments(block.replicas[index], inputs[index], block.seed)))
