@@ -2,7 +2,7 @@
 
 A name is dotted (``layer1.0``, or ``layer1/0``). In a pattern, ``*`` matches any text within one part of a name, and
 any text at the very beginning; ``**`` matches any text; ``?`` and ``[0-9]`` match one character. ``re:`` begins a
-regular expression for the whole name. For parameters, a pattern that ends in ``*`` also matches the parameters inside
+regular expression for the whole name. Where parameters are meant, a name or pattern also matches the parameters inside
 the modules that it matches. docs/reference/patterns.md says the same for users.
 """
 
@@ -20,7 +20,9 @@ __all__ = [
     "check_parameters",
     "find_module",
     "flat_names",
+    "frozen_until",
     "is_pattern",
+    "is_valid",
     "match_modules",
     "match_names",
     "match_parameters",
@@ -85,7 +87,7 @@ def match_names(
 def match_parameters(pattern: str, known: Sequence[str]) -> List[str]:
     """Return the parameters that match a name or a pattern; `check_parameters` reports unusable patterns."""
     expression = _compiled(pattern)
-    if pattern.endswith("*") and not pattern.startswith(_REGEX):
+    if not pattern.startswith(_REGEX):
         expression = re.compile(expression.pattern + r"(?:\..*)?")
     return [name for name in known if expression.fullmatch(name)]
 
@@ -108,6 +110,24 @@ def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findin
         )
     elif not matched:
         unmatched(pattern, key, known, found, "parameter")
+
+
+def frozen_until(freeze: Sequence[str], unfreeze: Mapping[Any, Any], known: Sequence[str]) -> Dict[str, Optional[int]]:
+    """Return the parameters that `freeze` matches, each with the step after which it is trained, None if never."""
+    frozen: Dict[str, Optional[int]] = {
+        name: None for pattern in freeze if is_valid(pattern) for name in match_parameters(pattern, known)
+    }
+    for pattern, step in flat_names(unfreeze, ()).items():
+        if isinstance(step, int) and is_valid(pattern):
+            for name in match_parameters(pattern, list(frozen)):
+                before = frozen[name]
+                frozen[name] = step if before is None else min(before, step)
+    return {name: frozen[name] for name in known if name in frozen}
+
+
+def is_valid(pattern: str) -> bool:
+    """Whether a pattern can be matched; `check_parameters` reports the others."""
+    return _checked(pattern, "", Findings()) is not None
 
 
 def widened(pattern: str) -> str:
