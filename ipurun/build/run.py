@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -27,6 +27,7 @@ from ipurun.inspect.sampling import make_collate
 from ipurun.metrics import MetricSet
 from ipurun.planning.plan import Plan
 from ipurun.schedules import Schedule
+from ipurun.weights import load_initial_weights
 
 __all__ = ["Run", "build_run", "collate_of"]
 
@@ -112,7 +113,7 @@ class Run:
         """Make the model and all engine objects again, as a new process does; the data sets are kept.
 
         Args:
-            step: Weight updates done: which frozen parameters are trained.
+            step: Weight updates done: which frozen parameters are trained, and whether `init_from` is read again.
 
         Raises:
             ConfigError: Something about the config changed meanwhile, such as a file that it reads.
@@ -122,6 +123,9 @@ class Run:
             _abandon(executor)
         model = make_model_alone(self.config, self.engine)
         stop_caching(model)
+        if step == 0 and self.plan.initial_weights is not None:
+            # The same file: by now, another run may be the newest of a folder.
+            load_initial_weights(replace(self.config, init_from=self.plan.initial_weights.path), model)
         made = _build(self.config, self.plan, model, self.splits, self.engine, step)
         made.train_loader.skipped = self.train_loader.skipped
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device

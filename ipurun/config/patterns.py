@@ -27,6 +27,7 @@ __all__ = [
     "match_names",
     "match_parameters",
     "names_in",
+    "renamed",
     "unmatched",
     "widened",
 ]
@@ -92,7 +93,14 @@ def match_parameters(pattern: str, known: Sequence[str]) -> List[str]:
     return [name for name in known if expression.fullmatch(name)]
 
 
-def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findings) -> None:
+def check_parameters(
+    pattern: str,
+    key: str,
+    known: Sequence[str],
+    found: Findings,
+    what: str = "parameter",
+    owner: str = "the model has",
+) -> None:
     """Report a pattern that matches no parameter, or fewer than before `*` stopped at dots."""
     if _checked(pattern, key, found) is None:
         return
@@ -109,7 +117,7 @@ def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findin
             key=key,
         )
     elif not matched:
-        unmatched(pattern, key, known, found, "parameter")
+        unmatched(pattern, key, known, found, what, owner)
 
 
 def frozen_until(freeze: Sequence[str], unfreeze: Mapping[Any, Any], known: Sequence[str]) -> Dict[str, Optional[int]]:
@@ -123,6 +131,37 @@ def frozen_until(freeze: Sequence[str], unfreeze: Mapping[Any, Any], known: Sequ
                 before = frozen[name]
                 frozen[name] = step if before is None else min(before, step)
     return {name: frozen[name] for name in known if name in frozen}
+
+
+def renamed(name: str, pattern: str, new: str, key: str, found: Findings) -> Optional[str]:
+    r"""Return the new name of one that a pattern matches, or that is inside a module that it matches; None for others.
+
+    Args:
+        name: The name.
+        pattern: A name or pattern.
+        new: What takes its place: wildcards take the text of those in the pattern, in order; a regular expression's
+            groups are ``\1``, ``\2``.
+        key: The config key, for messages.
+        found: Takes a problem of the pattern.
+    """
+    expression = _checked(pattern, key, found)
+    if expression is None:
+        return None
+    if pattern.startswith(_REGEX):
+        match = expression.fullmatch(name)
+        return None if match is None else match.expand(new)
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        match = expression.fullmatch(".".join(parts[:length]))
+        if match is not None:
+            return ".".join(filter(None, [_filled(new, match.groups()), *parts[length:]]))
+    return None
+
+
+def _filled(new: str, texts: Sequence[Optional[str]]) -> str:
+    """Return a name whose wildcards are replaced by texts, in order."""
+    left = iter(texts)
+    return re.sub(r"\*\*|\*|\?", lambda wildcard: next(left, "") or "", new)
 
 
 def is_valid(pattern: str) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Dict, Iterable, List, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from ipurun.api.calls import Call, Symbol, call_text, value_text
-from ipurun.inspect.facts import UserBlock
+from ipurun.errors import listing
+from ipurun.inspect.facts import InitialWeights, UserBlock
 from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural, size_text
 from ipurun.planning.optimizer import changeable
 from ipurun.planning.plan import EvalPass, FrozenPart, ParameterGroup, Placement, Plan, Saving, Serialized
 
-__all__ = ["calls_text", "plan_dict", "plan_lines"]
+__all__ = ["calls_text", "initial_rows", "plan_dict", "plan_lines"]
+
+_MOST_NAMES = 4  # in a row; the run folder's initial_weights.json has all
 
 
 def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
@@ -20,6 +23,7 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
     rows = [
         ("engine", f"{plan.engine} ({plan.engine_version})"),
         ("model", f"{plural(plan.parameters, 'parameter')}, precision {plan.precision}"),
+        *initial_rows(plan.initial_weights),
         *_frozen_rows(plan),
         ("devices", _devices_text(plan)),
         ("batch", batch_equation(plan.training)),
@@ -56,6 +60,18 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
         rows.append(("profile", plan.profile_dir))
     for variable, value in plan.environment.items():
         rows.append(("env", f"{variable}={value}"))
+    return rows
+
+
+def initial_rows(initial: Optional[InitialWeights]) -> List[Tuple[str, str]]:
+    """Return in short what `init_from` loads and what it does not."""
+    if initial is None:
+        return []
+    total = len(initial.loaded) + len(initial.not_loaded)
+    rows = [("start", f"{len(initial.loaded)} of {plural(total, 'weight')} from {initial.path} ({initial.kind})")]
+    for label, names in (("not loaded", initial.not_loaded), ("not used of the file", initial.left_over)):
+        if names:
+            rows.append(("", f"{label}: {listing(names, most=_MOST_NAMES)}"))
     return rows
 
 
@@ -103,6 +119,7 @@ def plan_dict(plan: Plan) -> Dict[str, Any]:
         "optimizer": {"class": plan.optimizer.path, **(changeable(plan.optimizer) or {})},
         "no_decay": list(plan.no_decay),
         "frozen": [asdict(part) for part in plan.frozen],
+        "initial_weights": None if plan.initial_weights is None else asdict(plan.initial_weights),
         "placements": [asdict(placement) for placement in plan.placements],
         "environment": dict(plan.environment),
         "cache_dir": plan.cache_dir,

@@ -115,6 +115,7 @@ def make_plan(
         parameter_groups=groups,
         no_decay=no_decay,
         frozen=frozen,
+        initial_weights=facts.initial_weights,
         recompute=checkpoints,
         module_precision=rules,
         stages=sizes.layout.stages,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Tuple
 
 from ipurun.api.calls import Call
-from ipurun.inspect.facts import EndedBlock, UserBlock
+from ipurun.inspect.facts import EndedBlock, InitialWeights, UserBlock
 
 __all__ = [
     "BatchSizes",
@@ -184,6 +184,7 @@ class Plan:
     parameter_groups: Tuple[ParameterGroup, ...] = ()
     no_decay: Tuple[str, ...] = ()  # parameters without weight decay, in whichever group
     frozen: Tuple[FrozenPart, ...] = ()
+    initial_weights: Optional[InitialWeights] = None
     recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
     module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved
     stages: int = 1  # forward stages of training: 1 + switches between IPUs

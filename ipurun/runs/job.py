@@ -52,12 +52,13 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
         ConfigError: With all problems.
     """
     problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
+    resumed = None
     try:
-        resumed_folder(point)
+        resumed = resumed_folder(point)
     except ConfigError as error:
         problems += error.problems
     try:
-        prepared = prepare(point, purpose)
+        prepared = prepare(point, purpose, has_checkpoint=resumed is not None)
     except ConfigError as error:
         raise ConfigError([*error.problems, *point.complete(problems)]) from error
     if problems:

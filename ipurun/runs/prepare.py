@@ -5,7 +5,7 @@ Each package finds problems; here they are gathered, so that all are reported at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import List, Optional
 
 from ipurun import engine as engines
@@ -16,6 +16,7 @@ from ipurun.inspect.model_and_data import ModelAndData, inspect, inspect_again
 from ipurun.planning import make_plan
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
+from ipurun.weights import load_initial_weights
 
 __all__ = ["PreparedRun", "prepare"]
 
@@ -30,13 +31,19 @@ class PreparedRun:
     plan: Plan
 
 
-def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[PreparedRun] = None) -> PreparedRun:
+def prepare(
+    point: Point,
+    purpose: Purpose = Purpose.RUN,
+    before: Optional[PreparedRun] = None,
+    has_checkpoint: bool = False,
+) -> PreparedRun:
     """Load the engine, make model and data, and plan the run.
 
     Args:
         point: The point.
         purpose: What it is prepared for.
         before: The same point with other words, prepared before: its model and data are used again.
+        has_checkpoint: Whether the weights come from a checkpoint of the run, so that `init_from` is not read.
 
     Raises:
         ConfigError: With all problems that could be found.
@@ -51,6 +58,10 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[Prepa
         else:
             inspected = inspect_again(config, engine, before.point.config, before.inspected)
         facts = inspected.facts
+        if config.init_from and not has_checkpoint and facts.initial_weights is None:
+            initial = load_initial_weights(config, inspected.model, copies=purpose is Purpose.RUN)
+            facts = replace(facts, initial_weights=initial)
+            inspected = replace(inspected, facts=facts)
         if is_auto(config.pipeline.split):
             from ipurun.estimate.plan_estimate import auto_split  # deferred: other runs need no estimate
 
