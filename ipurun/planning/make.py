@@ -60,6 +60,8 @@ def make_plan(
     settings = _user_settings(config, unlike_defaults(config) if keys is None else keys, found)
     _note_processes(settings, environ, found)
     _check_failures(config, settings, found)
+    if not config.init_from and settings.has("init"):
+        found.note("no init_from: the run starts from the values that the model's code gives, and `init` has no effect")
     sizes = plan_sizes(config, facts, settings, found)
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
     steps = count_steps(config, sizes.training, facts.train_samples, found)

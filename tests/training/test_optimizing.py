@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from ipurun import emulator as poptorch
-from ipurun.checkpoint import latest
+from ipurun.checkpoint import latest, listed, load
 from ipurun.errors import ConfigError, RunError
 from ipurun.inspect.loss import SmoothedCrossEntropy
 from ipurun.training.loop import train
@@ -300,3 +300,27 @@ def test_the_emulator_ignores_label_smoothing_as_poptorch_does(caplog: pytest.Lo
     finally:
         logger.removeHandler(caplog.handler)
     assert torch.equal(found[0], found[1]) and "ignores label_smoothing=0.5" in caplog.text
+
+
+def test_automatic_loss_scaling_follows_the_gradients_and_resumes_exactly(tmp_path: Path) -> None:
+    changes: Dict[str, Any] = {
+        "precision": "16.16",
+        "loss_scaling": "auto",
+        "optimizer": {"_target_": "poptorch.optim.SGD", "lr": 0.01, "accum_type": "float16", "loss_scaling": 2048.0},
+        "gradient_accumulation": 2,
+        "devices": 2,
+        "epochs": 6,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep": 0,
+    }
+    folder, run = Folder(tmp_path), built(**changes)
+    train(run, folder, [])
+    factors = [float(load(saved)["optimizer"]["ipu_state"]["lossScaleUpdateFactor"]) for saved in listed(folder)]
+    # It doubles until gradients come near the largest float16 number, and then halves.
+    assert factors[:3] == [2.0, 4.0, 8.0] and min(factors[5:]) < max(factors)
+    middle = listed(folder)[len(factors) // 2]
+    resumed = built(**changes)
+    train(resumed, Folder(tmp_path / "resumed"), [], resume_from=middle)
+    expected = run.user_model.state_dict()
+    for name, value in resumed.user_model.state_dict().items():
+        assert torch.equal(value, expected[name]) and torch.isfinite(value).all(), name
