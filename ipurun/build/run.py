@@ -240,8 +240,9 @@ def _set_trained(model: nn.Module, plan: Plan, step: int) -> None:
     """Freeze or unfreeze the parameters that are trained only after some step."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for part in plan.frozen:
-        for name in part.names if part.until_step is not None else ():
-            named[name].requires_grad_(step >= part.until_step)
+        if part.until_step is not None:
+            for name in part.names:
+                named[name].requires_grad_(step >= part.until_step)
 
 
 def _make_optimizer_and_schedule(

@@ -160,8 +160,8 @@ def renamed(name: str, pattern: str, new: str, key: str, found: Findings) -> Opt
 
 def _filled(new: str, texts: Sequence[Optional[str]]) -> str:
     """Return a name whose wildcards are replaced by texts, in order."""
-    left = iter(texts)
-    return re.sub(r"\*\*|\*|\?", lambda wildcard: next(left, "") or "", new)
+    left = iter([text or "" for text in texts])
+    return re.sub(r"\*\*|\*|\?", lambda wildcard: next(left, ""), new)
 
 
 def is_valid(pattern: str) -> bool:
