@@ -12,11 +12,12 @@ from torch import nn
 from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
+from ipurun.build.skipped import SkippedSamples
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.inspect.data import split_for_eval
+from ipurun.inspect.data import is_stream, split_for_eval
 from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
 from ipurun.inspect.model import stop_caching
@@ -57,6 +58,7 @@ class Run:
         training_options: The engine's options for training.
         inference_options: The engine's options for evaluation and prediction.
         splits: The data by split.
+        skipped: Samples that could not be read.
         built_for_step: Weight updates done when it was built: which frozen parameters are trained depends on it.
     """
 
@@ -80,6 +82,7 @@ class Run:
     training_options: Any
     inference_options: Any
     splits: Dict[str, Any]
+    skipped: SkippedSamples
     built_for_step: int = 0
 
     def enter_training(self) -> None:
@@ -126,8 +129,7 @@ class Run:
         if step == 0 and self.plan.initial_weights is not None:
             # The same file: by now, another run may be the newest of a folder.
             load_initial_weights(replace(self.config, init_from=self.plan.initial_weights.path), model)
-        made = _build(self.config, self.plan, model, self.splits, self.engine, step)
-        made.train_loader.skipped = self.train_loader.skipped
+        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, step)
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -145,11 +147,20 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     """
     if engine.kind == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)
-    return _build(config, plan, inspected.model, inspected.splits, engine)
+    skips = config.loader.on_error == "skip"
+    lengths = {name: len(data) for name, data in inspected.splits.items() if skips and not is_stream(data)}
+    skipped = SkippedSamples(lengths, config.loader.max_errors)
+    return _build(config, plan, inspected.model, inspected.splits, engine, skipped)
 
 
 def _build(
-    config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, Any], engine: Engine, step: int = 0
+    config: RunConfig,
+    plan: Plan,
+    model: nn.Module,
+    splits: Dict[str, Any],
+    engine: Engine,
+    skipped: SkippedSamples,
+    step: int = 0,
 ) -> Run:
     module = engine.module
     cast_weights(model, plan.precision, plan.module_precision)
@@ -190,11 +201,26 @@ def _build(
     optimizer, schedule = _make_optimizer_and_schedule(config, plan, for_training, module)
     collate = collate_of(config, plan)
     train_loader = TrainLoader(
-        module, training_options, splits["train"], config.loader, plan.training, config.seed, collate
+        module,
+        training_options,
+        splits["train"],
+        config.loader,
+        plan.training,
+        config.seed,
+        collate,
+        skipped if skipped.covers("train") else None,
     )
     eval_loaders = {
         name: EvalLoader(
-            module, inference_options, data, config.loader, plan.inference, collate, config.eval.max_samples
+            module,
+            inference_options,
+            name,
+            data,
+            config.loader,
+            plan.inference,
+            collate,
+            config.eval.max_samples,
+            skipped if skipped.covers(name) else None,
         )
         for name, data in splits.items()
     }
@@ -224,6 +250,7 @@ def _build(
         training_options=training_options,
         inference_options=inference_options,
         splits=splits,
+        skipped=skipped,
         built_for_step=step,
     )
 
