@@ -173,7 +173,10 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Metrics of a run's weights on a split; `str` gives what `ipurun eval` prints."""
+    """Metrics of a run's weights on a split; `str` gives what `ipurun eval` prints.
+
+    `left_out` has the indices of samples that could not be read (`loader.on_error=skip`).
+    """
 
     folder: Path
     checkpoint: Path
@@ -182,13 +185,15 @@ class Evaluated:
     samples: int
     metrics: Dict[str, float]
     seconds: float
+    left_out: Tuple[int, ...] = ()
     matrices: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         from ipurun.log.format import duration, matrix_lines, metric, plural
 
         values = "  ".join(f"{key} {metric(value)}" for key, value in self.metrics.items())
-        how = f"[{plural(self.samples, 'sample')}, {duration(self.seconds)}]"
+        left_out = f", {len(self.left_out):,} left out" if self.left_out else ""
+        how = f"[{plural(self.samples, 'sample')}{left_out}, {duration(self.seconds)}]"
         tables = [line for name, matrix in self.matrices.items() for line in matrix_lines(name, matrix)]
         return "\n".join([*tables, f"step {self.step:,} on {self.split}: {values}  {how}"])
 
@@ -202,6 +207,7 @@ class Predicted:
     """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data.
 
     `columns` has what was asked for by name, in this order: ``index``, ``input``, ``target``, ``output``.
+    `left_out` has the indices of samples that could not be read (`loader.on_error=skip`): they have no row.
     """
 
     folder: Path
@@ -209,6 +215,7 @@ class Predicted:
     step: int
     split: str
     outputs: Any
+    left_out: Tuple[int, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -336,7 +343,7 @@ def load(
         ConfigError: Not a run folder, a wrong override, or a missing or mismatched checkpoint.
         RunError: The checkpoint is damaged.
     """
-    with _one_call(overrides):
+    with _one_call(overrides, run):
         from ipurun.runs.folder import RunFolder
         from ipurun.runs.reload import load_model
 
@@ -367,7 +374,8 @@ def evaluate(
         found = evaluate_run(loaded.run, console, name)
     assert found is not None  # only an interrupt stops it, and that is an exception here
     where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
-    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds, found.matrices)
+    details = (found.seconds, found.left_out, found.matrices)
+    return Evaluated(*where, found.split, found.samples, found.metrics, *details)
 
 
 def predict(
@@ -403,9 +411,10 @@ def predict(
                 yield part
 
         found = gathered(shown()) or {"output": None}
+        left_out = loaded.run.eval_loaders[name].left_out
     where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
     kept = {column: value for column, value in found.items() if column in columns}
-    return Predicted(*where, name, found["output"], kept)
+    return Predicted(*where, name, found["output"], left_out, kept)
 
 
 def export(
@@ -470,7 +479,8 @@ def train_words(
     with _one_call(words):
         point = _point_to_train(words)
         from ipurun.log.screen import make_screen
-        from ipurun.runs.job import prepare_job, resumed_folder, run_job
+        from ipurun.runs.job import run_job
+        from ipurun.runs.prepare import prepare_job, resumed_folder
 
         interrupt_code = point.config.interrupt_exit_code
         with _exit_code_after_interrupt(interrupt_code):
@@ -522,13 +532,13 @@ def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
     with _one_call(words):
         from ipurun.config.compose import points
         from ipurun.inspect.facts import Purpose
-        from ipurun.runs.job import prepare_job
+        from ipurun.runs.prepare import prepare_job
 
         label = " ".join(words) or "the default config"
         try:
             found = points(words, "validate").points
         except ConfigError as error:
-            return [(label, list(error.problems))]
+            return [(label, _completed(error.problems, words))]
         results: List[Tuple[str, List[Problem]]] = []
         for point in found:
             problems: List[Problem] = []
@@ -536,7 +546,7 @@ def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
                 prepare_job(point, Purpose.CHECK)
             except ConfigError as error:
                 problems += error.problems
-            results.append((" ".join(point.overrides) or label, problems))
+            results.append((" ".join(point.overrides) or label, _completed(problems, words)))
         return results
 
 
@@ -544,15 +554,16 @@ _CALLS = threading.RLock()
 
 
 @contextlib.contextmanager
-def _one_call(words: Sequence[str] = ()) -> Iterator[None]:
+def _one_call(words: Sequence[str] = (), run: Optional[PathLike] = None) -> Iterator[None]:
     """Run one call at a time; every problem that it raises gets a place and advice.
 
     Args:
         words: The command line of the call.
+        run: The run folder that it is given.
     """
     from ipurun.engine import check_environment
 
-    with _CALLS, _complete_problems(words):
+    with _CALLS, _complete_problems(words, run):
         check_environment()
         # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -560,17 +571,24 @@ def _one_call(words: Sequence[str] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _complete_problems(words: Sequence[str]) -> Iterator[None]:
+def _complete_problems(words: Sequence[str], run: Optional[PathLike]) -> Iterator[None]:
     try:
         yield
     except IpurunError as error:
-        if all(problem.where and problem.fix for problem in error.problems):
-            raise
-        from ipurun.config.compose import where_typed
-        from ipurun.config.keys import complete
+        error.set_problems(_completed(error.problems, words, run))
+        raise
 
-        completed = [complete(problem, lambda key: where_typed(words, key)) for problem in error.problems]
-        raise type(error)(completed) from error
+
+def _completed(problems: Sequence[Problem], words: Sequence[str], run: Optional[PathLike] = None) -> List[Problem]:
+    """Return problems of a command line, or of the folder of a run, with a place and advice."""
+    from ipurun.config.compose import where_typed
+    from ipurun.config.keys import complete
+
+    def where_set(key: str) -> str:
+        given = f"the run folder: {ascii(os.fspath(run))[1:-1][:100]}" if run is not None and key == "resume" else ""
+        return where_typed(words, key) or given
+
+    return [complete(problem, where_set) for problem in problems]
 
 
 @contextlib.contextmanager
@@ -584,7 +602,7 @@ def _reloaded(
     quiet: bool,
 ) -> Iterator[Tuple[LoadedRun, str, Any]]:
     """Yield a stored run with its weights, the name of the split to use, and a console."""
-    with _one_call(overrides):
+    with _one_call(overrides, run):
         from ipurun.log.console import console_for
         from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder

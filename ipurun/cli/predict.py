@@ -16,7 +16,8 @@ _USAGE = """\
 usage: ipurun predict RUN_FOLDER [key=value ...] [flags]
 
 Loads the config and the newest checkpoint of a run and writes the model's outputs for the test split where the data has
-one, else for the eval split: one row per sample, in the order of the data.
+one, else for the eval split: one row per sample, in the order of the data. With loader.on_error=skip, samples that
+cannot be read have no row, and are listed.
 
 The ending of the file chooses the format:
   .pt .npy            the outputs as tensors; with --columns a mapping (.pt), an array with fields (.npy)
@@ -76,8 +77,10 @@ def run(argv: List[str]) -> int:
     outputs = describe(result.outputs)
     if flags.json:
         document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "step": result.step}
-        document = {**document, "split": result.split, "file": str(file), "outputs": outputs}
+        document.update(split=result.split, file=str(file), outputs=outputs, left_out=result.left_out)
         print_json({**document, "columns": list(result.columns)})
     else:
         print(f"step {result.step:,} on {result.split}: {outputs} in {file}")
+        if result.left_out:
+            print(f"no rows for samples that could not be read: {', '.join(map(str, result.left_out))}")
     return 0

@@ -10,20 +10,12 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, Mapping, Optional, Tuple
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
+from typing import TYPE_CHECKING, Callable, Iterator, Mapping, Optional, Tuple
 
 from ipurun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 __all__ = ["FASHION_MNIST", "MNIST", "Source", "cached_folder", "counter", "fetch"]
 
@@ -114,6 +106,9 @@ def fetch(source: Source, folder: Path) -> Path:
 @contextlib.contextmanager
 def counter(doing: str, total: Optional[int], unit: str) -> Iterator[Callable[[int], None]]:
     """Show how far a long task is, on standard error; yields the function that counts."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     of_all = "/{task.total:,.0f}" if total is not None else ""
     columns = (
         TextColumn("{task.description}"),
@@ -127,6 +122,10 @@ def counter(doing: str, total: Optional[int], unit: str) -> Iterator[Callable[[i
 
 
 def _progress_bar() -> Progress:
+    # Deferred: it takes as long to import as all data sets together.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=Console(file=sys.stderr))
 

@@ -20,6 +20,7 @@ from ipurun.log.format import (
     plural,
     value_text,
 )
+from ipurun.log.plan_text import initial_rows
 from ipurun.log.screen import Screen, show_progress
 from ipurun.planning.plan import Plan
 from ipurun.training.events import (
@@ -165,6 +166,7 @@ def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
         epochs = "" if plan.steps.epochs is None else f" ({epochs_text(plan.steps.epochs)})"
         calls = plural(plan.steps.total_calls or 0, "host call")
         rows.append(("steps", f"{plural(plan.steps.total_updates, 'weight update')} in {calls}{epochs}"))
+    rows += initial_rows(plan.initial_weights)
     rows.append(("run folder", folder))
     return rows
 
@@ -187,9 +189,11 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
     if summary.rollbacks:
         rows.append(("rollbacks", f"{plural(summary.rollbacks, 'return')} to the last checkpoint"))
-    if summary.skipped_samples:
-        which = listing(map(str, summary.skipped_samples))
-        rows.append(("skipped", f"{plural(len(summary.skipped_samples), 'sample')} that could not be read: {which}"))
+    for split, indices in {"train": summary.skipped_samples, **summary.skipped_eval_samples}.items():
+        if indices:
+            of_split = "" if split == "train" else f" of {split}"
+            which = listing(map(str, indices))
+            rows.append(("skipped", f"{plural(len(indices), 'sample')}{of_split} that could not be read: {which}"))
     if summary.padding_share is not None:
         rows.append(("padding", f"{summary.padding_share:.1%} of the positions in the batches"))
     if summary.checkpoint:

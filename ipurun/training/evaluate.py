@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -9,13 +11,14 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping,
 import torch
 
 from ipurun.build import Run
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
 from ipurun.metrics import Matrix
-from ipurun.training.events import CompileEnd, CompileStart, Observer
+from ipurun.training.events import CompileEnd, CompileStart, Note, Observer
 from ipurun.training.failures import explained
+from ipurun.training.interrupts import WaitStoppedError
 
-__all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict"]
+__all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict", "report_skipped"]
 
 Explain = Callable[[str], ContextManager[None]]  # what is being done -> the context that explains its failures
 
@@ -29,6 +32,7 @@ class Evaluation:
     samples: int
     seconds: float
     compile_seconds: float
+    left_out: Tuple[int, ...] = ()  # indices of the samples that could not be read
     matrices: Mapping[str, Matrix] = field(default_factory=dict)
 
 
@@ -38,6 +42,7 @@ def evaluate(
     split: Optional[str] = None,
     should_stop: Callable[[], bool] = lambda: False,
     explain: Optional[Explain] = None,
+    waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
@@ -47,6 +52,8 @@ def evaluate(
         split: Name of the split, by default the run's `eval_split`.
         should_stop: Called after every host call.
         explain: Returns the context that explains failures; by default `explained` without a checkpoint.
+        waiting: Returns the context in which a process that may hang is waited for. `WaitStoppedError` stops the
+            evaluation.
 
     Returns:
         The result, None if it was stopped.
@@ -61,8 +68,8 @@ def evaluate(
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
     explain = explain or _explainer(run)
-    for call in _inference_calls(run, observer, name, explain):
-        if should_stop():
+    for call in _until_stopped(_inference_calls(run, observer, name, explain, waiting)):
+        if call is None or should_stop():
             return None
         compiling += call.compile_seconds
         samples += call.real
@@ -76,12 +83,32 @@ def evaluate(
             with explain("computing metrics"):
                 run.eval_metrics.update(outputs, targets)
     values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
+    report_skipped(run, observer)
+    left_out = run.eval_loaders[str(name)].left_out
     seconds = time.perf_counter() - begun - compiling
-    return Evaluation(str(name), values, samples, seconds, compiling, run.eval_metrics.matrices)
+    return Evaluation(str(name), values, samples, seconds, compiling, left_out, run.eval_metrics.matrices)
+
+
+def report_skipped(run: Run, observer: Observer) -> None:
+    """Report samples that could not be read, each once."""
+    for split, indices in run.skipped.unreported().items():
+        which = f"sample {indices[0]}" if len(indices) == 1 else f"samples {listing(map(str, indices))}"
+        data, instead = "the training data", "using the next one that can"
+        if split != "train":
+            data, instead = f"the split `{split}`", "left out"
+        observer.on_note(
+            Note(
+                f"{which} of {data} could not be read ({run.skipped.last_error}); {instead}, "
+                f"{run.skipped.total} of at most {run.skipped.most}",
+                level="warning",
+            )
+        )
 
 
 def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = ("output",)) -> Iterator[Dict[str, Any]]:
     """Yield the model's outputs for a split, one host call at a time, in the order of the data, without padding.
+
+    Samples that cannot be read are left out, if the run skips them: see `EvalLoader.left_out`.
 
     Args:
         run: The run, with its weights loaded.
@@ -94,23 +121,24 @@ def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = (
         ConfigError: The data has no such split.
         RunError: Compiling or running failed.
     """
-    rows, done = run.plan.inference.samples_per_call, 0
+    rows, first = run.plan.inference.samples_per_call, 0
     for call in _inference_calls(run, observer, split, _explainer(run)):
         inputs, target = _inputs_and_target(call.batch, run.config.loss.target)
         found = {
-            "index": torch.arange(done, done + call.real),
+            "index": _numbers(first, call.real, run.eval_loaders[split].left_out),
             "input": _without_padding(inputs, call.real, rows),
             "target": _without_padding(target, call.real, rows),
             "output": _without_padding(
                 call.result[0] if run.loss is not None else _without_loss(run, call.result), call.real, rows
             ),
         }
-        done += call.real
+        first = int(found["index"][-1]) + 1
         yield {
             name: map_tensors(torch.clone, found[name])
             for name in columns
             if name != "target" or found[name] is not None
         }
+    report_skipped(run, observer)
 
 
 def gathered(parts: Iterator[Any]) -> Any:
@@ -138,15 +166,31 @@ def _explainer(run: Run) -> Explain:
     return lambda doing: explained(run.engine.module, doing)
 
 
-def _inference_calls(run: Run, observer: Observer, split: Optional[str], explain: Explain) -> Iterator[_InferenceCall]:
+def _until_stopped(calls: Iterator[_InferenceCall]) -> Iterator[Optional[_InferenceCall]]:
+    """Yield host calls, and None in place of the one whose data was no longer waited for."""
+    try:
+        yield from calls
+    except WaitStoppedError:
+        yield None
+
+
+def _inference_calls(
+    run: Run,
+    observer: Observer,
+    split: Optional[str],
+    explain: Explain,
+    waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
     if split not in run.eval_loaders:
         raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
     with explain("switching the device to inference"):
         run.enter_inference()
-    batches = iter(run.eval_loaders[split])
+    loader = run.eval_loaders[split]
+    batches = iter(loader)
     while True:
-        with explain(f"reading the split `{split}`"):
+        # Reading in this process may change the random state, and must come to its end.
+        with explain(f"reading the split `{split}`"), waiting() if loader.uses_processes else contextlib.nullcontext():
             item = next(batches, None)
         if item is None:
             return
@@ -215,6 +259,14 @@ def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:
         if "sum" in (config.args.get("reduction"), run.loss.reduction):
             return total + partial * size, weight + left
     return total + partial * left, weight + left
+
+
+def _numbers(first: int, count: int, left_out: Sequence[int]) -> torch.Tensor:
+    """Return the numbers of samples from one on, without those that could not be read."""
+    if not left_out:
+        return torch.arange(first, first + count)
+    missing = set(left_out)
+    return torch.tensor(list(itertools.islice((n for n in itertools.count(first) if n not in missing), count)))
 
 
 def _inputs_and_target(batch: Any, target: Optional[str]) -> Tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 __all__ = [
     "CheckpointSaved",
@@ -55,8 +55,7 @@ class CompileEnd:
     from_cache: Optional[bool] = None
 
 
-@dataclass(frozen=True)
-class StepEnd:
+class StepEnd(NamedTuple):
     """A host call is done; the values cover the time since the last such event.
 
     Args:
@@ -154,6 +153,7 @@ class Summary:
         resume_command: The command that resumes the run.
         rollbacks: How often the run returned to an earlier step.
         skipped_samples: Indices of the training samples that could not be read.
+        skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
         padding_share: Share of padding in the batches, where the collate function or the data set counts it.
     """
 
@@ -173,6 +173,7 @@ class Summary:
     resume_command: str = ""
     rollbacks: int = 0
     skipped_samples: Tuple[int, ...] = ()
+    skipped_eval_samples: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     padding_share: Optional[float] = None
 
     def to_dict(self) -> Dict[str, object]:
