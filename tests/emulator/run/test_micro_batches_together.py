@@ -343,12 +343,13 @@ def test_running_statistics_of_replicas_follow_the_order_of_their_micro_batches(
             torch.testing.assert_close(copy, getattr(expected, name))
 
 
-def test_large_micro_batches_are_run_one_by_one():
-    def size(rows):
-        return train(plain, {}, calls=1, accumulation=4, replicas=1, rows=rows)[2]
-
-    assert size(16) == 4
-    assert size(2**16) == 1
+@pytest.mark.parametrize(
+    ("limit", "value"), [("_CACHE_BYTES", 512), ("_MEMORY_BUDGET_BYTES", 0), ("_LARGE_WORK_FLOPS", 1)]
+)
+def test_large_micro_batches_are_run_one_by_one(limit, value, monkeypatch):
+    assert train(plain, {}, calls=1, rows=16)[2] == 8
+    monkeypatch.setattr(chunks, limit, value)
+    assert train(plain, {}, calls=1, rows=16)[2] == 1
 
 
 @pytest.mark.parametrize(
