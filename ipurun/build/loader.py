@@ -125,10 +125,7 @@ class _SkippingData(torch.utils.data.Dataset):
 
 
 class _WholeBatches(torch.utils.data.Dataset):
-    """Tensors in memory, from which torch's loader reads whole batches: the same values as sample by sample.
-
-    Sample by sample, reading and joining them takes a quarter of the time of a small model's step.
-    """
+    """Tensors in memory, from which torch's loader reads whole batches: the same values as sample by sample."""
 
     def __init__(self, data: TensorDataset) -> None:
         self._data = data
