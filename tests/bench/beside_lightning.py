@@ -1,21 +1,21 @@
 """Whole runs beside Lightning: the same model, data, batches, optimizer, schedule and metric, progress and logs on.
 
 Run it with ``make bench-lightning``, which makes an environment of its own: Lightning is not a dependency of ipurun.
-Both train in this process, on one thread, in turns. The time of a step is that of a long run less that of a short one,
-so that neither pays for its start; it is CPU time, since the machine is shared, and of each the best round counts.
+Both train in this process, on one thread, in turns. The time is that between two steps of a run, so that neither pays
+for its start; it is CPU time, since the machine is shared, and of each the best round counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, NamedTuple, Tuple
+from typing import Any, Dict, Iterator, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -28,25 +28,45 @@ class Case(NamedTuple):
     name: str
     micro_batch_size: int
     accumulation: int
-    short_steps: int
-    long_steps: int
+    first_step: int  # of those that are measured
+    steps: int
     wanted: float
 
     @property
     def samples(self) -> int:
-        """Samples that a long run has and a short one has not."""
-        return self.micro_batch_size * self.accumulation * (self.long_steps - self.short_steps)
+        """Samples of the steps that are measured."""
+        return self.micro_batch_size * self.accumulation * (self.steps - self.first_step)
+
+
+class Watch:
+    """CPU time between two steps of a run."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.seconds = 0.0
+
+    def on_step(self, step: int) -> None:
+        """Take the time after the first and after the last step that is measured."""
+        if self.seconds == 0.0 and step == self._case.first_step:
+            self.seconds = -time.process_time()
+        elif self.seconds < 0.0 and step == self._case.steps:
+            self.seconds += time.process_time()
 
 
 CASES = (Case("mnist", 10, 1, 50, 450, 1.8), Case("fashion_mnist", 16, 8, 10, 60, 2.0))
 
 
-def train_with_ipurun(case: Case, steps: int) -> None:
+def train_with_ipurun(case: Case, watch: Watch) -> None:
     """Train as `ipurun train` does, without evaluation and checkpoints."""
     from ipurun.config import compose
     from ipurun.log.screen import make_screen
-    from ipurun.runs.job import run_job
+    from ipurun.runs import job
     from ipurun.runs.prepare import prepare_job
+    from ipurun.training.events import Observer, StepEnd
+
+    class Steps(Observer):
+        def on_step(self, event: StepEnd) -> None:
+            watch.on_step(event.step)
 
     words = [
         f"+recipe={case.name}",
@@ -55,7 +75,7 @@ def train_with_ipurun(case: Case, steps: int) -> None:
         "threads=1",
         f"micro_batch_size={case.micro_batch_size}",
         f"gradient_accumulation={case.accumulation}",
-        f"max_steps={steps}",
+        f"max_steps={case.steps}",
         "epochs=null",
         "metrics.accuracy.on=[train,eval]",
         "eval.every_epochs=null",
@@ -63,22 +83,30 @@ def train_with_ipurun(case: Case, steps: int) -> None:
         "checkpoint.every_epochs=null",
         "checkpoint.at_end=false",
     ]
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        run_job(prepare_job(compose.one(words)), make_screen(nowhere))
+    loggers = job._loggers
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, mock.patch.object(
+        job, "_loggers", lambda *args: [*loggers(*args), Steps()]
+    ):
+        job.run_job(prepare_job(compose.one(words)), make_screen(nowhere))
 
 
-def train_with_lightning(case: Case, steps: int) -> None:
+def train_with_lightning(case: Case, watch: Watch) -> None:
     """Train the same with Lightning's defaults."""
     import lightning
     from lightning.pytorch.loggers import CSVLogger
 
     from ipurun.recipes.mnist.dataset import splits
 
+    class Steps(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            watch.on_step(trainer.global_step)
+
     data = splits(str(_digits()))["train"]
     loader = torch.utils.data.DataLoader(data, batch_size=case.micro_batch_size, shuffle=True, drop_last=True)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        max_steps=steps,
+        max_steps=case.steps,
+        callbacks=[Steps()],
         accumulate_grad_batches=case.accumulation,
         logger=CSVLogger("lightning"),
         enable_checkpointing=False,
@@ -86,10 +114,10 @@ def train_with_lightning(case: Case, steps: int) -> None:
     )
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         with contextlib.redirect_stderr(nowhere):
-            trainer.fit(_classifier(case, steps), loader)
+            trainer.fit(_classifier(case), loader)
 
 
-def _classifier(case: Case, steps: int) -> Any:
+def _classifier(case: Case) -> Any:
     import lightning
     import torchmetrics
 
@@ -116,7 +144,7 @@ def _classifier(case: Case, steps: int) -> Any:
             if case.name == "fashion_mnist":
                 return torch.optim.SGD(self.parameters(), lr=0.001, momentum=0.9)
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.002)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, case.steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     return Classifier()
@@ -128,23 +156,15 @@ def _digits() -> Path:
     return (recipes_folder() / "mnist" / "data").resolve()
 
 
-def seconds(action: Callable[[], None]) -> float:
-    """CPU time of a call."""
-    begun = time.process_time()
-    action()
-    return time.process_time() - begun
-
-
 def measure(case: Case) -> Dict[str, float]:
     """Best samples per second of both."""
-    sides = {"ipurun": train_with_ipurun, "lightning": train_with_lightning}
-    best: Dict[Tuple[str, int], float] = {}
+    best: Dict[str, float] = {}
     for _ in range(ROUNDS):
-        for name, train in sides.items():
-            for steps in (case.short_steps, case.long_steps):
-                spent = seconds(functools.partial(train, case, steps))
-                best[name, steps] = min(spent, best.get((name, steps), spent))
-    return {name: case.samples / (best[name, case.long_steps] - best[name, case.short_steps]) for name in sides}
+        for name, train in (("ipurun", train_with_ipurun), ("lightning", train_with_lightning)):
+            watch = Watch(case)
+            train(case, watch)
+            best[name] = max(case.samples / watch.seconds, best.get(name, 0.0))
+    return best
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def run_memory() -> List[Tuple[int, float]]:
                 seen.append((event.step, memory_mib()))
 
     loggers = job._loggers
-    job._loggers = lambda *args: [*loggers(*args), Watch()]
+    job._loggers = lambda *args: [*loggers(*args), Watch()]  # this process ends with the run
     with open("tiny.py", "w", encoding="utf-8") as file, open(os.devnull, "w", encoding="utf-8") as nowhere:
         file.write(MODEL)
         file.flush()
