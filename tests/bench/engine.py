@@ -2,7 +2,7 @@
 
 Each model runs in a process of its own with one thread. Loop and engine take turns in short rounds and are timed by the
 CPU time of the process, since the machine is shared; the ratio is that of their best rounds, and more is better. Memory
-is the peak of a process that runs only one of the two. Run it with ``make bench``, or with names of models as arguments.
+is the peak of a process that runs only one of the two. Run it with ``make bench``; arguments are names of models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 ROUNDS = 5
-SECONDS_A_ROUND = 0.35
+SECONDS_A_ROUND = 0.25
 # Device iterations, accumulation, replicas.
 LAYOUTS = [(8, 1, 1), (1, 8, 1), (1, 8, 8)]
 # Time per sample must not grow along these; the first one is the base.

@@ -359,17 +359,25 @@ class Pack:
         return whole, parts
 
 
-def packs_of(slots: Iterable[Slot], accumulation_type: Optional[torch.dtype]) -> List[Pack]:
-    """Pack the parameters that can be updated as one."""
-    groups: Dict[Tuple[Variant, str, Tuple[str, ...], Tuple[torch.dtype, ...]], List[List[Slot]]] = {}
+def packs_of(
+    slots: Iterable[Slot], group_of: Mapping[str, int], accumulation_type: Optional[torch.dtype]
+) -> List[Pack]:
+    """Pack the parameters of each group that can be updated as one.
+
+    Args:
+        slots: The parameters.
+        group_of: Index of the optimizer's group of each parameter, by name.
+        accumulation_type: Type of the accumulated gradients, that of the weights by default.
+    """
+    groups: Dict[Tuple[object, ...], List[List[Slot]]] = {}
     for slot in slots:
         tensors = (slot.weight, *slot.state.values())
         fits = all(t.dtype in (torch.float16, torch.float32) and t.is_contiguous() for t in tensors)
         # The trust ratio of LAMB is a value of one parameter, and rows are separate parameters.
         if not fits or slot.variant is Variant.LAMB or slot.rows or slot.weight.numel() > _LARGEST_PACKED:
             continue
-        values = repr([scalar.value for scalar in slot.scalars.values()])
-        lists = groups.setdefault((slot.variant, values, tuple(slot.state), tuple(t.dtype for t in tensors)), [[]])
+        types = tuple(tensor.dtype for tensor in tensors)
+        lists = groups.setdefault((slot.variant, group_of.get(slot.name), tuple(slot.state), types), [[]])
         if sum(other.weight.numel() for other in lists[-1]) + slot.weight.numel() > _LARGEST_PACK:
             lists.append([])
         lists[-1].append(slot)

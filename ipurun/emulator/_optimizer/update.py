@@ -194,7 +194,9 @@ class DeviceOptimizer:
             self._slots[name] = self._make_slot(name, weight, self._values_of(name))
             self._slots[name].rows = tuple((rows or {}).get(name, ()))
         plain = not self._running and self._automatic is None and self._accumulation_type in (None, torch.float32)
-        self._packs: List[Pack] = packs_of(self._slots.values(), self._accumulation_type) if plain else []
+        self._packs: List[Pack] = []
+        if plain:
+            self._packs = packs_of(self._slots.values(), self._group_of, self._accumulation_type)
         self._packed = {name for pack in self._packs for name in pack.names}
         self._gradients: Dict[str, torch.Tensor] = {}
         self._owned: Set[str] = set()

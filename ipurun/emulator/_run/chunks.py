@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Se
 
 import torch
 
+from ipurun.emulator._capture.capture import gradients
 from ipurun.emulator._capture.graph import Graph, Node, Value, needed_nodes, prune, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._capture.recorder import Recorder
@@ -72,7 +73,7 @@ def obstacle(graph: Graph) -> str:
     outside = {graph.specs[item.value].storage: item.name for item in graph.inputs}
     for node in graph.nodes:
         if node.is_random and (
-            node.is_backward or _overload(node) not in _DRAWN_BY_SHAPE or len(_tensors_of(node)) > 1
+            node.is_backward or _overload(node) not in _DRAWN_BY_SHAPE or len(list(node.reads())) > 1
         ):
             return f"{node.name} draws random numbers that depend on values"
         if not hasattr(node.op, "_schema") or not hasattr(node.op, "overloadpacket"):
@@ -85,7 +86,9 @@ def obstacle(graph: Graph) -> str:
                     return f"{node.name} writes {outside[graph.specs[value].storage]}"
             # In training, the backward pass of batch norm takes them as arguments and does not use them.
             if node.name != "native_batch_norm_backward" and any(value in statistics for value in node.reads()):
-                return f"{node.name} reads running statistics"
+                if node.name != "detach":
+                    return f"{node.name} reads running statistics"
+                statistics.append(node.outputs)
     if set(graph.outputs) & set(statistics):
         return "running statistics are an output"
     if any(spec.dtype == torch.bfloat16 for spec in graph.specs.values()):
@@ -95,10 +98,6 @@ def obstacle(graph: Graph) -> str:
 
 def _overload(node: Node) -> str:
     return f"{node.name}.{getattr(node.op, '_overloadname', '')}"
-
-
-def _tensors_of(node: Node) -> List[Value]:
-    return list(node.reads())
 
 
 def peak_bytes(graph: Graph) -> int:
@@ -381,20 +380,23 @@ def _capture_batched(
     trained = {item.name: t for item, t in zip(items, tensors) if t.requires_grad}
     seeds = [tensor for item, tensor in zip(items, tensors) if item.kind == "seed"]
     with torch.set_grad_enabled(bool(trained)), recorder:
-        folding = Folding(graph, size, {id(node): tensor for node, tensor in zip(draws.nodes, drawn)})
+        random = {id(node): tensor for node, tensor in zip(draws.nodes, drawn)}
+        folding = Folding(graph, forward, size, random, results)
         for item, tensor in zip(items, tensors):
             if item.kind == "input":
                 folding.set(item.value, Rows(tensor, STACKED, tuple(tensor.shape[1:])))
             else:
                 folding.set(item.value, tensor if item.kind != "seed" else tensor[0])
-        folding.run(forward, results)
+        folding.run()
         outputs = [folding.stacked_result(value) for value in results]
         statistics = [each.tensor for each in folding.statistics]
-        grads: Tuple[torch.Tensor, ...] = ()
+        grads: Sequence[Any] = ()
         if trained:
             recorder.in_backward = True
             ordered = [trained[name] for name in graph.grads]
-            grads = torch.autograd.grad(outputs[-1], ordered, grad_outputs=seeds[0])
+            grads = gradients(outputs[-1], ordered, seeds[0])
+            if any(grad is None for grad in grads):
+                raise CannotFold("a parameter has no gradient")
     batched = recorder.graph
     batched.outputs = [recorder.value_of(tensor) for tensor in outputs[: len(graph.outputs)]]
     batched.grads = {name: recorder.value_of(grad) for name, grad in zip(graph.grads, grads)}
@@ -448,6 +450,11 @@ class ChunkRunner:
         self._possible = False
         self._together = None
 
+    @property
+    def size(self) -> int:
+        """Return the number of micro-batches that are computed at once, 1 for one by one."""
+        return 1 if self._together is None else self._together.size
+
     def size_for(self, block: Block) -> int:
         """Return the number of micro-batches of a block to compute at once, 1 for one by one."""
         if self._possible and self._together is None:
@@ -458,7 +465,7 @@ class ChunkRunner:
                 self._try(size, block)
             elif reason or len(block.replicas) > 1:
                 logger.debug("Micro-batches are run one by one: %s", reason or "they are large")
-        return 1 if self._together is None else self._together.size
+        return self.size
 
     def run(
         self, block: Block, first: int, inputs: Sequence[torch.Tensor]
@@ -526,7 +533,7 @@ class ChunkRunner:
 
     def _compare(
         self,
-        alone: List[Sequence[torch.Tensor]],
+        alone: Sequence[Sequence[torch.Tensor]],
         outputs: Sequence[torch.Tensor],
         grads: Dict[str, torch.Tensor],
     ) -> None:

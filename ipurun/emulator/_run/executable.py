@@ -164,6 +164,7 @@ class Executable:
         self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled=enabled)
         self._is_random = make_replay.rounds or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
+        self._last_seed: Optional[Tuple[float, torch.Tensor]] = None
         self._grad_names = list(self.graph.grads)
         self._borrowed_grads = _grads_in_inputs(self.graph)
         self._num_outputs = len(captured.output_values)
@@ -355,7 +356,9 @@ class Executable:
             return None
         spec = self.graph.specs[seeds[0].value]
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scaling
-        return torch.full(spec.shape, scale, dtype=spec.dtype)
+        if self._last_seed is None or self._last_seed[0] != scale:
+            self._last_seed = (scale, torch.full(spec.shape, scale, dtype=spec.dtype))
+        return self._last_seed[1]
 
     def _per_group(self, replica: int, grads: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """Move gradients of replica-grouped parameters to the rows that the replica trains."""

@@ -48,14 +48,14 @@ class BatchStatistics(NamedTuple):
 
 # Operations on single elements that torch does not mark as such on both versions.
 _POINTWISE = names_in("""
-    _prelu_kernel _to_copy alias celu clone copy detach elu empty_like fill full_like gelu hardsigmoid hardswish hardtanh
-    leaky_relu lift lift_fresh lift_fresh_copy log_sigmoid_forward masked_fill mish ones_like relu6 selu silu softplus
-    threshold type_as where zero zeros_like
+    _prelu_kernel _to_copy alias celu clone copy detach elu empty_like fill full_like gelu hardsigmoid hardswish
+    hardtanh leaky_relu lift lift_fresh lift_fresh_copy log_sigmoid_forward masked_fill mish ones_like relu6 selu
+    silu softplus threshold type_as where zero zeros_like
 """)
 _RESHAPES = names_in("_reshape_alias _reshape_copy _unsafe_view flatten reshape unflatten view view_copy")
 _ALONG_A_DIMENSION = names_in("""
-    _log_softmax _softmax argsort cummax cummin cumprod cumsum flip glu log_softmax logcumsumexp narrow roll slice softmax
-    sort split split_with_sizes topk unsafe_split unsafe_split_with_sizes
+    _log_softmax _softmax argsort cummax cummin cumprod cumsum flip glu log_softmax logcumsumexp narrow roll slice
+    softmax sort split split_with_sizes topk unsafe_split unsafe_split_with_sizes
 """)
 _REDUCTIONS = names_in("""
     all amax amin any argmax argmin linalg_vector_norm logsumexp max mean min nansum norm prod std std_mean sum var
@@ -68,8 +68,8 @@ _SPATIAL = {
     **dict.fromkeys(names_in("avg_pool1d max_pool1d reflection_pad1d replication_pad1d upsample_nearest1d"), 1),
     **dict.fromkeys(
         names_in("""
-            _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d_with_indices reflection_pad2d replication_pad2d
-            tril triu upsample_bilinear2d upsample_nearest2d
+            _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d_with_indices reflection_pad2d
+            replication_pad2d tril triu upsample_bilinear2d upsample_nearest2d
         """),
         2,
     ),
@@ -86,23 +86,32 @@ class Folding:
 
     Args:
         graph: The graph of one micro-batch.
+        nodes: The forward nodes to run.
         size: Number of micro-batches.
         drawn: Random numbers for the results of random nodes, stacked, by the node's identity.
+        results: The values that are read afterwards.
     """
 
-    def __init__(self, graph: Graph, size: int, drawn: Dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        nodes: Sequence[Node],
+        size: int,
+        drawn: Dict[int, torch.Tensor],
+        results: Sequence[Value],
+    ) -> None:
         self.size = size
         self.statistics: List[BatchStatistics] = []
         self._graph = graph
+        self._nodes = nodes
+        self._results = results
         self._drawn = drawn
         self._values: Dict[Value, Batched] = {}
-        users: Dict[int, Set[Value]] = {}
-        for node in graph.nodes:
-            for value in (*node.reads(), *values_in(node.outputs)):
-                users.setdefault(graph.specs[value].storage, set()).add(value)
-        written = graph.storages_written()
-        # Views of a written tensor must stay views.
-        self._pinned = {storage for storage in written if len(users.get(storage, ())) > 1}
+        written = {graph.specs[value].storage for node in nodes for value in node.mutated}
+        through_views = _writes_through_views(graph, nodes, results)
+        self._in_place_nodes = {id(node) for node in through_views}
+        # Views of what they write must stay views.
+        self._pinned = {graph.specs[value].storage for node in through_views for value in node.mutated}
         for value, tensor in graph.constants.items():
             self._values[value] = tensor.clone() if graph.specs[value].storage in written else tensor
 
@@ -114,19 +123,21 @@ class Folding:
         """Return a value with a leading dimension for micro-batches."""
         return self.stacked(self._values[value])
 
-    def run(self, nodes: Sequence[Node], kept: Iterable[Value]) -> None:
-        """Run the nodes; values that are not kept are dropped after their last use.
+    def run(self) -> None:
+        """Run the nodes; values that are not results are dropped after their last use.
 
         Raises:
             CannotFold: If a node cannot run on several micro-batches.
         """
-        last_use: Dict[Value, int] = {v: i for i, node in enumerate(nodes) for v in (*node.reads(), *node.writes())}
-        for value in kept:
+        last_use: Dict[Value, int] = {
+            v: i for i, node in enumerate(self._nodes) for v in (*node.reads(), *node.writes())
+        }
+        for value in self._results:
             last_use.pop(value, None)
         dropped: Dict[int, List[Value]] = {}
         for value, index in last_use.items():
             dropped.setdefault(index, []).append(value)
-        for index, node in enumerate(nodes):
+        for index, node in enumerate(self._nodes):
             self._run_node(node)
             for value in dropped.get(index, ()):
                 self._values.pop(value, None)
@@ -142,10 +153,10 @@ class Folding:
             return
         op, name = node.op, node.name
         if node.mutated and name != "native_batch_norm":
-            if any(self._graph.specs[value].storage in self._pinned for value in node.mutated):
+            if id(node) in self._in_place_nodes:
                 self._store(node, *self._in_place(node, args, kwargs))
                 return
-            # Nothing else uses the tensor, so its value can be replaced instead.
+            # Nothing else uses the memory, so the value can be replaced instead.
             op, name = _functional(node), name[:-1]
         call = _Call(self, node, op, name, args, kwargs)
         result = _fold(call)
@@ -160,7 +171,7 @@ class Folding:
             raise CannotFold(f"{node.name} writes a part of a tensor that is the same for all micro-batches")
         call = _Call(self, node, node.op, node.name, args, kwargs)
         target = targets[0]
-        if _is_pointwise(node.op, node.name[:-1]) and len(targets) == 1 and target.dim != STACKED:
+        if len(targets) == 1 and target.dim != STACKED and _is_pointwise(_functional(node), node.name[:-1]):
             result = _pointwise(call, [target.dim])
             if result is not None:
                 return result
@@ -170,7 +181,7 @@ class Folding:
 
     def _store_drawn(self, node: Node, args: Any) -> None:
         drawn = self._drawn[id(node)]
-        if any(self.is_pinned(value) for value in node.mutated):
+        if id(node) in self._in_place_nodes:
             raise CannotFold(f"{node.name} writes a part of a tensor")
         if node.name == "native_dropout":
             # The scale is that of torch: 1 / (1 - p).
@@ -193,7 +204,9 @@ class Folding:
     def _store(self, node: Node, result: Any, dims: Union[int, Sequence[int], None]) -> None:
         outputs, tensors = list(values_in(node.outputs)), [t for t in _leaves(result) if isinstance(t, torch.Tensor)]
         if dims is None:
-            self._values.update(zip(outputs, tensors))
+            for value, tensor in zip(outputs, tensors):
+                # What is written later may differ between micro-batches then.
+                self._values[value] = self._separate(tensor) if self.is_pinned(value) else tensor
             return
         each = [dims] * len(outputs) if isinstance(dims, int) else list(dims)
         for value, tensor, dim in zip(outputs, tensors, each):
@@ -201,6 +214,11 @@ class Folding:
             if tuple(tensor.shape) != self._folded_shape(shape, dim):
                 raise CannotFold(f"{node.name} of shape {shape} becomes {tuple(tensor.shape)} for {self.size} at once")
             self._values[value] = Rows(tensor, dim, shape)
+
+    def _separate(self, tensor: torch.Tensor) -> Rows:
+        if tensor.dim() == 0:
+            return Rows(self.stacked(tensor).clone(), STACKED, ())
+        return Rows(self.folded(tensor, 0), 0, tuple(tensor.shape))
 
     def _folded_shape(self, shape: Tuple[int, ...], dim: int) -> Tuple[int, ...]:
         if dim == STACKED:
@@ -243,6 +261,25 @@ class Folding:
             return op(*given, **named)
 
         return torch.func.vmap(call)(*rows)
+
+
+def _writes_through_views(graph: Graph, nodes: Sequence[Node], results: Sequence[Value]) -> List[Node]:
+    """Return the nodes that write a tensor while other values that share its memory are in use."""
+    first: Dict[Value, int] = {}
+    last: Dict[Value, int] = {}
+    sharing: Dict[int, Set[Value]] = {}
+    for index, node in enumerate(nodes):
+        for value in (*node.reads(), *node.writes()):
+            first.setdefault(value, index)
+            last[value] = index
+            sharing.setdefault(graph.specs[value].storage, set()).add(value)
+    last.update(dict.fromkeys(results, len(nodes)))
+    found = []
+    for index, node in enumerate(nodes):
+        others = {other for value in node.mutated for other in sharing[graph.specs[value].storage] - {value}}
+        if any(first[other] < index < last[other] for other in others):
+            found.append(node)
+    return found
 
 
 class _Place(int):
@@ -298,8 +335,8 @@ def _fold(call: _Call) -> Optional[Result]:
 
 
 def _is_pointwise(op: Any, name: str) -> bool:
-    op = getattr(op, "_op", op)  # integer operations are wrapped
-    return name in _POINTWISE or torch.Tag.pointwise in getattr(op, "tags", ())
+    overload = op if hasattr(op, "tags") else getattr(op, "_op", None)  # operations on integers are wrapped
+    return name in _POINTWISE or torch.Tag.pointwise in getattr(overload, "tags", ())
 
 
 def _pointwise(call: _Call, positions: Optional[List[int]] = None) -> Optional[Result]:
@@ -332,7 +369,7 @@ def _pointwise(call: _Call, positions: Optional[List[int]] = None) -> Optional[R
 
 
 def _reshape(call: _Call) -> Optional[Result]:
-    """The elements keep their order, so that micro-batches stay apart if a dimension begins where the folded one did."""
+    """Elements keep their order: micro-batches stay apart if a dimension begins where the folded one did."""
     rows, out = call.first(), call.out_shape()
     if rows is None:
         return None
@@ -657,7 +694,7 @@ def _functional(node: Node) -> Callable[..., Any]:
     """Return the operation that computes what an in-place one writes."""
     packet = getattr(torch.ops.aten, node.name[:-1], None) if node.name.endswith("_") else None
     overload = getattr(node.op, "_overloadname", None)
-    if packet is None or overload not in packet.overloads():
+    if packet is None or overload is None or overload not in packet.overloads():
         raise CannotFold(f"{node.name} writes a tensor")
     return getattr(packet, overload)
 
