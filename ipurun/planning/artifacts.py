@@ -14,6 +14,7 @@ from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
 from ipurun.config.schema import CacheConfig, ProfileConfig, RunConfig
 from ipurun.errors import Findings
+from ipurun.executables import absolute, cache_root
 from ipurun.inspect.facts import Facts
 from ipurun.planning.key_calls import KeyCalls
 from ipurun.planning.optimizer import optimizer_state
@@ -72,7 +73,7 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
     if profile.kind == "none" and not chosen:
         return Profile(None, None, {})
     users = _variable(_ENGINE_VARIABLE, environ, found)
-    directory = _absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
+    directory = absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
     environment: Dict[str, str] = {}
     options: Dict[str, str] = {}
     if profile.kind == "graph":
@@ -216,23 +217,16 @@ def _free_bytes(runs_dir: str) -> Optional[int]:
 def _executable_dir(cache: CacheConfig, name: str, environ: Mapping[str, str]) -> str:
     # A folder for each run name, because PopART opens every file of a cache folder at each start.
     if cache.dir:
-        return _absolute(cache.dir)
+        return absolute(cache.dir)
     poptorch_dir = environ.get("POPTORCH_CACHE_DIR", "").strip()
     if poptorch_dir and not environ.get("IPURUN_CACHE_DIR", "").strip():
-        return _absolute(poptorch_dir)
+        return absolute(poptorch_dir)
     return _run_dir("executables", name, environ)
 
 
 def _run_dir(kind: str, name: str, environ: Mapping[str, str]) -> str:
-    """Return a run's folder in ipurun's cache folder: IPURUN_CACHE_DIR, else ``~/.cache/ipurun``."""
-    root = environ.get("IPURUN_CACHE_DIR", "").strip()
-    if not root:
-        root = os.path.join(environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache"), "ipurun")
-    return os.path.join(_absolute(root), kind, re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run")
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    """Return a run's folder in ipurun's cache folder."""
+    return os.path.join(cache_root(environ), kind, re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run")
 
 
 def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:
