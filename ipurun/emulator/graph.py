@@ -18,7 +18,7 @@ from ipurun.emulator._ops.blocks import adopt_blocks
 from ipurun.emulator._options.strategies import PipelinedExecution, _DefaultStageManager
 from ipurun.emulator._options_impl import Placement as StagePlacement
 from ipurun.emulator._run.compile import look_up
-from ipurun.emulator._run.executable_cache import CacheUse
+from ipurun.emulator._run.executable_cache import CacheUse, cache_versions
 from ipurun.emulator._run.executable_cache import described as executables_described
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "adopt_blocks",
     "cache_prospect",
     "cache_use",
+    "cache_versions",
     "capture",
     "executables_described",
     "is_supported",

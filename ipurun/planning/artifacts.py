@@ -14,7 +14,7 @@ from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
 from ipurun.config.schema import CacheConfig, ProfileConfig, RunConfig
 from ipurun.errors import Findings
-from ipurun.executables import absolute, cache_root
+from ipurun.executables import absolute, cache_root, parse_size
 from ipurun.inspect.facts import Facts
 from ipurun.planning.key_calls import KeyCalls
 from ipurun.planning.optimizer import optimizer_state
@@ -125,6 +125,7 @@ def folder_calls(
         found: Takes the note on a folder that cannot be written.
     """
     calls = KeyCalls()
+    _check_size(cache, found)
     folder = _executable_dir(cache, name, environ)
     obstacle = _obstacle(folder) if cache.enabled else ""
     if obstacle:
@@ -138,6 +139,17 @@ def folder_calls(
     if profile.call is not None:
         calls.chosen.append(profile.call)
     return calls
+
+
+def _check_size(cache: CacheConfig, found: Findings) -> None:
+    if cache.max_size is None:
+        return
+    try:
+        parse_size(cache.max_size)
+    except ValueError as error:
+        found.problem(
+            "`cache.max_size` is not a size", seen=str(error), fix="cache.max_size=20GB", key="cache.max_size"
+        )
 
 
 def _obstacle(folder: str) -> str:

@@ -86,6 +86,8 @@ def make_plan(
     environment = dict(profile.environment)
     if config.debug.log_level is not None:
         environment["POPTORCH_LOG_LEVEL"] = config.debug.log_level
+    if config.cache.min_seconds is not None and facts.engine == "cpu":
+        environment["POPTORCH_EMULATOR_CACHE_SECONDS"] = f"{config.cache.min_seconds:g}"
     cache_call = last_call("enableExecutableCaching", training)
     return Plan(
         name=name,

@@ -48,11 +48,22 @@ class CompileStart:
 
 @dataclass(frozen=True)
 class CompileEnd:
-    """The engine has compiled. ``from_cache`` is None if unknown."""
+    """The engine has compiled, or loaded an executable.
+
+    Args:
+        mode: ``training`` or ``inference``.
+        seconds: How long it took.
+        cache: What the executable cache did: ``hit``, ``miss`` (stored), ``uncached`` (not stored), ``off``, or ""
+            where that is unknown.
+        saved_seconds: How much longer the first compilation took than this hit; None if unknown.
+        why: Why nothing was stored, or why a stored executable was compiled again.
+    """
 
     mode: str
     seconds: float
-    from_cache: Optional[bool] = None
+    cache: str = ""
+    saved_seconds: Optional[float] = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,7 @@ class Summary:
         resume_command: The command that resumes the run.
         rollbacks: How often the run returned to an earlier step.
         skipped_samples: Indices of the training samples that could not be read.
+        cache: What the executable cache did, by mode: its ``state``, and ``saved_seconds`` or ``why`` where known.
     """
 
     status: str
@@ -168,12 +180,14 @@ class Summary:
     resume_command: str = ""
     rollbacks: int = 0
     skipped_samples: Tuple[int, ...] = ()
+    cache: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""
         plain = dict(vars(self))
         plain["metrics"] = dict(self.metrics)
         plain["seconds"] = dict(self.seconds)
+        plain["cache"] = {mode: dict(use) for mode, use in self.cache.items()}
         return plain
 
 
@@ -216,6 +230,7 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._all: Tuple[Observer, ...] = tuple(observers)
+        self.compiled: Dict[str, CompileEnd] = {}  # the last compilation of each mode
 
     def on_start(self, event: RunStart) -> None:
         for observer in self._all:
@@ -230,6 +245,7 @@ class Observers(Observer):
             observer.on_compile_start(event)
 
     def on_compile_end(self, event: CompileEnd) -> None:
+        self.compiled[event.mode] = event
         for observer in self._all:
             observer.on_compile_end(event)
 

@@ -181,7 +181,7 @@ class Slot:
             "format": _FORMAT,
             "engine": "cpu",
             "mode": "training" if self._training else "inference",
-            "versions": {**_versions(), **_description.get("versions", {})},
+            "versions": {**cache_versions(), **_description.get("versions", {})},
             "compile_seconds": seconds,
             "sha256": hashlib.sha256(_header(checksum) + body).hexdigest(),
             "bytes": len(_header(checksum)) + len(body),
@@ -253,7 +253,7 @@ def find_slot(options: Any, training: bool, known: Sequence[Any]) -> Slot:
     if folder is None:
         return Slot(None, "", training)
     kept = {key: repr(value) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS}
-    text = repr((_FORMAT, sorted(_versions().items()), training, sorted(kept.items()), known))
+    text = repr((_FORMAT, sorted(cache_versions().items()), training, sorted(kept.items()), known))
     return Slot(os.path.join(folder, _SUBFOLDER), hashlib.sha256(text.encode()).hexdigest()[:16], training)
 
 
@@ -374,7 +374,7 @@ def _write(path: str, content: bytes) -> None:
 
 
 @functools.lru_cache(maxsize=None)
-def _versions() -> Dict[str, str]:
+def cache_versions() -> Dict[str, str]:
     """Return the versions that an entry depends on; `engine` is a digest of this package's code."""
     digest = hashlib.sha256()
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
