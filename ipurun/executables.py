@@ -48,6 +48,7 @@ _NOT_COMPILED = frozenset(
         "cache",
         "checkpoint",
         "debug",
+        "engine",
         "epochs",
         "eval",
         "interrupt_exit_code",
@@ -62,6 +63,8 @@ _NOT_COMPILED = frozenset(
         "name",
         "on_nonfinite",
         "optimizer.lr",
+        "options.connectionType",
+        "options.useOfflineIpuTarget",
         "precompiled",
         "recovery",
         "resume",
@@ -319,7 +322,7 @@ def program_config(config: Mapping[str, Any]) -> Dict[str, Any]:
     def walk(path: str, value: Any) -> None:
         if any(path == name or path.startswith(f"{name}.") for name in _NOT_COMPILED):
             return
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             for key, inner in value.items():
                 walk(f"{path}.{key}" if path else str(key), inner)
         else:

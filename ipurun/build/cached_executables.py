@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import ipurun
 from ipurun import executables
@@ -16,6 +17,8 @@ from ipurun.config.schema import RunConfig
 from ipurun.config.secrets import hidden_values, with_hidden
 from ipurun.emulator.graph import CacheUse, cache_prospect, cache_use, cache_versions, executables_described
 from ipurun.engine import Engine
+from ipurun.errors import Problem
+from ipurun.files import write_atomically
 from ipurun.inspect.batch_items import as_call
 from ipurun.inspect.data import first_sample
 from ipurun.inspect.model import make_model
@@ -24,8 +27,19 @@ from ipurun.inspect.sampling import seeded
 from ipurun.planning.artifacts import CacheState
 from ipurun.planning.plan import BatchSizes, Plan
 
-__all__ = ["Compiled", "about_program", "compile_and_report", "current_versions", "look_into_cache"]
+__all__ = [
+    "Compiled",
+    "Prospect",
+    "about_program",
+    "compile_and_report",
+    "current_versions",
+    "explain_cache",
+    "export",
+    "look_into_cache",
+    "precompiled_problems",
+]
 
+_MODES = ("training", "inference")
 _CLOSE_TO_COMPILING = 0.5  # of the known compile time: PopART does not say whether it loaded an executable
 
 
@@ -39,21 +53,34 @@ class Compiled:
     why: str = ""
 
 
-def compile_and_report(run: Run, mode: str, compile_model: Callable[[], None]) -> Compiled:
+def compile_and_report(run: Run, mode: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
     """Compile, find out what the executable cache did, and keep its files about executables and its size in order.
 
     Args:
         run: The run.
         mode: ``training`` or ``inference``.
-        compile_model: Compiles the executor of that mode.
+        args: Positional arguments of a host call.
+        kwargs: Named arguments of a host call.
     """
+    executor = run.training_model if mode == "training" else run.inference_model
+    file = _precompiled_file(run.config, mode)
+
+    def compile_model() -> None:
+        if file is not None:
+            executor.loadExecutable(str(file))
+        else:
+            run.model_with_loss.tracing_flag.retry(lambda: executor.compile(*args, **kwargs))
+
     about = about_program(run.config, run.plan.name, mode)
     begun = time.perf_counter()
+    if file is not None:
+        compile_model()
+        return Compiled(time.perf_counter() - begun, "precompiled", why=str(file))
     if run.engine.kind == "cpu":
         with executables_described(about):
             compile_model()
         seconds = time.perf_counter() - begun
-        use = cache_use(run.training_model if mode == "training" else run.inference_model)
+        use = cache_use(executor)
         found = Compiled(seconds, "") if use is None else Compiled(seconds, use.state, use.saved_seconds, use.why)
         _limit_size(run, set())
         return found
@@ -64,6 +91,59 @@ def compile_and_report(run: Run, mode: str, compile_model: Callable[[], None]) -
     if folder is None:
         return Compiled(seconds, "off")
     return _report_of_popart(run, {**about, "engine": "ipu"}, folder, before, seconds)
+
+
+def export_file(file: Path, mode: str) -> Path:
+    """Return the file of an export: that of inference has ``.inference`` in its name."""
+    return file if mode == "training" else file.with_name(f"{file.stem}.inference{file.suffix}")
+
+
+def export(run: Run, mode: str, args: Sequence[Any], kwargs: Mapping[str, Any], file: Path) -> Path:
+    """Compile one mode of a run and write it for `poptorch.load` and `precompiled`, with a JSON file about it."""
+    executor = run.training_model if mode == "training" else run.inference_model
+    target = export_file(file, mode)
+    run.model_with_loss.tracing_flag.retry(lambda: executor.compileAndExport(str(target), *args, **kwargs))
+    about = about_program(run.config, run.plan.name, mode)
+    versions = {**about["versions"], "engine": run.engine.version}
+    write_atomically(_about_export(target), json.dumps({**about, "versions": versions}, indent=1, default=str))
+    return target
+
+
+def precompiled_problems(config: RunConfig, name: str, engine: Engine) -> List[Problem]:
+    """Return what keeps the file of `precompiled` from being used: it is missing, or of another version or config."""
+    if config.precompiled is None:
+        return []
+    file, key = Path(config.precompiled), "precompiled"
+    if not file.is_file():
+        fix = f"ipurun compile ... --export {config.precompiled}"
+        return [Problem("the file of `precompiled` does not exist", seen=config.precompiled, fix=fix, key=key)]
+    try:
+        about = json.loads(_about_export(file).read_text(encoding="utf-8"))
+        versions, stored = dict(about["versions"]), dict(about["config"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return []  # PopTorch's own export: PopTorch checks its version
+    if versions.get("engine") != engine.version:
+        seen = f"compiled with {versions.get('engine')}, this is {engine.version}"
+        fix = "compile it again with this version, or leave precompiled out"
+        return [Problem("the file of `precompiled` is of another version", seen=seen, fix=fix, key=key)]
+    here = about_program(config, name, "training")["config"]
+    differing = executables.differing_keys(here, stored)
+    if not differing:
+        return []
+    seen = "; ".join(f"{name}: {now} here, {then} there" for name, now, then in differing[:5])
+    fix = "compile it again with these keys, or leave precompiled out"
+    return [Problem("the file of `precompiled` was compiled with other keys", seen=seen, fix=fix, key=key)]
+
+
+def _precompiled_file(config: RunConfig, mode: str) -> Optional[Path]:
+    if config.precompiled is None:
+        return None
+    file = export_file(Path(config.precompiled), mode)
+    return file if mode == "training" or file.is_file() else None
+
+
+def _about_export(file: Path) -> Path:
+    return file.with_name(file.name + ".json")
 
 
 def _report_of_popart(run: Run, about: Mapping[str, Any], folder: str, before: Set[Path], seconds: float) -> Compiled:
@@ -124,7 +204,7 @@ def look_into_cache(config: RunConfig, plan: Plan, inspected: ModelAndData, engi
     """
     if plan.cache_dir is None:
         return CacheState("off")
-    entries = executables.entries(plan.cache_dir, "cpu" if engine.kind == "cpu" else "ipu")
+    entries = executables.entries(plan.cache_dir, _kind(engine))
     if not entries:
         return CacheState("miss")
     if engine.kind != "cpu":
@@ -136,6 +216,55 @@ def look_into_cache(config: RunConfig, plan: Plan, inspected: ModelAndData, engi
     except Exception as error:  # any error of the user's code: the run will report it
         return CacheState("unknown", len(entries), why=f"the model could not be traced ({type(error).__name__})")
     return CacheState(training.state, len(entries), inference.state, why=training.why or inference.why)
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What the cache would do for one mode of a run, and the entry that is nearest to it.
+
+    Args:
+        mode: ``training`` or ``inference``.
+        state: ``hit``, ``miss``, ``uncached``, ``unknown`` or ``off``.
+        why: Why it is not known, or not cached.
+        entry: The entry that would be loaded, or the nearest one; None if there is none of this mode.
+        differences: Keys that differ from those of the nearest entry: key, value here, value there.
+        other_versions: Versions that differ from those of the nearest entry: name, version here, version there.
+    """
+
+    mode: str
+    state: str
+    why: str = ""
+    entry: Optional[executables.Entry] = None
+    differences: Sequence[Tuple[str, Any, Any]] = ()
+    other_versions: Sequence[Tuple[str, str, str]] = ()
+
+
+def explain_cache(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: Engine) -> List[Prospect]:
+    """Return what the cache would do for training and for inference, and why."""
+    state = look_into_cache(config, plan, inspected, engine)
+    if plan.cache_dir is None:
+        return [Prospect(mode, "off") for mode in _MODES]
+    found = executables.entries(plan.cache_dir, _kind(engine))
+    versions = current_versions(engine).get(_kind(engine), {})
+    prospects = []
+    for mode, of_mode in zip(_MODES, (state.training, state.inference or state.training)):
+        known = [entry for entry in found if entry.mode == mode]
+        here = about_program(config, plan.name, mode)["config"]
+        nearest = min(known, key=lambda entry: len(executables.differing_keys(here, entry.config)), default=None)
+        if nearest is None:
+            prospects.append(Prospect(mode, of_mode, state.why))
+            continue
+        differences = executables.differing_keys(here, nearest.config)
+        others = [(name, now, nearest.versions[name]) for name, now in versions.items() if name in nearest.versions]
+        others = [row for row in others if row[1] != row[2]]
+        if of_mode == "unknown" and engine.kind != "cpu":
+            of_mode = "miss" if differences or others else "hit"
+        prospects.append(Prospect(mode, of_mode, state.why, nearest, differences, others))
+    return prospects
+
+
+def _kind(engine: Engine) -> str:
+    return "cpu" if engine.kind == "cpu" else "ipu"
 
 
 def _prospects(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: Engine) -> List[CacheUse]:

@@ -24,12 +24,14 @@ COMMANDS = {
     "cat": "Print a recipe.",
     "cp": "Copy a recipe, YAML and code, into the working folder to edit.",
     "import": "Turn an ipu_config.json (optimum) into a recipe.",
+    "compile": "Compile a config without a device, into the cache or a file.",
+    "cache": "See and manage compiled executables: ls, show, why, prune, verify, clear.",
     "selftest": "Compare an engine with another way to compute the same, in small runs.",
     "env": "Show engine, SDK and library versions, for a bug report.",
     "exec": "Run a PopTorch program on the CPU engine.",
 }
 _MODULES = {"import": "ipurun.cli.import_"}
-_COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
+_COMPOSING = ("train", "plan", "validate", "compile")  # their words go through Hydra, so its own flags work there
 _WITH_ENGINE = (*_COMPOSING, "eval", "predict", "selftest", "exec")
 _FAILED, _INTERRUPTED = 1, 130
 

@@ -80,7 +80,7 @@ class Console(Observer):
         self._screen.begin(f"compiling for {event.mode}")
 
     def on_compile_end(self, event: CompileEnd) -> None:
-        verb = "loaded" if event.cache == "hit" else "compiled"
+        verb = "loaded" if event.cache in ("hit", "precompiled") else "compiled"
         self._screen.end(f"{verb} for {event.mode} in {duration(event.seconds)}{_cache_text(event)}")
 
     def on_step(self, event: StepEnd) -> None:
@@ -228,6 +228,8 @@ def _is_plumbing(key: str) -> bool:
 
 def _cache_text(event: CompileEnd) -> str:
     """Return what the executable cache did; nothing where it was off or is of no use, as for quick compilations."""
+    if event.cache == "precompiled":
+        return f" from {event.why}"
     if event.cache not in ("hit", "miss"):
         return ""
     text = f"; executable cache: {event.cache} for {event.mode}"

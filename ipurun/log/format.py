@@ -22,8 +22,8 @@ __all__ = [
     "learning_rate",
     "metric",
     "plural",
-    "spelled_duration",
     "size_text",
+    "spelled_duration",
     "value_text",
 ]
 

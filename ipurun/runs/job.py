@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.build import Run, build_run
+from ipurun.build.cached_executables import precompiled_problems
 from ipurun.checkpoint import Checkpoint, broken, latest, newest_good
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
@@ -24,11 +25,13 @@ from ipurun.inspect.targets import check_node, make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
+from ipurun.runs.compile import with_remedies
 from ipurun.runs.folder import RunFolder, check_writable, find_latest
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun, prepare
 from ipurun.runs.reload import skipped_notes
 from ipurun.training.events import Note, Observer, Summary
+from ipurun.training.failures import CompileError
 from ipurun.training.loop import train
 
 __all__ = ["FinishedRun", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
@@ -60,6 +63,7 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
         prepared = prepare(point, purpose)
     except ConfigError as error:
         raise ConfigError([*error.problems, *point.complete(problems)]) from error
+    problems += precompiled_problems(point.config, prepared.plan.name, prepared.engine)
     if problems:
         raise ConfigError(point.complete(problems))
     return prepared
@@ -98,6 +102,8 @@ def run_job(
         if resume_folder is None:
             folder.discard()
         raise
+    except CompileError as error:
+        raise with_remedies(error, prepared) from error
     except OSError as error:  # the files of the folder: `_guarded` reports everything else that fails inside
         raise _unwritable(folder, error) from error
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))

@@ -45,7 +45,7 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[Prepa
     engine = inspected = plan = None
     config = point.config
     try:
-        engine = engines.load(point.config.engine)
+        engine = engines.load(point.config.engine, offline=purpose is Purpose.COMPILE)
         if before is None:
             inspected = inspect(config, engine, purpose)
         else:

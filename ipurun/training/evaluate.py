@@ -159,11 +159,7 @@ def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explai
     args, kwargs = as_call(batch)
     observer.on_compile_start(CompileStart("inference"))
     with explain("compiling the model for inference"):
-        compiled = compile_and_report(
-            run,
-            "inference",
-            lambda: run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs)),
-        )
+        compiled = compile_and_report(run, "inference", args, kwargs)
     observer.on_compile_end(
         CompileEnd("inference", compiled.seconds, compiled.cache, compiled.saved_seconds, compiled.why)
     )

@@ -53,10 +53,10 @@ class CompileEnd:
     Args:
         mode: ``training`` or ``inference``.
         seconds: How long it took.
-        cache: What the executable cache did: ``hit``, ``miss`` (stored), ``uncached`` (not stored), ``off``, or ""
-            where that is unknown.
+        cache: What the executable cache did: ``hit``, ``miss`` (stored), ``uncached`` (not stored), ``off``,
+            ``precompiled`` where a file took its place, or "" where that is unknown.
         saved_seconds: How much longer the first compilation took than this hit; None if unknown.
-        why: Why nothing was stored, or why a stored executable was compiled again.
+        why: Why nothing was stored, why a stored executable was compiled again, or the precompiled file.
     """
 
     mode: str

@@ -11,7 +11,7 @@ from typing import Callable, Iterator
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["DeviceFault", "explained"]
+__all__ = ["CompileError", "DeviceFault", "explained"]
 
 _REMOTE = "Original Traceback"
 _RESETS = {
@@ -42,6 +42,10 @@ class DeviceFault(RunError):
         )
 
 
+class CompileError(RunError):
+    """The engine could not compile the model: another config may fit, or compile."""
+
+
 def _start_again() -> str:
     return "run the command again"
 
@@ -57,6 +61,7 @@ def explained(engine_module: ModuleType, doing: str, then: Callable[[], str] = _
 
     Raises:
         DeviceFault: The IPU system failed, but can recover.
+        CompileError: The engine could not compile the model.
         RunError: Anything else failed.
     """
     try:
@@ -73,7 +78,8 @@ def explained(engine_module: ModuleType, doing: str, then: Callable[[], str] = _
             fix=f"contact the machine's administrator; then {then()}",
         ) from error
     except engine_module.Error as error:
-        raise RunError(f"PopTorch failed while {doing}", seen=str(error)) from error
+        kind = CompileError if doing.startswith("compiling") else RunError
+        raise kind(f"PopTorch failed while {doing}", seen=str(error)) from error
     except LoaderTimeoutError as error:
         raise RunError(
             f"a process of the data loader hangs: {error}",

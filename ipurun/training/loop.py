@@ -313,11 +313,7 @@ class _Trainer:
         begun = time.perf_counter()
         # Whatever `forward` draws on the host is a constant of the program: the same one in a run that was resumed.
         with self._explained("compiling the model for training"), seeded(run.config.seed):
-            compiled = compile_and_report(
-                run,
-                "training",
-                lambda: run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs)),
-            )
+            compiled = compile_and_report(run, "training", args, kwargs)
             if self._restored is not None:
                 restore_device(run, self._restored)
                 self._restored = None
