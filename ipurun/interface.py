@@ -420,13 +420,12 @@ def compile_words(
         quiet: Show nothing on standard output.
     """
     with _one_call(words):
-        from ipurun.config.compose import with_words
         from ipurun.inspect.facts import Purpose
         from ipurun.log.screen import make_screen
         from ipurun.runs.compile import compile_job
         from ipurun.runs.prepare import prepare
 
-        point = with_words(_point_to_train(words), [f"options.useOfflineIpuTarget={ipu_version}"])
+        point = _point_to_train([*words, f"options.useOfflineIpuTarget={ipu_version}"])
         prepared = prepare(point, Purpose.COMPILE)
         with _environment_kept(prepared.plan), _threads_kept():
             _set_environment(prepared.plan)
