@@ -81,8 +81,9 @@ test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found
 	done; \
 	echo; cat $$folder.results; rm $$folder.results; exit $${failed:-0}
 
-bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, the training loop, and how quickly commands answer.
+bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, the training loop, both starts of a compile, and how quickly commands answer.
 	$(BIN)/python tests/bench/engine.py
+	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/loop.py
 	$(BIN)/python tests/bench/commands.py
 

@@ -40,7 +40,10 @@ __all__ = [
 ]
 
 _MODES = ("training", "inference")
-_CLOSE_TO_COMPILING = 0.5  # of the known compile time: PopART does not say whether it loaded an executable
+# PopART does not say whether it loaded an executable. A compilation that took minutes before, and takes more than this
+# part of them again, did not.
+_CLOSE_TO_COMPILING = 0.5
+_LONG_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def _report_of_popart(run: Run, about: Mapping[str, Any], folder: str, before: S
     known = [e for e in now if e.mode == about["mode"] and not executables.differing_keys(config, e.config)]
     if not known or known[0].compile_seconds is None:
         return Compiled(seconds, "hit")
-    if seconds > _CLOSE_TO_COMPILING * known[0].compile_seconds:
+    if seconds > max(_LONG_SECONDS, _CLOSE_TO_COMPILING * known[0].compile_seconds):
         return Compiled(seconds, "", why="no new executable, but it took as long as to compile one")
     executables.count_hit(known[0])
     return Compiled(seconds, "hit", known[0].compile_seconds - seconds)
