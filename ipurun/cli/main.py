@@ -30,7 +30,13 @@ COMMANDS = {
     "env": "Show engine, SDK and library versions, for a bug report.",
     "exec": "Run a PopTorch program on the CPU engine.",
 }
-_MODULES = {"import": "ipurun.cli.import_"}
+_MODULES = {
+    "cache": "ipurun.cli.executables",
+    "cat": "ipurun.cli.recipes",
+    "compile": "ipurun.cli.executables",
+    "cp": "ipurun.cli.recipes",
+    "import": "ipurun.cli.import_",
+}
 _COMPOSING = ("train", "plan", "validate", "compile")  # their words go through Hydra, so its own flags work there
 _WITH_ENGINE = (*_COMPOSING, "eval", "predict", "selftest", "exec")
 _FAILED, _INTERRUPTED = 1, 130
@@ -132,7 +138,9 @@ def _command(name: str, rest: List[str]) -> int:
         answer = import_module("ipurun.cli.common").answer(name, rest)
         if answer is not None:
             return int(answer)
-    return int(import_module(_MODULES.get(name, f"ipurun.cli.{name}")).run(rest))
+    module = import_module(_MODULES.get(name, f"ipurun.cli.{name}"))
+    run = getattr(module, f"run_{name}", None) or module.run  # some modules have several commands
+    return int(run(rest))
 
 
 def _check_text(words: List[str]) -> None:

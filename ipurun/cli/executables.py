@@ -1,4 +1,4 @@
-"""`ipurun cache`: see and manage the compiled executables."""
+"""`ipurun cache` and `ipurun compile`: manage compiled executables, and compile without a device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.errors import EXIT_FAILED, ConfigError, nearest
 from ipurun.executables import Entry
 
-__all__ = ["run"]
+__all__ = ["run_cache", "run_compile"]
 
-_USAGE = """\
+_CACHE_USAGE = """\
 usage: ipurun cache ls
        ipurun cache show KEY
        ipurun cache why +recipe=NAME [key=value ...]
@@ -44,14 +44,34 @@ examples
   ipurun cache why +recipe=mnist device_iterations=8
   ipurun cache prune --older-than 30d --max-size 10GB
 """
+_COMPILE_USAGE = """\
+usage: ipurun compile +recipe=NAME [key=value ...] [flags]
+
+Compiles a config for training and for inference, without a device, into the executable cache: `ipurun train` with the
+same words then starts at once. It takes as long as the first start of a run would, on a machine without IPUs too.
+
+flags
+  --ipu-version N  the kind of IPU: 2 for Mk2 (GC200 and Bow, the default), 21 for Mk2 with FP8, 1 for Mk1
+  --export FILE    write a PopTorch export of the model for training instead, and of that for inference beside it,
+                   for `ipurun train precompiled=FILE` and `poptorch.load`; such a file holds pickled Python objects,
+                   and loading it runs code: use only files from those you trust
+  --quiet          only errors and the last line
+  --json           one JSON document on standard output
+  --debug          show tracebacks
+
+examples
+  ipurun compile +recipe=gpt model=gpt2_small devices=4
+  ipurun compile +recipe=mnist --export mnist.poptorch
+"""
+_IPU_VERSIONS = ("1", "2", "21")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def run(argv: List[str]) -> int:
+def run_cache(argv: List[str]) -> int:
     """Run one action on the cache."""
     flags, rest = split(argv, switches=("--stale",), with_value=("--dir", "--older-than", "--max-size"))
     if flags.help or not rest:
-        print(_USAGE, end="")
+        print(_CACHE_USAGE, end="")
         return 0 if flags.help else 2
     action, words = rest[0], rest[1:]
     actions = {"ls": _ls, "show": _show, "why": _why, "prune": _prune, "verify": _verify, "clear": _clear}
@@ -66,6 +86,34 @@ def run(argv: List[str]) -> int:
     if words and action not in ("show", "why"):
         raise ConfigError(f"`cache {action}` takes no `{words[0]}`", "command line", fix=f"ipurun cache {action}")
     return actions[action](words, flags)
+
+
+def run_compile(argv: List[str]) -> int:
+    """Compile what the command line describes."""
+    flags, rest = split(argv, with_value=("--ipu-version", "--export"))
+    if flags.help:
+        print(_COMPILE_USAGE, end="")
+        return 0
+    version = str(flags.values.get("ipu-version", "2"))
+    if version not in _IPU_VERSIONS:
+        known = ", ".join(_IPU_VERSIONS)
+        raise ConfigError(f"`--ipu-version` cannot be `{version}`", "command line", known=known, fix="--ipu-version 2")
+    file = flags.values.get("export")
+    with only_json(flags.json):
+        from ipurun.interface import compile_words
+
+        job = compile_words(rest, int(version), None if file is None else str(file), flags.quiet or flags.json)
+    if flags.json:
+        compiled = {mode: vars(done) for mode, done in job.compiled.items()}
+        files = {mode: str(path) for mode, path in job.files.items()}
+        print_json({"name": job.plan.name, "cache_dir": job.plan.cache_dir, "compiled": compiled, "files": files})
+    elif job.files:
+        print(f"{job.plan.name}: exported {' and '.join(str(path) for path in job.files.values())}")
+        print("these files hold pickled Python objects, and loading them runs code: use only those that you trust")
+    else:
+        states = ", ".join(f"{mode} {done.cache}" for mode, done in job.compiled.items())
+        print(f"{job.plan.name}: {states}; cache: {job.plan.cache_dir}")
+    return 0
 
 
 def _folders(flags: Flags) -> List[Path]:
