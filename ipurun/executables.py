@@ -39,6 +39,7 @@ __all__ = [
 _CPU_FOLDER, _ABOUT_FOLDER = "cpu", "about"
 _CPU_ENDING, _IPU_ENDING = ".graph", ".popef"
 _CPU_MAGIC = b"ipurun executable "
+_OLD_PLACEHOLDER = b'{"operations": '
 _LEFTOVERS = (".broken", ".partial", ".lock")
 _READ_BYTES = 2**20
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -134,8 +135,9 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Return the name of the run that compiled it, "" where unknown."""
-        return str(self.about.get("name", ""))
+        """Return the name of the run that compiled it, that of the cache folder where unknown."""
+        folder = self.path.parent
+        return str(self.about.get("name") or (folder.parent if folder.name == _CPU_FOLDER else folder).name)
 
 
 def absolute(path: str) -> str:
@@ -181,8 +183,18 @@ def entries(folder: Union[str, Path], engine: Optional[str] = None) -> List[Entr
     if engine in (None, "ipu"):
         about = root / _ABOUT_FOLDER
         paths = [path for path in _listed(root) if path.name.endswith(_IPU_ENDING)]
-        found += [_entry(path, "ipu", about / f"{path.stem}.json") for path in paths]
+        made = [_entry(path, _engine_of(path), about / f"{path.stem}.json") for path in paths]
+        found += [entry for entry in made if engine is None or entry.engine == "ipu"]
     return sorted((entry for entry in found if entry.size >= 0), key=lambda entry: -entry.last_use)
+
+
+def _engine_of(path: Path) -> str:
+    """Return the engine of a file that PopART may have made: earlier versions of the CPU engine left such names too."""
+    try:
+        with path.open("rb") as stream:
+            return "cpu" if stream.read(len(_OLD_PLACEHOLDER)) == _OLD_PLACEHOLDER else "ipu"
+    except OSError:
+        return "ipu"
 
 
 def _entry(path: Path, engine: str, about_path: Path) -> Entry:
@@ -223,7 +235,7 @@ def count_hit(entry: Entry) -> None:
 def verify(entry: Entry) -> str:
     """Return what is wrong with an entry, "" for nothing; without a record of it, only its form is checked."""
     try:
-        if entry.engine == "cpu":
+        if entry.path.name.endswith(_CPU_ENDING):
             with entry.path.open("rb") as stream:
                 first, body = stream.readline(), stream.read()
             words = first[len(_CPU_MAGIC) :].split()
@@ -287,6 +299,8 @@ def prune(
 
 
 def _is_stale(entry: Entry, now: Mapping[str, Mapping[str, str]]) -> bool:
+    if entry.engine == "cpu" and entry.path.suffix == _IPU_ENDING:
+        return True  # a placeholder, which nothing reads any more
     current = now.get(entry.engine, {})
     return any(name in current and current[name] != version for name, version in entry.versions.items())
 

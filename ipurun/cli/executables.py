@@ -140,7 +140,7 @@ def _ls(words: Sequence[str], flags: Flags) -> int:
     rows += [
         (
             _printable(entry.key),
-            _printable(entry.name or entry.path.parent.name),
+            _printable(entry.name),
             _printable(entry.mode or "?"),
             entry.engine,
             _size(entry.size),
@@ -173,7 +173,7 @@ def _show(words: Sequence[str], flags: Flags) -> int:
         return 0
     rows: List[Tuple[str, str]] = [
         ("file", str(entry.path)),
-        ("run", entry.name or "?"),
+        ("run", entry.name),
         ("mode", entry.mode or "?"),
         ("size", _size(entry.size)),
         ("compiled", f"in {_seconds(entry.compile_seconds)}, {_age(entry.modified)}"),
