@@ -12,11 +12,12 @@ from torch import nn
 from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
+from ipurun.build.skipped import SkippedSamples
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.inspect.data import split_for_eval
+from ipurun.inspect.data import is_stream, split_for_eval
 from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
 from ipurun.inspect.model import stop_caching
@@ -56,6 +57,7 @@ class Run:
         training_options: The engine's options for training.
         inference_options: The engine's options for evaluation and prediction.
         splits: The data by split.
+        skipped: Samples that could not be read.
     """
 
     config: RunConfig
@@ -78,6 +80,7 @@ class Run:
     training_options: Any
     inference_options: Any
     splits: Dict[str, Any]
+    skipped: SkippedSamples
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -110,8 +113,7 @@ class Run:
             _abandon(executor)
         model = make_model_alone(self.config, self.engine)
         stop_caching(model)
-        made = _build(self.config, self.plan, model, self.splits, self.engine)
-        made.train_loader.skipped = self.train_loader.skipped
+        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped)
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -129,10 +131,20 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     """
     if engine.kind == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)
-    return _build(config, plan, inspected.model, inspected.splits, engine)
+    skips = config.loader.on_error == "skip"
+    lengths = {name: len(data) for name, data in inspected.splits.items() if skips and not is_stream(data)}
+    skipped = SkippedSamples(lengths, config.loader.max_errors)
+    return _build(config, plan, inspected.model, inspected.splits, engine, skipped)
 
 
-def _build(config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, Any], engine: Engine) -> Run:
+def _build(
+    config: RunConfig,
+    plan: Plan,
+    model: nn.Module,
+    splits: Dict[str, Any],
+    engine: Engine,
+    skipped: SkippedSamples,
+) -> Run:
     module = engine.module
     cast_weights(model, plan.precision, plan.module_precision)
     annotations = Annotations(
@@ -172,11 +184,26 @@ def _build(config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, An
     schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
     collate = collate_of(config, plan)
     train_loader = TrainLoader(
-        module, training_options, splits["train"], config.loader, plan.training, config.seed, collate
+        module,
+        training_options,
+        splits["train"],
+        config.loader,
+        plan.training,
+        config.seed,
+        collate,
+        skipped if skipped.covers("train") else None,
     )
     eval_loaders = {
         name: EvalLoader(
-            module, inference_options, data, config.loader, plan.inference, collate, config.eval.max_samples
+            module,
+            inference_options,
+            name,
+            data,
+            config.loader,
+            plan.inference,
+            collate,
+            config.eval.max_samples,
+            skipped if skipped.covers(name) else None,
         )
         for name, data in splits.items()
     }
@@ -206,6 +233,7 @@ def _build(config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, An
         training_options=training_options,
         inference_options=inference_options,
         splits=splits,
+        skipped=skipped,
     )
 
 
