@@ -97,9 +97,10 @@ test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found
 	done; \
 	echo; cat $$folder.results; rm $$folder.results; exit $${failed:-0}
 
-bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, half precision, the training loop, how quickly commands answer, and what grows.
+bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, half precision, both starts of a compile, the training loop, how quickly commands answer, and what grows.
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/half.py
+	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/loop.py
 	$(BIN)/python tests/bench/commands.py
 	$(BIN)/python tests/bench/growth.py

@@ -42,11 +42,12 @@ class Engine:
     available_ipus: Optional[int] = None
 
 
-def load(choice: str) -> Engine:
+def load(choice: str, offline: bool = False) -> Engine:
     """Find and import the engine of a run.
 
     Args:
         choice: ``ipu``, ``ipu_model``, ``cpu``, or ``auto``: hardware if available, else the CPU.
+        offline: Only compile: PopTorch is enough, any number of IPUs will do, and none is needed.
 
     Raises:
         ConfigError: If the engine is not available.
@@ -59,6 +60,8 @@ def load(choice: str) -> Engine:
     poptorch = _import_poptorch(choice)
     if choice == "ipu_model":
         return Engine(poptorch, "ipu_model", f"PopTorch {_version(poptorch)}")
+    if offline:
+        return Engine(poptorch, "ipu", f"PopTorch {_version(poptorch)}")
     ipus = _count_ipus(poptorch)
     if ipus:
         return Engine(poptorch, "ipu", f"PopTorch {_version(poptorch)}", ipus)

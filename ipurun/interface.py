@@ -20,11 +20,13 @@ from ipurun.errors import ConfigError, Interrupted, IpurunError, Problem
 from ipurun.training.events import Summary
 
 if TYPE_CHECKING:
+    from ipurun.build.cached_executables import Prospect
     from ipurun.config.compose import Point
     from ipurun.estimate.advice import PlanEstimate
     from ipurun.estimate.search import Solution
     from ipurun.planning.artifacts import CacheState
     from ipurun.planning.plan import Plan
+    from ipurun.runs.compile import CompiledJob
     from ipurun.runs.prepare import PreparedRun
     from ipurun.runs.reload import LoadedModel, LoadedRun
 
@@ -35,8 +37,10 @@ __all__ = [
     "Predicted",
     "Result",
     "check_words",
+    "compile_words",
     "evaluate",
     "export",
+    "explain_cache_words",
     "load",
     "plan",
     "plan_words",
@@ -527,6 +531,45 @@ def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[Pa
         return [_report(item, words, solve, calibrate) for item in prepared]
 
 
+def compile_words(
+    words: Sequence[str], ipu_version: int = 2, export: Optional[PathLike] = None, quiet: bool = False
+) -> CompiledJob:
+    """Compile what the words of a command line describe for training and inference, without a device.
+
+    Args:
+        words: Overrides and Hydra's flags.
+        ipu_version: The kind of IPU to compile for: 2 for Mk2, 21 for Mk2 with FP8, 1 for Mk1.
+        export: A file to write instead of the cache.
+        quiet: Show nothing on standard output.
+    """
+    with _one_call(words):
+        from ipurun.inspect.facts import Purpose
+        from ipurun.log.screen import make_screen
+        from ipurun.runs.compile import compile_job
+        from ipurun.runs.prepare import prepare
+
+        point = _point_to_train([*words, f"options.useOfflineIpuTarget={ipu_version}"])
+        prepared = prepare(point, Purpose.COMPILE)
+        with _environment_kept(prepared.plan), _threads_kept():
+            _set_environment(prepared.plan)
+            screen = make_screen(sys.stdout, quiet)
+            try:
+                return compile_job(prepared, screen, None if export is None else Path(os.fspath(export)))
+            finally:
+                screen.close()
+
+
+def explain_cache_words(words: Sequence[str]) -> Tuple[Plan, List[Prospect]]:
+    """Return the plan of the words of a command line, and what the executable cache would do for it."""
+    with _one_call(words):
+        from ipurun.build.cached_executables import explain_cache
+        from ipurun.runs.prepare import prepare
+
+        prepared = prepare(_point_to_train(words))
+        found = explain_cache(prepared.point.config, prepared.plan, prepared.inspected, prepared.engine)
+        return prepared.plan, found
+
+
 def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
     """Return a label and the problems of every point that the words of a command line describe."""
     with _one_call(words):
@@ -684,26 +727,19 @@ def _refuse_sweep(words: Sequence[str]) -> None:
 
 def _report(prepared: PreparedRun, words: Sequence[str], solve: bool, calibrate: Optional[PathLike]) -> PlanReport:
     from ipurun.build.cached_executables import look_into_cache
-    from ipurun.config.compose import with_words
     from ipurun.estimate import plan_estimate
-    from ipurun.inspect.facts import Purpose
-    from ipurun.runs.prepare import prepare
+    from ipurun.runs.compile import estimable
 
-    def planned(item: PreparedRun) -> plan_estimate.PlannedConfig:
-        return plan_estimate.PlannedConfig(item.point.config, item.plan, item.inspected)
-
-    def replan(overrides: Sequence[str]) -> plan_estimate.PlannedConfig:
-        return planned(prepare(with_words(prepared.point, overrides), Purpose.PLAN, prepared))
-
-    config, promises = prepared.point.config, plan_estimate.Promises(replan)
+    config = prepared.point.config
+    planned, promises = estimable(prepared)
     try:
-        found = plan_estimate.estimate_plan(planned(prepared), promises)
+        found = plan_estimate.estimate_plan(planned, promises)
         cache = look_into_cache(config, prepared.plan, prepared.inspected, prepared.engine)
     except ConfigError as error:
         if solve or calibrate is not None:
             raise
         return PlanReport(prepared.plan, None, error.problems[0], None, [], None, words)
-    solutions, unsolved = plan_estimate.solve(planned(prepared), found, promises) if solve else (None, "")
+    solutions, unsolved = plan_estimate.solve(planned, found, promises) if solve else (None, "")
     calibrated = [] if calibrate is None else plan_estimate.calibrated_words(found, Path(calibrate))
     return PlanReport(prepared.plan, found, None, solutions, calibrated, cache, words, unsolved)
 

@@ -94,6 +94,7 @@ FLOW = (
     "emulator",
     "errors",
     "files",
+    "executables",
     "module_search",
     "moved",
     "api",

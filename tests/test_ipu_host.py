@@ -163,6 +163,50 @@ def test_an_offline_target_is_refused_before_the_run(host, tmp_path: Path, key: 
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
 
 
+def test_hits_of_popart_are_judged_by_its_files_and_their_records(host, tmp_path: Path) -> None:
+    """PopART does not say whether it loaded an executable. Compiling apart needs PopTorch and no IPU."""
+    words = ["+recipe=mnist", "max_steps=1", "eval.max_samples=10", f"cache.dir={tmp_path}/cache", "devices=1"]
+    body = f"""
+import json, os
+from ipurun.interface import compile_words, explain_cache_words
+def run(*more):
+    cache = ipurun.train(overrides=[*{words!r}, *more]).cache
+    return [cache[mode]["state"] for mode in ("training", "inference")]
+os.environ["DOUBLE_IPUS"] = "0"
+made = [done.cache for done in compile_words([*{words!r}, "engine=ipu"], quiet=True).compiled.values()]
+os.environ["DOUBLE_IPUS"] = "8"
+asked = [each.state for each in explain_cache_words({words!r})[1]]
+changed = explain_cache_words([*{words!r}, "device_iterations=2"])[1][0]
+show([made, run(), run("seed=5", "optimizer.lr=0.1"), run("device_iterations=2"), asked, changed.differences])
+"""
+    made, first, second, changed, asked, differences = _script(host, body)
+    assert made == ["miss", "miss"] and asked == ["hit", "hit"]
+    assert first == second == ["hit", "hit"]
+    assert changed == ["miss", "miss"] and differences == [["device_iterations", 2, 1]]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "cache" / "about").glob("*.json")]
+    assert sorted((each["mode"], each["hits"]) for each in records if each["config"]["device_iterations"] == 1) == [
+        ("inference", 2),
+        ("training", 2),
+    ]
+    assert all(each["versions"]["poptorch"] == "PopTorch 3.4.0" for each in records)
+
+
+def test_an_error_of_poplar_comes_with_remedies(host) -> None:
+    body = """
+import os
+os.environ["DOUBLE_OUT_OF_MEMORY"] = "1"
+words = ["+recipe=mnist", "machine.tiles=4", "machine.tile_imbalance_bytes=1000", "machine.code_bytes_per_tile=1000"]
+try:
+    ipurun.train(overrides=[*words, "micro_batch_size=100", "cache.enabled=false", "devices=1"])
+except ipurun.RunError as error:
+    show(error.problems[0].to_dict())
+"""
+    problem = _script(host, body)
+    assert problem["what"] == "PopTorch failed while compiling the model for training"
+    assert "638976 bytes" in problem["seen"]
+    assert "what would help" in problem["fix"] and "micro_batch_size=" in problem["fix"]
+
+
 def test_dithering_reaches_poplar_as_a_text(host) -> None:
     body = """
 import poptorch

@@ -550,6 +550,7 @@ class PoplarExecutor:
                     training=self._training,
                     seed=self._options.random_seed if has_seed else default_seed(),
                     groups=self.per_replica_params,
+                    optimizer="" if self._optimizer is None else self._optimizer.constants(),
                 )
                 if self._optimizer is not None:
                     self._optimizer.compile(executable, named_tensors(self._model)[0])

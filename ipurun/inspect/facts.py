@@ -13,6 +13,7 @@ class Purpose(enum.Enum):
     """What a config is prepared for."""
 
     RUN = "run"
+    COMPILE = "compile"  # as for a run, but no device is attached
     CHECK = "check"  # as for a run, but large models get no memory for their weights
     PLAN = "plan"  # as CHECK, and a machine larger than one process can attach, or than exists, is fine
 

@@ -249,7 +249,7 @@ def _collect(problems: List[Problem], function: Callable[..., Any], *args: Any) 
 
 
 def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Module:
-    if purpose is not Purpose.RUN:
+    if purpose not in (Purpose.RUN, Purpose.COMPILE):
         empty = make_meta_model(config)
         if count_parameters(empty) > LARGEST_TRIED:
             return empty

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from pathlib import Path
-from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.compose import ChangedKey, Point
 from ipurun.errors import listing
@@ -18,6 +18,7 @@ from ipurun.log.format import (
     learning_rate,
     metric,
     plural,
+    spelled_duration,
     value_text,
 )
 from ipurun.log.plan_text import initial_rows
@@ -49,15 +50,12 @@ class Console(Observer):
 
     Args:
         screen: The screen.
-        cache_dir: Folder of compiled executables; a compilation that does not add one has used the cache.
         engine_draws_bar: Whether PopTorch draws a compile bar, so that a second one must not be drawn.
     """
 
-    def __init__(self, screen: Screen, cache_dir: Optional[str] = None, engine_draws_bar: bool = False) -> None:
+    def __init__(self, screen: Screen, engine_draws_bar: bool = False) -> None:
         self._screen = screen
-        self._cache_dir = cache_dir
         self._engine_draws_bar = engine_draws_bar and screen.draws_over
-        self._executables: FrozenSet[str] = frozenset()
         self._saved_step: Optional[int] = None
 
     def show_panel(self, point: Point, plan: Plan, folder: str) -> None:
@@ -77,20 +75,14 @@ class Console(Observer):
         self._screen.remark(f"{prefix}: {event.text}")
 
     def on_compile_start(self, event: CompileStart) -> None:
-        self._executables = _executables(self._cache_dir)
         if self._engine_draws_bar:
             self._screen.line(f"compiling for {event.mode} ...")
             return
         self._screen.begin(f"compiling for {event.mode}")
-        if self._cache_dir is not None:
-            self._screen.phase(f"{plural(len(self._executables), 'executable')} in the cache")
 
     def on_compile_end(self, event: CompileEnd) -> None:
-        from_cache = event.from_cache
-        if from_cache is None and self._cache_dir is not None:
-            from_cache = bool(self._executables) and _executables(self._cache_dir) == self._executables
-        source = {True: ", executable found in the cache", False: ", executable was not in the cache", None: ""}
-        self._screen.end(f"compiled for {event.mode} in {duration(event.seconds)}{source[from_cache]}")
+        verb = "loaded" if event.cache in ("hit", "precompiled") else "compiled"
+        self._screen.end(f"{verb} for {event.mode} in {duration(event.seconds)}{_cache_text(event)}")
 
     def on_step(self, event: StepEnd) -> None:
         fraction = event.step / event.total_steps if event.total_steps else None
@@ -130,9 +122,8 @@ class Console(Observer):
 
 
 def console_for(plan: Plan, screen: Screen) -> Console:
-    """Return the console of a run: PopTorch draws a bar and caches executables, the CPU engine does neither."""
-    on_device = plan.engine != "cpu"
-    return Console(screen, plan.cache_dir if on_device else None, engine_draws_bar=on_device)
+    """Return the console of a run: PopTorch draws a compile bar, the CPU engine does not."""
+    return Console(screen, engine_draws_bar=plan.engine != "cpu")
 
 
 def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
@@ -251,9 +242,16 @@ def _is_plumbing(key: str) -> bool:
     return key == "sample" or key.endswith("._target_")
 
 
-def _executables(cache_dir: Optional[str]) -> FrozenSet[str]:
-    """Return the names of the compiled executables in a cache folder."""
-    return frozenset(path.name for path in Path(cache_dir).glob("*.popef")) if cache_dir else frozenset()
+def _cache_text(event: CompileEnd) -> str:
+    """Return what the executable cache did; nothing where it was off or is of no use, as for quick compilations."""
+    if event.cache == "precompiled":
+        return f" from {event.why}"
+    if event.cache not in ("hit", "miss"):
+        return ""
+    text = f"; executable cache: {event.cache} for {event.mode}"
+    if event.saved_seconds is not None and event.saved_seconds > 0:
+        text += f", saved {spelled_duration(event.saved_seconds)}"
+    return f"{text} ({event.why})" if event.why else text
 
 
 def _time_split(seconds: Mapping[str, float]) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "metric",
     "plural",
     "size_text",
+    "spelled_duration",
     "value_text",
 ]
 
@@ -42,6 +43,15 @@ def duration(seconds: Optional[float]) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def spelled_duration(seconds: float) -> str:
+    """Format a duration in words: ``0.8 s``, ``42 s``, ``6 min 12 s``, ``1 h 2 min``."""
+    if seconds < 59.5:
+        return duration(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
 
 
 def count(number: Optional[float]) -> str:

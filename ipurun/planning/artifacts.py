@@ -14,6 +14,7 @@ from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
 from ipurun.config.schema import CacheConfig, ProfileConfig, RunConfig
 from ipurun.errors import Findings
+from ipurun.executables import absolute, cache_root, parse_size
 from ipurun.inspect.facts import Facts
 from ipurun.planning.key_calls import KeyCalls
 from ipurun.planning.optimizer import optimizer_state
@@ -72,7 +73,7 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
     if profile.kind == "none" and not chosen:
         return Profile(None, None, {})
     users = _variable(_ENGINE_VARIABLE, environ, found)
-    directory = _absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
+    directory = absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
     environment: Dict[str, str] = {}
     options: Dict[str, str] = {}
     if profile.kind == "graph":
@@ -124,6 +125,7 @@ def folder_calls(
         found: Takes the note on a folder that cannot be written.
     """
     calls = KeyCalls()
+    _check_size(cache, found)
     folder = _executable_dir(cache, name, environ)
     obstacle = _obstacle(folder) if cache.enabled else ""
     if obstacle:
@@ -137,6 +139,17 @@ def folder_calls(
     if profile.call is not None:
         calls.chosen.append(profile.call)
     return calls
+
+
+def _check_size(cache: CacheConfig, found: Findings) -> None:
+    if cache.max_size is None:
+        return
+    try:
+        parse_size(cache.max_size)
+    except ValueError as error:
+        found.problem(
+            "`cache.max_size` is not a size", seen=str(error), fix="cache.max_size=20GB", key="cache.max_size"
+        )
 
 
 def _obstacle(folder: str) -> str:
@@ -216,23 +229,16 @@ def _free_bytes(runs_dir: str) -> Optional[int]:
 def _executable_dir(cache: CacheConfig, name: str, environ: Mapping[str, str]) -> str:
     # A folder for each run name, because PopART opens every file of a cache folder at each start.
     if cache.dir:
-        return _absolute(cache.dir)
+        return absolute(cache.dir)
     poptorch_dir = environ.get("POPTORCH_CACHE_DIR", "").strip()
     if poptorch_dir and not environ.get("IPURUN_CACHE_DIR", "").strip():
-        return _absolute(poptorch_dir)
+        return absolute(poptorch_dir)
     return _run_dir("executables", name, environ)
 
 
 def _run_dir(kind: str, name: str, environ: Mapping[str, str]) -> str:
-    """Return a run's folder in ipurun's cache folder: IPURUN_CACHE_DIR, else ``~/.cache/ipurun``."""
-    root = environ.get("IPURUN_CACHE_DIR", "").strip()
-    if not root:
-        root = os.path.join(environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache"), "ipurun")
-    return os.path.join(_absolute(root), kind, re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run")
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    """Return a run's folder in ipurun's cache folder."""
+    return os.path.join(cache_root(environ), kind, re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run")
 
 
 def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:

@@ -91,6 +91,8 @@ def make_plan(
     environment = dict(profile.environment)
     if config.debug.log_level is not None:
         environment["POPTORCH_LOG_LEVEL"] = config.debug.log_level
+    if config.cache.min_seconds is not None and facts.engine == "cpu":
+        environment["POPTORCH_EMULATOR_CACHE_SECONDS"] = f"{config.cache.min_seconds:g}"
     cache_call = last_call("enableExecutableCaching", training)
     return Plan(
         name=name,
@@ -177,13 +179,14 @@ def _check_attachable(calls: Sequence[Call], purpose: Purpose, found: Findings) 
     offline = last_call("useOfflineIpuTarget", calls)
     connection = last_call("connectionType", calls)
     call = offline or connection
-    if call is None or (offline is None and not str(call.args[0]).endswith(".Never")):
+    if purpose is Purpose.COMPILE or call is None or (offline is None and not str(call.args[0]).endswith(".Never")):
         return
     if purpose is Purpose.PLAN:
         found.note(f"{call.origin}: the model can be compiled but not run, because no device is attached")
         return
     found.problem(
         f"`{call.origin}`: the model could be compiled but not run, because no device is attached",
-        fix="leave it out, or set options.connectionType=OnDemand to attach after compiling",
+        fix="leave it out, or compile without a device: ipurun compile with the same words; "
+        "options.connectionType=OnDemand attaches after compiling",
         key=call.origin,
     )

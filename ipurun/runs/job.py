@@ -24,11 +24,13 @@ from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
 from ipurun.log.tracking import DroppedIfFailing
+from ipurun.runs.compile import with_remedies
 from ipurun.runs.folder import RunFolder
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun
 from ipurun.runs.reload import skipped_notes
 from ipurun.training.events import Note, Observer, Summary
+from ipurun.training.failures import CompileError
 from ipurun.training.loop import train
 
 __all__ = ["FinishedRun", "reproduce_command", "run_job"]
@@ -78,6 +80,8 @@ def run_job(
         if resume_folder is None:
             folder.discard()
         raise
+    except CompileError as error:
+        raise with_remedies(error, prepared) from error
     except OSError as error:  # the files of the folder: `_guarded` reports everything else that fails inside
         raise _unwritable(folder, error) from error
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))

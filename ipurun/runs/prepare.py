@@ -55,7 +55,7 @@ def prepare(
     engine = inspected = plan = None
     config = point.config
     try:
-        engine = engines.load(point.config.engine)
+        engine = engines.load(point.config.engine, offline=purpose is Purpose.COMPILE)
         if before is None:
             inspected = inspect(config, engine, purpose)
         else:
@@ -100,6 +100,10 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
         prepared = prepare(point, purpose, has_checkpoint=resumed is not None)
     except ConfigError as error:
         raise ConfigError([*error.problems, *point.complete(problems)]) from error
+    if point.config.precompiled is not None:
+        from ipurun.build.cached_executables import precompiled_problems  # deferred: few runs need it
+
+        problems += precompiled_problems(point.config, prepared.plan.name, prepared.engine)
     if problems:
         raise ConfigError(point.complete(problems))
     return prepared

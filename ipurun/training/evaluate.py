@@ -11,6 +11,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping,
 import torch
 
 from ipurun.build import Run
+from ipurun.build.cached_executables import compile_and_report
 from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
 from ipurun.metrics import Matrix
@@ -220,12 +221,12 @@ def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explai
         return 0.0
     args, kwargs = as_call(batch)
     observer.on_compile_start(CompileStart("inference"))
-    begun = time.perf_counter()
     with explain("compiling the model for inference"):
-        run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs))
-    seconds = time.perf_counter() - begun
-    observer.on_compile_end(CompileEnd("inference", seconds))
-    return seconds
+        compiled = compile_and_report(run, "inference", args, kwargs)
+    observer.on_compile_end(
+        CompileEnd("inference", compiled.seconds, compiled.cache, compiled.saved_seconds, compiled.why)
+    )
+    return compiled.seconds
 
 
 def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:

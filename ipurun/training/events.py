@@ -48,11 +48,22 @@ class CompileStart:
 
 @dataclass(frozen=True)
 class CompileEnd:
-    """The engine has compiled. ``from_cache`` is None if unknown."""
+    """The engine has compiled, or loaded an executable.
+
+    Args:
+        mode: ``training`` or ``inference``.
+        seconds: How long it took.
+        cache: What the executable cache did: ``hit``, ``miss`` (stored), ``uncached`` (not stored), ``off``,
+            ``precompiled`` where a file took its place, or "" where that is unknown.
+        saved_seconds: How much longer the first compilation took than this hit; None if unknown.
+        why: Why nothing was stored, why a stored executable was compiled again, or the precompiled file.
+    """
 
     mode: str
     seconds: float
-    from_cache: Optional[bool] = None
+    cache: str = ""
+    saved_seconds: Optional[float] = None
+    why: str = ""
 
 
 class StepEnd(NamedTuple):
@@ -155,6 +166,7 @@ class Summary:
         skipped_samples: Indices of the training samples that could not be read.
         skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
         padding_share: Share of padding in the batches, where the collate function or the data set counts it.
+        cache: What the executable cache did, by mode: its ``state``, and ``saved_seconds`` or ``why`` where known.
     """
 
     status: str
@@ -175,12 +187,14 @@ class Summary:
     skipped_samples: Tuple[int, ...] = ()
     skipped_eval_samples: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     padding_share: Optional[float] = None
+    cache: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""
         plain = dict(vars(self))
         plain["metrics"] = dict(self.metrics)
         plain["seconds"] = dict(self.seconds)
+        plain["cache"] = {mode: dict(use) for mode, use in self.cache.items()}
         return plain
 
 
@@ -223,6 +237,7 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._all: Tuple[Observer, ...] = tuple(observers)
+        self.compiled: Dict[str, CompileEnd] = {}  # the last compilation of each mode
 
     def on_start(self, event: RunStart) -> None:
         for observer in self._all:
@@ -237,6 +252,7 @@ class Observers(Observer):
             observer.on_compile_start(event)
 
     def on_compile_end(self, event: CompileEnd) -> None:
+        self.compiled[event.mode] = event
         for observer in self._all:
             observer.on_compile_end(event)
 

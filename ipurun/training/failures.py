@@ -10,7 +10,7 @@ from typing import Callable, Optional
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["DeviceFault", "explained"]
+__all__ = ["CompileError", "DeviceFault", "explained"]
 
 _REMOTE = "Original Traceback"
 _RESETS = {
@@ -41,6 +41,10 @@ class DeviceFault(RunError):
         )
 
 
+class CompileError(RunError):
+    """The engine could not compile the model: another config may fit, or compile."""
+
+
 def _start_again() -> str:
     return "run the command again"
 
@@ -55,6 +59,7 @@ class explained:  # noqa: N801  # a context manager that every step enters: as a
 
     Raises:
         DeviceFault: The IPU system failed, but can recover.
+        CompileError: The engine could not compile the model.
         RunError: Anything else failed.
     """
 
@@ -82,7 +87,8 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
             fix=f"contact the machine's administrator; then {then()}",
         )
     if isinstance(error, engine_module.Error):
-        return RunError(f"PopTorch failed while {doing}", seen=str(error))
+        kind = CompileError if doing.startswith("compiling") else RunError
+        return kind(f"PopTorch failed while {doing}", seen=str(error))
     if isinstance(error, LoaderTimeoutError):
         return RunError(
             f"a process of the data loader hangs: {error}",

@@ -10,6 +10,7 @@ import time
 from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence
 
 from ipurun.build import Run
+from ipurun.build.cached_executables import compile_and_report
 from ipurun.checkpoint import Checkpoint, Folder
 from ipurun.errors import RunError, listing
 from ipurun.inspect.batch_items import as_call, pick, target_of
@@ -90,7 +91,7 @@ class _Trainer:
         self,
         run: Run,
         folder: Folder,
-        observer: Observer,
+        observer: Observers,
         resume_from: Optional[Checkpoint],
         interrupts: Interrupts,
     ) -> None:
@@ -346,13 +347,15 @@ class _Trainer:
         begun = time.perf_counter()
         # Whatever `forward` draws on the host is a constant of the program: the same one in a run that was resumed.
         with self._explained("compiling the model for training"), seeded(run.config.seed):
-            run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs))
+            compiled = compile_and_report(run, "training", args, kwargs)
             if self._restored is not None:
                 restore_device(run, self._restored)
                 self._restored = None
         seconds = time.perf_counter() - begun
         self._clock.add("compile", seconds)
-        self._observer.on_compile_end(CompileEnd("training", seconds))
+        self._observer.on_compile_end(
+            CompileEnd("training", seconds, compiled.cache, compiled.saved_seconds, compiled.why)
+        )
 
     def _report(self, lr: float, loss: float) -> None:
         run, progress, steps, window = self._run, self._progress, self._run.plan.steps, self._window
@@ -468,6 +471,7 @@ class _Trainer:
             skipped_samples=skipped.indices("train"),
             skipped_eval_samples={name: skipped.indices(name) for name in self._run.splits if name != "train"},
             padding_share=self._run.train_loader.padding_share,
+            cache={mode: _cache_record(event) for mode, event in self._observer.compiled.items() if event.cache},
         )
         self._observer.on_end(summary)
         return summary
@@ -530,6 +534,12 @@ class _Trainer:
     def _epochs_done(self) -> float:
         per_epoch = self._run.plan.steps.calls_per_epoch
         return self._progress.epoch + (self._progress.position / per_epoch if per_epoch else 0.0)
+
+
+def _cache_record(event: CompileEnd) -> Dict[str, object]:
+    """Return what the executable cache did as flat data, without what is unknown."""
+    record = {"state": event.cache, "saved_seconds": event.saved_seconds, "why": event.why}
+    return {key: value for key, value in record.items() if value not in (None, "")}
 
 
 def _note_on_torch_optim(is_kept: bool) -> Note:

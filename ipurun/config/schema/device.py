@@ -203,6 +203,12 @@ class CacheConfig:
     dir: Optional[str] = option(
         None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun."
     )
+    max_size: Optional[str] = option(
+        "20GB", "Largest total size, such as 500MB; the least recently used executables are removed. null: no limit."
+    )
+    min_seconds: Optional[float] = option(
+        None, "CPU engine: store what takes at least this long to compile; null: 2 seconds, about what loading takes."
+    )
 
 
 @dataclass

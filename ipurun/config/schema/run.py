@@ -272,6 +272,9 @@ class RunConfig:
         None, "Metric that selects the best checkpoint and ranks a sweep; null: the first metric."
     )
     log_every_steps: int = option(1, "Log training metrics every N weight updates.", minimum=1)
+    precompiled: Optional[str] = option(
+        None, "File of `ipurun compile --export`, used instead of compiling. Such a file is code: trust its source."
+    )
     resume: Optional[str] = option(None, "Run folder to resume; auto: the newest unfinished run of this name.")
     init_from: Optional[str] = option(
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -216,6 +216,36 @@ class _Wrapping:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _wrap(self._op(*args, **kwargs), self._in_place)
+
+
+def layers_of(op: Any) -> Tuple[Tuple[str, ...], Any]:
+    """Return how this module changed an operation, outermost first, and the operation of torch inside.
+
+    `with_layers` is the inverse. An operation of another kind is returned as it is.
+    """
+    layers: Tuple[str, ...] = ()
+    while isinstance(op, (HalfThroughFloat, _Wrapping)):
+        if isinstance(op, HalfThroughFloat):
+            layers, op = (*layers, "half"), op.widened
+        else:
+            layers, op = (*layers, "wrapped_in_place" if op._in_place else "wrapped"), op._op
+    return layers, op
+
+
+def with_layers(layers: Sequence[str], op: Any) -> Any:
+    """Change an operation of torch in the ways that `layers_of` returned.
+
+    Raises:
+        KeyError: There is no such way.
+    """
+    ways: Dict[str, Callable[[Any], Any]] = {
+        "half": HalfThroughFloat,
+        "wrapped": lambda inner: _Wrapping(inner, in_place=False),
+        "wrapped_in_place": lambda inner: _Wrapping(inner, in_place=True),
+    }
+    for layer in reversed(layers):
+        op = ways[layer](op)
+    return op
 
 
 def round_to_nearest(destination: torch.Tensor, result: torch.Tensor) -> None:

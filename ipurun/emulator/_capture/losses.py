@@ -144,7 +144,7 @@ def give_device_shapes(graph: Graph) -> List[int]:
         if value in graph.varying:
             graph.varying.add(vector)
         view = Node(torch.ops.aten.view.default, (value, [1]), {}, vector, producer.placement, producer.module_path)
-        view.name, view.source = "view", producer.source
+        view.name, view.source, view.position = "view", producer.source, producer.position
         graph.nodes.insert(num_forward, view)
         num_forward += 1
         graph.outputs[index] = vector

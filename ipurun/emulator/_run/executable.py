@@ -154,6 +154,7 @@ class Executable:
         self.layout = layout
         self.streams = streams
         self.optimizer: Optional[Any] = None
+        self.cache_use: Optional[Any] = None
         self.timestamps = Timestamps()
         self.anchors = Anchors(self.graph, anchors or {})
         self._anchored = list(self.anchors.in_graph.values())
