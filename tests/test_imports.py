@@ -108,6 +108,7 @@ FLOW = (
     "build",
     "checkpoint",
     "training",
+    "profiling",
     "log",
     "runs",
     "sweep",

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
+from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.workers import (
     AnonymousBatches,
     DeadWorkerError,
@@ -134,6 +135,7 @@ class TrainLoader:
         sizes: The batch sizes of training.
         seed: Seed of the run.
         collate: Makes a batch of samples.
+        times: Records when samples are read; None: nothing does.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class TrainLoader:
         sizes: BatchSizes,
         seed: int,
         collate: Callable[[List[Any]], Any],
+        times: Optional[ReadingTimes] = None,
     ) -> None:
         self._engine = engine_module
         self._options = options
@@ -152,7 +155,8 @@ class TrainLoader:
         self._config = config
         self._sizes = sizes
         self._seed = seed
-        self._collate = collate
+        self._times = times
+        self._collate = collate if times is None else times.collate(collate)
         self._skips = config.on_error == "skip" and not is_stream(data)
         self.skipped = SkippedSamples(len(data) if self._skips else 0, config.max_errors)
         self._loader: Any = None
@@ -175,6 +179,8 @@ class TrainLoader:
         self._epoch = epoch
         self._discard = skip_calls
         data = _SkippingData(self._data, self.skipped) if self._skips else self._data
+        if self._times is not None and not is_stream(data):
+            data = self._times.wrapped(data)
         named: Dict[str, Any] = {}
         if isinstance(data, IterDataPipe):
             pass  # torch divides it among workers, which it can do only if it is not wrapped

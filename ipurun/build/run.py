@@ -12,6 +12,7 @@ from torch import nn
 from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
+from ipurun.build.reading_times import ReadingTimes
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
@@ -56,6 +57,7 @@ class Run:
         training_options: The engine's options for training.
         inference_options: The engine's options for evaluation and prediction.
         splits: The data by split.
+        reading_times: When training samples are read, with ``profile=trace``.
     """
 
     config: RunConfig
@@ -78,6 +80,7 @@ class Run:
     training_options: Any
     inference_options: Any
     splits: Dict[str, Any]
+    reading_times: Optional[ReadingTimes] = None
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -110,7 +113,7 @@ class Run:
             _abandon(executor)
         model = make_model_alone(self.config, self.engine)
         stop_caching(model)
-        made = _build(self.config, self.plan, model, self.splits, self.engine)
+        made = _build(self.config, self.plan, model, self.splits, self.engine, self.reading_times)
         made.train_loader.skipped = self.train_loader.skipped
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
@@ -129,10 +132,18 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     """
     if engine.kind == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)
-    return _build(config, plan, inspected.model, inspected.splits, engine)
+    times = ReadingTimes() if config.profile.kind == "trace" else None
+    return _build(config, plan, inspected.model, inspected.splits, engine, times)
 
 
-def _build(config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, Any], engine: Engine) -> Run:
+def _build(
+    config: RunConfig,
+    plan: Plan,
+    model: nn.Module,
+    splits: Dict[str, Any],
+    engine: Engine,
+    times: Optional[ReadingTimes],
+) -> Run:
     module = engine.module
     cast_weights(model, plan.precision, plan.module_precision)
     annotations = Annotations(
@@ -172,7 +183,7 @@ def _build(config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, An
     schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
     collate = collate_of(config, plan)
     train_loader = TrainLoader(
-        module, training_options, splits["train"], config.loader, plan.training, config.seed, collate
+        module, training_options, splits["train"], config.loader, plan.training, config.seed, collate, times
     )
     eval_loaders = {
         name: EvalLoader(
@@ -206,6 +217,7 @@ def _build(config: RunConfig, plan: Plan, model: nn.Module, splits: Dict[str, An
         training_options=training_options,
         inference_options=inference_options,
         splits=splits,
+        reading_times=times,
     )
 
 

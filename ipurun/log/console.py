@@ -20,8 +20,10 @@ from ipurun.log.format import (
     plural,
     value_text,
 )
+from ipurun.log.profile_text import profile_lines
 from ipurun.log.screen import Screen
 from ipurun.planning.plan import Plan
+from ipurun.profiling.report import ProfileReport
 from ipurun.training.events import (
     CheckpointSaved,
     CompileEnd,
@@ -122,6 +124,11 @@ class Console(Observer):
         if summary.resume_command:
             self._screen.line(f"  resume      {summary.resume_command}")
         self._screen.line(f"  reproduce   {reproduce}")
+
+    def show_profile(self, report: ProfileReport) -> None:
+        """Show what a profile found."""
+        for line in profile_lines(report):
+            self._screen.line(line)
 
 
 def console_for(plan: Plan, screen: Screen) -> Console:

@@ -28,6 +28,7 @@ _BYTES_OF_TENSOR = 500
 
 _ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PVTI_VARIABLE = "PVTI_OPTIONS"
+_POPVISION = ("graph", "system")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class Profile:
     environment: Mapping[str, str]
 
 
-def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], found: Findings) -> Profile:
+def plan_profile(
+    profile: ProfileConfig, name: str, environ: Mapping[str, str], found: Findings, engine: str = "ipu"
+) -> Profile:
     """Return what `profile` asks for.
 
     Engine options are part of the executable cache's key, so the report folder must be the same in every run; the
@@ -66,11 +69,17 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
         profile: The config group.
         name: Name of the run.
         environ: The user's environment, whose entries are kept.
-        found: Takes the problems.
+        found: Takes the problems, and a note where nothing will be recorded.
+        engine: ``ipu``, ``ipu_model`` or ``cpu``.
     """
     chosen = _chosen_options(profile, found)
-    if profile.kind == "none" and not chosen:
-        return Profile(None, None, {})
+    if engine == "cpu" and profile.kind in _POPVISION:
+        found.note(
+            f"profile={profile.kind} records nothing on the CPU engine, because PopVision's files come from "
+            "Graphcore's libraries; profile=trace shows every op"
+        )
+    if profile.kind not in _POPVISION and not chosen:
+        return Profile(_absolute(profile.dir) if profile.kind != "none" and profile.dir else None, None, {})
     users = _variable(_ENGINE_VARIABLE, environ, found)
     directory = _absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
     environment: Dict[str, str] = {}
@@ -97,7 +106,7 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
     if options:
         origin = f"profile={profile.kind}" if profile.kind == "graph" else "profile.engine_options"
         call = Call("_Popart.setEngineOptions", (options,), origin=origin)
-    return Profile(directory if profile.kind != "none" else None, call, environment)
+    return Profile(directory if profile.kind in _POPVISION else None, call, environment)
 
 
 def profiling_entries(directory: str) -> Dict[str, str]:

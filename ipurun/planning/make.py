@@ -66,7 +66,7 @@ def make_plan(
     precision = _SHORT_PRECISIONS.get(config.precision, config.precision)
     optimizer, groups = plan_optimizer(config, found)
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
-    profile = plan_profile(config.profile, name, environ, found)
+    profile = plan_profile(config.profile, name, environ, found, facts.engine)
     mode, every = output_mode(config, settings, sizes.training.device_iterations, found)
     folders = folder_calls(config.cache, name, profile, settings, environ, found)
     training = training_options(config, facts, sizes, settings, folders, (mode, every), found)

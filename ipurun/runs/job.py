@@ -24,6 +24,7 @@ from ipurun.inspect.targets import check_node, make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
+from ipurun.profiling.recorders import Profiler
 from ipurun.runs.folder import RunFolder, check_writable, find_latest
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun, prepare
@@ -90,7 +91,6 @@ def run_job(
             checkpoint, skipped = _checkpoint_to_resume(folder) if resume_folder else (None, {})
             with folder.described_as(*described) if resume_folder else nullcontext():
                 summary = _train_in(folder, prepared, run, screen, checkpoint, skipped, deadline)
-            _move_profile(prepared, folder)
             if summary.samples or not folder.finished:
                 then = {"reproduce_command": reproduce_command(point)}
                 folder.write_summary({"name": plan.name, **summary.to_dict(), **then})
@@ -140,9 +140,16 @@ def _train_in(
             for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
                 console.on_note(Note(note, level="warning"))
         observers = [*consoles, *_loggers(point, folder)]
-        summary = _guarded(lambda: train(run, folder, observers, checkpoint, deadline), folder, screen, log, point)
+        profiler = Profiler(run, folder.path)
+        summary = _guarded(
+            lambda: train(run, folder, observers, checkpoint, deadline, profiler.phases), folder, screen, log, point
+        )
+        _move_profile(prepared, folder)
+        report = profiler.finish()
         for console in consoles:
             console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
+            if report is not None:
+                console.show_profile(report)
     return summary
 
 
@@ -257,7 +264,7 @@ def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
 
 
 def _move_profile(prepared: PreparedRun, folder: RunFolder) -> None:
-    """Move the report of a profile into the run folder, unless the user chose another one."""
+    """Move PopVision's report into the run folder, unless the user chose another one."""
     source = prepared.plan.profile_dir
     if source is None or prepared.point.config.profile.dir is not None or not Path(source).is_dir():
         return

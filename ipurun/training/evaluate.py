@@ -13,6 +13,7 @@ from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
 from ipurun.training.events import CompileEnd, CompileStart, Observer
 from ipurun.training.failures import explained
+from ipurun.training.phases import COMPILE, DATA, Phases
 
 __all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict"]
 
@@ -36,6 +37,7 @@ def evaluate(
     split: Optional[str] = None,
     should_stop: Callable[[], bool] = lambda: False,
     explain: Optional[Explain] = None,
+    phases: Optional[Phases] = None,
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
@@ -45,6 +47,7 @@ def evaluate(
         split: Name of the split, by default the run's `eval_split`.
         should_stop: Called after every host call.
         explain: Returns the context that explains failures; by default `explained` without a checkpoint.
+        phases: A profiler.
 
     Returns:
         The result, None if it was stopped.
@@ -59,7 +62,7 @@ def evaluate(
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
     explain = explain or _explainer(run)
-    for call in _inference_calls(run, observer, name, explain):
+    for call in _inference_calls(run, observer, name, explain, phases or Phases()):
         if should_stop():
             return None
         compiling += call.compile_seconds
@@ -89,7 +92,7 @@ def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
         ConfigError: The data has no such split.
         RunError: Compiling or running failed.
     """
-    for call in _inference_calls(run, observer, split, _explainer(run)):
+    for call in _inference_calls(run, observer, split, _explainer(run), Phases()):
         result = call.result[0] if run.loss is not None else _without_loss(run, call.result)
         yield map_tensors(torch.clone, _without_padding(result, call.real, run.plan.inference.samples_per_call))
 
@@ -119,7 +122,9 @@ def _explainer(run: Run) -> Explain:
     return lambda doing: explained(run.engine.module, doing)
 
 
-def _inference_calls(run: Run, observer: Observer, split: Optional[str], explain: Explain) -> Iterator[_InferenceCall]:
+def _inference_calls(
+    run: Run, observer: Observer, split: Optional[str], explain: Explain, phases: Phases
+) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
     if split not in run.eval_loaders:
         raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
@@ -127,14 +132,14 @@ def _inference_calls(run: Run, observer: Observer, split: Optional[str], explain
         run.enter_inference()
     batches = iter(run.eval_loaders[split])
     while True:
-        with explain(f"reading the split `{split}`"):
+        with phases.span(DATA), explain(f"reading the split `{split}`"):
             item = next(batches, None)
         if item is None:
             return
         batch, real = item
-        compiling = _compile_if_needed(run, observer, batch, explain)
+        compiling = _compile_if_needed(run, observer, batch, explain, phases)
         args, kwargs = as_call(batch)
-        with explain("running inference"):
+        with phases.span("inference call"), explain("running inference"):
             result = run.inference_model(*args, **kwargs)
         yield _InferenceCall(batch, result, real, compiling)
 
@@ -152,13 +157,13 @@ def _without_padding(value: Any, real: int, rows: int) -> Any:
     return map_tensors(trim, value)
 
 
-def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explain) -> float:
+def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explain, phases: Phases) -> float:
     if run.inference_model.isCompiled():
         return 0.0
     args, kwargs = as_call(batch)
     observer.on_compile_start(CompileStart("inference"))
     begun = time.perf_counter()
-    with explain("compiling the model for inference"):
+    with phases.span(COMPILE), explain("compiling the model for inference"):
         run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs))
     seconds = time.perf_counter() - begun
     observer.on_compile_end(CompileEnd("inference", seconds))

@@ -30,6 +30,7 @@ from ipurun.training.events import (
 )
 from ipurun.training.failures import DeviceFault, explained
 from ipurun.training.interrupts import Interrupts, WaitStoppedError
+from ipurun.training.phases import COMPILE, DATA, EVALUATION, Phases
 from ipurun.training.saving import NonfiniteError, Saver, falls_due
 from ipurun.training.state import (
     Progress,
@@ -52,6 +53,7 @@ def train(
     observers: Sequence[Observer] = (),
     resume_from: Optional[Checkpoint] = None,
     deadline: Optional[float] = None,
+    phases: Optional[Phases] = None,
 ) -> Summary:
     """Train to the planned end, an interrupt or the deadline, and save what is needed to resume.
 
@@ -64,6 +66,7 @@ def train(
         observers: Notified of all events.
         resume_from: A checkpoint to resume from.
         deadline: When to save and stop, by `time.monotonic`; None: never.
+        phases: A profiler.
 
     Raises:
         RunError: The run failed; the newest checkpoint is intact.
@@ -72,7 +75,7 @@ def train(
         everyone = Observers(observers)
         trainer = None
         try:
-            trainer = _Trainer(run, folder, everyone, resume_from, interrupts)
+            trainer = _Trainer(run, folder, everyone, resume_from, interrupts, phases or Phases())
             return trainer.run_to_end()
         except BaseException:
             everyone.flush()
@@ -91,8 +94,10 @@ class _Trainer:
         observer: Observer,
         resume_from: Optional[Checkpoint],
         interrupts: Interrupts,
+        phases: Phases,
     ) -> None:
         self._run = run
+        self._phases = phases
         self._observer = observer
         self._interrupts = interrupts
         self._folder = folder
@@ -112,7 +117,7 @@ class _Trainer:
         self._restored: Optional[Dict[str, Any]] = None
         self._progress = Progress()
         self._calls_differ = self._restore(resume_from)
-        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from)
+        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases)
 
     def _restore(self, checkpoint: Optional[Checkpoint], failed: Optional[Progress] = None) -> bool:
         """Take the state of a checkpoint, or of the beginning; return whether its host calls had another size.
@@ -252,7 +257,7 @@ class _Trainer:
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             begun = time.perf_counter()
-            with self._explained("reading the training data"):
+            with self._phases.span(DATA), self._explained("reading the training data"):
                 batch = self._next(batches)
             if batch is None:
                 return
@@ -281,7 +286,8 @@ class _Trainer:
             self._compile(args, kwargs)
         lr = run.schedule.lr
         begun = time.perf_counter()
-        with self._explained("training"):
+        last_step = progress.step + sizes.device_iterations
+        with self._phases.host_call(run.training_model, progress.step + 1, last_step), self._explained("training"):
             if not run.training_model.isAttachedToDevice():
                 attach_training(run)  # an evaluation used the device
             result = run.training_model(*args, **kwargs)
@@ -311,7 +317,8 @@ class _Trainer:
         self._observer.on_compile_start(CompileStart("training"))
         begun = time.perf_counter()
         # Whatever `forward` draws on the host is a constant of the program: the same one in a run that was resumed.
-        with self._explained("compiling the model for training"), seeded(run.config.seed):
+        compiling = self._explained("compiling the model for training")
+        with self._phases.span(COMPILE), compiling, seeded(run.config.seed):
             run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs))
             if self._restored is not None:
                 restore_device(run, self._restored)
@@ -372,9 +379,13 @@ class _Trainer:
         run, progress = self._run, self._progress
         begun = time.perf_counter()
         # Not from the random states of training: an evaluation that an interrupt put off must not change them.
-        with seeded(seed_of(run.config.seed, progress.step)):
+        with self._phases.span(EVALUATION), seeded(seed_of(run.config.seed, progress.step)):
             result = evaluate(
-                run, self._observer, should_stop=lambda: self._interrupts.requested, explain=self._explained
+                run,
+                self._observer,
+                should_stop=lambda: self._interrupts.requested,
+                explain=self._explained,
+                phases=self._phases,
             )
         progress.owes_evaluation = result is None
         if result is None:

@@ -207,14 +207,21 @@ class CacheConfig:
 
 @dataclass
 class ProfileConfig:
-    """Profiling for PopVision."""
+    """What is recorded about where the time goes (docs/how-to/profile.md)."""
 
     kind: str = option(
         "none",
-        "graph: record for the Graph Analyser; system: for the System Analyser. IPUs only.",
-        choices=("none", "graph", "system"),
+        "graph: for PopVision's Graph Analyser; system: for its System Analyser (both IPUs only); trace: for Perfetto "
+        "and chrome://tracing; torch: torch.profiler for TensorBoard.",
+        choices=("none", "graph", "system", "trace", "torch"),
     )
+    start_step: int = option(
+        2, "trace, torch: the first weight update to record; the first one of a run also warms up.", minimum=1
+    )
+    steps: int = option(3, "trace, torch: weight updates to record, rounded up to whole host calls.", minimum=1)
     dir: Optional[str] = option(
-        None, "Folder of the report; null: a fixed folder in the cache, moved into the run folder at the end."
+        None,
+        "Folder of the report; null: `profile` in the run folder (graph, system: a fixed folder in the cache, moved "
+        "there at the end).",
     )
     engine_options: Dict[str, str] = option({}, "More Poplar engine options, merged with POPLAR_ENGINE_OPTIONS.")

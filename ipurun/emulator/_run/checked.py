@@ -1,6 +1,7 @@
 """Replay a graph node by node, for modes that inspect every result.
 
-This is slower than the generated function, and used only with floating-point exceptions or stochastic rounding.
+This is slower than the generated function, and used only with floating-point exceptions or stochastic rounding, and to
+measure operations.
 """
 
 from __future__ import annotations
@@ -28,20 +29,38 @@ def interpreter_for(options: Any) -> Optional[Callable[..., Callable[[Sequence[t
 
     def make(graph: Graph, results: Optional[Sequence[Value]] = None) -> Callable[..., Tuple[Any, ...]]:
         wanted = [*graph.outputs, *graph.grads.values()] if results is None else list(results)
-        return _Interpreter(graph, wanted, checks=checks, rounds=rounds)
+        return _Interpreter(graph, wanted, _ops(graph, rounds), checks=checks)
 
     return make
+
+
+def timing_interpreter(
+    graph: Graph, timed: Callable[[int, Callable[..., Any]], Callable[..., Any]], *, rounds: bool
+) -> Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]:
+    """Return an interpreter of a graph whose operations are wrapped.
+
+    Args:
+        graph: The captured program.
+        timed: Returns what to run instead of an operation: ``timed(index, op)``.
+        rounds: Whether results are rounded stochastically.
+    """
+    ops = [timed(index, op) for index, op in enumerate(_ops(graph, rounds))]
+    return _Interpreter(graph, [*graph.outputs, *graph.grads.values()], ops, checks=False)
+
+
+def _ops(graph: Graph, rounds: bool) -> List[Callable[..., Any]]:
+    return [_rounding_op(node) if rounds else node.op for node in graph.nodes]
 
 
 class _Interpreter:
     """Runs the nodes of a graph one after another."""
 
-    def __init__(self, graph: Graph, results: List[Value], *, checks: bool, rounds: bool) -> None:
+    def __init__(self, graph: Graph, results: List[Value], ops: List[Callable[..., Any]], *, checks: bool) -> None:
         self._graph = graph
         self._results = results
         self._checks = checks
         self._arguments = [item.value for item in graph.inputs if item.kind != "constant"]
-        self._steps = [(node, _rounding_op(node) if rounds else node.op) for node in graph.nodes]
+        self._steps = list(zip(graph.nodes, ops))
         self._last_use: Dict[int, List[Value]] = {}
         seen = set(results)
         for index in range(len(graph.nodes) - 1, -1, -1):
