@@ -22,7 +22,7 @@ endef
 INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk test-wheel bench bench-planner lint typecheck format docs wheel clean
+.PHONY: help dev run test test-sdk test-extras test-wheel bench bench-planner lint typecheck format docs wheel clean
 
 help:  ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-14s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ $(SDK_VENV)/.test: pyproject.toml constraints.txt
 	$(SDK_VENV)/bin/python -m pip install -qq --upgrade pip; \
 	$(SDK_VENV)/bin/python $(INSTALL) '.[test]'; \
 	touch $@
+
+test-extras: $(VENV)/.test  ## Open traces in Chromium, if it is installed or CHROMIUM names it (TRACE_VIEWER: an HTML file for builds without chrome://tracing).
+	$(TEST_ENV) $(BIN)/python -m pytest -rs tests/profiling/test_chromium.py
 
 test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found; only CUDA builds of torch may be on offer, several GB each.
 	@$(FIND_PYTHON); folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; wheel=$$(ls $$PWD/dist/*.whl); \
