@@ -28,6 +28,7 @@ from ipurun.training.events import (
     CheckpointSaved,
     CompileEnd,
     CompileStart,
+    DeviceWait,
     EvalEnd,
     Note,
     Observer,
@@ -92,6 +93,9 @@ class Console(Observer):
             from_cache = bool(self._executables) and _executables(self._cache_dir) == self._executables
         source = {True: ", executable found in the cache", False: ", executable was not in the cache", None: ""}
         self._screen.end(f"compiled for {event.mode} in {duration(event.seconds)}{source[from_cache]}")
+
+    def on_device_wait(self, event: DeviceWait) -> None:
+        self._screen.live([f"waiting for IPUs that are in use: {duration(event.seconds_left)} left"])
 
     def on_step(self, event: StepEnd) -> None:
         fraction = event.step / event.total_steps if event.total_steps else None

@@ -20,7 +20,7 @@ from ipurun.planning.optimizer import optimizer_state
 from ipurun.planning.plan import BatchSizes, Saving, Steps
 from ipurun.planning.user_settings import UserSettings
 
-__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "plan_saving", "profiling_entries"]
+__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "plan_saving", "profiling_entries", "read_variable"]
 
 # What a checkpoint has besides tensors: random states, progress, and the description of each tensor.
 _CHECKPOINT_BYTES = 16_000
@@ -80,7 +80,7 @@ def plan_profile(
         )
     if profile.kind not in _POPVISION and not chosen:
         return Profile(_absolute(profile.dir) if profile.kind != "none" and profile.dir else None, None, {})
-    users = _variable(_ENGINE_VARIABLE, environ, found)
+    users = read_variable(_ENGINE_VARIABLE, environ, found)
     directory = _absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
     environment: Dict[str, str] = {}
     options: Dict[str, str] = {}
@@ -97,7 +97,7 @@ def plan_profile(
     if users and options:
         environment[_ENGINE_VARIABLE] = json.dumps({**users, **options}, sort_keys=True)
     if profile.kind == "system":
-        traced = {"enable": "true", "directory": directory, **_variable(_PVTI_VARIABLE, environ, found)}
+        traced = {"enable": "true", "directory": directory, **read_variable(_PVTI_VARIABLE, environ, found)}
         if profile.dir:
             traced["directory"] = directory
         directory = traced["directory"]
@@ -257,7 +257,8 @@ def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:
     return chosen
 
 
-def _variable(name: str, environ: Mapping[str, str], found: Findings) -> Dict[str, str]:
+def read_variable(name: str, environ: Mapping[str, str], found: Findings) -> Dict[str, str]:
+    """Return the entries of an environment variable that holds a JSON object; report one that does not."""
     text = environ.get(name, "")
     if not text.strip():
         return {}

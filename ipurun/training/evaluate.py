@@ -11,8 +11,8 @@ import torch
 from ipurun.build import Run
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
-from ipurun.training.events import CompileEnd, CompileStart, Observer
-from ipurun.training.failures import explained
+from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, Observer
+from ipurun.training.failures import explained, when_free
 from ipurun.training.phases import COMPILE, DATA, Phases
 
 __all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict"]
@@ -164,7 +164,12 @@ def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explai
     observer.on_compile_start(CompileStart("inference"))
     begun = time.perf_counter()
     with phases.span(COMPILE), explain("compiling the model for inference"):
-        run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs))
+        when_free(
+            lambda: run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs)),
+            run.engine.module,
+            run.config.poplar.wait_for_ipu_minutes,
+            lambda seconds_left: observer.on_device_wait(DeviceWait(seconds_left)),
+        )
     seconds = time.perf_counter() - begun
     observer.on_compile_end(CompileEnd("inference", seconds))
     return seconds

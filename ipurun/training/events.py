@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointSaved",
     "CompileEnd",
     "CompileStart",
+    "DeviceWait",
     "EvalEnd",
     "Note",
     "Observer",
@@ -53,6 +54,13 @@ class CompileEnd:
     mode: str
     seconds: float
     from_cache: Optional[bool] = None
+
+
+@dataclass(frozen=True)
+class DeviceWait:
+    """The run waits for IPUs that others use, for at most ``seconds_left`` more."""
+
+    seconds_left: float
 
 
 @dataclass(frozen=True)
@@ -192,6 +200,9 @@ class Observer:
     def on_compile_end(self, event: CompileEnd) -> None:
         """Handle the end of a compilation."""
 
+    def on_device_wait(self, event: DeviceWait) -> None:
+        """Handle a moment of a wait for IPUs."""
+
     def on_step(self, event: StepEnd) -> None:
         """Handle the end of a host call."""
 
@@ -232,6 +243,10 @@ class Observers(Observer):
     def on_compile_end(self, event: CompileEnd) -> None:
         for observer in self._all:
             observer.on_compile_end(event)
+
+    def on_device_wait(self, event: DeviceWait) -> None:
+        for observer in self._all:
+            observer.on_device_wait(event)
 
     def on_step(self, event: StepEnd) -> None:
         for observer in self._all:

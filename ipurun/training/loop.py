@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import time
-from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence, Set
+from typing import Any, Callable, ContextManager, Dict, Iterator, Optional, Sequence, Set
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder
@@ -19,6 +19,7 @@ from ipurun.training.evaluate import evaluate, output_of
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
+    DeviceWait,
     EvalEnd,
     Note,
     Observer,
@@ -28,7 +29,7 @@ from ipurun.training.events import (
     StepEnd,
     Summary,
 )
-from ipurun.training.failures import DeviceFault, explained
+from ipurun.training.failures import DeviceFault, explained, when_free
 from ipurun.training.interrupts import Interrupts, WaitStoppedError
 from ipurun.training.phases import COMPILE, DATA, EVALUATION, Phases
 from ipurun.training.saving import NonfiniteError, Saver, falls_due
@@ -289,7 +290,7 @@ class _Trainer:
         last_step = progress.step + sizes.device_iterations
         with self._phases.host_call(run.training_model, progress.step + 1, last_step), self._explained("training"):
             if not run.training_model.isAttachedToDevice():
-                attach_training(run)  # an evaluation used the device
+                self._when_free(lambda: attach_training(run))  # an evaluation used the device
             result = run.training_model(*args, **kwargs)
         self._interrupts.arm()
         loss = self._mean_loss(result)
@@ -319,7 +320,9 @@ class _Trainer:
         # Whatever `forward` draws on the host is a constant of the program: the same one in a run that was resumed.
         compiling = self._explained("compiling the model for training")
         with self._phases.span(COMPILE), compiling, seeded(run.config.seed):
-            run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs))
+            self._when_free(
+                lambda: run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs))
+            )
             if self._restored is not None:
                 restore_device(run, self._restored)
                 self._restored = None
@@ -505,6 +508,14 @@ class _Trainer:
                 level="warning",
             )
         )
+
+    def _when_free(self, action: Callable[[], Any]) -> None:
+        wait = self._run.config.poplar.wait_for_ipu_minutes
+        module, interrupts = self._run.engine.module, self._interrupts
+        when_free(action, module, wait, self._report_wait, lambda: interrupts.requested)
+
+    def _report_wait(self, seconds_left: float) -> None:
+        self._observer.on_device_wait(DeviceWait(seconds_left))
 
     def _explained(self, doing: str) -> ContextManager[None]:
         return explained(self._run.engine.module, doing, self._saver.advice)

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
@@ -26,7 +25,11 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAM
 
 READY = """new Promise((resolve) => {
   const limit = setTimeout(() => resolve(false), 20000);
-  const look = () => typeof tr === 'object' && tr.importer ? (clearTimeout(limit), resolve(true)) : setTimeout(look, 50);
+  const look = () => {
+    if (typeof tr !== 'object' || !tr.importer) return setTimeout(look, 50);
+    clearTimeout(limit);
+    resolve(true);
+  };
   look();
 })"""
 # Import the text as the page's "Load" button does, and return what the page understood.
@@ -49,13 +52,7 @@ class Browser:
         self._answers, to_us = os.pipe()
         # Recent versions show the page only to users who asked for such pages, on chrome://chrome-urls.
         (Path(folder) / "Local State").write_text('{"internal_only_uis_enabled": true}')
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={folder}",
-        ]
+        options = ["--headless", "--no-sandbox", "--remote-debugging-pipe", f"--user-data-dir={folder}"]
 
         def keep_pipes() -> None:  # Chromium reads from descriptor 3 and writes to 4
             commands, answers = os.dup(from_us), os.dup(to_us)
@@ -107,13 +104,12 @@ class Browser:
 
 
 @pytest.fixture(name="browser")
-def fixture_browser() -> Iterator[Browser]:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        browser = Browser(folder)
-        try:
-            yield browser
-        finally:
-            browser.close()
+def fixture_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(str(tmp_path_factory.mktemp("chromium")))
+    try:
+        yield browser
+    finally:
+        browser.close()
 
 
 @pytest.mark.skipif(not CHROMIUM, reason=f"no Chromium on PATH ({', '.join(NAMES)}), and CHROMIUM is not set")

@@ -13,6 +13,7 @@ __all__ = [
     "MemoryConfig",
     "OutputConfig",
     "PipelineConfig",
+    "PoplarConfig",
     "ProfileConfig",
     "RecomputeConfig",
     "ReplicationConfig",
@@ -202,6 +203,41 @@ class CacheConfig:
     enabled: bool = option(True, "Keep compiled executables (compilation takes minutes).")
     dir: Optional[str] = option(
         None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun."
+    )
+
+
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
+
+
+@dataclass
+class PoplarConfig:
+    """What Graphcore's libraries read from environment variables (docs/how-to/environment.md)."""
+
+    engine_options: Dict[str, str] = option(
+        {}, "Poplar engine options; entries of POPLAR_ENGINE_OPTIONS win, as Poplar says."
+    )
+    target_options: Dict[str, str] = option(
+        {}, "Poplar target options, set as POPLAR_TARGET_OPTIONS; entries that it has already win, as Poplar says."
+    )
+    log_level: Optional[str] = option(None, "Poplar's log level (POPLAR_LOG_LEVEL).", choices=_LEVELS)
+    popart_log_level: Optional[str] = option(None, "PopART's log level (POPART_LOG_LEVEL).", choices=_LEVELS)
+    log_dest: Optional[str] = option(
+        None,
+        "Where PopTorch, PopART and Poplar log: stdout, stderr or a file (POPTORCH_LOG_DEST, POPART_LOG_DEST, "
+        "POPLAR_LOG_DEST).",
+    )
+    ipu_model_version: Optional[str] = option(
+        None,
+        "The IPU that engine=ipu_model simulates (POPTORCH_IPU_MODEL_VERSION).",
+        choices=("ipu1", "ipu2", "ipu21"),
+    )
+    wait_for_ipu_minutes: Optional[float] = option(
+        None, "How long to wait for IPUs that are in use, with a countdown; null: fail at once.", positive=True
+    )
+    monitor_seconds: Optional[float] = option(
+        10.0,
+        "On IPUs, the interval at which power, temperature and memory are logged, if gc-monitor is on PATH; null: off.",
+        positive=True,
     )
 
 
