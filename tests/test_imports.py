@@ -100,6 +100,7 @@ FLOW = (
     "config",
     "datasets",
     "engine",
+    "host",
     "metrics",
     "schedules",
     "inspect",
