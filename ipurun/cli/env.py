@@ -87,13 +87,10 @@ def _show_checks(checks: List[Any]) -> None:
         if check.fix:
             for line in textwrap.wrap(f"try  {check.fix}", _WIDTH - 19, subsequent_indent=" " * 5):
                 print(" " * 19 + line)
-    problems = sum(check.state == "problem" for check in checks)
-    warnings = sum(check.state == "warning" for check in checks)
-    counts = [
-        f"{number} {word}{'s' if number > 1 else ''}"
-        for number, word in ((problems, "problem"), (warnings, "warning"))
-        if number
-    ]
+    counts = []
+    for state in ("problem", "warning"):
+        number = sum(check.state == state for check in checks)
+        counts += [f"{number} {state}{'s' if number > 1 else ''}"] if number else []
     print(f"\n{' and '.join(counts) if counts else 'nothing is wrong'}")
 
 

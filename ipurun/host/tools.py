@@ -74,8 +74,7 @@ def run_tool(*words: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> ToolOutp
         done = subprocess.run(
             [program, *words[1:]],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=timeout_seconds,
             check=False,
         )

@@ -22,6 +22,7 @@ from ipurun.errors import ConfigError, IpurunError, Problem, RunError
 from ipurun.inspect.facts import Purpose
 from ipurun.inspect.targets import check_node, make
 from ipurun.log.console import console_for
+from ipurun.log.ipu_sensors import IpuSensors
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
 from ipurun.profiling.recorders import Profiler
@@ -29,7 +30,7 @@ from ipurun.runs.folder import RunFolder, check_writable, find_latest
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun, prepare
 from ipurun.runs.reload import skipped_notes
-from ipurun.training.events import Note, Observer, Summary
+from ipurun.training.events import Note, Observer, Observers, Summary
 from ipurun.training.loop import train
 
 __all__ = ["FinishedRun", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
@@ -139,7 +140,7 @@ def _train_in(
             console.show_panel(point, plan, str(folder))
             for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
                 console.on_note(Note(note, level="warning"))
-        observers = [*consoles, *_loggers(point, folder)]
+        observers = [*consoles, *_loggers(point, folder), *_sensors(prepared, folder, consoles)]
         profiler = Profiler(run, folder.path)
         summary = _guarded(
             lambda: train(run, folder, observers, checkpoint, deadline, profiler.phases), folder, screen, log, point
@@ -261,6 +262,14 @@ def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
     for name, node in point.config.logger.items():
         loggers.append(make(node, f"logger.{name}", folder=folder.path))
     return loggers
+
+
+def _sensors(prepared: PreparedRun, folder: RunFolder, consoles: Sequence[Observer]) -> List[Observer]:
+    """Return the observer of the IPUs' sensors, on a host that has IPUs and the tool that reads them."""
+    interval = prepared.point.config.poplar.monitor_seconds
+    if prepared.engine.kind != "ipu" or interval is None or shutil.which("gc-monitor") is None:
+        return []
+    return [IpuSensors(folder.path / "ipus.jsonl", interval, Observers(consoles))]
 
 
 def _move_profile(prepared: PreparedRun, folder: RunFolder) -> None:

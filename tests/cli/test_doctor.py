@@ -64,7 +64,7 @@ def fixture_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(name: str, output: str, code: int = 0) -> None:
         (folder / f"{name}.txt").write_text(output)
         script = folder / name
-        script.write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {folder}/{name}.txt\nexit {code}\n')
+        script.write_text(f"#!/bin/sh\n/bin/cat {folder}/{name}.txt\nexit {code}\n")
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
 
     return install
@@ -110,7 +110,7 @@ def test_an_sdk_that_is_not_there_or_not_sourced(tools: Callable[..., None]) -> 
     assert checks()["SDK"].state == "absent"
     missing = checks(POPLAR_SDK_ENABLED="/nowhere")["SDK"]
     assert missing.state == "problem" and "/nowhere" in missing.found
-    with mock.patch.object(doctor, "_version_of", lambda name: "3.4.0"), mock.patch("importlib.util.find_spec"):
+    with mock.patch.object(doctor, "_version_of", return_value="3.4.0"), mock.patch("importlib.util.find_spec"):
         assert "source" in checks()["SDK"].fix
 
 
@@ -121,7 +121,7 @@ def test_versions_that_do_not_fit_together(tools: Callable[..., None], tmp_path:
     with mock.patch.object(doctor, "_version_of", versions.get), mock.patch("importlib.util.find_spec"), mock.patch(
         "importlib.metadata.requires", return_value=["torch==2.0.1"]
     ):
-        found = [check for check in doctor.diagnose(environ={"POPLAR_SDK_ENABLED": str(sdk)})]
+        found = doctor.diagnose(environ={"POPLAR_SDK_ENABLED": str(sdk)})
     texts = [check.found for check in found if check.name == "versions"]
     assert texts == [
         "PopTorch 3.4.0+123 in an SDK 3.3.0",
