@@ -20,17 +20,18 @@ COMMANDS = {
     "predict": "Write a run's predictions for a split of its data.",
     "plan": "Show what a config would do, without running it.",
     "validate": "Check configs without running them.",
+    "bench": "Measure throughput, the data pipeline alone, and numbers of device_iterations.",
     "ls": "List recipes; `ls keys` lists every config key.",
     "cat": "Print a recipe.",
     "cp": "Copy a recipe, YAML and code, into the working folder to edit.",
     "import": "Turn an ipu_config.json (optimum) into a recipe.",
     "selftest": "Compare an engine with another way to compute the same, in small runs.",
-    "env": "Show engine, SDK and library versions, for a bug report.",
+    "env": "Show engine, SDK and versions; --doctor checks the machine, --bundle packs a bug report.",
     "exec": "Run a PopTorch program on the CPU engine.",
 }
 _MODULES = {"import": "ipurun.cli.import_"}
 _COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
-_WITH_ENGINE = (*_COMPOSING, "eval", "predict", "selftest", "exec")
+_WITH_ENGINE = (*_COMPOSING, "bench", "eval", "predict", "selftest", "exec")
 _FAILED, _INTERRUPTED = 1, 130
 
 _USAGE = """\
