@@ -122,10 +122,10 @@ def read_ipus(text: str) -> List[IpuReading]:
             sensor, number = _sensor(name), _number(value)
             if sensor and number is not None:
                 sensors[sensor] = sensors.get(sensor, 0.0) + number if sensor == "memory_bytes" else number
-        number = str(attributes.get("id", attributes.get("ipu", ""))).strip()
-        if number and (sensors or "pid" in attributes):
+        ipu = str(attributes.get("id", attributes.get("ipu", ""))).strip()
+        if ipu and (sensors or "pid" in attributes):
             process = next((str(attributes[key]).strip() for key in _PROCESS if attributes.get(key)), "")
-            found.append(IpuReading(number, sensors, "" if process in ("N/A", "0", "-") else process))
+            found.append(IpuReading(ipu, sensors, "" if process in ("N/A", "0", "-") else process))
     return found
 
 

@@ -152,9 +152,16 @@ def _stage_times(calls: Sequence[Any], schedules: Sequence[Schedule]) -> List[St
     for schedule in schedules:
         for ipu, reasons in schedule.waits.items():
             waits[ipu] = waits.get(ipu, 0.0) + sum(reasons.values())
-    kinds_of = ("forward", "recompute", "backward", "update")
     return [
-        StageTime(stage, ipu, *(kinds.get(kind, 0.0) for kind in kinds_of), waits.get(ipu, 0.0))
+        StageTime(
+            stage,
+            ipu,
+            forward=kinds.get("forward", 0.0),
+            recompute=kinds.get("recompute", 0.0),
+            backward=kinds.get("backward", 0.0),
+            update=kinds.get("update", 0.0),
+            wait=waits.get(ipu, 0.0),
+        )
         for (stage, ipu), kinds in sorted(spent.items())
     ]
 
