@@ -34,10 +34,12 @@ __all__ = [
     "load",
     "newest_good",
     "save",
+    "set_aside",
 ]
 
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)\.json")
+_ASIDE = "abandoned-"  # begins the name of a checkpoint to which a run does not return
 _REPLACED = "replaced_sha256"  # checksums of the tensors that are being replaced
 _CHUNK = 1 << 20
 _MISMATCH = "its contents do not match their checksum"
@@ -193,6 +195,24 @@ def load(checkpoint: Union[Checkpoint, Path, str]) -> Dict[str, Any]:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         raise RunError(_damaged(path, f"{type(error).__name__}: {error}")) from error
+
+
+def set_aside(folder: Union[Folder, Path], after: Optional[int]) -> List[str]:
+    """Rename the checkpoints after a step, None for all, so that nothing resumes from them; return their names.
+
+    Raises:
+        RunError: A file cannot be renamed.
+    """
+    newer = [checkpoint for checkpoint in listed(folder) if after is None or checkpoint.step > after]
+    try:
+        for checkpoint in newer:
+            # The description goes first, after which the rest is no longer a checkpoint.
+            for file in (checkpoint.path.with_suffix(".json"), checkpoint.path):
+                file.replace(file.with_name(_ASIDE + file.name))
+    except OSError as error:
+        fix = "check that the folder is writable"
+        raise RunError("a checkpoint cannot be set aside", str(_place(folder)), seen=str(error), fix=fix) from error
+    return [checkpoint.path.name for checkpoint in newer]
 
 
 class _HashingWriter:

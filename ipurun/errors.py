@@ -6,7 +6,7 @@ import difflib
 import shutil
 import textwrap
 from dataclasses import dataclass
-from typing import Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Iterable, List, Optional, Tuple, Union
 
 __all__ = [
     "EXIT_CONFIG",
@@ -91,9 +91,14 @@ class IpurunError(Exception):
     ) -> None:
         if isinstance(problems, str):
             problems = Problem(problems, where, seen, known, fix, key)
-        listed: Sequence[Problem] = [problems] if isinstance(problems, Problem) else list(problems)
-        self.problems: Tuple[Problem, ...] = tuple(dict.fromkeys(listed))
-        super().__init__("\n\n".join(str(problem) for problem in self.problems))
+        self.problems: Tuple[Problem, ...] = ()
+        super().__init__()
+        self.set_problems([problems] if isinstance(problems, Problem) else problems)
+
+    def set_problems(self, problems: Iterable[Problem]) -> None:
+        """Take other problems in place of those it has, such as more complete ones."""
+        self.problems = tuple(dict.fromkeys(problems))
+        self.args = ("\n\n".join(map(str, self.problems)),)
 
 
 class ConfigError(IpurunError, ValueError):

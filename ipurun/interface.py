@@ -173,7 +173,10 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Metrics of a run's weights on a split; `str` gives what `ipurun eval` prints."""
+    """Metrics of a run's weights on a split; `str` gives what `ipurun eval` prints.
+
+    `left_out` has the indices of samples that could not be read (`loader.on_error=skip`).
+    """
 
     folder: Path
     checkpoint: Path
@@ -182,12 +185,14 @@ class Evaluated:
     samples: int
     metrics: Dict[str, float]
     seconds: float
+    left_out: Tuple[int, ...] = ()
 
     def __str__(self) -> str:
         from ipurun.log.format import duration, metric, plural
 
         values = "  ".join(f"{key} {metric(value)}" for key, value in self.metrics.items())
-        how = f"[{plural(self.samples, 'sample')}, {duration(self.seconds)}]"
+        left_out = f", {len(self.left_out):,} left out" if self.left_out else ""
+        how = f"[{plural(self.samples, 'sample')}{left_out}, {duration(self.seconds)}]"
         return f"step {self.step:,} on {self.split}: {values}  {how}"
 
     def to_dict(self) -> Dict[str, Any]:
@@ -197,13 +202,17 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data."""
+    """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data.
+
+    `left_out` has the indices of samples that could not be read (`loader.on_error=skip`): they have no row.
+    """
 
     folder: Path
     checkpoint: Path
     step: int
     split: str
     outputs: Any
+    left_out: Tuple[int, ...] = ()
 
 
 def train(
@@ -289,7 +298,7 @@ def load(
         ConfigError: Not a run folder, a wrong override, or a missing or mismatched checkpoint.
         RunError: The checkpoint is damaged.
     """
-    with _one_call(overrides):
+    with _one_call(overrides, run):
         from ipurun.runs.folder import RunFolder
         from ipurun.runs.reload import load_model
 
@@ -320,7 +329,7 @@ def evaluate(
         found = evaluate_run(loaded.run, console, name)
     assert found is not None  # only an interrupt stops it, and that is an exception here
     where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
-    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds)
+    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds, found.left_out)
 
 
 def predict(
@@ -337,7 +346,8 @@ def predict(
         from ipurun.training.evaluate import predict as predict_run
 
         outputs = gathered(predict_run(loaded.run, name, console))
-    return Predicted(loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step, name, outputs)
+        left_out = loaded.run.eval_loaders[name].left_out
+    return Predicted(loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step, name, outputs, left_out)
 
 
 def train_words(
@@ -359,7 +369,8 @@ def train_words(
     with _one_call(words):
         point = _point_to_train(words)
         from ipurun.log.screen import make_screen
-        from ipurun.runs.job import prepare_job, resumed_folder, run_job
+        from ipurun.runs.job import run_job
+        from ipurun.runs.prepare import prepare_job, resumed_folder
 
         interrupt_code = point.config.interrupt_exit_code
         with _exit_code_after_interrupt(interrupt_code):
@@ -457,13 +468,13 @@ def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
     with _one_call(words):
         from ipurun.config.compose import points
         from ipurun.inspect.facts import Purpose
-        from ipurun.runs.job import prepare_job
+        from ipurun.runs.prepare import prepare_job
 
         label = " ".join(words) or "the default config"
         try:
             found = points(words, "validate").points
         except ConfigError as error:
-            return [(label, list(error.problems))]
+            return [(label, _completed(error.problems, words))]
         results: List[Tuple[str, List[Problem]]] = []
         for point in found:
             problems: List[Problem] = []
@@ -471,7 +482,7 @@ def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
                 prepare_job(point, Purpose.CHECK)
             except ConfigError as error:
                 problems += error.problems
-            results.append((" ".join(point.overrides) or label, problems))
+            results.append((" ".join(point.overrides) or label, _completed(problems, words)))
         return results
 
 
@@ -479,15 +490,16 @@ _CALLS = threading.RLock()
 
 
 @contextlib.contextmanager
-def _one_call(words: Sequence[str] = ()) -> Iterator[None]:
+def _one_call(words: Sequence[str] = (), run: Optional[PathLike] = None) -> Iterator[None]:
     """Run one call at a time; every problem that it raises gets a place and advice.
 
     Args:
         words: The command line of the call.
+        run: The run folder that it is given.
     """
     from ipurun.engine import check_environment
 
-    with _CALLS, _complete_problems(words):
+    with _CALLS, _complete_problems(words, run):
         check_environment()
         # Idle OpenMP threads that spin make torch many times slower wherever the machine has other work to do.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -495,17 +507,24 @@ def _one_call(words: Sequence[str] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _complete_problems(words: Sequence[str]) -> Iterator[None]:
+def _complete_problems(words: Sequence[str], run: Optional[PathLike]) -> Iterator[None]:
     try:
         yield
     except IpurunError as error:
-        if all(problem.where and problem.fix for problem in error.problems):
-            raise
-        from ipurun.config.compose import where_typed
-        from ipurun.config.keys import complete
+        error.set_problems(_completed(error.problems, words, run))
+        raise
 
-        completed = [complete(problem, lambda key: where_typed(words, key)) for problem in error.problems]
-        raise type(error)(completed) from error
+
+def _completed(problems: Sequence[Problem], words: Sequence[str], run: Optional[PathLike] = None) -> List[Problem]:
+    """Return problems of a command line, or of the folder of a run, with a place and advice."""
+    from ipurun.config.compose import where_typed
+    from ipurun.config.keys import complete
+
+    def where_set(key: str) -> str:
+        given = f"the run folder: {ascii(os.fspath(run))[1:-1][:100]}" if run is not None and key == "resume" else ""
+        return where_typed(words, key) or given
+
+    return [complete(problem, where_set) for problem in problems]
 
 
 @contextlib.contextmanager
@@ -519,7 +538,7 @@ def _reloaded(
     quiet: bool,
 ) -> Iterator[Tuple[LoadedRun, str, Any]]:
     """Yield a stored run with its weights, the name of the split to use, and a console."""
-    with _one_call(overrides):
+    with _one_call(overrides, run):
         from ipurun.log.console import console_for
         from ipurun.log.screen import make_screen
         from ipurun.runs.folder import RunFolder

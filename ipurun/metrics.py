@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from collections.abc import Mapping  # quicker to ask for than typing's, which every step would pay
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
@@ -68,7 +69,7 @@ class Accuracy(Metric):
 
     def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
         scores, classes = _flat_scores(outputs, targets, self.ignore_index)
-        return (scores.argmax(dim=1) == classes).sum().item(), classes.numel()
+        return scores.argmax(dim=1).eq_(classes).count_nonzero().item(), classes.numel()
 
 
 class TopKAccuracy(Accuracy):

@@ -84,6 +84,8 @@ class Schedule:
         self._optimizer = optimizer
         self._substitute = _SubstituteOptimizer(optimizer)
         self._scheduler = None if factory is None else factory(self._substitute)
+        # Whether it advances with evaluation results instead of weight updates.
+        self.waits_for_metric = isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
         self._lr_factor = 1.0
         self._has_stepped = False
         self._copy()
@@ -92,11 +94,6 @@ class Schedule:
     def lr(self) -> float:
         """Learning rate of the first group."""
         return float(self._optimizer.param_groups[0]["lr"])
-
-    @property
-    def waits_for_metric(self) -> bool:
-        """Whether it advances with evaluation results instead of weight updates."""
-        return isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
 
     def advance(self, updates: int) -> bool:
         """Advance by a number of weight updates, and return whether the optimizer's values changed."""

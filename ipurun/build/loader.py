@@ -7,13 +7,13 @@ import itertools
 import multiprocessing
 import time
 from types import ModuleType
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
-import numpy
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from ipurun.build.reading_times import ReadingTimes
+from ipurun.build.skipped import SkippedSamples, SkippingData
 from ipurun.build.workers import (
     AnonymousBatches,
     DeadWorkerError,
@@ -43,85 +43,11 @@ from ipurun.inspect.sampling import (
 )
 from ipurun.planning.plan import BatchSizes
 
-__all__ = ["EvalLoader", "SkippedSamples", "TrainLoader"]
+__all__ = ["EvalLoader", "TrainLoader"]
 
 _SECONDS_TO_DIE = 0.5
 _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
-_LONGEST_ERROR = 300  # bytes
-
-
-class SkippedSamples:
-    """The samples that could not be read, known to all processes that read them.
-
-    Args:
-        samples: Length of the data set.
-        most: How many different samples may be skipped.
-    """
-
-    def __init__(self, samples: int, most: int) -> None:
-        self._most = most
-        # Shared memory without a name: nothing is left behind when a process is killed. A byte for each sample needs
-        # no lock, which a killed worker could hold forever.
-        self._flags = multiprocessing.RawArray("b", samples)
-        self._changes = multiprocessing.RawValue("q", 0)
-        self._text = multiprocessing.RawArray("c", _LONGEST_ERROR)
-
-    @property
-    def changes(self) -> int:
-        """A number that changes whenever a sample is added; quicker than `indices`."""
-        return int(self._changes.value)
-
-    @property
-    def indices(self) -> Tuple[int, ...]:
-        """The indices of the samples, in order."""
-        return tuple(int(index) for index in numpy.flatnonzero(numpy.frombuffer(self._flags, numpy.int8)))
-
-    @property
-    def last_error(self) -> str:
-        """The error of the sample added last."""
-        return self._text.value.decode("utf-8", "replace")
-
-    def add(self, index: int, error: Exception) -> None:
-        """Count a sample, unless it was met in an earlier epoch.
-
-        Raises:
-            RuntimeError: There are too many.
-        """
-        if self._flags[index]:
-            return
-        text = f"{type(error).__name__}: {error}"
-        known = len(self.indices)
-        if known >= self._most:
-            raise RuntimeError(
-                f"sample {index} cannot be read ({text}), and {known} others could not be read before "
-                f"(loader.max_errors={self._most})"
-            ) from error
-        self._text.value = text.encode("utf-8", "replace")[: _LONGEST_ERROR - 1]
-        self._flags[index] = 1
-        self._changes.value += 1
-
-
-class _SkippingData(torch.utils.data.Dataset):
-    """A data set with the next readable sample in place of each that cannot be read: the same one in every epoch."""
-
-    def __init__(self, data: Any, skipped: SkippedSamples) -> None:
-        self._data = data
-        self._skipped = skipped
-        if hasattr(data, "set_epoch"):
-            self.set_epoch = data.set_epoch
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> Any:
-        while True:  # ends: each sample that fails is counted, up to a limit
-            try:
-                return self._data[index]
-            except Exception as error:  # of any kind: the user's code reads the sample
-                index = int(index) % len(self._data)
-                self._skipped.add(index, error)
-            index = (index + 1) % len(self._data)
 
 
 class TrainLoader:
@@ -135,6 +61,7 @@ class TrainLoader:
         sizes: The batch sizes of training.
         seed: Seed of the run.
         collate: Makes a batch of samples.
+        skipped: Where samples that cannot be read are counted; None: they raise an error.
         times: Records when samples are read; None: nothing does.
     """
 
@@ -147,6 +74,7 @@ class TrainLoader:
         sizes: BatchSizes,
         seed: int,
         collate: Callable[[List[Any]], Any],
+        skipped: Optional[SkippedSamples] = None,
         times: Optional[ReadingTimes] = None,
     ) -> None:
         self._engine = engine_module
@@ -157,8 +85,7 @@ class TrainLoader:
         self._seed = seed
         self._times = times
         self._collate = collate if times is None else times.collate(collate)
-        self._skips = config.on_error == "skip" and not is_stream(data)
-        self.skipped = SkippedSamples(len(data) if self._skips else 0, config.max_errors)
+        self._skipped = skipped
         self._loader: Any = None
         self._batches: Optional[Iterator[Any]] = None
         self._epoch = 0
@@ -178,7 +105,7 @@ class TrainLoader:
         self.close()
         self._epoch = epoch
         self._discard = skip_calls
-        data = _SkippingData(self._data, self.skipped) if self._skips else self._data
+        data = self._data if self._skipped is None else SkippingData(self._data, "train", self._skipped)
         if self._times is not None and not is_stream(data):
             data = self._times.wrapped(data)
         named: Dict[str, Any] = {}
@@ -210,13 +137,13 @@ class TrainLoader:
             self.start(self._epoch)
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(self._epoch)
-        states = RandomStates(seed_of(self._seed, self._epoch))
+        reading = self._reading(RandomStates(seed_of(self._seed, self._epoch)))
         self._epoch += 1
         discard, self._discard = self._discard, 0
-        with self._reading(states):
+        with reading():
             self._batches = batches = self._processes.batches(self._loader)
         for number in itertools.count():
-            with self._reading(states):
+            with reading():
                 batch = next(batches, None)
             if batch is None:
                 self._batches = None
@@ -237,13 +164,15 @@ class TrainLoader:
     def _loads_here(self) -> bool:
         return self._config.mode == "sync" and not self._config.workers
 
-    def _reading(self, states: RandomStates) -> ContextManager[None]:
+    def _reading(self, states: RandomStates) -> Callable[[], ContextManager[None]]:
         """Give a stream that is read in this process its own random states: a resumed run reads it again."""
-        return states.in_use() if is_stream(self._data) and self._loads_here() else contextlib.nullcontext()
+        return states.in_use if is_stream(self._data) and self._loads_here() else contextlib.nullcontext
 
     def close(self) -> None:
         """End background processes."""
         if self._loader is not None:
+            if self._config.mode == "sync" and self._batches is not None:
+                self._processes.close()  # torch would wait for a worker that hangs
             self._loader.terminate()
             self._loader = self._batches = None
         self._processes.close()
@@ -291,52 +220,105 @@ class TrainLoader:
 class EvalLoader:
     """Full batches of a split for inference, each with its number of rows that are not padding.
 
+    A sample that cannot be read is left out, if samples are skipped: the batches are those of the data without it.
+
     Args:
         engine_module: PopTorch, or the emulator.
         options: The inference options.
+        split: Name of the split.
         data: Map-style or iterable data set.
         config: The loader's keys.
         sizes: The batch sizes of inference.
         collate: Makes a batch of samples.
         max_samples: Largest number of samples to use.
+        skipped: Where samples that cannot be read are counted; None: they raise an error.
     """
 
     def __init__(
         self,
         engine_module: ModuleType,
         options: Any,
+        split: str,
         data: Any,
         config: LoaderConfig,
         sizes: BatchSizes,
         collate: Callable[[List[Any]], Any],
         max_samples: Optional[int] = None,
+        skipped: Optional[SkippedSamples] = None,
     ) -> None:
+        self._engine = engine_module
+        self._options = options
+        self._split = split
+        self._data = data if skipped is None else SkippingData(data, split, skipped)
+        self._workers = config.workers
         self._rows = sizes.samples_per_call
         self._micro_batch_size = sizes.micro_batch_size
+        self._collate = collate
         self._limit = max_samples
-        named: Dict[str, Any] = {}
         if not is_stream(data):
             known = len(data)
             self._limit = known if max_samples is None else min(known, max_samples)
-            named["sampler"] = PaddedOrder(self._limit, sizes.micro_batch_size, self._rows)
+        self._skipped = skipped
         self._processes = _Processes(config, is_asynchronous=False)
-        self._make = lambda: engine_module.DataLoader(
-            options,
-            _Iterable(data) if is_stream(data) and not isinstance(data, IterableDataset) else data,
-            batch_size=sizes.micro_batch_size,
-            num_workers=config.workers,
-            drop_last=not is_stream(data),
-            collate_fn=AnonymousBatches(collate),
-            generator=torch.Generator().manual_seed(0),
-            **self._processes.arguments,
-            **named,
-        )
         self._loader: Any = None
+        self._order: Optional[Sequence[int]] = None  # of the open loader
+        self._is_reading = False
+
+    @property
+    def uses_processes(self) -> bool:
+        """Whether other processes read the data."""
+        return self._workers > 0
+
+    @property
+    def left_out(self) -> Tuple[int, ...]:
+        """The indices of the samples that could not be read, among those that are used."""
+        if self._skipped is None or self._limit is None:
+            return ()
+        return tuple(index for index in self._skipped.indices(self._split) if index < self._limit)
 
     def __iter__(self) -> Iterator[Tuple[Any, int]]:
-        if self._loader is None:
-            self._loader = self._make()
-        left = self._limit
+        if is_stream(self._data):
+            yield from self._calls(None)
+            return
+        done = 0
+        while True:
+            order = self._readable()
+            if not order:
+                raise RuntimeError(f"no sample of the split `{self._split}` can be read")
+            for batch, real in self._calls(order[done:]):
+                if not self._all_read(order[done : done + real]):
+                    self.close()  # and read on without the samples that could not be read
+                    break
+                yield batch, real
+                done += real
+            if done >= len(order):
+                return
+
+    def close(self) -> None:
+        """End the worker processes; the next iteration starts new ones."""
+        if self._is_reading:  # torch would wait for a worker that hangs
+            self._processes.close()
+        self._loader = self._order = None
+        self._is_reading = False
+        self._processes.close()
+
+    def _readable(self) -> Sequence[int]:
+        """Return the indices of all samples that no one has failed to read so far."""
+        assert self._limit is not None
+        left_out = set(self.left_out)
+        return [index for index in range(self._limit) if index not in left_out] if left_out else range(self._limit)
+
+    def _all_read(self, indices: Sequence[int]) -> bool:
+        left_out = self.left_out if self._skipped is not None and self._skipped.changes else ()
+        return not left_out or set(left_out).isdisjoint(indices)
+
+    def _calls(self, order: Optional[Sequence[int]]) -> Iterator[Tuple[Any, int]]:
+        """Yield the batches of some samples, or of a stream."""
+        if self._loader is None or order != self._order:
+            self.close()
+            self._loader, self._order = self._make(order), order
+        left = self._limit if order is None else len(order)
+        self._is_reading = True
         for batch in self._processes.batches(self._loader):
             rows = leading_rows(batch) or 0
             real = rows if left is None else min(rows, left)
@@ -346,12 +328,26 @@ class EvalLoader:
             if left is not None:
                 left -= real
                 if left == 0:
-                    return
+                    break
+        self._is_reading = False
 
-    def close(self) -> None:
-        """End the worker processes; the next iteration starts new ones."""
-        self._loader = None
-        self._processes.close()
+    def _make(self, order: Optional[Sequence[int]]) -> Any:
+        data, named = self._data, {}
+        if order is not None:
+            named["sampler"] = PaddedOrder(order, self._micro_batch_size, self._rows)
+        elif not isinstance(data, IterableDataset):
+            data = _Iterable(data)
+        return self._engine.DataLoader(
+            self._options,
+            data,
+            batch_size=self._micro_batch_size,
+            num_workers=self._workers,
+            drop_last=order is not None,
+            collate_fn=AnonymousBatches(self._collate),
+            generator=torch.Generator().manual_seed(0),
+            **self._processes.arguments,
+            **named,
+        )
 
 
 class _Processes:
@@ -390,6 +386,9 @@ class _Processes:
             LoaderTimeoutError: No batch came in time.
             DeadWorkerError: A process has died.
         """
+        if not self.arguments:  # no processes
+            yield from loader
+            return
         with self._explained(), self._limit.waiting(self._others):
             iterator = self._begun(loader)
         while True:
@@ -406,7 +405,7 @@ class _Processes:
         self._started = []
 
     def _begun(self, loader: Any) -> Iterator[Any]:
-        if self._is_asynchronous or self._started or not self.arguments:
+        if self._is_asynchronous or self._started:
             return iter(loader)
         self._others = multiprocessing.active_children()
         with signals_held(), children_unwatched():

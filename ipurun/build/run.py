@@ -13,11 +13,12 @@ from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
 from ipurun.build.reading_times import ReadingTimes
+from ipurun.build.skipped import SkippedSamples
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.inspect.data import split_for_eval
+from ipurun.inspect.data import is_stream, split_for_eval
 from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
 from ipurun.inspect.model import stop_caching
@@ -57,6 +58,7 @@ class Run:
         training_options: The engine's options for training.
         inference_options: The engine's options for evaluation and prediction.
         splits: The data by split.
+        skipped: Samples that could not be read.
         reading_times: When training samples are read, with ``profile=trace``.
     """
 
@@ -80,6 +82,7 @@ class Run:
     training_options: Any
     inference_options: Any
     splits: Dict[str, Any]
+    skipped: SkippedSamples
     reading_times: Optional[ReadingTimes] = None
 
     def enter_training(self) -> None:
@@ -113,8 +116,7 @@ class Run:
             _abandon(executor)
         model = make_model_alone(self.config, self.engine)
         stop_caching(model)
-        made = _build(self.config, self.plan, model, self.splits, self.engine, self.reading_times)
-        made.train_loader.skipped = self.train_loader.skipped
+        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, self.reading_times)
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -132,8 +134,11 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     """
     if engine.kind == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)
+    skips = config.loader.on_error == "skip"
+    lengths = {name: len(data) for name, data in inspected.splits.items() if skips and not is_stream(data)}
+    skipped = SkippedSamples(lengths, config.loader.max_errors)
     times = ReadingTimes() if config.profile.kind == "trace" else None
-    return _build(config, plan, inspected.model, inspected.splits, engine, times)
+    return _build(config, plan, inspected.model, inspected.splits, engine, skipped, times)
 
 
 def _build(
@@ -142,6 +147,7 @@ def _build(
     model: nn.Module,
     splits: Dict[str, Any],
     engine: Engine,
+    skipped: SkippedSamples,
     times: Optional[ReadingTimes],
 ) -> Run:
     module = engine.module
@@ -183,11 +189,27 @@ def _build(
     schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
     collate = collate_of(config, plan)
     train_loader = TrainLoader(
-        module, training_options, splits["train"], config.loader, plan.training, config.seed, collate, times
+        module,
+        training_options,
+        splits["train"],
+        config.loader,
+        plan.training,
+        config.seed,
+        collate,
+        skipped if skipped.covers("train") else None,
+        times,
     )
     eval_loaders = {
         name: EvalLoader(
-            module, inference_options, data, config.loader, plan.inference, collate, config.eval.max_samples
+            module,
+            inference_options,
+            name,
+            data,
+            config.loader,
+            plan.inference,
+            collate,
+            config.eval.max_samples,
+            skipped if skipped.covers(name) else None,
         )
         for name, data in splits.items()
     }
@@ -217,6 +239,7 @@ def _build(
         training_options=training_options,
         inference_options=inference_options,
         splits=splits,
+        skipped=skipped,
         reading_times=times,
     )
 

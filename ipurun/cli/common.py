@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
@@ -16,6 +16,7 @@ from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
 __all__ = [
     "Flags",
     "answer",
+    "check_output",
     "explain",
     "forgiving_output",
     "guarded",
@@ -81,12 +82,25 @@ def split(argv: Sequence[str], switches: Sequence[str] = (), with_value: Sequenc
 
 
 class _Forgiving(io.FileIO):
-    """A descriptor whose reader may go away and whose disk may be full: what cannot be written is dropped."""
+    """A descriptor whose disk may be full and whose reader may go away: what cannot be written is dropped.
+
+    Args:
+        descriptor: The descriptor.
+        needs_reader: Whether a reader that goes away (`| head`) raises BrokenPipeError.
+    """
+
+    def __init__(self, descriptor: int, needs_reader: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._needs_reader = needs_reader
+        self.error: Optional[OSError] = None  # the first one
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
-        except OSError:
+        except OSError as error:
+            if self._needs_reader and isinstance(error, BrokenPipeError):
+                raise
+            self.error = self.error or error
             # Libraries write to the descriptor themselves.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
@@ -94,8 +108,13 @@ class _Forgiving(io.FileIO):
             return memoryview(data).nbytes
 
 
-def forgiving_output() -> None:
-    """Keep standard output and error, when closed or full, from ending a run, whose log has every line."""
+def forgiving_output(needs_reader: bool = False) -> None:
+    """Keep standard output and error, when closed or full, from ending a command in the middle.
+
+    Args:
+        needs_reader: Whether the command is to end when the reader of its standard output goes away. A run is not: its
+            log has every line.
+    """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         try:
@@ -105,7 +124,7 @@ def forgiving_output() -> None:
         except (AttributeError, OSError, ValueError):
             if stream is not getattr(sys, f"__{name}__"):
                 continue
-        raw = _Forgiving(descriptor, "w", closefd=False)
+        raw = _Forgiving(descriptor, needs_reader and name == "stdout")
         encoding, errors = getattr(stream, "encoding", "utf-8"), getattr(stream, "errors", "replace")
         made = io.TextIOWrapper(
             io.BufferedWriter(raw),
@@ -114,6 +133,25 @@ def forgiving_output() -> None:
             line_buffering=name == "stderr" or os.isatty(descriptor),
         )
         setattr(sys, name, made)
+
+
+def check_output(code: int) -> int:
+    """Report standard output that could not be written, after a command whose result it is.
+
+    Args:
+        code: The exit code of the command.
+
+    Returns:
+        The exit code: not 0 if something is missing.
+    """
+    sys.stdout.flush()
+    error = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "error", None)
+    if error is None:
+        return code
+    what = f"standard output cannot be written: {error.strerror}"
+    fix = "write to a disk with free space, or to a pipe: ipurun ... | less"
+    print(Problem(what, "standard output", fix=fix), file=sys.stderr)
+    return code or EXIT_FAILED
 
 
 @contextlib.contextmanager
@@ -157,11 +195,18 @@ _USERS = ""
 _DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "PyYAML"}  # whose name differs from that of the module
 
 
-def guarded(command: Callable[[], int], argv: Sequence[str]) -> int:
-    """Run a command and turn whatever it raises into a message and an exit code."""
+def guarded(command: Callable[[], int], name: str, argv: Sequence[str]) -> int:
+    """Run a command and turn whatever it raises into a message and an exit code.
+
+    Args:
+        command: The command.
+        name: Its name.
+        argv: The words after it.
+    """
     try:
         return command()
     except IpurunError as error:
+        error.set_problems(_complete(problem, name, argv) for problem in error.problems)
         show_problems(error, as_json="--json" in argv, debug="--debug" in argv)
         return error.exit_code
     except (KeyboardInterrupt, BrokenPipeError):
@@ -169,6 +214,13 @@ def guarded(command: Callable[[], int], argv: Sequence[str]) -> int:
     except Exception as error:
         show_problems(IpurunError(explain(error)), as_json="--json" in argv, debug="--debug" in argv)
         return EXIT_FAILED
+
+
+def _complete(problem: Problem, name: str, argv: Sequence[str]) -> Problem:
+    """Return a problem with a place, the word that it names, and advice."""
+    named = next((word for word in argv if word and f"`{word}`" in problem.what), f"ipurun {name}")
+    where = problem.where or f"command line: {named[:100]}"
+    return replace(problem, where=where, fix=problem.fix or f"ipurun {name} --help")
 
 
 def explain(error: Exception) -> Problem:

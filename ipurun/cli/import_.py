@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import List
@@ -44,7 +45,7 @@ def run(argv: List[str]) -> int:
             fix="ipurun import ipu_config.json my_recipe",
         )
     source = Path(words[0])
-    if source.is_dir():
+    if os.path.isdir(source):  # false for a name that is too long, where pathlib raises
         source = source / "ipu_config.json"
     layers = flags.values.get("layers")
     imported = import_config(_read(source), str(layers) if layers else None)
@@ -63,7 +64,7 @@ def run(argv: List[str]) -> int:
 def _read(source: Path) -> str:
     try:
         return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             "the file cannot be read", str(source), seen=reason, fix="ipurun import ipu_config.json"
@@ -97,5 +98,7 @@ def _write(name: str, imported: Imported, source: Path) -> Path:
             f"recipe `{name}` is there already", str(path), fix=f"ipurun import {source} ANOTHER_NAME"
         ) from error
     except OSError as error:
-        raise ConfigError("the recipe cannot be written", str(path), seen=error.strerror or str(error)) from error
+        seen = error.strerror or str(error)
+        fix = f"ipurun import {source} NAME, in a folder that can be written"
+        raise ConfigError("the recipe cannot be written", str(path), seen=seen, fix=fix) from error
     return path

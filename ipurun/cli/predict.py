@@ -15,7 +15,8 @@ _USAGE = """\
 usage: ipurun predict RUN_FOLDER [key=value ...] [flags]
 
 Loads the config and the newest checkpoint of a run and writes the model's outputs for the test split where the data has
-one, else for the eval split: one row per sample, in the order of the data.
+one, else for the eval split: one row per sample, in the order of the data. With loader.on_error=skip, samples that
+cannot be read have no row, and are listed.
 
 flags
   --split NAME        another split: train, eval or test
@@ -58,7 +59,10 @@ def run(argv: List[str]) -> int:
     outputs = describe(result.outputs)
     if flags.json:
         document = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "step": result.step}
-        print_json({**document, "split": result.split, "file": str(file), "outputs": outputs})
+        document.update(split=result.split, file=str(file), outputs=outputs, left_out=result.left_out)
+        print_json(document)
     else:
         print(f"step {result.step:,} on {result.split}: {outputs} in {file}")
+        if result.left_out:
+            print(f"no rows for samples that could not be read: {', '.join(map(str, result.left_out))}")
     return 0

@@ -10,7 +10,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Iterator, List
 
-from ipurun.cli.common import Flags, forgiving_output, only_json, print_json, split
+from ipurun.cli.common import Flags, only_json, print_json, split
+from ipurun.cli.main import collect_as_usual
 from ipurun.errors import EXIT_FAILED
 from ipurun.module_search import python_command
 
@@ -53,7 +54,6 @@ def run(argv: List[str]) -> int:
     from ipurun.config.argv import parse_argv
 
     began = _start_of_this_process()
-    forgiving_output()
     with _ended_by_signals():
         if parse_argv(rest).multirun:
             return _sweep(rest, flags, began)
@@ -65,7 +65,7 @@ def _run(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:
         from ipurun.interface import train_words
 
         quiet = flags.quiet or flags.json
-        result = train_words(rest, quiet, lambda plan: _set_environment(plan, argv), began)
+        result = train_words(rest, quiet, lambda plan: _begin(plan, argv), began)
     if flags.json:
         print_json(result.to_dict())
     elif flags.quiet:
@@ -109,6 +109,11 @@ def _start_of_this_process() -> float:
         return time.monotonic()
     age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_seconds
+
+
+def _begin(plan: Plan, argv: List[str]) -> None:
+    collect_as_usual()
+    _set_environment(plan, argv)
 
 
 def _set_environment(plan: Plan, argv: List[str]) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import Any, Iterator, List, Optional, Tuple
+import re
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from ipurun.config.keys import all_keys
 from ipurun.config.schema import Key, RunConfig
 from ipurun.errors import Problem, listing, nearest
 from ipurun.moved import new_path
 
-__all__ = ["check_allowed", "check_values", "with_valid_values"]
+__all__ = ["check_allowed", "check_interpolations", "check_values", "with_valid_values"]
 
 _LARGEST = 2**63 - 1  # torch and PopTorch count in 64 bits
+# Characters of a value with every interpolation replaced. Each counts as a hundred, since it takes time to replace.
+_MOST_CHARACTERS, _COST_OF_INTERPOLATION = 10_000_000, 100
 _GROUPS_OF_TARGETS = ("metrics", "logger")  # name -> `_target_` and arguments
 
 
@@ -32,6 +35,93 @@ def check_values(config: RunConfig) -> List[Problem]:
                 what = f"`{path}` takes a mapping: `_target_` and arguments"
                 problems.append(Problem(what, seen=str(node), fix=f"{path}={{}}", key=path))
     return problems
+
+
+def check_interpolations(values: Any) -> List[Problem]:
+    """Return the problem of interpolations that multiply: forty keys that name another one twice mean 2 ** 40 copies.
+
+    Args:
+        values: The config as plain data, with interpolations.
+    """
+    try:
+        _Expanded(values).size_of(())
+    except _TooLargeError as error:
+        key = ".".join(error.path)
+        what = f"`{key}`: interpolations of interpolations multiply to more than {_MOST_CHARACTERS:,} characters"
+        return [Problem(what, seen=error.text[:100], fix="write the value itself in place of ${...}", key=key)]
+    except RecursionError:  # reported by whoever resolves them
+        pass
+    return []
+
+
+class _TooLargeError(Exception):
+    def __init__(self, path: Tuple[str, ...], text: str) -> None:
+        super().__init__(path, text)
+        self.path, self.text = path, text
+
+
+class _Expanded:
+    """Sizes of the parts of a config with every interpolation replaced by what it names, without replacing any."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self._sizes: Dict[Tuple[str, ...], int] = {}  # 0 while it is computed: OmegaConf reports what contains itself
+
+    def size_of(self, path: Tuple[str, ...]) -> int:
+        """Return the size of a part of the config.
+
+        Raises:
+            _TooLargeError: A part is too large.
+        """
+        if path in self._sizes:
+            return self._sizes[path]
+        self._sizes[path] = 0
+        value = self._read(path)
+        size = 1
+        if isinstance(value, (dict, list)):
+            names = value if isinstance(value, dict) else range(len(value))
+            size += sum(self.size_of((*path, str(name))) for name in names)
+        elif isinstance(value, str):
+            size += len(value)
+            for target in self._named_in(value, path):
+                size += _COST_OF_INTERPOLATION + self.size_of(target)
+        if size > _MOST_CHARACTERS:
+            raise _TooLargeError(path, str(value))
+        self._sizes[path] = size
+        return size
+
+    def _named_in(self, text: str, path: Tuple[str, ...]) -> Iterator[Tuple[str, ...]]:
+        """Yield the path of every key that text names in ``${key}`` or as an argument in ``${resolver:key,...}``."""
+        begins: List[int] = []
+        for mark in re.finditer(r"\$\{|\}", text):
+            if mark[0] != "}":
+                begins.append(mark.end())
+            elif begins:
+                inside = text[begins.pop() : mark.start()]
+                resolver, _, arguments = inside.rpartition(":")
+                for word in arguments.split(",") if resolver else [inside]:
+                    yield _absolute(word.strip(), path)
+
+    def _read(self, path: Tuple[str, ...]) -> Any:
+        found = self._values
+        for depth, name in enumerate(path):
+            if isinstance(found, str):  # the path leads through an interpolation
+                found = next((self._read(target) for target in self._named_in(found, path[:depth])), None)
+            if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+                found = found[int(name)]
+            elif isinstance(found, dict):
+                found = found.get(name, found.get(int(name) if name.isdigit() else name))  # YAML reads `1:` as a number
+            else:
+                return None
+        return found
+
+
+def _absolute(key: str, path: Tuple[str, ...]) -> Tuple[str, ...]:
+    """Return the path of a key as an interpolation at another path names it: ``.key`` is a neighbour."""
+    name = key.lstrip(".")
+    dots = len(key) - len(name)
+    above = path[: max(len(path) - dots, 0)] if dots else ()
+    return (*above, *filter(None, re.split(r"[.\[\]]", name)))
 
 
 def check_allowed(config: RunConfig) -> List[Problem]:

@@ -15,18 +15,20 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Seque
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ipurun.config import checks, hydra_session, overrides, secrets
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, load_file, yaml_problem
-from ipurun.config.keys import all_keys, complete, type_problem
+from ipurun.config.keys import all_keys, complete, schema, type_problem
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "where_typed", "with_words"]
 
+_ONE_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:[^{}]*\}")
+_OF_NUMBERS = ("optimizer", "schedule")  # open sections whose arguments are numbers
 _NO_VARIABLE = re.compile(r"Environment variable '([^']+)' not found")
 
 
@@ -173,7 +175,7 @@ def to_yaml(config: RunConfig, hidden: Optional[Mapping[str, str]] = None) -> st
         config: The config.
         hidden: What to write in place of secrets, as in `Point.hidden`; None: masks, by the names of keys.
     """
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    plain = dataclasses.asdict(config)
     hidden = secrets.hidden_values(plain, plain) if hidden is None else hidden
     return OmegaConf.to_yaml(OmegaConf.create(secrets.with_hidden(plain, hidden)))
 
@@ -194,7 +196,7 @@ def from_yaml(path: Path, values: Optional[Mapping[str, Any]] = None) -> RunConf
             what = "the stored config is not a mapping of keys" if stored else "the stored config is empty"
             raise ConfigError(what, str(path), fix="use the folder of another run")
         plain = secrets.with_hidden(OmegaConf.to_container(stored), values or {})
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), secrets.escaped(plain))
+        merged = OmegaConf.merge(schema(), secrets.escaped(plain))
         return cast(RunConfig, OmegaConf.to_object(merged))
     except FileNotFoundError:
         raise ConfigError("the stored config does not exist", str(path), fix="use the folder of a run") from None
@@ -229,7 +231,10 @@ def _point(
     config, unresolved = None, None
     if composed.config is not None:
         unresolved = OmegaConf.to_container(composed.config)
-        config, more = _typed(composed.config, composed.recipes)
+        more = checks.check_interpolations(unresolved)
+        if not more:
+            _read_numbers(composed.config, unresolved)
+            config, more = _typed(composed.config, composed.recipes)
         found += more
     if config is not None:
         found += checks.check_allowed(config)
@@ -268,14 +273,25 @@ def _shown(override: overrides.Parsed, text: str) -> str:
     return secrets.mask_word(override.shown(text.partition("=")[2]))
 
 
+def _read_numbers(config: DictConfig, unresolved: Any) -> None:
+    """Let variables of the environment, which are text, be read as if their value had been typed, in place.
+
+    The schema does this for its own keys.
+    """
+    for section in _OF_NUMBERS:
+        for key, written in _leaves(unresolved.get(section) or {}, section):
+            if isinstance(written, str) and _ONE_VARIABLE.fullmatch(written):
+                OmegaConf.update(config, key, f"${{oc.decode:{written}}}")
+
+
 def _typed(config: DictConfig, recipes: Tuple[str, ...]) -> Tuple[Optional[RunConfig], List[Problem]]:
     try:
         OmegaConf.resolve(config)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            fixes = " ".join(f"{key}=VALUE" for key in missing)
-            return None, [Problem(f"`{key}` has no value", seen="???", fix=fixes, key=key) for key in missing]
         typed = cast(RunConfig, OmegaConf.to_object(config))  # Hydra keeps the schema's types
+    except MissingMandatoryValue:
+        missing = sorted(OmegaConf.missing_keys(config))
+        fixes = " ".join(f"{key}=VALUE" for key in missing)
+        return None, [Problem(f"`{key}` has no value", seen="???", fix=fixes, key=key) for key in missing]
     except (OmegaConfBaseException, RecursionError) as error:
         return None, list(_unresolvable(config)) or [_cannot_resolve(getattr(error, "full_key", None) or "", error)]
     # YAML 1.1 reads the key `on` as true.
@@ -353,11 +369,12 @@ def _given_keys(
         group = document.path.parent.name
         if document.is_default and group not in groups:
             continue
+        file = document.where()
         for entry in document.entries:
             top = entry.key.split(".")[0]
             # A group chosen on the command line wins over a recipe's keys inside it.
             if top not in groups or (group != RECIPE_GROUP and groups & {document.package, group}):
-                given[entry.key] = document.where(entry.line)
+                given[entry.key] = f"{file}:{entry.line}"
     for override, text in chosen:
         if override.prefix == "~":
             given = {key: origin for key, origin in given.items() if not (key + ".").startswith(override.key + ".")}

@@ -81,7 +81,9 @@ def check_user_folders() -> None:
     """
     problems: List[Problem] = []
     if _extra_folder and not Path(_extra_folder).is_dir():
-        problems.append(Problem("`--config-dir` is not a folder", "command line", seen=_extra_folder))
+        where = f"command line: --config-dir {_extra_folder}"
+        fix = "--config-dir FOLDER, one with recipes in FOLDER/recipe"
+        problems.append(Problem("`--config-dir` is not a folder", where, seen=_extra_folder, fix=fix))
     for folder in user_folders():
         for path in files(folder):
             relative = path.relative_to(folder)

@@ -27,6 +27,7 @@ _PLACEMENT = (
     "training_ipus_per_replica",
     "inference_ipus_per_replica",
 )
+_FIX = "give the ipu_config.json of an Optimum model, a JSON object of names and values"
 _REST = -1  # a count of layers: an equal share of the rest
 
 
@@ -119,9 +120,10 @@ def import_config(text: str, layers: Optional[str] = None) -> Imported:
         source = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ConfigError("ipu_config.json is not JSON", where, seen=error.msg) from error
+        raise ConfigError("ipu_config.json is not JSON", where, seen=error.msg, fix=_FIX) from error
     if not isinstance(source, dict):
-        raise ConfigError("ipu_config.json is not a JSON object", seen=type(source).__name__)
+        what = "ipu_config.json is not a JSON object"
+        raise ConfigError(what, "line 1", seen=type(source).__name__, fix=_FIX)
     return Imported(source, layers)
 
 

@@ -9,12 +9,12 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping, Tuple
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from typing import TYPE_CHECKING, Mapping, Tuple
 
 from ipurun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 __all__ = ["FASHION_MNIST", "MNIST", "Source", "cached_folder", "fetch"]
 
@@ -103,6 +103,10 @@ def fetch(source: Source, folder: Path) -> Path:
 
 
 def _progress_bar() -> Progress:
+    # Deferred: it takes as long to import as all data sets together.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, console=Console(file=sys.stderr))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from collections.abc import Mapping  # quicker to ask for than typing's, which every step would pay
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -18,10 +19,10 @@ _OUTPUT_KEYS = ("logits", "output", "outputs", "prediction", "predictions")
 
 def as_call(batch: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
     """Return a batch as positional and named arguments of a call."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
     if isinstance(batch, (list, tuple)):
         return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
     return (batch,), {}
 
 
@@ -60,6 +61,8 @@ def split_target(
 
 def target_of(batch: Any, target: Optional[str]) -> Any:
     """Return the target of a batch, None if it has none (a model that computes its own loss may not need one)."""
+    if target is None and isinstance(batch, (list, tuple)) and batch:
+        return batch[-1]  # as `split_target` finds it, but every step asks
     args, kwargs = as_call(batch)
     try:
         return split_target(args, kwargs, target)[2]

@@ -19,12 +19,14 @@ import ipurun.emulator as emulator
 from ipurun.config.schema import LossConfig, RunConfig
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target
+from ipurun.inspect.data import is_stream
 from ipurun.inspect.facts import UserBlock
 from ipurun.inspect.sampling import make_collate, seeded
 from ipurun.inspect.targets import make
 
 __all__ = [
     "CACHE_NOTE",
+    "LARGEST_TRIED",
     "batch_norms",
     "check_forward",
     "check_returned_loss",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 CACHE_NOTE = "the model's config.use_cache is off: cached keys and values are only needed to generate text"
+LARGEST_TRIED = 50_000_000  # parameters; larger models are made and tried without memory
 _BLOCK_HOOK = "BlockHook"  # part of the class name of what BeginBlock installs, in PopTorch and in the emulator
 _LEGACY_BLOCK = "LegacyBeginBlockFn"
 
@@ -79,16 +82,17 @@ def check_forward(model: nn.Module) -> List[Problem]:
 def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[Problem]:
     """Return the problem of a model without a loss: neither `loss.name` nor its `forward` computes one.
 
-    To find out, the model runs once on two samples. If that fails in the user's code, compiling will report it.
+    To find out, the model runs once on two samples, a large one without memory, on the meta device. If that fails in
+    the user's code, compiling will report it.
 
     Args:
         model: The model. Its buffers, its mode and the random states are restored.
-        data: A map-style data set to take two samples from.
+        data: A data set to take samples from. A stream is begun: pass a copy of one that is still to be read.
         config: The run; its `loss.name` is not set.
     """
     try:
         with seeded(config.seed):
-            batch = make_collate(config.loader)([data[index % len(data)] for index in range(2)])
+            batch = make_collate(config.loader)(_two_samples(data))
         args, kwargs = as_call(batch)
         signature = inspect.signature(model.forward)
     except Exception:  # loading reports it
@@ -97,12 +101,10 @@ def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[
         signature.bind(*args, **kwargs)
     except TypeError as error:
         return [_no_loss(f"{type(model).__name__}.forward{signature}, called with all items of a batch: {error}")]
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    args, kwargs = map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
     try:
         with seeded(config.seed), torch.no_grad(), _restored(model):
             model.train()
-            output = model(*args, **kwargs)
+            output = _tried(model, args, kwargs)
     except Exception:  # any error of the user's code: compiling will report it
         return []
     try:
@@ -117,6 +119,26 @@ def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[
         unreduced = ", or loss.output=0 if its mean is the loss" if found is output else ""
         return [_no_loss(f"forward returns a tensor of shape {list(found.shape)} where its loss should be", unreduced)]
     return []
+
+
+def _two_samples(data: Any) -> List[Any]:
+    if not is_stream(data):
+        return [data[index % len(data)] for index in range(2)]
+    items = iter(data)
+    if items is data:
+        raise TypeError("an iterator cannot be begun without using it up")
+    return [next(items)] * 2
+
+
+def _tried(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return what a model returns; a large one, or one without values, gets tensors without values."""
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    if not is_empty and count_parameters(model) <= LARGEST_TRIED:
+        return model(*args, **kwargs)
+    args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.device("meta"):
+        return torch.func.functional_call(model, map_tensors(lambda value: value.to("meta"), state), args, kwargs)
 
 
 def _no_loss(seen: str, otherwise: str = "") -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
@@ -28,6 +29,7 @@ from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
 from ipurun.inspect.model import (
     CACHE_NOTE,
+    LARGEST_TRIED,
     batch_norms,
     check_forward,
     check_returned_loss,
@@ -55,7 +57,6 @@ __all__ = [
     "make_model_alone",
 ]
 
-_LARGEST_MADE_TO_PLAN = 50_000_000  # parameters
 # Keys of `pipeline` whose placement depends on the order in which modules run.
 _PLACING_KEYS = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks", "stages", "phases", "ipus")
 
@@ -109,8 +110,8 @@ def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -
     splits = None if wrong_data else _collect(problems, _make_data, config, engine)
     if splits is not None:
         problems += _check_splits(config, splits)
-    if model is not None and splits is not None and not problems:
-        problems += _loss_problems(config, model, splits)
+    if model is not None and splits is not None and not problems and config.loss.name is None:
+        problems += check_returned_loss(model, _to_try(splits["train"], purpose), config)
     if problems or model is None or splits is None:
         raise ConfigError(problems)
     facts = _facts(config, engine, model, splits, purpose)
@@ -196,11 +197,14 @@ def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems
     return model
 
 
-def _loss_problems(config: RunConfig, model: nn.Module, splits: Mapping[str, Any]) -> List[Problem]:
-    data = _indexed(splits)
-    if config.loss.name is not None or data is None or count_parameters(model) > _LARGEST_MADE_TO_PLAN:
-        return []
-    return check_returned_loss(model, data, config)
+def _to_try(data: Any, purpose: Purpose) -> Any:
+    """Return training data from which samples may be taken: a copy of a stream that a run is to read."""
+    if purpose is not Purpose.RUN or not is_stream(data):
+        return data
+    try:
+        return copy.deepcopy(data)
+    except Exception:  # open files, locks: what a model returns is then found by compiling it
+        return ()
 
 
 def _group_problems(config: RunConfig, model: nn.Module) -> List[Problem]:
@@ -240,7 +244,7 @@ def _collect(problems: List[Problem], function: Callable[..., Any], *args: Any) 
 def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Module:
     if purpose is not Purpose.RUN:
         empty = make_meta_model(config)
-        if count_parameters(empty) > _LARGEST_MADE_TO_PLAN:
+        if count_parameters(empty) > LARGEST_TRIED:
             return empty
     with seeded(config.seed):
         return make_model(config, engine.module)

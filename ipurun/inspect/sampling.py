@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy
 import torch
@@ -174,26 +174,27 @@ class EpochOrder:
 
 
 class PaddedOrder:
-    """Indices in natural order, with repeats at the end to fill the last host call.
+    """Indices in their order, with repeats at the end to fill the last host call.
 
     The last, partial micro-batch is repeated, so that its mean is exact if the repeats come out even.
 
     Args:
-        length: Samples of the data set.
+        indices: Indices of the samples.
         micro_batch_size: Samples of one forward pass.
         multiple: Samples of a host call.
     """
 
-    def __init__(self, length: int, micro_batch_size: int, multiple: int) -> None:
-        self._length = length
+    def __init__(self, indices: Sequence[int], micro_batch_size: int, multiple: int) -> None:
+        self._indices = indices
         self._micro_batch_size = micro_batch_size
-        self._total = -(-length // multiple) * multiple
+        self._total = -(-len(indices) // multiple) * multiple
 
     def __len__(self) -> int:
         return self._total
 
     def __iter__(self) -> Iterator[int]:
-        return rows_to_fill(self._length, self._micro_batch_size, self._total)
+        rows = rows_to_fill(len(self._indices), self._micro_batch_size, self._total)
+        return (self._indices[row] for row in rows)
 
 
 class MarkedIndex(NamedTuple):

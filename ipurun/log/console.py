@@ -193,9 +193,11 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
     if summary.rollbacks:
         rows.append(("rollbacks", f"{plural(summary.rollbacks, 'return')} to the last checkpoint"))
-    if summary.skipped_samples:
-        which = listing(map(str, summary.skipped_samples))
-        rows.append(("skipped", f"{plural(len(summary.skipped_samples), 'sample')} that could not be read: {which}"))
+    for split, indices in {"train": summary.skipped_samples, **summary.skipped_eval_samples}.items():
+        if indices:
+            of_split = "" if split == "train" else f" of {split}"
+            which = listing(map(str, indices))
+            rows.append(("skipped", f"{plural(len(indices), 'sample')}{of_split} that could not be read: {which}"))
     if summary.checkpoint:
         rows.append(("checkpoint", summary.checkpoint))
     if summary.best_checkpoint and summary.best_checkpoint != summary.checkpoint:

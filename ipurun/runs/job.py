@@ -16,24 +16,23 @@ from pathlib import Path
 from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.build import Run, build_run
-from ipurun.checkpoint import Checkpoint, broken, latest, newest_good
+from ipurun.checkpoint import Checkpoint, latest, newest_good
 from ipurun.config.compose import Point
-from ipurun.errors import ConfigError, IpurunError, Problem, RunError
-from ipurun.inspect.facts import Purpose
-from ipurun.inspect.targets import check_node, make
+from ipurun.errors import ConfigError, IpurunError, RunError
+from ipurun.inspect.targets import make
 from ipurun.log.console import console_for
 from ipurun.log.ipu_sensors import IpuSensors
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
 from ipurun.profiling.recorders import Profiler
-from ipurun.runs.folder import RunFolder, check_writable, find_latest
+from ipurun.runs.folder import RunFolder
 from ipurun.runs.lock import locked
-from ipurun.runs.prepare import PreparedRun, prepare
+from ipurun.runs.prepare import PreparedRun
 from ipurun.runs.reload import skipped_notes
 from ipurun.training.events import Note, Observer, Observers, Summary
 from ipurun.training.loop import train
 
-__all__ = ["FinishedRun", "prepare_job", "reproduce_command", "resumed_folder", "run_job"]
+__all__ = ["FinishedRun", "reproduce_command", "run_job"]
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
@@ -45,26 +44,6 @@ class FinishedRun:
     folder: RunFolder
     summary: Summary
     higher_is_better: bool  # of the monitored metric
-
-
-def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
-    """Prepare a point, and check what only a run needs: its loggers, its folder and the run that it resumes.
-
-    Raises:
-        ConfigError: With all problems.
-    """
-    problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
-    try:
-        resumed_folder(point)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        prepared = prepare(point, purpose)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *point.complete(problems)]) from error
-    if problems:
-        raise ConfigError(point.complete(problems))
-    return prepared
 
 
 def run_job(
@@ -168,31 +147,6 @@ class _MaskedLog:
         return getattr(self._stream, name)
 
 
-def resumed_folder(point: Point) -> Optional[RunFolder]:
-    """Return the run that `resume` names, None where there is nothing to continue.
-
-    Raises:
-        ConfigError: Not a run folder, or one without a checkpoint.
-    """
-    resume = point.config.resume
-    if not resume:
-        return None
-    if resume == "auto":
-        folder = find_latest(point.config.runs_dir, point.config.name or "run")
-        return RunFolder.open(folder.path) if folder is not None else None
-    folder = RunFolder.open(resume)
-    if latest(folder) is None:
-        raise ConfigError(
-            f"the run `{resume}` has no checkpoint to resume from",
-            where="resume",
-            seen="; ".join(f"{name}: {why}" for name, why in broken(folder).items())
-            or f"no complete one in {folder.checkpoints}",
-            fix="leave resume out to start from the beginning",
-            key="resume",
-        )
-    return folder
-
-
 def reproduce_command(point: Point) -> str:
     """Return the command that runs the same config from the beginning."""
     words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
@@ -247,14 +201,6 @@ def _reason(error: BaseException) -> str:
 def _last_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def _logger_problems(point: Point) -> List[Problem]:
-    problems: List[Problem] = []
-    for name, node in point.config.logger.items():
-        if isinstance(node, Mapping):  # composing has reported others
-            problems += check_node(node, f"logger.{name}", given=("folder",))
-    return problems
 
 
 def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:

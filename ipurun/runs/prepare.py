@@ -6,18 +6,21 @@ Each package finds problems; here they are gathered, so that all are reported at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, Optional
+from typing import List, Mapping, Optional
 
 from ipurun import engine as engines
+from ipurun.checkpoint import broken, latest
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model_and_data import ModelAndData, inspect, inspect_again
+from ipurun.inspect.targets import check_node
 from ipurun.planning import make_plan
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
+from ipurun.runs.folder import RunFolder, check_writable, find_latest
 
-__all__ = ["PreparedRun", "prepare"]
+__all__ = ["PreparedRun", "prepare", "prepare_job", "resumed_folder"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,60 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[Prepa
     return PreparedRun(point, engine, inspected, plan)
 
 
+def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
+    """Prepare a point, and check what only a run needs: its loggers, its folder and the run that it resumes.
+
+    Raises:
+        ConfigError: With all problems.
+    """
+    problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
+    try:
+        resumed_folder(point)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        prepared = prepare(point, purpose)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *point.complete(problems)]) from error
+    if problems:
+        raise ConfigError(point.complete(problems))
+    return prepared
+
+
+def resumed_folder(point: Point) -> Optional[RunFolder]:
+    """Return the run that `resume` names, None where there is nothing to continue.
+
+    Raises:
+        ConfigError: Not a run folder, or one without a checkpoint.
+    """
+    resume = point.config.resume
+    if not resume:
+        return None
+    if resume == "auto":
+        folder = find_latest(point.config.runs_dir, point.config.name or "run")
+        return RunFolder.open(folder.path) if folder is not None else None
+    folder = RunFolder.open(resume)
+    if latest(folder) is None:
+        raise ConfigError(
+            f"the run `{resume}` has no checkpoint to resume from",
+            where="resume",
+            seen="; ".join(f"{name}: {why}" for name, why in broken(folder).items())
+            or f"no complete one in {folder.checkpoints}",
+            fix="leave resume out to start from the beginning",
+            key="resume",
+        )
+    return folder
+
+
 def _new_problems(error: ConfigError, problems: List[Problem]) -> List[Problem]:
     """Return what an error adds: one problem for each key is enough."""
     reported = {problem.key for problem in problems if problem.key}
     return [problem for problem in error.problems if problem.key not in reported]
+
+
+def _logger_problems(point: Point) -> List[Problem]:
+    problems: List[Problem] = []
+    for name, node in point.config.logger.items():
+        if isinstance(node, Mapping):  # composing has reported others
+            problems += check_node(node, f"logger.{name}", given=("folder",))
+    return problems

@@ -18,8 +18,8 @@ from ipurun.config.compose import Point
 from ipurun.engine import Engine
 from ipurun.log.plan_text import plan_dict
 from ipurun.log.screen import SilentScreen
-from ipurun.runs.job import prepare_job, resumed_folder, run_job
-from ipurun.runs.prepare import prepare
+from ipurun.runs.job import run_job
+from ipurun.runs.prepare import prepare, prepare_job, resumed_folder
 from ipurun.selftest.cases import Case
 from ipurun.selftest.compare import Comparison, Numbers, compare, tolerances
 from ipurun.selftest.outcome import AGREES, DIFFERS, REASONS, SKIPPED, Outcome, agreement

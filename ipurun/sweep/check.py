@@ -13,8 +13,7 @@ from ipurun.inspect.facts import Purpose
 from ipurun.inspect.model_and_data import facts_without_data
 from ipurun.planning import make_plan
 from ipurun.planning.plan import Plan
-from ipurun.runs.job import prepare_job
-from ipurun.runs.prepare import PreparedRun, prepare
+from ipurun.runs.prepare import PreparedRun, prepare, prepare_job
 from ipurun.sweep.ledger import point_id
 
 __all__ = ["Checked", "check_points", "planned"]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 
 from ipurun.build import Run
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
-from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, Observer
+from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, Note, Observer
 from ipurun.training.failures import explained, when_free
+from ipurun.training.interrupts import WaitStoppedError
 from ipurun.training.phases import COMPILE, DATA, Phases
 
-__all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict"]
+__all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict", "report_skipped"]
 
 Explain = Callable[[str], ContextManager[None]]  # what is being done -> the context that explains its failures
 
@@ -29,6 +31,7 @@ class Evaluation:
     samples: int
     seconds: float
     compile_seconds: float
+    left_out: Tuple[int, ...] = ()  # indices of the samples that could not be read
 
 
 def evaluate(
@@ -37,6 +40,7 @@ def evaluate(
     split: Optional[str] = None,
     should_stop: Callable[[], bool] = lambda: False,
     explain: Optional[Explain] = None,
+    waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
     phases: Optional[Phases] = None,
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
@@ -47,6 +51,8 @@ def evaluate(
         split: Name of the split, by default the run's `eval_split`.
         should_stop: Called after every host call.
         explain: Returns the context that explains failures; by default `explained` without a checkpoint.
+        waiting: Returns the context in which a process that may hang is waited for. `WaitStoppedError` stops the
+            evaluation.
         phases: A profiler.
 
     Returns:
@@ -62,8 +68,9 @@ def evaluate(
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
     explain = explain or _explainer(run)
-    for call in _inference_calls(run, observer, name, explain, phases or Phases()):
-        if should_stop():
+    phases = phases or Phases()
+    for call in _until_stopped(_inference_calls(run, observer, name, explain, phases, waiting)):
+        if call is None or should_stop():
             return None
         compiling += call.compile_seconds
         samples += call.real
@@ -77,11 +84,31 @@ def evaluate(
             with explain("computing metrics"):
                 run.eval_metrics.update(outputs, targets)
     values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
-    return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling)
+    report_skipped(run, observer)
+    left_out = run.eval_loaders[str(name)].left_out
+    return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling, left_out)
+
+
+def report_skipped(run: Run, observer: Observer) -> None:
+    """Report samples that could not be read, each once."""
+    for split, indices in run.skipped.unreported().items():
+        which = f"sample {indices[0]}" if len(indices) == 1 else f"samples {listing(map(str, indices))}"
+        data, instead = "the training data", "using the next one that can"
+        if split != "train":
+            data, instead = f"the split `{split}`", "left out"
+        observer.on_note(
+            Note(
+                f"{which} of {data} could not be read ({run.skipped.last_error}); {instead}, "
+                f"{run.skipped.total} of at most {run.skipped.most}",
+                level="warning",
+            )
+        )
 
 
 def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
     """Yield the model's outputs for a split, one host call at a time, in the order of the data, without padding.
+
+    Samples that cannot be read are left out, if the run skips them: see `EvalLoader.left_out`.
 
     Args:
         run: The run, with its weights loaded.
@@ -95,6 +122,7 @@ def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
     for call in _inference_calls(run, observer, split, _explainer(run), Phases()):
         result = call.result[0] if run.loss is not None else _without_loss(run, call.result)
         yield map_tensors(torch.clone, _without_padding(result, call.real, run.plan.inference.samples_per_call))
+    report_skipped(run, observer)
 
 
 def gathered(parts: Iterator[Any]) -> Any:
@@ -122,17 +150,33 @@ def _explainer(run: Run) -> Explain:
     return lambda doing: explained(run.engine.module, doing)
 
 
+def _until_stopped(calls: Iterator[_InferenceCall]) -> Iterator[Optional[_InferenceCall]]:
+    """Yield host calls, and None in place of the one whose data was no longer waited for."""
+    try:
+        yield from calls
+    except WaitStoppedError:
+        yield None
+
+
 def _inference_calls(
-    run: Run, observer: Observer, split: Optional[str], explain: Explain, phases: Phases
+    run: Run,
+    observer: Observer,
+    split: Optional[str],
+    explain: Explain,
+    phases: Phases,
+    waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
     if split not in run.eval_loaders:
         raise ConfigError(f"the data has no split `{split}`", known=", ".join(run.eval_loaders))
     with explain("switching the device to inference"):
         run.enter_inference()
-    batches = iter(run.eval_loaders[split])
+    loader = run.eval_loaders[split]
+    batches = iter(loader)
     while True:
-        with phases.span(DATA), explain(f"reading the split `{split}`"):
+        # Reading in this process may change the random state, and must come to its end.
+        limited = waiting() if loader.uses_processes else contextlib.nullcontext()
+        with phases.span(DATA), explain(f"reading the split `{split}`"), limited:
             item = next(batches, None)
         if item is None:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 __all__ = [
     "CheckpointSaved",
@@ -63,8 +63,7 @@ class DeviceWait:
     seconds_left: float
 
 
-@dataclass(frozen=True)
-class StepEnd:
+class StepEnd(NamedTuple):
     """A host call is done; the values cover the time since the last such event.
 
     Args:
@@ -158,6 +157,7 @@ class Summary:
         resume_command: The command that resumes the run.
         rollbacks: How often the run returned to an earlier step.
         skipped_samples: Indices of the training samples that could not be read.
+        skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
     """
 
     status: str
@@ -176,6 +176,7 @@ class Summary:
     resume_command: str = ""
     rollbacks: int = 0
     skipped_samples: Tuple[int, ...] = ()
+    skipped_eval_samples: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 import traceback
 from types import ModuleType
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Optional
 
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
@@ -50,8 +49,7 @@ def _start_again() -> str:
     return "run the command again"
 
 
-@contextlib.contextmanager
-def explained(engine_module: ModuleType, doing: str, then: Callable[[], str] = _start_again) -> Iterator[None]:
+class explained:  # noqa: N801  # a context manager that every step enters: as a class it costs a third
     """Turn any failure inside into a `RunError` that says what was being done.
 
     Args:
@@ -63,41 +61,51 @@ def explained(engine_module: ModuleType, doing: str, then: Callable[[], str] = _
         DeviceFault: The IPU system failed, but can recover.
         RunError: Anything else failed.
     """
-    try:
-        yield
-    except (IpurunError, KeyboardInterrupt, SystemExit):
-        raise
-    except engine_module.RecoverableError as error:
+
+    def __init__(self, engine_module: ModuleType, doing: str, then: Callable[[], str] = _start_again) -> None:
+        self._engine_module = engine_module
+        self._doing = doing
+        self._then = then
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: Optional[BaseException], place: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, IpurunError):
+            raise _explanation(error, self._engine_module, self._doing, self._then) from error
+
+
+def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: Callable[[], str]) -> RunError:
+    if isinstance(error, engine_module.RecoverableError):
         action = str(getattr(error, "recovery_action", "") or "unknown")
-        raise DeviceFault(doing, action, str(error), then()) from error
-    except engine_module.UnrecoverableError as error:
-        raise RunError(
+        return DeviceFault(doing, action, str(error), then())
+    if isinstance(error, engine_module.UnrecoverableError):
+        return RunError(
             f"the IPU system failed while {doing}, and cannot recover",
             seen=str(error),
             fix=f"contact the machine's administrator; then {then()}",
-        ) from error
-    except engine_module.Error as error:
-        raise RunError(f"PopTorch failed while {doing}", seen=str(error)) from error
-    except LoaderTimeoutError as error:
-        raise RunError(
+        )
+    if isinstance(error, engine_module.Error):
+        return RunError(f"PopTorch failed while {doing}", seen=str(error))
+    if isinstance(error, LoaderTimeoutError):
+        return RunError(
             f"a process of the data loader hangs: {error}",
             where="loader.timeout_seconds",
             seen=f"while {doing}",
             fix=f"a larger loader.timeout_seconds if reading a batch may take that long; then {then()}",
-        ) from error
-    except DeadWorkerError as error:
-        raise RunError(
+        )
+    if isinstance(error, DeadWorkerError):
+        return RunError(
             "a process of the data loader died",
             seen=f"{error}, while {doing}",
             fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {then()}",
-        ) from error
-    except Exception as error:
-        raise RunError(
-            f"{doing} failed",
-            where=_where(error),
-            seen=_one_line(error),
-            fix=f"--debug shows the whole traceback; then {then()}",
-        ) from error
+        )
+    return RunError(
+        f"{doing} failed",
+        where=_where(error),
+        seen=_one_line(error),
+        fix=f"--debug shows the whole traceback; then {then()}",
+    )
 
 
 def when_free(

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import time
-from typing import Any, Callable, ContextManager, Dict, Iterator, Optional, Sequence, Set
+from typing import Any, Callable, ContextManager, Dict, Iterator, Optional, Sequence
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, Folder
@@ -15,7 +15,7 @@ from ipurun.errors import RunError, listing
 from ipurun.inspect.batch_items import as_call, pick, target_of
 from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.clock import Clock, Window
-from ipurun.training.evaluate import evaluate, output_of
+from ipurun.training.evaluate import evaluate, output_of, report_skipped
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
@@ -110,10 +110,10 @@ class _Trainer:
         self._stopped_waiting = False
         self._rollbacks = 0
         self._nonfinite_times = 0
+        self._nonfinite_step = -1  # of the last time
+        self._nonfinite_from: Optional[int] = None  # checkpoint to which the run returned then
         self._recoveries = 0  # since the checkpoint of `_recovered_step`
         self._recovered_step: Optional[int] = None
-        self._skipped: Set[int] = set()  # samples already reported
-        self._skip_changes = 0
         self._resumed_from = resume_from
         self._restored: Optional[Dict[str, Any]] = None
         self._progress = Progress()
@@ -202,6 +202,9 @@ class _Trainer:
     def _lower_and_roll_back(self, error: NonfiniteError) -> None:
         """Lower the learning rate or the loss scale, and return to the last checkpoint.
 
+        A run that comes no further than the last time returns further back than it did then. Checkpoints whose weights
+        are not finite are passed over.
+
         Raises:
             NonfiniteError: The run is to stop, or the limit is reached.
         """
@@ -216,8 +219,15 @@ class _Trainer:
         else:
             progress.loss_scale_factor *= config.factor
             lowered = f"the loss scale is now {progress.loss_scale_factor:g} of the planned one"
+        reason = f"{error.problems[0].what}; {lowered} ({self._nonfinite_times} of {config.max_times})"
         with self._clock.measure("recovery"):
-            self._roll_back(f"{error.problems[0].what}; {lowered} ({self._nonfinite_times} of {config.max_times})")
+            came_further = progress.step > self._nonfinite_step
+            abandoned = self._saver.go_back(None if came_further else self._nonfinite_from)
+            self._nonfinite_from = None if self._saver.newest is None else self._saver.newest.step
+            self._nonfinite_step = progress.step
+            if abandoned:
+                reason += f"; abandoning {listing(abandoned)}, which led to it or holds such weights"
+            self._roll_back(reason)
 
     def _roll_back(self, reason: str) -> None:
         """Return to the newest checkpoint, or to the beginning, as a new process would resume."""
@@ -256,32 +266,33 @@ class _Trainer:
         self._progress.position = 0
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
+        reading = self._explained("reading the training data")
+        # Reading here may change the random state, and must come to its end.
+        get = self._next if self._run.train_loader.uses_processes else next
         while True:
             begun = time.perf_counter()
-            with self._phases.span(DATA), self._explained("reading the training data"):
-                batch = self._next(batches)
+            with self._phases.span(DATA), reading:
+                batch = get(batches, None)
             if batch is None:
                 return
             self._waited = time.perf_counter() - begun
             self._clock.add("data_wait", self._waited)
             yield batch
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, None at the end of the data or of the wait for it."""
-        if not self._run.train_loader.uses_processes:
-            return next(batches, None)  # reading here may change the random state, and must come to its end
+    def _next(self, batches: Iterator[Any], end: None) -> Any:
+        """Return the next batch, or `end` after the data or the wait for it."""
         try:
             with self._interrupts.stop_waiting():
-                return next(batches, None)
+                return next(batches, end)
         except WaitStoppedError:
             self._stopped_waiting = True
-            return None
+            return end
 
     def _one_call(self, batch: Any) -> None:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
         self._saver.poll()
         if run.config.loader.on_error == "skip":
-            self._report_skipped()
+            report_skipped(run, self._observer)
         args, kwargs = as_call(batch)
         if not run.training_model.isCompiled():
             self._compile(args, kwargs)
@@ -388,6 +399,7 @@ class _Trainer:
                 self._observer,
                 should_stop=lambda: self._interrupts.requested,
                 explain=self._explained,
+                waiting=self._interrupts.stop_waiting,
                 phases=self._phases,
             )
         progress.owes_evaluation = result is None
@@ -421,9 +433,9 @@ class _Trainer:
         if status == "interrupted" and self._saver.is_on:
             self._saver.save()
         self._saver.wait()
-        self._report_skipped()
+        report_skipped(self._run, self._observer)
         self._run.close()
-        progress = self._progress
+        progress, skipped = self._progress, self._run.skipped
         summary = Summary(
             status=status,
             step=progress.step,
@@ -440,7 +452,8 @@ class _Trainer:
             best_checkpoint=self._saver.best_path,
             resume_command="" if status == "done" else self._saver.resume_command,
             rollbacks=self._rollbacks,
-            skipped_samples=self._run.train_loader.skipped.indices,
+            skipped_samples=skipped.indices("train"),
+            skipped_eval_samples={name: skipped.indices(name) for name in self._run.splits if name != "train"},
         )
         self._observer.on_end(summary)
         return summary
@@ -489,24 +502,6 @@ class _Trainer:
             fix="a smaller optimizer.lr, or another loss_scaling; on_nonfinite=rollback returns to the last checkpoint "
             "with a lower one, on_nonfinite=continue ignores it; debug=nonfinite stops at the first operation whose "
             "result is not finite",
-        )
-
-    def _report_skipped(self) -> None:
-        skipped = self._run.train_loader.skipped
-        if skipped.changes == self._skip_changes:
-            return
-        self._skip_changes = skipped.changes
-        found = [index for index in skipped.indices if index not in self._skipped]
-        self._skipped.update(found)
-        if not found:
-            return
-        which = f"sample {found[0]}" if len(found) == 1 else f"samples {listing(map(str, found))}"
-        self._observer.on_note(
-            Note(
-                f"{which} of the training data could not be read ({skipped.last_error}); using the next one that can, "
-                f"{len(self._skipped)} of at most {self._run.config.loader.max_errors}",
-                level="warning",
-            )
         )
 
     def _when_free(self, action: Callable[[], Any]) -> None:

@@ -13,6 +13,7 @@ COMPILE = "compile"
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
 CHECKPOINT_WRITE = "checkpoint write"
+_NOTHING = contextlib.nullcontext()
 
 
 class Phases:
@@ -20,7 +21,7 @@ class Phases:
 
     def span(self, phase: str) -> ContextManager[Any]:
         """Return a context around a phase, such as `DATA`; phases may be nested."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def host_call(self, executor: Any, first_step: int, last_step: int) -> ContextManager[Any]:
         """Return a context around a host call of training.

@@ -6,12 +6,12 @@ import contextlib
 import math
 import threading
 import time
-from typing import Callable, ContextManager, Dict, Optional
+from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional
 
 import torch
 
 from ipurun.build import Run
-from ipurun.checkpoint import Checkpoint, Folder, best, save
+from ipurun.checkpoint import Checkpoint, Folder, best, listed, load, save, set_aside
 from ipurun.errors import RunError
 from ipurun.training.clock import Clock
 from ipurun.training.events import CheckpointSaved, Observer
@@ -133,8 +133,7 @@ class Saver:
         with self._phases.span(CHECKPOINT), self._clock.measure("checkpoint"), self._explained():
             state = collect_state(self._run, progress)
             if self._run.config.nonfinite_action == "rollback":
-                names = [name for name, _ in self._run.user_model.named_parameters()]
-                _check_finite({name: state["model"][name] for name in names}, progress.step)
+                _check_finite(self._weights_in(state), progress.step)
         info = {
             "epoch": progress.epoch,
             "metrics": progress.metrics if progress.evaluated_step == progress.step else {},
@@ -179,6 +178,33 @@ class Saver:
         """Save from here on what is repeated after the newest checkpoint."""
         self.progress = progress
         self._last_step = None if self.newest is None else self.newest.step
+
+    def go_back(self, failed_step: Optional[int] = None) -> List[str]:
+        """Make `newest` the newest checkpoint whose weights are finite, and set the ones after it aside.
+
+        Args:
+            failed_step: A checkpoint that led to a loss that is not finite: take an older one, if there is one.
+
+        Returns:
+            The names of those set aside.
+        """
+        if self.newest is None:
+            return []
+        saved = [checkpoint for checkpoint in reversed(listed(self._folder)) if checkpoint.step <= self.newest.step]
+        older = [checkpoint for checkpoint in saved if failed_step is None or checkpoint.step < failed_step]
+        self.newest = next((checkpoint for checkpoint in [*older, *saved] if self._is_finite(checkpoint)), None)
+        return set_aside(self._folder, None if self.newest is None else self.newest.step)
+
+    def _is_finite(self, checkpoint: Checkpoint) -> bool:
+        try:
+            _check_finite(self._weights_in(load(checkpoint)), checkpoint.step)
+        except RunError:  # not finite, or damaged
+            return False
+        return True
+
+    def _weights_in(self, state: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
+        """Return the parameters of a state; a buffer, such as a mask, may well be infinite."""
+        return {name: state["model"][name] for name, _ in self._run.user_model.named_parameters()}
 
     def _finish_write(self) -> None:
         assert self._write is not None

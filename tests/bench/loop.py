@@ -108,7 +108,8 @@ def train(stream: IO[str]) -> None:
     """Run the config in the working folder."""
     from ipurun.config import compose
     from ipurun.log.screen import make_screen
-    from ipurun.runs.job import prepare_job, run_job
+    from ipurun.runs.job import run_job
+    from ipurun.runs.prepare import prepare_job
 
     run_job(prepare_job(compose.one(WORDS)), make_screen(stream))
 
@@ -117,7 +118,7 @@ def bare() -> None:
     """Make the same engine calls with nothing between them."""
     from ipurun.build import build_run
     from ipurun.config import compose
-    from ipurun.runs.job import prepare_job
+    from ipurun.runs.prepare import prepare_job
 
     prepared = prepare_job(compose.one(WORDS))
     run = build_run(prepared.point.config, prepared.plan, prepared.inspected, prepared.engine)

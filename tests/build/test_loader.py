@@ -209,11 +209,11 @@ def test_settings_that_poptorch_refuses_are_a_config_error() -> None:
 
 def test_orders() -> None:
     assert list(EpochOrder(4, 0, shuffle=False)) == [0, 1, 2, 3]
-    assert list(PaddedOrder(5, 2, 4)) == [0, 1, 2, 3, 4, 4, 4, 4]
-    assert list(PaddedOrder(6, 4, 8)) == [0, 1, 2, 3, 4, 5, 4, 5]
-    assert list(PaddedOrder(4, 2, 8)) == [0, 1, 2, 3, 2, 3, 2, 3]
-    assert list(PaddedOrder(8, 4, 4)) == list(range(8))
-    assert list(PaddedOrder(1, 4, 3)) == [0, 0, 0]
+    assert list(PaddedOrder(range(5), 2, 4)) == [0, 1, 2, 3, 4, 4, 4, 4]
+    assert list(PaddedOrder(range(6), 4, 8)) == [0, 1, 2, 3, 4, 5, 4, 5]
+    assert list(PaddedOrder(range(4), 2, 8)) == [0, 1, 2, 3, 2, 3, 2, 3]
+    assert list(PaddedOrder(range(8), 4, 4)) == list(range(8))
+    assert list(PaddedOrder(range(1), 4, 3)) == [0, 0, 0]
     order = ResumableSampler(EpochOrder(4, 0, shuffle=False), seed=0, skip=3)
     assert len(order) == 1 and list(order) == [3] and len(order) == 4 and list(order) == [0, 1, 2, 3]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, List
 
 import pytest
 
 from ipurun import __version__
 from ipurun.cli.main import COMMANDS, main
+from ipurun.training.failures import DeviceFault
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +192,52 @@ def test_a_value_of_the_wrong_kind_gets_one_message(word: str, what: str, capsys
 def test_validate_does_not_take_a_config_folder_for_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["validate", "--config-dir", str(tmp_path), "mnist"]) == 0
     assert "mnist" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("words", "code"), [(["ls", "keys"], 1), (["cat", "mnist"], 1), (["validate", "nope=1"], 2), (["cp", "mnist"], 0)]
+)
+def test_full_standard_output_is_reported_by_commands_whose_result_it_is(
+    words: List[str], code: int, tmp_path: Path
+) -> None:
+    """`ls keys` prints more than Python buffers."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ipurun", *words]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == code and "Traceback" not in ended.stderr
+    message = "error: standard output cannot be written: No space left on device"
+    assert ended.stderr.count(message) == (0 if words[0] == "cp" else 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cat nope",
+        "cat conf/recipe/mnist.yaml",
+        "cat a\0b",
+        "cp mnist ;",
+        "import list.json",
+        "import " + "x" * 300,
+        "predict nope",
+        "eval nope",
+        "eval loop",
+        "selftest engine=ipu",
+        "validate --nope",
+        "validate --config-dir nope",
+        "train --html x",
+        "validate -m hydra.sweeper.params._args_=x",
+    ],
+)
+def test_every_problem_has_a_place_and_advice(line: str, capsys: pytest.CaptureFixture) -> None:
+    Path("list.json").write_text("[1]")
+    Path("loop").symlink_to("loop")
+    assert main(line.split(" ")) == 2
+    for block in capsys.readouterr().err.strip().split("\n\n"):
+        assert block.startswith("error: ") and "\n  at     " in block and "\n  try    " in block, block
+
+
+def test_problems_of_every_kind_of_error_can_be_completed() -> None:
+    fault = DeviceFault("training", "IPU_RESET", "seen", "start again")
+    fault.set_problems(replace(problem, where="there") for problem in fault.problems)
+    assert fault.problems[0].where == "there" and "at     there" in str(fault) and fault.action == "IPU_RESET"

@@ -172,7 +172,7 @@ def test_an_attribute_that_a_package_fails_to_import(capsys: pytest.CaptureFixtu
 def test_a_fault_of_a_package_names_the_package(capsys: pytest.CaptureFixture) -> None:
     import yaml
 
-    assert guarded(functools.partial(yaml.safe_load, "a: ]"), []) == 1
+    assert guarded(functools.partial(yaml.safe_load, "a: ]"), "ls", []) == 1
     text = capsys.readouterr().err
     assert "the package `yaml` failed" in text and "inside ipurun" not in text
 

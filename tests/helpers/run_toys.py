@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 
 class Net(nn.Module):
@@ -247,6 +247,29 @@ def doubled(samples: List[Any]) -> Any:
     return 2 * x, y
 
 
+class Damaged(Points):
+    """Points of which some cannot be read.
+
+    Args:
+        bad: Their indices.
+    """
+
+    def __init__(self, length: int, offset: int, bad: Tuple[int, ...]) -> None:
+        super().__init__(length, offset)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise OSError(f"file {index} is damaged")
+        return super().__getitem__(index)
+
+
+def damaged(bad: List[int], lacks: bool = False) -> Tuple[Dataset, Dataset]:
+    """Return 32 points to train on and 11 to evaluate on, of which some cannot be read or are not there at all."""
+    good = [index for index in range(11) if index not in bad]
+    return Points(32), Subset(Points(11, 1000), good) if lacks else Damaged(11, 1000, tuple(bad))
+
+
 class Unreadable(Broken):
     """Fails at every sample but the first."""
 
@@ -259,3 +282,23 @@ class FragileNet(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * torch.exp(self.second.weight.abs().max())
+
+
+class Poisoned(Points):
+    """32 points, one of which is infinite the first few times that it is read.
+
+    Args:
+        index: Its index.
+        times: How often it is infinite.
+    """
+
+    def __init__(self, index: int, times: int) -> None:
+        super().__init__(32)
+        self.index, self.times = index, times
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        if index == self.index and self.times:
+            self.times -= 1
+            x = torch.full_like(x, float("inf"))
+        return x, y

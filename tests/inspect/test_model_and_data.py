@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from run_harness import config, inspected
-from run_toys import Net
+from run_toys import Net, Stream
 from torch import nn
 
 from ipurun import engine
 from ipurun.errors import ConfigError
+from ipurun.inspect.facts import Purpose
 from ipurun.inspect.model import stop_caching
-from ipurun.inspect.model_and_data import facts_without_data
+from ipurun.inspect.model_and_data import facts_without_data, inspect
 from ipurun.inspect.sampling import seeded
 
 
@@ -72,6 +73,60 @@ def test_a_model_without_a_loss_is_found(model: Any, seen: str) -> None:
     assert problem.what == "the model has no loss: `loss.name` is not set, and forward does not return one"
     assert seen in problem.seen
     assert "loss.name=CrossEntropyLoss" in problem.fix and "return (output, loss) from forward" in problem.fix
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("data", ["Stream", "PlainIterable", "ShuffledStream"])
+def test_a_model_without_a_loss_is_found_with_a_stream(data: str, purpose: Purpose) -> None:
+    settings = config(data={"_target_": f"run_toys.{data}"}, model={"_target_": "run_toys.Net"}, loss__name=None)
+    with pytest.raises(ConfigError, match="the model has no loss"):
+        inspect(settings, engine.load("cpu"), purpose)
+
+
+class OnceOnly:
+    """An iterator: it can be read once."""
+
+    def __init__(self) -> None:
+        self.left = iter(Stream(8))
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.left)
+
+
+class CountingStream(Stream):
+    """Changes its own state when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        return super().__iter__()
+
+
+def test_the_trial_leaves_a_stream_to_the_run() -> None:
+    own_loss = {"model": {"_target_": "run_toys.OwnLossNet"}, "loss__name": None}
+    data = inspected(config(data={"_target_": f"{__name__}.OnceOnly"}, **own_loss)).splits["train"]
+    assert len(list(data)) == 8
+    data = inspected(config(data={"_target_": f"{__name__}.CountingStream"}, **own_loss)).splits["train"]
+    assert data.begun == 0
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("returns", ["output", "loss"])
+def test_large_models_are_tried_without_memory(monkeypatch: Any, purpose: Purpose, returns: str) -> None:
+    monkeypatch.setattr("ipurun.inspect.model.LARGEST_TRIED", 1)
+    monkeypatch.setattr("ipurun.inspect.model_and_data.LARGEST_TRIED", 1)
+    settings = config(model={"_target_": f"{__name__}.NoLoss", "returns": returns}, loss__name=None)
+    if returns == "loss":
+        inspect(settings, engine.load("cpu"), purpose)
+        return
+    with pytest.raises(ConfigError, match="the model has no loss"):
+        inspect(settings, engine.load("cpu"), purpose)
 
 
 def test_a_model_may_return_a_loss_for_each_sample() -> None:

@@ -6,17 +6,18 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 import torch
 from run_harness import Folder, Recorder, built, trained
 
 from ipurun.build import Run
-from ipurun.checkpoint import listed, load
+from ipurun.checkpoint import listed, load, save
 from ipurun.emulator._executor import device
 from ipurun.errors import ConfigError, RunError
 from ipurun.log.jsonl import JsonlLogger
+from ipurun.training.evaluate import gathered, predict
 from ipurun.training.loop import train
 
 ADAM = {"_target_": "poptorch.optim.Adam", "lr": 0.01}
@@ -173,6 +174,40 @@ def test_a_rollback_lowers_the_loss_scale(tmp_path: Path) -> None:
         assert torch.allclose(value, expected.user_model.state_dict()[name], atol=1e-6), name
 
 
+def test_a_rollback_returns_further_if_the_last_checkpoint_leads_to_the_same(tmp_path: Path) -> None:
+    _, summary, recorder = trained(
+        tmp_path,
+        data={"_target_": "run_toys.Poisoned", "index": 28, "times": 3},  # of step 8
+        loader__shuffle=False,
+        on_nonfinite="rollback",
+        rollback__max_times=3,
+        checkpoint__every_steps=2,
+        checkpoint__keep=0,
+    )
+    assert summary.status == "done" and summary.rollbacks == 3
+    events = recorder.events["rollback"]
+    assert [event.step for event in events] == [6, 4, 2]
+    assert "abandoning step-00000006.pt" in events[1].reason and "abandoning step-00000004.pt" in events[2].reason
+    aside = sorted(path.name for path in (tmp_path / "checkpoints").glob("abandoned-*.pt"))
+    assert aside == ["abandoned-step-00000004.pt", "abandoned-step-00000006.pt"]
+    assert [checkpoint.step for checkpoint in listed(tmp_path / "checkpoints")] == list(range(2, 17, 2))
+
+
+def test_a_rollback_passes_over_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """A run that was started with `on_nonfinite=continue` may have saved such weights."""
+    trained(tmp_path, checkpoint__every_steps=4, checkpoint__keep=0, epochs=1)
+    newest = listed(tmp_path / "checkpoints")[-1]
+    state = load(newest)
+    state["model"]["first.weight"][0, 0] = float("inf")
+    save(tmp_path / "checkpoints", newest.step, state)
+    resumed = built(on_nonfinite="rollback", checkpoint__keep=0)
+    recorder = Recorder()
+    summary = train(resumed, Folder(tmp_path), [recorder], resume_from=listed(tmp_path / "checkpoints")[-1])
+    (event,) = recorder.events["rollback"]
+    assert event.step == 4 and "abandoning step-00000008.pt" in event.reason
+    assert summary.status == "done" and summary.step == 16
+
+
 def test_the_old_key_is_accepted_with_a_note() -> None:
     run = built(debug__stop_on_nonfinite=False)
     assert run.config.nonfinite_action == "continue"
@@ -207,6 +242,50 @@ def test_a_sample_that_cannot_be_read_is_replaced(tmp_path: Path, mode: str, wor
 def test_too_many_unreadable_samples_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"loader.max_errors=3"):
         trained(tmp_path, data={"_target_": "run_toys.Unreadable"}, loader__on_error="skip", loader__max_errors=3)
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "bad"),
+    [
+        (0, "Net", [0]),
+        (0, "OwnLossNet", [3, 4, 10]),
+        (0, "Net", [1, 2, 5, 6, 7]),
+        (2, "OwnLossNet", [1, 2, 5, 6, 7]),
+    ],
+)
+def test_an_evaluation_leaves_out_samples_that_cannot_be_read(
+    tmp_path: Path, workers: int, model: str, bad: List[int]
+) -> None:
+    """All values are those of data without these samples, to the last bit."""
+    changes: Dict[str, Any] = {"model": {"_target_": f"run_toys.{model}"}, "loader__workers": workers}
+    if model == "OwnLossNet":
+        changes["loss__name"] = None
+    damaged = {"_target_": "run_toys.damaged", "bad": bad}
+    run, summary, recorder = trained(tmp_path / "bad", data=damaged, loader__on_error="skip", **changes)
+    _, _, expected = trained(tmp_path / "good", data={**damaged, "lacks": True}, **changes)
+    found = [(event.samples, event.metrics) for event in recorder.events["eval"]]
+    assert found == [(event.samples, event.metrics) for event in expected.events["eval"]]
+    assert found[0][0] == 11 - len(bad)
+    assert summary.skipped_eval_samples == {"eval": tuple(bad)} and summary.skipped_samples == ()
+    notes = _notes(recorder)
+    assert f"of the split `eval` could not be read (OSError: file {bad[-1]} is damaged); left out" in notes
+    outputs = gathered(predict(run, "eval", recorder))
+    run.close()
+    assert len(outputs) == 11 - len(bad) and run.eval_loaders["eval"].left_out == tuple(bad)
+
+
+def test_all_splits_share_the_limit_of_unreadable_samples(tmp_path: Path) -> None:
+    data = {"_target_": "run_toys.damaged", "bad": [1, 2, 3]}
+    assert trained(tmp_path / "enough", data=data, loader__on_error="skip", loader__max_errors=3)[1].status == "done"
+    with pytest.raises(RunError, match=r"loader.max_errors=2") as raised:
+        trained(tmp_path / "few", data=data, loader__on_error="skip", loader__max_errors=2)
+    assert "reading the split `eval`" in raised.value.problems[0].what
+
+
+def test_a_split_without_a_readable_sample_ends_the_run(tmp_path: Path) -> None:
+    data = {"_target_": "run_toys.damaged", "bad": list(range(11))}
+    with pytest.raises(RunError, match="no sample of the split `eval` can be read"):
+        trained(tmp_path, data=data, loader__on_error="skip")
 
 
 def test_samples_of_an_iterable_cannot_be_skipped() -> None:

@@ -82,10 +82,12 @@ class LoaderConfig:
     collate: Optional[str] = option(None, "Dotted path of a collate function; null: torch's default.")
     on_error: str = option(
         "raise",
-        "When a training sample cannot be read: raise: stop; skip: use the next sample that can (not for iterables).",
+        "When a sample cannot be read: raise: stop; skip: train on the next one, evaluate without it (not iterables).",
         choices=("raise", "skip"),
     )
-    max_errors: int = option(100, "Stop when more samples than this cannot be read, with on_error=skip.", minimum=1)
+    max_errors: int = option(
+        100, "Stop when more samples than this cannot be read, of all splits, with on_error=skip.", minimum=1
+    )
     rebatched_worker_size: Optional[int] = option(
         None, "Samples that a worker loads at a time in async_rebatched mode.", minimum=1
     )

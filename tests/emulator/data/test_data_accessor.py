@@ -54,7 +54,7 @@ def ready_slots(accessor):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
@@ -130,7 +130,7 @@ class TestReadingAhead:
     def test_only_the_first_item_before_iteration(self, access):
         accessor = access(Counting(10), buffer_size=4)
         preloading = access(Counting(10), buffer_size=4, early_preload=True)
-        wait_for(lambda: ready_slots(preloading) == 4)
+        wait_for(lambda: ready_slots(preloading) == 4 and ready_slots(accessor))
         assert ready_slots(accessor) == 1
 
     def test_next_epoch_is_prefetched(self, access):
@@ -276,7 +276,7 @@ class TestProgram:
         assert self.is_running(pid)
         if how == signal.SIGINT:
             os.killpg(program.pid, how)  # like a terminal, which also signals the worker
-            output, errors = program.communicate(timeout=60)
+            output, errors = program.communicate(timeout=240)
             assert output == "interrupted\n"
             assert errors == ""
         else:
