@@ -27,7 +27,7 @@ from ipurun.inspect.targets import locate
 
 SHORT = ["max_steps=2", "eval.max_samples=20"]  # the pages train for longer
 RESUMED = ["max_steps=4", "eval.max_samples=20"]
-LOGGED = ("train", "eval", "predict", "selftest", "env", "bench")  # they print times and versions, which differ from run to run
+LOGGED = ("train", "eval", "predict", "selftest", "env", "bench")  # times and versions differ from run to run
 READING = ("plan", "validate", "ls", "cat", "cp")
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "recipes").rglob("*.md"))]
