@@ -15,6 +15,7 @@ from ipurun.log.format import (
     devices_text,
     duration,
     epochs_text,
+    fitted,
     learning_rate,
     metric,
     plural,
@@ -131,7 +132,7 @@ class Console(Observer):
 
     def show_profile(self, report: ProfileReport) -> None:
         """Show what a profile found."""
-        for line in profile_lines(report):
+        for line in fitted(profile_lines(report), 12):
             self._screen.line(line)
 
 

@@ -27,10 +27,10 @@ _MAIN = "main thread: phases"
 _MEASURING = "measure ops (profiler only)"
 _FILES = {"graph": "*.pop", "system": "*.pvti", "trace": "trace.json", "torch": "*.pt.trace.json"}
 _OPENS = {
-    "graph": "open {file} in PopVision's Graph Analyser",
-    "system": "open {file} in PopVision's System Analyser",
-    "trace": "open {file} at https://ui.perfetto.dev or in chrome://tracing",
-    "torch": "tensorboard --logdir {folder} (with the plugin torch-tb-profiler), or open {file} at "
+    "graph": "{file} in PopVision's Graph Analyser",
+    "system": "{file} in PopVision's System Analyser",
+    "trace": "{file} at https://ui.perfetto.dev or in chrome://tracing",
+    "torch": "tensorboard --logdir {folder} (with the plugin torch-tb-profiler), or {file} at "
     "https://ui.perfetto.dev",
 }
 _ON_THE_CPU = {

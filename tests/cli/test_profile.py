@@ -23,7 +23,7 @@ def test_the_terminal_shows_where_the_time_goes(tmp_path: Path, monkeypatch: pyt
         assert title in text
     assert "schedule modelled from op times measured on this CPU" in text
     (folder,) = (tmp_path / "runs/mnist").iterdir()
-    assert f"open {folder.relative_to(tmp_path)}/profile/trace.json at https://ui.perfetto.dev" in text
+    assert f"  open      {folder.relative_to(tmp_path)}/profile/trace.json at https://ui.perfetto.dev" in text
     # The record of the run says where each variable came from.
     variables = json.loads((folder / "env.json").read_text())["variables"]
     assert variables["POPLAR_LOG_LEVEL"] == {
