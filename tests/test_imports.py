@@ -106,8 +106,9 @@ FLOW = (
     "inspect",
     "planning",
     "estimate",
-    "build",
     "checkpoint",
+    "weights",
+    "build",
     "training",
     "profiling",
     "log",
@@ -143,6 +144,12 @@ def test_a_plain_run_loads_no_estimate_and_no_sweep(tmp_path):
     )
     loaded = modules_after(program, tmp_path)
     assert [name for name in loaded if name.startswith(("ipurun.estimate", "ipurun.sweep"))] == []
+
+
+def test_validate_loads_nothing_that_only_a_run_needs(tmp_path):
+    program = "from ipurun.cli.main import main\nassert main(['validate', '+recipe=mnist', '--quiet']) == 0"
+    loaded = modules_after(program, tmp_path)
+    assert [name for name in loaded if name.startswith(("rich", "ipurun.build", "ipurun.training.loop"))] == []
 
 
 def called_name(node):

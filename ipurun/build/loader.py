@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, TensorDataset, default_collate
 
 from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.skipped import SkippedSamples, SkippingData
@@ -19,6 +19,7 @@ from ipurun.build.workers import (
     DeadWorkerError,
     LoaderTimeoutError,
     WaitLimit,
+    WholeBatch,
     WorkerSetup,
     children_unwatched,
     deaths,
@@ -48,6 +49,33 @@ __all__ = ["EvalLoader", "TrainLoader"]
 _SECONDS_TO_DIE = 0.5
 _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
+
+
+class _WholeBatches(torch.utils.data.Dataset):
+    """Tensors in memory, from which torch's loader reads whole batches: the same values as sample by sample.
+
+    Sample by sample, reading and joining them takes a quarter of the time of a small model's step.
+    """
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
+    def __getitems__(self, indices: List[int]) -> WholeBatch:
+        rows = torch.tensor(indices)
+        return WholeBatch(tensor[rows] for tensor in self._data.tensors)
+
+
+def _in_whole_batches(data: Any, collate: Callable[[List[Any]], Any], workers: int) -> Any:
+    """Return data that can be read in whole batches in this process as such, other data as it is."""
+    reads_tensors = getattr(type(data), "__getitem__", None) is TensorDataset.__getitem__
+    is_plain = not hasattr(data, "__getitems__") and collate is default_collate and not workers
+    return _WholeBatches(data) if reads_tensors and is_plain else data
 
 
 class TrainLoader:
@@ -127,8 +155,7 @@ class TrainLoader:
                 draws_batches=is_batched,
             )
             self._discard = 0
-            if not self._loads_here():
-                data = MarkedSamples(data)
+            data = _in_whole_batches(data, self._collate, 0) if self._loads_here() else MarkedSamples(data)
         self._loader = self._open(data, named)
 
     def epoch(self) -> Iterator[Any]:
@@ -335,6 +362,7 @@ class EvalLoader:
         data, named = self._data, {}
         if order is not None:
             named["sampler"] = PaddedOrder(order, self._micro_batch_size, self._rows)
+            data = _in_whole_batches(data, self._collate, self._workers)
         elif not isinstance(data, IterableDataset):
             data = _Iterable(data)
         return self._engine.DataLoader(

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
+from ipurun.config.patterns import frozen_until
 from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.engine import Engine
@@ -157,6 +158,10 @@ def _made_from(config: RunConfig) -> Tuple[Any, ...]:
         config.seed,
         config.precision,
         config.custom_ops,
+        config.init_from,
+        config.init,
+        config.freeze,
+        config.unfreeze,
     )
 
 
@@ -208,7 +213,8 @@ def _to_try(data: Any, purpose: Purpose) -> Any:
 
 
 def _group_problems(config: RunConfig, model: nn.Module) -> List[Problem]:
-    parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    frozen = frozen_until(config.freeze, config.unfreeze, [name for name, _ in model.named_parameters()])
+    parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad or name in frozen]
     return check_groups(config.optimizer, parameters)
 
 

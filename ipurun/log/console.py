@@ -21,6 +21,7 @@ from ipurun.log.format import (
     plural,
     value_text,
 )
+from ipurun.log.plan_text import initial_rows
 from ipurun.log.profile_text import profile_lines
 from ipurun.log.screen import Screen
 from ipurun.planning.plan import Plan
@@ -173,6 +174,7 @@ def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
         epochs = "" if plan.steps.epochs is None else f" ({epochs_text(plan.steps.epochs)})"
         calls = plural(plan.steps.total_calls or 0, "host call")
         rows.append(("steps", f"{plural(plan.steps.total_updates, 'weight update')} in {calls}{epochs}"))
+    rows += initial_rows(plan.initial_weights)
     rows.append(("run folder", folder))
     return rows
 

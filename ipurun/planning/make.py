@@ -16,13 +16,14 @@ from ipurun.planning.artifacts import folder_calls, plan_profile, plan_saving
 from ipurun.planning.environment import plan_variables
 from ipurun.planning.host_io import check_loading, check_overlap, output_mode, strategy_for_overlap
 from ipurun.planning.modules import (
+    frozen_parts,
     module_precisions,
     module_proportions,
     note_loss_scale,
     recompute_modules,
     serialized_layers,
 )
-from ipurun.planning.optimizer import plan_optimizer
+from ipurun.planning.optimizer import plan_no_decay, plan_optimizer
 from ipurun.planning.options import inference_options, training_options
 from ipurun.planning.plan import Plan
 from ipurun.planning.sizes import plan_sizes
@@ -60,12 +61,16 @@ def make_plan(
     settings = _user_settings(config, unlike_defaults(config) if keys is None else keys, found)
     _note_processes(settings, environ, found)
     _check_failures(config, settings, found)
+    if not config.init_from and settings.has("init"):
+        found.note("no init_from: the run starts from the values that the model's code gives, and `init` has no effect")
     sizes = plan_sizes(config, facts, settings, found)
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
     steps = count_steps(config, sizes.training, facts.train_samples, found)
     check_loading(config.loader, sizes.training, found)
     precision = _SHORT_PRECISIONS.get(config.precision, config.precision)
     optimizer, groups = plan_optimizer(config, found)
+    no_decay = plan_no_decay(config, facts, found)
+    frozen = frozen_parts(config, facts, sizes.training, steps, found)
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
     profile = plan_profile(config.profile, name, environ, found, facts.engine)
     variables = plan_variables(config, profile, settings, environ, found)
@@ -111,6 +116,9 @@ def make_plan(
         parameters=facts.parameters,
         notes=tuple(found.notes),
         parameter_groups=groups,
+        no_decay=no_decay,
+        frozen=frozen,
+        initial_weights=facts.initial_weights,
         recompute=checkpoints,
         module_precision=rules,
         stages=sizes.layout.stages,

@@ -30,8 +30,7 @@ _OPENS = {
     "graph": "{file} in PopVision's Graph Analyser",
     "system": "{file} in PopVision's System Analyser",
     "trace": "{file} at https://ui.perfetto.dev or in chrome://tracing",
-    "torch": "tensorboard --logdir {folder} (with the plugin torch-tb-profiler), or {file} at "
-    "https://ui.perfetto.dev",
+    "torch": "tensorboard --logdir {folder} (with the plugin torch-tb-profiler), or {file} at https://ui.perfetto.dev",
 }
 _ON_THE_CPU = {
     "graph": "PopVision's reports come from Poplar: on the CPU engine nothing is recorded",

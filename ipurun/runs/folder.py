@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Union
@@ -70,6 +70,11 @@ class RunFolder:
     def plan_file(self) -> Path:
         """The plan as `ipurun plan` prints it."""
         return self.path / "plan.txt"
+
+    @property
+    def initial_weights_file(self) -> Path:
+        """What `init_from` loaded, what it did not, and why."""
+        return self.path / "initial_weights.json"
 
     @property
     def env_file(self) -> Path:
@@ -129,6 +134,8 @@ class RunFolder:
         }
         if point.given is not None:
             texts[self.origins_file] = _yaml(dict(point.given))
+        if plan.initial_weights is not None:
+            texts[self.initial_weights_file] = json.dumps(asdict(plan.initial_weights), indent=2) + "\n"
         difference = git_diff()
         if difference:
             texts[self.path / "git.diff"] = difference

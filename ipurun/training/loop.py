@@ -37,10 +37,12 @@ from ipurun.training.state import (
     Progress,
     apply_factors,
     attach_training,
+    collect_state,
     keeps_torch_optimizer,
     restore,
     restore_device,
     restore_random_state,
+    restore_state,
 )
 
 __all__ = ["train"]
@@ -161,18 +163,38 @@ class _Trainer:
         if self._progress.owes_evaluation:
             self._saver.save_if_due(False, self._is_done(), self._evaluate())
         if not self._is_done():
-            with self._explained("switching the device to training"):
-                run.enter_training()
-            with self._explained("reading the training data"):
-                run.train_loader.start(self._progress.epoch, self._progress.position)
-            if self._restored is not None:
-                restore_random_state(self._restored["random"])  # after opening the data, before reading from it
+            self._start_training()
         while not self._is_done() and not self._interrupts.requested:
+            if run.unfreezes_at(self._progress.step):
+                self._unfreeze()
             self._one_epoch()
         is_cut_short = self._interrupts.requested and (self._progress.owes_evaluation or not self._is_done())
         if is_cut_short:
             self._report_interrupt()
         return self._finish("interrupted" if is_cut_short else "done")
+
+    def _start_training(self) -> None:
+        """Switch the device to training, and open the data where the progress says."""
+        with self._explained("switching the device to training"):
+            self._run.enter_training()
+        with self._explained("reading the training data"):
+            self._run.train_loader.start(self._progress.epoch, self._progress.position)
+        if self._restored is not None:
+            restore_random_state(self._restored["random"])  # after opening the data, before reading from it
+
+    def _unfreeze(self) -> None:
+        """Add parameters to those that are trained, as a new process would that resumes from a checkpoint made here."""
+        run, step = self._run, self._progress.step
+        if self._saver.is_on:
+            self._saver.save()
+        with self._explained("copying the weights to the host"):
+            state = collect_state(run, self._progress)
+        run.rebuild(step)
+        restore_state(run, state)
+        apply_factors(run, self._progress)
+        self._restored = state
+        self._observer.on_note(Note(f"unfreeze: more parameters are trained after step {step}"))
+        self._start_training()
 
     def _recover(self, fault: DeviceFault) -> None:
         """Reset the device as PopTorch asks for, and return to the last checkpoint.
@@ -232,7 +254,7 @@ class _Trainer:
     def _roll_back(self, reason: str) -> None:
         """Return to the newest checkpoint, or to the beginning, as a new process would resume."""
         self._rollbacks += 1
-        self._run.rebuild()
+        self._run.rebuild(0 if self._saver.newest is None else self._saver.newest.step)
         self._restore(self._saver.newest, self._progress)
         self._window = Window()
         self._saver.roll_back(self._progress)
@@ -252,7 +274,8 @@ class _Trainer:
             if ends_epoch:
                 self._count_epoch()
             self._evaluate_and_save(ends_epoch)
-            if ends_epoch or self._interrupts.requested or self._is_done():
+            stops = ends_epoch or self._interrupts.requested or self._is_done()
+            if stops or self._run.unfreezes_at(progress.step):
                 return
         if self._stopped_waiting:
             return

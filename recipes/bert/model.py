@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ipurun.recipes.bert.encoder import Embeddings, Encoder
 
-__all__ = ["IGNORED", "BertForPretraining"]
+__all__ = ["IGNORED", "BertForPretraining", "Pooler"]
 
 # Label of unused masked positions.
 IGNORED = -100

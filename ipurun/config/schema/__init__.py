@@ -8,11 +8,12 @@ from ipurun.config.schema.device import (
     TensorLocationConfig,
 )
 from ipurun.config.schema.option import Key, walk_keys
-from ipurun.config.schema.run import CustomOpsConfig, LoaderConfig, LossConfig, RunConfig, SweepConfig
+from ipurun.config.schema.run import CustomOpsConfig, InitConfig, LoaderConfig, LossConfig, RunConfig, SweepConfig
 
 __all__ = [
     "CacheConfig",
     "CustomOpsConfig",
+    "InitConfig",
     "Key",
     "LoaderConfig",
     "LossConfig",

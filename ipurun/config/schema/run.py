@@ -27,6 +27,7 @@ __all__ = [
     "CustomOpsConfig",
     "DebugConfig",
     "EvalConfig",
+    "InitConfig",
     "LoaderConfig",
     "LossConfig",
     "RecoveryConfig",
@@ -57,6 +58,23 @@ class LossConfig:
         None,
         "Index or key of the model output for the loss (of the loss itself if the model returns it).",
     )
+
+
+@dataclass
+class InitConfig:
+    """What of `init_from` is loaded."""
+
+    strict: bool = option(
+        True, "Refuse weights that are missing, left over or of another shape; false: load what fits and list the rest."
+    )
+    include: List[str] = option(
+        [], "Names and patterns (docs/reference/patterns.md) of the weights of the model to load; []: all."
+    )
+    exclude: List[str] = option([], "Names and patterns of weights not to load, such as a new head.")
+    rename: Dict[str, Any] = option(
+        {}, "Name or pattern of a module or weight in the file -> its name in the model; '' removes it."
+    )
+    best: bool = option(False, "Take the best checkpoint of a run instead of the newest.")
 
 
 @dataclass
@@ -255,10 +273,21 @@ class RunConfig:
     )
     log_every_steps: int = option(1, "Log training metrics every N weight updates.", minimum=1)
     resume: Optional[str] = option(None, "Run folder to resume; auto: the newest unfinished run of this name.")
+    init_from: Optional[str] = option(
+        None,
+        "Weights to start from: a run folder, a checkpoint, a .safetensors or a torch file; not used by a resumed run.",
+    )
     runs_dir: str = option("runs", "Folder of all runs.")
     sample: List[Any] = option([], "Shape, dtype and range of each item of a sample, for data=synthetic and planning.")
 
     model: Dict[str, Any] = option({}, "The model: `_target_` (any importable nn.Module) and arguments.")
+    init: InitConfig = node(InitConfig, "What of `init_from` is loaded.")
+    freeze: List[str] = option(
+        [], "Modules and parameters that are not trained, by name or pattern (docs/reference/patterns.md)."
+    )
+    unfreeze: Dict[str, Any] = option(
+        {}, "Name or pattern of what `freeze` freezes -> the step after which it is trained, too; recompiles."
+    )
     loss: LossConfig = node(LossConfig, "The loss.")
     data: Dict[str, Any] = option(
         {},

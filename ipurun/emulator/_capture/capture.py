@@ -164,11 +164,11 @@ def _backward(
     if _has_own_gradients(loss, trained.values()):
         recorder.graph.has_own_gradients = True
     recorder.in_backward = True
-    grads = _gradients(loss, list(trained.values()), seed)
+    grads = gradients(loss, list(trained.values()), seed)
     return {name: grad for name, grad in zip(trained, grads) if grad is not None}
 
 
-def _gradients(
+def gradients(
     loss: torch.Tensor, parameters: List[torch.Tensor], seed: torch.Tensor
 ) -> Sequence[Optional[torch.Tensor]]:
     """Call `torch.autograd.grad` without its check of the seed's shape, which loads sympy."""

@@ -17,10 +17,9 @@ from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logs.program import log_placement, log_program
 from ipurun.emulator._run import checks, executable_cache
 from ipurun.emulator._run.batches import BatchLayout
-from ipurun.emulator._run.checked import interpreter_for
+from ipurun.emulator._run.checked import ReplayMaker, replay_maker
 from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
-from ipurun.emulator._run.replay import generate
 
 
 @torch.inference_mode(False)  # inference mode would not decompose composite operations
@@ -80,15 +79,15 @@ def compile_model(
     log_placement(captured.graph, options)
     log_program(captured.graph, options)
     add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
-    interpreter = interpreter_for(options)
-    executable = Executable(captured, weights, layout, streams, options.anchored_tensors, interpreter or generate)
+    executable = Executable(captured, weights, layout, streams, options.anchored_tensors, replay_maker(options))
     checks.check_named_buffers(options, captured.graph)
     checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
     if layout.replicas > 1:
         weights.separate_buffers(captured.graph.buffers_written())
     weights.upload(host, constants=True)
-    # Compare without stochastic rounding, which is not reproducible, and without floating-point exceptions.
-    _check_replay(executable if interpreter is None else Executable(captured, weights, layout, streams), originals)
+    # Compare with the same kernels as in the captured run, without stochastic rounding or floating-point exceptions.
+    check = Executable(captured, weights, layout, streams, make_replay=ReplayMaker(as_captured=True))
+    _check_replay(check, originals)
     weights.upload(host, constants=True)
     captured.reference = ([], {})
     executable_cache.store(captured.graph, options)

@@ -7,17 +7,19 @@ separate pass over one micro-batch, on copies, whose results are dropped; only t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
 
 import torch
 
 from ipurun.emulator._capture.graph import Graph, Node, Placement, Value, map_values, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecution
-from ipurun.emulator._run.checked import timing_interpreter
+from ipurun.emulator._run.checked import Interpreter
 from ipurun.emulator._run.executable import Executable, host_generator_kept
+from ipurun.emulator._run.half import in_float_storage
 
 __all__ = ["CallTimes", "OperationRecorder", "OperationTime", "UpdateTime"]
 
@@ -154,24 +156,28 @@ class _TimedOptimizer:
 
 def _measure(executable: Executable, options: Any, tensors: Sequence[torch.Tensor]) -> List[OperationTime]:
     """Run the operations of the first micro-batch on copies, and return their times."""
-    graph = executable.graph
+    graph = _annotated(executable.graph)
+    users = {id(node.op) for node in graph.nodes if not _is_pure(node)}
+    results = [*graph.outputs, *graph.grads.values()]
+    rounds = bool(options._Popart.options.get("enableStochasticRounding", False))
+    graph, results = in_float_storage(graph, results, stochastic=rounds)
     shortest: Dict[int, float] = {}
 
-    def timed(index: int, op: Callable[..., Any]) -> Callable[..., Any]:
-        if not _is_pure(graph.nodes[index]):
-            return lambda *args, **kwargs: _empty_results(graph, graph.nodes[index])
-
+    def timed(index: int, node: Node) -> Node:
         def run(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
-            result = op(*args, **kwargs)
+            result = node.op(*args, **kwargs)
             seconds = time.perf_counter() - begin
             shortest[index] = min(seconds, shortest.get(index, seconds))
             return result
 
-        return run
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            return _empty_results(graph, node)
 
-    rounds = bool(options._Popart.options.get("enableStochasticRounding", False))
-    interpreter = timing_interpreter(graph, timed, rounds=rounds)
+        return dataclasses.replace(node, op=skip if id(node.op) in users else run)
+
+    nodes = [timed(index, node) for index, node in enumerate(graph.nodes)]
+    interpreter = Interpreter(dataclasses.replace(graph, nodes=nodes), results, checks=False)
     with torch.no_grad(), host_generator_kept():
         for _ in range(_PASSES):
             executable.streams.start(0, 0)
@@ -180,15 +186,24 @@ def _measure(executable: Executable, options: Any, tensors: Sequence[torch.Tenso
         OperationTime(
             name=node.name,
             kind="recompute" if node.is_recomputed else "backward" if node.is_backward else "forward",
-            module=_without_wrapper(module),
+            module=_without_wrapper(node.module_path),
             source=node.source,
-            stage=place.stage_id,
-            phase=place.phase_id,
-            ipu=place.ipu_id,
+            stage=node.placement.stage_id,
+            phase=node.placement.phase_id,
+            ipu=node.placement.ipu_id,
             seconds=shortest.get(index, 0.0),
         )
-        for index, (node, (module, place)) in enumerate(zip(graph.nodes, _modules_and_places(graph)))
+        for index, node in enumerate(graph.nodes)
     ]
+
+
+def _annotated(graph: Graph) -> Graph:
+    """Return the graph with the module and the placement that each node belongs to."""
+    nodes = [
+        dataclasses.replace(node, module_path=module, placement=place)
+        for node, (module, place) in zip(graph.nodes, _modules_and_places(graph))
+    ]
+    return dataclasses.replace(graph, nodes=nodes)
 
 
 def _is_pure(node: Node) -> bool:
