@@ -67,8 +67,10 @@ $(SDK_VENV)/.test: pyproject.toml constraints.txt
 	$(SDK_VENV)/bin/python $(INSTALL) '.[test]'; \
 	touch $@
 
-test-extras: $(EXTRAS_VENV)/.test  ## Test the loggers, metrics and files of the extras with the real libraries, on Python 3.11.
+# Traces are opened in Chromium if it is installed or CHROMIUM names it (TRACE_VIEWER: an HTML file for builds without chrome://tracing).
+test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics and files of the extras with the real libraries, on Python 3.11, and traces in Chromium.
 	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras
+	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest -rs tests/profiling/test_chromium.py
 
 $(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
 	@$(FIND_PYTHON); python="$${PYTHON:-$$(find_python 3.11)}"; \

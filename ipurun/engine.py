@@ -12,15 +12,17 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Dict, Optional
 
+from ipurun.config.secrets import mask_word
 from ipurun.errors import ConfigError
 
-__all__ = ["Engine", "check_environment", "load", "probe"]
+__all__ = ["Engine", "check_environment", "load", "probe", "watched_variables"]
 
 _EMULATOR = "ipurun.emulator"
 _LARGEST_ATTACHABLE = 64
 _NEEDED = ("Options", "DataLoader", "trainingModel", "ipuHardwareIsAvailable")
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 _OLD_LOG_LEVELS = ("TRACE_ALL", "DEBUG_IR")
+_WATCHED = ("POPTORCH_", "POPART_", "POPLAR_", "POPRUN_", "PVTI_", "IPUOF_", "GCDA_", "IPURUN_")
 # PopTorch's modules while the emulator has their names. They cannot be imported twice: their core is native code.
 _set_aside: Dict[str, ModuleType] = {}
 
@@ -105,9 +107,17 @@ def probe() -> Dict[str, Any]:
     found.update(_probe_poptorch())
     found["engine"] = "ipu" if found["ipus"] else "cpu"
     found["sdk"] = os.environ.get("POPLAR_SDK_ENABLED") or None
-    watched = ("POPTORCH_", "POPLAR_", "PVTI_", "IPUOF_", "IPURUN_")
-    found["environment"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(watched)}
+    found["environment"] = watched_variables()
     return found
+
+
+def watched_variables() -> Dict[str, str]:
+    """Return the environment variables that Graphcore's libraries or ipurun read, without secrets."""
+    return {
+        name: mask_word(f"{name}={value}").partition("=")[2]
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_WATCHED)
+    }
 
 
 def _probe_poptorch() -> Dict[str, Any]:

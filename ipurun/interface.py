@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ipurun.estimate.search import Solution
     from ipurun.planning.artifacts import CacheState
     from ipurun.planning.plan import Plan
+    from ipurun.runs.bench import BenchReport
     from ipurun.runs.compile import CompiledJob
     from ipurun.runs.prepare import PreparedRun
     from ipurun.runs.reload import LoadedModel, LoadedRun
@@ -36,6 +37,7 @@ __all__ = [
     "PlanReport",
     "Predicted",
     "Result",
+    "bench_words",
     "check_words",
     "compile_words",
     "evaluate",
@@ -568,6 +570,52 @@ def explain_cache_words(words: Sequence[str]) -> Tuple[Plan, List[Prospect]]:
         prepared = prepare(_point_to_train(words))
         found = explain_cache(prepared.point.config, prepared.plan, prepared.inspected, prepared.engine)
         return prepared.plan, found
+
+
+def bench_words(
+    words: Sequence[str],
+    seconds: float = 5.0,
+    ladder: Optional[Sequence[int]] = None,
+    report: Callable[[str], None] = lambda text: None,
+    set_environment: Optional[Callable[[Plan], None]] = None,
+) -> BenchReport:
+    """Measure the config of a command line; nothing is written.
+
+    Args:
+        words: Overrides and Hydra's flags.
+        seconds: Time for each measurement.
+        ladder: Numbers of device_iterations to try beside the configured one; None: 1, 2, 4 and 8.
+        report: Called with what is being measured.
+        set_environment: As for `train_words`.
+    """
+    with _one_call(words):
+        _refuse_sweep(words)
+        from ipurun.config.compose import points
+        from ipurun.inspect.facts import Purpose
+        from ipurun.runs.bench import DEFAULT_LADDER, bench
+        from ipurun.runs.prepare import prepare
+
+        prepared = prepare(points(words, "bench").points[0], Purpose.RUN)
+        # Estimated first: measuring trains the model, and its memory is needed then.
+        report("the planner's estimate for IPUs")
+        estimate = _speed_estimate(prepared, words)
+        with _environment_kept(prepared.plan), _threads_kept():
+            (set_environment or _set_environment)(prepared.plan)
+            measured = bench(prepared, seconds, DEFAULT_LADDER if ladder is None else ladder, report)
+        measured.estimate = estimate
+        return measured
+
+
+def _speed_estimate(prepared: PreparedRun, words: Sequence[str]) -> Dict[str, Any]:
+    planned = _report(prepared, words, False, None)
+    if planned.estimate is None:
+        return {"why": "" if planned.no_estimate is None else planned.no_estimate.what}
+    time_of_update = planned.estimate.estimate.time
+    return {
+        "samples_per_second": time_of_update.samples_per_second,
+        "host_bound": time_of_update.host_bound,
+        "machine": prepared.point.config.machine.name,
+    }
 
 
 def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:

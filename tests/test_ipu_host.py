@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_rules import load_trace, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = ["data._target_=run_toys.pair", "loss.name=CrossEntropyLoss", "cache.enabled=false"]
@@ -215,3 +216,22 @@ ipurun.train(overrides=words)
 show([value for what, value in poptorch.poptorch_core.sent if what == "options"][0])
 """
     assert _script(host, body)["convolutionOptions"] == {"partialsType": "half", "enableConvDithering": "true"}
+
+
+def test_a_profiled_run_logs_phases_and_sensors(host, tmp_path: Path) -> None:
+    reading = {"cards": [{"ipus": [{"id": "0", "ipu power": "101.5 W", "average board temp": "29.6 C"}]}]}
+    script = tmp_path / "gc-monitor"
+    script.write_text(f"#!/bin/sh\necho '{json.dumps(reading)}'\n")
+    script.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    words = ["train", "+recipe=mnist", "data=synthetic", "profile=trace", "max_steps=4"]
+    program = (
+        f"import os, sys\nos.environ['PATH'] = {path!r}\nfrom ipurun.cli.main import main\nsys.exit(main({words!r}))"
+    )
+    done = host("-c", program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "profile=graph records them" in done.stdout and "largest values: board celsius 29.6" in done.stdout
+    (folder,) = (tmp_path / "runs/mnist").iterdir()
+    rows = rows_of(load_trace(folder / "profile/trace.json"))
+    assert {group for group, _ in rows} == {"host"}
+    assert json.loads((folder / "ipus.jsonl").read_text().splitlines()[0])["power_watts"] == 101.5

@@ -13,6 +13,7 @@ from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, TensorDataset, default_collate
 
+from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.skipped import SkippedSamples, SkippingData
 from ipurun.build.workers import (
     AnonymousBatches,
@@ -87,6 +88,7 @@ class TrainLoader:
         seed: Seed of the run.
         collate: Makes a batch of samples.
         skipped: Where samples that cannot be read are counted; None: they raise an error.
+        times: Records when samples are read; None: nothing does.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class TrainLoader:
         seed: int,
         collate: Callable[[List[Any]], Any],
         skipped: Optional[SkippedSamples] = None,
+        times: Optional[ReadingTimes] = None,
     ) -> None:
         self._engine = engine_module
         self._options = options
@@ -106,7 +109,8 @@ class TrainLoader:
         self._config = config
         self._sizes = sizes
         self._seed = seed
-        self._collate = collate
+        self._times = times
+        self._collate = collate if times is None else times.collate(collate)
         self._skipped = skipped
         self._loader: Any = None
         self._batches: Optional[Iterator[Any]] = None
@@ -134,6 +138,8 @@ class TrainLoader:
         self._epoch = epoch
         self._discard = skip_calls
         data = self._data if self._skipped is None else SkippingData(self._data, "train", self._skipped)
+        if self._times is not None and not is_stream(data):
+            data = self._times.wrapped(data)
         named: Dict[str, Any] = {}
         if isinstance(data, IterDataPipe):
             pass  # torch divides it among workers, which it can do only if it is not wrapped

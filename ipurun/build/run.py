@@ -12,6 +12,7 @@ from torch import nn
 from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
+from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.skipped import SkippedSamples
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
@@ -60,6 +61,7 @@ class Run:
         splits: The data by split.
         skipped: Samples that could not be read.
         built_for_step: Weight updates done when it was built: which frozen parameters are trained depends on it.
+        reading_times: When training samples are read, with ``profile=trace``.
     """
 
     config: RunConfig
@@ -84,6 +86,7 @@ class Run:
     splits: Dict[str, Any]
     skipped: SkippedSamples
     built_for_step: int = 0
+    reading_times: Optional[ReadingTimes] = None
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -129,7 +132,7 @@ class Run:
         if step == 0 and self.plan.initial_weights is not None:
             # The same file: by now, another run may be the newest of a folder.
             load_initial_weights(replace(self.config, init_from=self.plan.initial_weights.path), model)
-        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, step)
+        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, step, self.reading_times)
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -150,7 +153,8 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     skips = config.loader.on_error == "skip"
     lengths = {name: len(data) for name, data in inspected.splits.items() if skips and not is_stream(data)}
     skipped = SkippedSamples(lengths, config.loader.max_errors)
-    return _build(config, plan, inspected.model, inspected.splits, engine, skipped)
+    times = ReadingTimes() if config.profile.kind == "trace" else None
+    return _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
 
 
 def _build(
@@ -161,6 +165,7 @@ def _build(
     engine: Engine,
     skipped: SkippedSamples,
     step: int = 0,
+    times: Optional[ReadingTimes] = None,
 ) -> Run:
     module = engine.module
     cast_weights(model, plan.precision, plan.module_precision)
@@ -209,6 +214,7 @@ def _build(
         config.seed,
         collate,
         skipped if skipped.covers("train") else None,
+        times,
     )
     eval_loaders = {
         name: EvalLoader(
@@ -252,6 +258,7 @@ def _build(
         splits=splits,
         skipped=skipped,
         built_for_step=step,
+        reading_times=times,
     )
 
 

@@ -15,6 +15,7 @@ from ipurun.log.format import (
     devices_text,
     duration,
     epochs_text,
+    fitted,
     learning_rate,
     metric,
     plural,
@@ -22,12 +23,15 @@ from ipurun.log.format import (
     value_text,
 )
 from ipurun.log.plan_text import initial_rows
+from ipurun.log.profile_text import profile_lines
 from ipurun.log.screen import Screen, show_progress
 from ipurun.planning.plan import Plan
+from ipurun.profiling.report import ProfileReport
 from ipurun.training.events import (
     CheckpointSaved,
     CompileEnd,
     CompileStart,
+    DeviceWait,
     EvalEnd,
     Note,
     Observer,
@@ -84,6 +88,9 @@ class Console(Observer):
         verb = "loaded" if event.cache in ("hit", "precompiled") else "compiled"
         self._screen.end(f"{verb} for {event.mode} in {duration(event.seconds)}{_cache_text(event)}")
 
+    def on_device_wait(self, event: DeviceWait) -> None:
+        self._screen.live([f"waiting for IPUs that are in use: {duration(event.seconds_left)} left"])
+
     def on_step(self, event: StepEnd) -> None:
         fraction = event.step / event.total_steps if event.total_steps else None
         if self._screen.wants_live(fraction):
@@ -119,6 +126,11 @@ class Console(Observer):
         if summary.resume_command:
             self._screen.line(f"  resume      {summary.resume_command}")
         self._screen.line(f"  reproduce   {reproduce}")
+
+    def show_profile(self, report: ProfileReport) -> None:
+        """Show what a profile found."""
+        for line in fitted(profile_lines(report), 12):
+            self._screen.line(line)
 
 
 def console_for(plan: Plan, screen: Screen) -> Console:

@@ -174,7 +174,7 @@ def _interval(every_calls: int, plan: Plan) -> str:
 def calls_text(plan: Plan) -> List[str]:
     """Return a plan as lines of Python, each with the key that set it as a comment."""
     lines = [
-        f"os.environ[{name!r}] = {value!r}  # {'debug.log_level' if name == 'POPTORCH_LOG_LEVEL' else 'profile'}"
+        f"os.environ[{name!r}] = {value!r}  # {plan.environment_origins.get(name, '').partition(' (')[0]}"
         for name, value in plan.environment.items()
     ]
     lines.append("opts = poptorch.Options()")

@@ -21,7 +21,7 @@ from ipurun.planning.optimizer import optimizer_state
 from ipurun.planning.plan import BatchSizes, Saving, Steps
 from ipurun.planning.user_settings import UserSettings
 
-__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "plan_saving", "profiling_entries"]
+__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "plan_saving", "profiling_entries", "read_variable"]
 
 # What a checkpoint has besides tensors: random states, progress, and the description of each tensor.
 _CHECKPOINT_BYTES = 16_000
@@ -29,6 +29,7 @@ _BYTES_OF_TENSOR = 500
 
 _ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PVTI_VARIABLE = "PVTI_OPTIONS"
+_POPVISION = ("graph", "system")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Profile:
     environment: Mapping[str, str]
 
 
-def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], found: Findings) -> Profile:
+def plan_profile(
+    profile: ProfileConfig, name: str, environ: Mapping[str, str], found: Findings, engine: str = "ipu"
+) -> Profile:
     """Return what `profile` asks for.
 
     Engine options are part of the executable cache's key, so the report folder must be the same in every run; the
@@ -67,12 +70,18 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
         profile: The config group.
         name: Name of the run.
         environ: The user's environment, whose entries are kept.
-        found: Takes the problems.
+        found: Takes the problems, and a note where nothing will be recorded.
+        engine: ``ipu``, ``ipu_model`` or ``cpu``.
     """
     chosen = _chosen_options(profile, found)
-    if profile.kind == "none" and not chosen:
-        return Profile(None, None, {})
-    users = _variable(_ENGINE_VARIABLE, environ, found)
+    if engine == "cpu" and profile.kind in _POPVISION:
+        found.note(
+            f"profile={profile.kind} records nothing on the CPU engine, because PopVision's files come from "
+            "Graphcore's libraries; profile=trace shows every op"
+        )
+    if profile.kind not in _POPVISION and not chosen:
+        return Profile(absolute(profile.dir) if profile.kind != "none" and profile.dir else None, None, {})
+    users = read_variable(_ENGINE_VARIABLE, environ, found)
     directory = absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
     environment: Dict[str, str] = {}
     options: Dict[str, str] = {}
@@ -89,7 +98,7 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
     if users and options:
         environment[_ENGINE_VARIABLE] = json.dumps({**users, **options}, sort_keys=True)
     if profile.kind == "system":
-        traced = {"enable": "true", "directory": directory, **_variable(_PVTI_VARIABLE, environ, found)}
+        traced = {"enable": "true", "directory": directory, **read_variable(_PVTI_VARIABLE, environ, found)}
         if profile.dir:
             traced["directory"] = directory
         directory = traced["directory"]
@@ -98,7 +107,7 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
     if options:
         origin = f"profile={profile.kind}" if profile.kind == "graph" else "profile.engine_options"
         call = Call("_Popart.setEngineOptions", (options,), origin=origin)
-    return Profile(directory if profile.kind != "none" else None, call, environment)
+    return Profile(directory if profile.kind in _POPVISION else None, call, environment)
 
 
 def profiling_entries(directory: str) -> Dict[str, str]:
@@ -254,7 +263,8 @@ def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:
     return chosen
 
 
-def _variable(name: str, environ: Mapping[str, str], found: Findings) -> Dict[str, str]:
+def read_variable(name: str, environ: Mapping[str, str], found: Findings) -> Dict[str, str]:
+    """Return the entries of an environment variable that holds a JSON object; report one that does not."""
     text = environ.get(name, "")
     if not text.strip():
         return {}

@@ -13,6 +13,7 @@ from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.planning.artifacts import folder_calls, plan_profile, plan_saving
+from ipurun.planning.environment import plan_variables
 from ipurun.planning.host_io import check_loading, check_overlap, output_mode, strategy_for_overlap
 from ipurun.planning.modules import (
     frozen_parts,
@@ -71,9 +72,11 @@ def make_plan(
     no_decay = plan_no_decay(config, facts, found)
     frozen = frozen_parts(config, facts, sizes.training, steps, found)
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
-    profile = plan_profile(config.profile, name, environ, found)
+    profile = plan_profile(config.profile, name, environ, found, facts.engine)
+    variables = plan_variables(config, profile, settings, environ, found)
     mode, every = output_mode(config, settings, sizes.training.device_iterations, found)
     folders = folder_calls(config.cache, name, profile, settings, environ, found)
+    folders.chosen[:0] = variables.calls
     training = training_options(config, facts, sizes, settings, folders, (mode, every), found)
     inference = inference_options(config, facts, sizes, settings, folders, found)
     updates = sizes.training.device_iterations
@@ -88,11 +91,6 @@ def make_plan(
     saving = plan_saving(config, facts, optimizer, precision, sizes.training, steps, found)
     if found.problems:
         raise ConfigError(found.problems)
-    environment = dict(profile.environment)
-    if config.debug.log_level is not None:
-        environment["POPTORCH_LOG_LEVEL"] = config.debug.log_level
-    if config.cache.min_seconds is not None and facts.engine == "cpu":
-        environment["POPTORCH_EMULATOR_CACHE_SECONDS"] = f"{config.cache.min_seconds:g}"
     cache_call = last_call("enableExecutableCaching", training)
     return Plan(
         name=name,
@@ -111,7 +109,8 @@ def make_plan(
         placements=sizes.layout.placements,
         inference_placements=sizes.inference_layout.placements,
         optimizer=optimizer,
-        environment=environment,
+        environment=variables.values,
+        environment_origins=variables.origins,
         cache_dir=cache_call.args[0] if cache_call else None,
         profile_dir=profile.directory,
         parameters=facts.parameters,

@@ -197,3 +197,4 @@ class Plan:
     )  # linear layer or convolution -> share of tile memory
     overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
     is_left_whole: bool = False  # no split fits: the plan shows the model on one IPU
+    environment_origins: Mapping[str, str] = field(default_factory=dict)  # variable -> its key, and where that was set

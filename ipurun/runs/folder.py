@@ -130,7 +130,7 @@ class RunFolder:
             self.config_file: to_yaml(replace(config, resume=None), point.hidden),
             self.overrides_file: _yaml(words),
             self.plan_file: "\n".join(plan_lines(plan)) + "\n",
-            self.env_file: json.dumps(_environment(engine), indent=2) + "\n",
+            self.env_file: json.dumps(_environment(engine, plan), indent=2) + "\n",
         }
         if point.given is not None:
             texts[self.origins_file] = _yaml(dict(point.given))
@@ -350,13 +350,20 @@ def _unusable_path(path: Union[str, Path]) -> str:
     return ""
 
 
-def _environment(engine: Engine) -> Dict[str, Any]:
+def _environment(engine: Engine, plan: Plan) -> Dict[str, Any]:
+    from ipurun.engine import watched_variables
+
     return {
         "schema": _SCHEMA,
         "started": time.time(),
         "engine": {"kind": engine.kind, "version": engine.version, "available_ipus": engine.available_ipus},
         "versions": versions(),
         "git": git_state(),
+        # What Graphcore's libraries read, and what each value comes from: a key and where it was set, or the shell.
+        "variables": {
+            name: {"value": value, "from": plan.environment_origins.get(name, "environment")}
+            for name, value in {**watched_variables(), **plan.environment}.items()
+        },
     }
 
 

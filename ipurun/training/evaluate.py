@@ -15,9 +15,10 @@ from ipurun.build.cached_executables import compile_and_report
 from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
 from ipurun.metrics import Matrix
-from ipurun.training.events import CompileEnd, CompileStart, Note, Observer
-from ipurun.training.failures import explained
+from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, Note, Observer
+from ipurun.training.failures import explained, when_free
 from ipurun.training.interrupts import WaitStoppedError
+from ipurun.training.phases import COMPILE, DATA, Phases
 
 __all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict", "report_skipped"]
 
@@ -44,6 +45,7 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     explain: Optional[Explain] = None,
     waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
+    phases: Optional[Phases] = None,
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
@@ -55,6 +57,7 @@ def evaluate(
         explain: Returns the context that explains failures; by default `explained` without a checkpoint.
         waiting: Returns the context in which a process that may hang is waited for. `WaitStoppedError` stops the
             evaluation.
+        phases: A profiler.
 
     Returns:
         The result, None if it was stopped.
@@ -69,7 +72,8 @@ def evaluate(
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
     explain = explain or _explainer(run)
-    for call in _until_stopped(_inference_calls(run, observer, name, explain, waiting)):
+    phases = phases or Phases()
+    for call in _until_stopped(_inference_calls(run, observer, name, explain, phases, waiting)):
         if call is None or should_stop():
             return None
         compiling += call.compile_seconds
@@ -123,7 +127,7 @@ def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = (
         RunError: Compiling or running failed.
     """
     rows, first = run.plan.inference.samples_per_call, 0
-    for call in _inference_calls(run, observer, split, _explainer(run)):
+    for call in _inference_calls(run, observer, split, _explainer(run), Phases()):
         inputs, target = _inputs_and_target(call.batch, run.config.loss.target)
         found = {
             "index": _numbers(first, call.real, run.eval_loaders[split].left_out),
@@ -180,6 +184,7 @@ def _inference_calls(
     observer: Observer,
     split: Optional[str],
     explain: Explain,
+    phases: Phases,
     waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
@@ -191,14 +196,15 @@ def _inference_calls(
     batches = iter(loader)
     while True:
         # Reading in this process may change the random state, and must come to its end.
-        with explain(f"reading the split `{split}`"), waiting() if loader.uses_processes else contextlib.nullcontext():
+        limited = waiting() if loader.uses_processes else contextlib.nullcontext()
+        with phases.span(DATA), explain(f"reading the split `{split}`"), limited:
             item = next(batches, None)
         if item is None:
             return
         batch, real = item
-        compiling = _compile_if_needed(run, observer, batch, explain)
+        compiling = _compile_if_needed(run, observer, batch, explain, phases)
         args, kwargs = as_call(batch)
-        with explain("running inference"):
+        with phases.span("inference call"), explain("running inference"):
             result = run.inference_model(*args, **kwargs)
         yield _InferenceCall(batch, result, real, compiling)
 
@@ -216,13 +222,18 @@ def _without_padding(value: Any, real: int, rows: int) -> Any:
     return map_tensors(trim, value)
 
 
-def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explain) -> float:
+def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explain, phases: Phases) -> float:
     if run.inference_model.isCompiled():
         return 0.0
     args, kwargs = as_call(batch)
     observer.on_compile_start(CompileStart("inference"))
-    with explain("compiling the model for inference"):
-        compiled = compile_and_report(run, "inference", args, kwargs)
+    with phases.span(COMPILE), explain("compiling the model for inference"):
+        compiled = when_free(
+            lambda: compile_and_report(run, "inference", args, kwargs),
+            run.engine.module,
+            run.config.poplar.wait_for_ipu_minutes,
+            lambda seconds_left: observer.on_device_wait(DeviceWait(seconds_left)),
+        )
     observer.on_compile_end(
         CompileEnd("inference", compiled.seconds, compiled.cache, compiled.saved_seconds, compiled.why)
     )

@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointSaved",
     "CompileEnd",
     "CompileStart",
+    "DeviceWait",
     "EvalEnd",
     "Note",
     "Observer",
@@ -64,6 +65,13 @@ class CompileEnd:
     cache: str = ""
     saved_seconds: Optional[float] = None
     why: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceWait:
+    """The run waits for IPUs that others use, for at most ``seconds_left`` more."""
+
+    seconds_left: float
 
 
 class StepEnd(NamedTuple):
@@ -213,6 +221,9 @@ class Observer:
     def on_compile_end(self, event: CompileEnd) -> None:
         """Handle the end of a compilation."""
 
+    def on_device_wait(self, event: DeviceWait) -> None:
+        """Handle a moment of a wait for IPUs."""
+
     def on_step(self, event: StepEnd) -> None:
         """Handle the end of a host call."""
 
@@ -255,6 +266,10 @@ class Observers(Observer):
         self.compiled[event.mode] = event
         for observer in self._all:
             observer.on_compile_end(event)
+
+    def on_device_wait(self, event: DeviceWait) -> None:
+        for observer in self._all:
+            observer.on_device_wait(event)
 
     def on_step(self, event: StepEnd) -> None:
         for observer in self._all:

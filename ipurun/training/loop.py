@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import time
-from typing import Any, ContextManager, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, ContextManager, Dict, Iterator, Optional, Sequence
 
 from ipurun.build import Run
 from ipurun.build.cached_executables import compile_and_report
@@ -20,6 +20,7 @@ from ipurun.training.evaluate import evaluate, output_of, report_skipped
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
+    DeviceWait,
     EvalEnd,
     Note,
     Observer,
@@ -29,8 +30,9 @@ from ipurun.training.events import (
     StepEnd,
     Summary,
 )
-from ipurun.training.failures import DeviceFault, explained
+from ipurun.training.failures import DeviceFault, explained, when_free
 from ipurun.training.interrupts import Interrupts, WaitStoppedError
+from ipurun.training.phases import COMPILE, DATA, EVALUATION, Phases
 from ipurun.training.saving import NonfiniteError, Saver, falls_due
 from ipurun.training.state import (
     Progress,
@@ -55,6 +57,7 @@ def train(
     observers: Sequence[Observer] = (),
     resume_from: Optional[Checkpoint] = None,
     deadline: Optional[float] = None,
+    phases: Optional[Phases] = None,
 ) -> Summary:
     """Train to the planned end, an interrupt or the deadline, and save what is needed to resume.
 
@@ -67,6 +70,7 @@ def train(
         observers: Notified of all events.
         resume_from: A checkpoint to resume from.
         deadline: When to save and stop, by `time.monotonic`; None: never.
+        phases: A profiler.
 
     Raises:
         RunError: The run failed; the newest checkpoint is intact.
@@ -75,7 +79,7 @@ def train(
         everyone = Observers(observers)
         trainer = None
         try:
-            trainer = _Trainer(run, folder, everyone, resume_from, interrupts)
+            trainer = _Trainer(run, folder, everyone, resume_from, interrupts, phases or Phases())
             return trainer.run_to_end()
         except BaseException:
             everyone.flush()
@@ -94,8 +98,10 @@ class _Trainer:
         observer: Observers,
         resume_from: Optional[Checkpoint],
         interrupts: Interrupts,
+        phases: Phases,
     ) -> None:
         self._run = run
+        self._phases = phases
         self._observer = observer
         self._interrupts = interrupts
         self._folder = folder
@@ -115,7 +121,7 @@ class _Trainer:
         self._restored: Optional[Dict[str, Any]] = None
         self._progress = Progress()
         self._calls_differ = self._restore(resume_from)
-        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from)
+        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases)
 
     def _restore(self, checkpoint: Optional[Checkpoint], failed: Optional[Progress] = None) -> bool:
         """Take the state of a checkpoint, or of the beginning; return whether its host calls had another size.
@@ -289,7 +295,7 @@ class _Trainer:
         get = self._next if self._run.train_loader.uses_processes else next
         while True:
             begun = time.perf_counter()
-            with reading:
+            with self._phases.span(DATA), reading:
                 batch = get(batches, None)
             if batch is None:
                 return
@@ -316,9 +322,10 @@ class _Trainer:
             self._compile(args, kwargs)
         lr = run.schedule.lr
         begun = time.perf_counter()
-        with self._explained("training"):
+        last_step = progress.step + sizes.device_iterations
+        with self._phases.host_call(run.training_model, progress.step + 1, last_step), self._explained("training"):
             if not run.training_model.isAttachedToDevice():
-                attach_training(run)  # an evaluation used the device
+                self._when_free(lambda: attach_training(run))  # an evaluation used the device
             result = run.training_model(*args, **kwargs)
         self._interrupts.arm()
         loss = self._mean_loss(result)
@@ -346,8 +353,9 @@ class _Trainer:
         self._observer.on_compile_start(CompileStart("training"))
         begun = time.perf_counter()
         # Whatever `forward` draws on the host is a constant of the program: the same one in a run that was resumed.
-        with self._explained("compiling the model for training"), seeded(run.config.seed):
-            compiled = compile_and_report(run, "training", args, kwargs)
+        compiling = self._explained("compiling the model for training")
+        with self._phases.span(COMPILE), compiling, seeded(run.config.seed):
+            compiled = self._when_free(lambda: compile_and_report(run, "training", args, kwargs))
             if self._restored is not None:
                 restore_device(run, self._restored)
                 self._restored = None
@@ -409,13 +417,14 @@ class _Trainer:
         run, progress = self._run, self._progress
         begun = time.perf_counter()
         # Not from the random states of training: an evaluation that an interrupt put off must not change them.
-        with seeded(seed_of(run.config.seed, progress.step)):
+        with self._phases.span(EVALUATION), seeded(seed_of(run.config.seed, progress.step)):
             result = evaluate(
                 run,
                 self._observer,
                 should_stop=lambda: self._interrupts.requested,
                 explain=self._explained,
                 waiting=self._interrupts.stop_waiting,
+                phases=self._phases,
             )
         progress.owes_evaluation = result is None
         if result is None:
@@ -521,6 +530,14 @@ class _Trainer:
             "with a lower one, on_nonfinite=continue ignores it; debug=nonfinite stops at the first operation whose "
             "result is not finite",
         )
+
+    def _when_free(self, action: Callable[[], Any]) -> Any:
+        wait = self._run.config.poplar.wait_for_ipu_minutes
+        module, interrupts = self._run.engine.module, self._interrupts
+        return when_free(action, module, wait, self._report_wait, lambda: interrupts.requested)
+
+    def _report_wait(self, seconds_left: float) -> None:
+        self._observer.on_device_wait(DeviceWait(seconds_left))
 
     def _explained(self, doing: str) -> ContextManager[None]:
         return explained(self._run.engine.module, doing, self._saver.advice)

@@ -14,6 +14,7 @@ from ipurun.config.schema.device import (
     MemoryConfig,
     OutputConfig,
     PipelineConfig,
+    PoplarConfig,
     ProfileConfig,
     RecomputeConfig,
     ReplicationConfig,
@@ -181,7 +182,9 @@ class DebugConfig:
     )
     fp_exceptions: bool = option(False, "Stop on the device at the first floating-point exception.")
     log_level: Optional[str] = option(
-        None, "PopTorch's log level.", choices=("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
+        None,
+        "PopTorch's log level (POPTORCH_LOG_LEVEL).",
+        choices=("TRACE", "TRACE_ALL", "DEBUG", "DEBUG_IR", "INFO", "WARN", "ERR", "OFF"),
     )
     print_options: bool = option(False, "Write poptorch.Options, as the engine sees them, into the run's log.")
 
@@ -321,7 +324,8 @@ class RunConfig:
     output: OutputConfig = node(OutputConfig, "Outputs that a training call returns to the host.")
     inference: InferenceConfig = node(InferenceConfig, "Differences for evaluation and prediction.")
     cache: CacheConfig = node(CacheConfig, "Executable cache.")
-    profile: ProfileConfig = node(ProfileConfig, "Profiling for PopVision.")
+    profile: ProfileConfig = node(ProfileConfig, "Profiling.")
+    poplar: PoplarConfig = node(PoplarConfig, "Variables of Graphcore's libraries, and the IPUs as a machine.")
     machine: MachineConfig = node(MachineConfig, "The kind of IPU that `plan` estimates for: machine=gc200 or bow.")
     options: Dict[str, Any] = option(
         {}, "Any other poptorch.Options setter by its PopTorch name, such as Training.gradientAccumulation."

@@ -45,7 +45,7 @@ class ReplayMaker(NamedTuple):
         wanted = [*graph.outputs, *graph.grads.values()] if results is None else results
         if not self.as_captured:
             graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums)
-        return _Interpreter(graph, wanted) if self.checks else generate(graph, results=wanted)
+        return Interpreter(graph, wanted, checks=True) if self.checks else generate(graph, results=wanted)
 
 
 def replay_maker(options: Any) -> ReplayMaker:
@@ -57,11 +57,18 @@ def replay_maker(options: Any) -> ReplayMaker:
     )
 
 
-class _Interpreter:
-    """Runs the nodes of a graph one after another and raises floating-point exceptions."""
+class Interpreter:
+    """Runs the nodes of a graph one after another.
 
-    def __init__(self, graph: Graph, results: Sequence[Value]) -> None:
+    Args:
+        graph: The graph.
+        results: The values to return.
+        checks: Whether to raise floating-point exceptions.
+    """
+
+    def __init__(self, graph: Graph, results: Sequence[Value], *, checks: bool) -> None:
         self._graph = graph
+        self._checks = checks
         self._results = results
         self._arguments = [item.value for item in graph.inputs if item.kind != "constant"]
         self._last_use: Dict[int, List[Value]] = {}
@@ -81,9 +88,10 @@ class _Interpreter:
         for index, node in enumerate(self._graph.nodes):
             args = map_values(tensors.__getitem__, node.args)
             kwargs = map_values(tensors.__getitem__, node.kwargs)
-            before = _Finiteness(args, kwargs)
+            before = _Finiteness(args, kwargs) if self._checks else None
             result = node.op(*args, **kwargs)
-            before.check(node, result)
+            if before is not None:
+                before.check(node, result)
             _store(node.outputs, result, tensors)
             for value in self._last_use.get(index, ()):
                 tensors.pop(value, None)
