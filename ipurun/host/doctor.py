@@ -12,8 +12,9 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Callable, List, Mapping, Optional, Tuple
+from typing import Callable, List, Mapping, Optional, Sequence, Tuple
 
+from ipurun.executables import cache_folders, entries
 from ipurun.host.tools import ToolOutput, ipu_ids, partitions, read_ipus, run_tool
 
 __all__ = ["Check", "TOOLS", "diagnose"]
@@ -54,7 +55,7 @@ def diagnose(runs_dir: str = ".", environ: Optional[Mapping[str, str]] = None) -
         environ: Environment variables; None: those of this process.
     """
     environ = os.environ if environ is None else environ
-    cache_root = _cache_root(environ)
+    folders = cache_folders(environ)
     has_poptorch = importlib.util.find_spec("poptorch") is not None and _version_of("poptorch") is not None
     checks: List[Check] = []
     for look in (
@@ -65,8 +66,8 @@ def diagnose(runs_dir: str = ".", environ: Optional[Mapping[str, str]] = None) -
         lambda: _partitions(run_tool(*TOOLS[2]), environ),
         _shared_memory,
         _limits,
-        lambda: _disks(runs_dir, cache_root),
-        lambda: _cache(cache_root),
+        lambda: _disks(runs_dir, str(folders[0])),
+        lambda: _cache(folders),
     ):
         checks += _guarded(look)
     return checks
@@ -232,30 +233,20 @@ def _disks(runs_dir: str, cache_root: str) -> List[Check]:
     return checks
 
 
-def _cache_root(environ: Mapping[str, str]) -> str:
-    """Return the folder of all executable caches."""
-    poptorch_dir, root = environ.get("POPTORCH_CACHE_DIR", "").strip(), environ.get("IPURUN_CACHE_DIR", "").strip()
-    if root or not poptorch_dir:
-        base = environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache")
-        return os.path.join(root or os.path.join(base, "ipurun"), "executables")
-    return poptorch_dir
-
-
-def _cache(cache_root: str) -> List[Check]:
-    folder = Path(cache_root).expanduser()
-    if not folder.is_dir():
-        return [Check("cache", OK, f"{folder} is empty")]
-    if not os.access(str(folder), os.W_OK | os.X_OK):
-        fix = "cache.dir=<a folder you can write to>, or IPURUN_CACHE_DIR"
-        return [Check("cache", PROBLEM, f"no permission to write in {folder}", fix)]
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    empty = [path for path in files if path.suffix == ".popef" and not path.stat().st_size]
-    found = f"{sum(path.suffix == '.popef' for path in files)} executables, {size / 1e6:.1f} MB in {folder}"
+def _cache(folders: Sequence[Path]) -> List[Check]:
+    present = [folder for folder in folders if folder.is_dir()]
+    if not present:
+        return [Check("cache", OK, f"{folders[0]} is empty")]
+    for folder in present:
+        if not os.access(str(folder), os.W_OK | os.X_OK):
+            fix = "cache.dir=<a folder you can write to>, or IPURUN_CACHE_DIR"
+            return [Check("cache", PROBLEM, f"no permission to write in {folder}", fix)]
+    found = [entry for folder in present for entry in entries(folder)]
+    text = f"{len(found)} executables, {sum(entry.size for entry in found) / 1e6:.1f} MB in {present[0]}"
+    empty = [entry for entry in found if not entry.size]
     if empty:
-        fix = f"delete the empty files, such as {empty[0]}: a run was killed while it wrote them"
-        return [Check("cache", WARNING, f"{found}; {len(empty)} of them empty", fix)]
-    return [Check("cache", OK, found)]
+        return [Check("cache", WARNING, f"{text}; {len(empty)} of them empty", "ipurun cache verify sets them aside")]
+    return [Check("cache", OK, text)]
 
 
 def _version_of(package: str) -> Optional[str]:
