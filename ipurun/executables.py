@@ -243,6 +243,8 @@ def count_hit(entry: Entry) -> None:
 def verify(entry: Entry) -> str:
     """Return what is wrong with an entry, "" for nothing; without a record of it, only its form is checked."""
     try:
+        if not entry.size:
+            return "it is empty: a run was killed while it was written"
         if entry.path.name.endswith(_CPU_ENDING):
             with entry.path.open("rb") as stream:
                 first, body = stream.readline(), stream.read()

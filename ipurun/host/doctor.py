@@ -245,7 +245,8 @@ def _cache(folders: Sequence[Path]) -> List[Check]:
     text = f"{len(found)} executables, {sum(entry.size for entry in found) / 1e6:.1f} MB in {present[0]}"
     empty = [entry for entry in found if not entry.size]
     if empty:
-        return [Check("cache", WARNING, f"{text}; {len(empty)} of them empty", "ipurun cache verify sets them aside")]
+        fix = f"`ipurun cache verify` sets empty files aside, such as {empty[0].path}"
+        return [Check("cache", WARNING, f"{text}; {len(empty)} of them empty", fix)]
     return [Check("cache", OK, text)]
 
 
