@@ -22,8 +22,10 @@ if TYPE_CHECKING:
         train,
         validate,
     )
+    from ipurun.training.callbacks import Callback
 
 __all__ = [
+    "Callback",
     "ConfigError",
     "Evaluated",
     "IpurunError",

@@ -22,6 +22,8 @@ __all__ = [
     "TopKAccuracy",
 ]
 
+_AVERAGES = ("ema_", "tail_")  # begin the names of metrics of averaged weights
+
 
 class Metric:
     """A metric that is a sum over items divided by their number.
@@ -212,6 +214,7 @@ class MetricSet:
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = dict(metrics)
+        self.directions: Dict[str, bool] = {}  # of metrics that callbacks add: whether higher is better
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -241,6 +244,11 @@ class MetricSet:
 
     def higher_is_better(self, name: str) -> bool:
         """Return the direction of a metric: as it declares, else higher is better, except for the loss."""
+        if name in self.directions:
+            return self.directions[name]
+        for prefix in _AVERAGES:
+            if name not in self._metrics and name.startswith(prefix):
+                name = name[len(prefix) :]
         metric = self._metrics.get(name)
         declared = getattr(metric, "higher_is_better", None)
         return bool(declared) if declared is not None else name != "loss"

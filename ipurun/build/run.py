@@ -27,6 +27,7 @@ from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
 from ipurun.metrics import MetricSet
 from ipurun.planning.plan import ParameterGroup, Plan
+from ipurun.planning.steps import most_eval_samples
 from ipurun.schedules import Schedule
 
 __all__ = ["Run", "build_run", "collate_of"]
@@ -202,7 +203,7 @@ def _build(
             config.loader,
             plan.inference,
             collate,
-            config.eval.max_samples,
+            most_eval_samples(config, plan.inference),
             skipped if skipped.covers(name) else None,
         )
         for name, data in splits.items()

@@ -178,6 +178,8 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     if summary.best is not None:
         at = "" if summary.best_step is None else f" at step {count(summary.best_step)}"
         rows.append(("best", f"{summary.monitor} {metric(summary.best)}{at}"))
+    if summary.stop_reason:
+        rows.append(("stopped", summary.stop_reason))
     rows.append(("speed", f"{count(summary.samples_per_second)} samples/s, excluding compilation"))
     rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
     if summary.rollbacks:
@@ -244,7 +246,7 @@ def _executables(cache_dir: Optional[str]) -> FrozenSet[str]:
 
 def _time_split(seconds: Mapping[str, float]) -> str:
     kinds = [kind for kind in ("compile", "train", "eval", "checkpoint", "data_wait") if kind in seconds]
-    kinds += ["recovery"] if seconds.get("recovery") else []
+    kinds += [kind for kind in ("averaging", "recovery") if seconds.get(kind)]
     return ", ".join(f"{kind.replace('_', ' ')} {duration(seconds[kind])}{_saving(kind, seconds)}" for kind in kinds)
 
 

@@ -27,6 +27,7 @@ from ipurun.runs.folder import RunFolder
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun
 from ipurun.runs.reload import skipped_notes
+from ipurun.training.callbacks import make_callbacks
 from ipurun.training.events import Note, Observer, Summary
 from ipurun.training.loop import train
 
@@ -119,7 +120,10 @@ def _train_in(
             for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
                 console.on_note(Note(note, level="warning"))
         observers = [*consoles, *_loggers(point, folder)]
-        summary = _guarded(lambda: train(run, folder, observers, checkpoint, deadline), folder, screen, log, point)
+        callbacks = make_callbacks(point.config.callbacks)
+        summary = _guarded(
+            lambda: train(run, folder, observers, checkpoint, deadline, callbacks=callbacks), folder, screen, log, point
+        )
         for console in consoles:
             console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
     return summary

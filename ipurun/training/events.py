@@ -142,14 +142,15 @@ class Summary:
         best: Its best value.
         best_step: Weight updates done when it was reached.
         samples_per_second: Mean throughput of this process.
-        seconds: Wall time by kind: compile, train, data_wait, eval, checkpoint, recovery, total; and checkpoint_write,
-            which passes in the background.
+        seconds: Wall time by kind: compile, train, data_wait, eval, checkpoint, recovery, averaging, total; and
+            checkpoint_write, which passes in the background.
         checkpoint: Path of the newest checkpoint.
         best_checkpoint: Path of the best one.
         resume_command: The command that resumes the run.
         rollbacks: How often the run returned to an earlier step.
         skipped_samples: Indices of the training samples that could not be read.
         skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
+        stop_reason: Why the run ended before its planned end: early stopping, or what a callback gave.
     """
 
     status: str
@@ -169,6 +170,7 @@ class Summary:
     rollbacks: int = 0
     skipped_samples: Tuple[int, ...] = ()
     skipped_eval_samples: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
+    stop_reason: str = ""
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""

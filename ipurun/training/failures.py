@@ -10,7 +10,7 @@ from typing import Callable, Optional
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["DeviceFault", "explained"]
+__all__ = ["DeviceFault", "explained", "where_raised"]
 
 _REMOTE = "Original Traceback"
 _RESETS = {
@@ -98,7 +98,7 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
         )
     return RunError(
         f"{doing} failed",
-        where=_where(error),
+        where=where_raised(error),
         seen=_one_line(error),
         fix=f"--debug shows the whole traceback; then {then()}",
     )
@@ -112,7 +112,7 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _where(error: BaseException) -> str:
+def where_raised(error: BaseException) -> str:
     """Return the innermost line that is neither PyTorch's nor ipurun's: most likely the user's."""
     remote = re.findall(r'File "([^"]+)", line (\d+)', str(error)) if _REMOTE in str(error) else []
     if remote:

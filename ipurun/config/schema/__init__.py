@@ -8,11 +8,21 @@ from ipurun.config.schema.device import (
     TensorLocationConfig,
 )
 from ipurun.config.schema.option import Key, walk_keys
-from ipurun.config.schema.run import CustomOpsConfig, LoaderConfig, LossConfig, RunConfig, SweepConfig
+from ipurun.config.schema.run import (
+    AveragingConfig,
+    CustomOpsConfig,
+    EarlyStoppingConfig,
+    LoaderConfig,
+    LossConfig,
+    RunConfig,
+    SweepConfig,
+)
 
 __all__ = [
+    "AveragingConfig",
     "CacheConfig",
     "CustomOpsConfig",
+    "EarlyStoppingConfig",
     "Key",
     "LoaderConfig",
     "LossConfig",
