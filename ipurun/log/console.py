@@ -27,6 +27,7 @@ from ipurun.training.events import (
     CompileEnd,
     CompileStart,
     EvalEnd,
+    InferenceProgress,
     Note,
     Observer,
     RolledBack,
@@ -95,6 +96,12 @@ class Console(Observer):
         fraction = event.step / event.total_steps if event.total_steps else None
         if self._screen.wants_live(fraction):
             self._screen.live(live_parts(event, self._saved_step), fraction)
+
+    def on_inference(self, event: InferenceProgress) -> None:
+        fraction = event.samples / event.total_samples if event.total_samples else None
+        if self._screen.wants_waiting():
+            total = "" if event.total_samples is None else f" of {count(event.total_samples)}"
+            self._screen.waiting(f"{event.split}: {count(event.samples)}{total} samples", fraction)
 
     def on_eval(self, event: EvalEnd) -> None:
         values = "  ".join(f"{name} {metric(value)}" for name, value in event.metrics.items())

@@ -154,6 +154,9 @@ def _smaller(batch: BatchSizes, samples: int) -> str:
 
 
 def _total_calls(config: RunConfig, batch: BatchSizes, per_epoch: Optional[int], found: Findings) -> Optional[int]:
+    if config.limit.calls is not None:
+        found.note(f"limit.calls={config.limit.calls}: training ends then, whatever epochs and max_steps say")
+        return config.limit.calls
     by_epochs = None
     if per_epoch is not None and (config.epochs is not None or config.max_steps is None):
         by_epochs = per_epoch * (1 if config.epochs is None else config.epochs)

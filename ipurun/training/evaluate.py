@@ -12,7 +12,7 @@ import torch
 from ipurun.build import Run
 from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
-from ipurun.training.events import CompileEnd, CompileStart, Note, Observer
+from ipurun.training.events import CompileEnd, CompileStart, InferenceProgress, Note, Observer
 from ipurun.training.failures import explained
 from ipurun.training.interrupts import WaitStoppedError
 
@@ -168,6 +168,7 @@ def _inference_calls(
         run.enter_inference()
     loader = run.eval_loaders[split]
     batches = iter(loader)
+    done = 0
     while True:
         # Reading in this process may change the random state, and must come to its end.
         with explain(f"reading the split `{split}`"), waiting() if loader.uses_processes else contextlib.nullcontext():
@@ -179,6 +180,8 @@ def _inference_calls(
         args, kwargs = as_call(batch)
         with explain("running inference"):
             result = run.inference_model(*args, **kwargs)
+        done += real
+        observer.on_inference(InferenceProgress(str(split), done, loader.most_samples))
         yield _InferenceCall(batch, result, real, compiling)
 
 

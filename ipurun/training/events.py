@@ -10,6 +10,7 @@ __all__ = [
     "CompileEnd",
     "CompileStart",
     "EvalEnd",
+    "InferenceProgress",
     "Note",
     "Observer",
     "Observers",
@@ -89,6 +90,14 @@ class StepEnd(NamedTuple):
     total_steps: Optional[int]
     logged: bool = True
     checkpoint: Optional[str] = None
+
+
+class InferenceProgress(NamedTuple):
+    """A host call of an evaluation or prediction is done. ``total_samples`` is None for a stream."""
+
+    split: str
+    samples: int
+    total_samples: Optional[int]
 
 
 @dataclass(frozen=True)
@@ -198,6 +207,9 @@ class Observer:
     def on_step(self, event: StepEnd) -> None:
         """Handle the end of a host call."""
 
+    def on_inference(self, event: InferenceProgress) -> None:
+        """Handle the end of a host call of an evaluation or prediction."""
+
     def on_eval(self, event: EvalEnd) -> None:
         """Handle the end of an evaluation."""
 
@@ -239,6 +251,10 @@ class Observers(Observer):
     def on_step(self, event: StepEnd) -> None:
         for observer in self._all:
             observer.on_step(event)
+
+    def on_inference(self, event: InferenceProgress) -> None:
+        for observer in self._all:
+            observer.on_inference(event)
 
     def on_eval(self, event: EvalEnd) -> None:
         for observer in self._all:

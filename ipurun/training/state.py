@@ -177,7 +177,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, averaging: AveragingConfig) -> Progress:
+def load_weights(model: nn.Module, checkpoint: Checkpoint, averaging: Optional[AveragingConfig] = None) -> Progress:
     """Load a checkpoint's weights, or their average, into a model, for evaluation and prediction.
 
     Raises:
@@ -186,7 +186,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, averaging: AveragingC
     """
     state = load(checkpoint)
     weights = state["model"]
-    if averaging.evaluate == "average":
+    if averaging is not None and averaging.evaluate == "average":
         average = state.get("average")
         if not average:
             raise ConfigError(

@@ -3,6 +3,7 @@ import torch
 from recipe_runs import assert_learns, assert_same_training, checked_sample, parameters_of
 from torch.nn import functional
 
+import ipurun
 from ipurun.config.compose import one
 from ipurun.errors import ConfigError
 from ipurun.recipes.gpt.dataset import CHARACTERS, decode, encode, splits
@@ -147,3 +148,14 @@ def test_training_over_several_ipus_equals_plain_torch(layout):
 @pytest.mark.usefixtures("empty_folder")
 def test_it_learns_to_write():
     assert_learns(["+recipe=gpt"], steps=60, falls_by=1.2)
+
+
+def test_text_is_written_at_each_evaluation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["eval.every_steps=2", "eval.max_samples=8", "callbacks.text_samples.length=5", "averaging.every_calls=1"]
+    result = ipurun.train("gpt", max_steps=4, threads=1, overrides=words, quiet=True)
+    written = sorted((result.folder / "samples").iterdir())
+    assert [file.name for file in written] == ["step-00000002.txt", "step-00000004.txt"]
+    assert all(file.read_text().startswith("Alice ") and len(file.read_text()) == 12 for file in written)
+    assert "ema_perplexity" in result.metrics
+    assert written[0].read_text() != written[1].read_text()

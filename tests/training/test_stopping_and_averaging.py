@@ -299,6 +299,11 @@ def test_limits_end_epochs_and_evaluations_early(tmp_path: Path) -> None:
     assert set(run.train_loader._data.loaded) == set(range(16))  # each epoch begins again
 
 
+def test_a_limit_on_calls_replaces_epochs_and_steps(tmp_path: Path) -> None:
+    _, summary, _ = trained(tmp_path, limit__calls=5, limit__train_calls=1, epochs=2, max_steps=3, device_iterations=2)
+    assert (summary.step, summary.epoch) == (10, 5)
+
+
 def test_limited_epochs_resume_exactly(tmp_path: Path) -> None:
     _equal_when_resumed(tmp_path, 5, limit__train_calls=3, epochs=3)
 

@@ -171,6 +171,9 @@ class AveragingConfig:
 class LimitConfig:
     """Limits for a quick look; debug=fast and debug=overfit set them."""
 
+    calls: Optional[int] = option(
+        None, "Host calls of the whole training; epochs and max_steps then do not count.", minimum=1
+    )
     train_calls: Optional[int] = option(None, "Host calls of a training epoch, at most.", minimum=1)
     eval_calls: Optional[int] = option(None, "Host calls of an evaluation or prediction, at most.", minimum=1)
 
