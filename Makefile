@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 VENV := .venv
 SDK_VENV := .venv-sdk
+EXTRAS_VENV := .venv-extras
+LIGHTNING_VENV := .venv-lightning
 BIN := $(VENV)/bin
 # What users see is tested with one thread per process: the suite starts many processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
@@ -22,10 +24,10 @@ endef
 INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk test-wheel bench bench-planner lint typecheck format docs wheel clean
+.PHONY: help dev run test test-sdk test-extras test-wheel bench bench-lightning bench-planner lint typecheck format docs wheel clean
 
 help:  ## List the targets.
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-14s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-15s %s\n", $$1, $$2}'
 
 dev: $(VENV)/.test $(VENV)/.lint  ## Set up .venv with everything; again only when pyproject.toml or constraints.txt change.
 
@@ -65,6 +67,22 @@ $(SDK_VENV)/.test: pyproject.toml constraints.txt
 	$(SDK_VENV)/bin/python $(INSTALL) '.[test]'; \
 	touch $@
 
+# Traces are opened in Chromium if it is installed or CHROMIUM names it (TRACE_VIEWER: an HTML file for builds without chrome://tracing).
+test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics and files of the extras with the real libraries, on Python 3.11, and traces in Chromium.
+	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras
+	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest -rs tests/profiling/test_chromium.py
+
+$(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
+	@$(FIND_PYTHON); python="$${PYTHON:-$$(find_python 3.11)}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python 3.11 with venv found: install one or name it with make PYTHON=/path/to/python"; exit 1; \
+	fi; \
+	set -ex; \
+	"$$python" -m venv $(EXTRAS_VENV); \
+	$(EXTRAS_VENV)/bin/python -m pip install -qq --upgrade pip; \
+	$(EXTRAS_VENV)/bin/python -m pip install -qq --constraint constraints-extras.txt --constraint constraints.txt --editable '.[test-extras]'; \
+	touch $@
+
 test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found; only CUDA builds of torch may be on offer, several GB each.
 	@$(FIND_PYTHON); folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; wheel=$$(ls $$PWD/dist/*.whl); \
 	for version in $(sort $(PYTHONS)); do \
@@ -81,10 +99,27 @@ test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found
 	done; \
 	echo; cat $$folder.results; rm $$folder.results; exit $${failed:-0}
 
-bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, the training loop, and how quickly commands answer.
+bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, half precision, both starts of a compile, the training loop, how quickly commands answer, and what grows.
 	$(BIN)/python tests/bench/engine.py
+	$(BIN)/python tests/bench/half.py
+	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/loop.py
 	$(BIN)/python tests/bench/commands.py
+	$(BIN)/python tests/bench/growth.py
+
+bench-lightning: $(LIGHTNING_VENV)/.installed  ## Measure whole runs beside Lightning, in an environment that has it.
+	OMP_NUM_THREADS=1 $(LIGHTNING_VENV)/bin/python tests/bench/beside_lightning.py
+
+$(LIGHTNING_VENV)/.installed: pyproject.toml constraints.txt
+	@$(FIND_PYTHON); python="$(PYTHON)"; python="$${python:-$$(find_python 3.11 3.12 3.13 3.10)}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python 3.10 to 3.13 with venv found: install one, 3.11 for example, or name it with make PYTHON=/path/to/python"; exit 1; \
+	fi; \
+	set -ex; \
+	"$$python" -m venv $(LIGHTNING_VENV); \
+	$(LIGHTNING_VENV)/bin/python -m pip install -qq --upgrade pip; \
+	$(LIGHTNING_VENV)/bin/python $(INSTALL) . 'lightning==2.6.*'; \
+	touch $@
 
 bench-planner: $(VENV)/.installed  ## Compare the planner with published runs that it was not fitted to.
 	$(BIN)/python tests/bench/planner.py
@@ -110,5 +145,5 @@ wheel: $(VENV)/.installed  ## Build the wheel into dist/.
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## Remove everything that is generated, environments included.
-	rm -rf $(VENV) $(SDK_VENV) build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
+	rm -rf $(VENV) $(SDK_VENV) $(EXTRAS_VENV) $(LIGHTNING_VENV) build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

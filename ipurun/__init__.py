@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from ipurun.errors import ConfigError, IpurunError, Problem, RunError
     from ipurun.interface import (
         Evaluated,
+        Exported,
         PlanReport,
         Predicted,
         Result,
         evaluate,
+        export,
         load,
         plan,
         predict,
@@ -28,6 +30,7 @@ __all__ = [
     "Callback",
     "ConfigError",
     "Evaluated",
+    "Exported",
     "IpurunError",
     "PlanReport",
     "Predicted",
@@ -35,6 +38,7 @@ __all__ = [
     "Result",
     "RunError",
     "evaluate",
+    "export",
     "load",
     "plan",
     "predict",

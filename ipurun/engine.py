@@ -12,15 +12,17 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Dict, Optional
 
+from ipurun.config.secrets import mask_word
 from ipurun.errors import ConfigError
 
-__all__ = ["Engine", "check_environment", "load", "probe"]
+__all__ = ["Engine", "check_environment", "load", "probe", "watched_variables"]
 
 _EMULATOR = "ipurun.emulator"
 _LARGEST_ATTACHABLE = 64
 _NEEDED = ("Options", "DataLoader", "trainingModel", "ipuHardwareIsAvailable")
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 _OLD_LOG_LEVELS = ("TRACE_ALL", "DEBUG_IR")
+_WATCHED = ("POPTORCH_", "POPART_", "POPLAR_", "POPRUN_", "PVTI_", "IPUOF_", "GCDA_", "IPURUN_")
 # PopTorch's modules while the emulator has their names. They cannot be imported twice: their core is native code.
 _set_aside: Dict[str, ModuleType] = {}
 
@@ -42,11 +44,12 @@ class Engine:
     available_ipus: Optional[int] = None
 
 
-def load(choice: str) -> Engine:
+def load(choice: str, offline: bool = False) -> Engine:
     """Find and import the engine of a run.
 
     Args:
         choice: ``ipu``, ``ipu_model``, ``cpu``, or ``auto``: hardware if available, else the CPU.
+        offline: Only compile: PopTorch is enough, any number of IPUs will do, and none is needed.
 
     Raises:
         ConfigError: If the engine is not available.
@@ -59,6 +62,8 @@ def load(choice: str) -> Engine:
     poptorch = _import_poptorch(choice)
     if choice == "ipu_model":
         return Engine(poptorch, "ipu_model", f"PopTorch {_version(poptorch)}")
+    if offline:
+        return Engine(poptorch, "ipu", f"PopTorch {_version(poptorch)}")
     ipus = _count_ipus(poptorch)
     if ipus:
         return Engine(poptorch, "ipu", f"PopTorch {_version(poptorch)}", ipus)
@@ -102,9 +107,17 @@ def probe() -> Dict[str, Any]:
     found.update(_probe_poptorch())
     found["engine"] = "ipu" if found["ipus"] else "cpu"
     found["sdk"] = os.environ.get("POPLAR_SDK_ENABLED") or None
-    watched = ("POPTORCH_", "POPLAR_", "PVTI_", "IPUOF_", "IPURUN_")
-    found["environment"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(watched)}
+    found["environment"] = watched_variables()
     return found
+
+
+def watched_variables() -> Dict[str, str]:
+    """Return the environment variables that Graphcore's libraries or ipurun read, without secrets."""
+    return {
+        name: mask_word(f"{name}={value}").partition("=")[2]
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_WATCHED)
+    }
 
 
 def _probe_poptorch() -> Dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -21,22 +21,30 @@ from ipurun.training.callbacks import Callback
 from ipurun.training.events import Summary
 
 if TYPE_CHECKING:
+    from ipurun.build.cached_executables import Prospect
     from ipurun.config.compose import Point
     from ipurun.estimate.advice import PlanEstimate
     from ipurun.estimate.search import Solution
     from ipurun.planning.artifacts import CacheState
     from ipurun.planning.plan import Plan
+    from ipurun.runs.bench import BenchReport
+    from ipurun.runs.compile import CompiledJob
     from ipurun.runs.prepare import PreparedRun
     from ipurun.runs.reload import LoadedModel, LoadedRun
 
 __all__ = [
     "Callback",
     "Evaluated",
+    "Exported",
     "PlanReport",
     "Predicted",
     "Result",
+    "bench_words",
     "check_words",
+    "compile_words",
     "evaluate",
+    "export",
+    "explain_cache_words",
     "load",
     "plan",
     "plan_words",
@@ -186,14 +194,16 @@ class Evaluated:
     metrics: Dict[str, float]
     seconds: float
     left_out: Tuple[int, ...] = ()
+    matrices: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        from ipurun.log.format import duration, metric, plural
+        from ipurun.log.format import duration, matrix_lines, metric, plural
 
         values = "  ".join(f"{key} {metric(value)}" for key, value in self.metrics.items())
         left_out = f", {len(self.left_out):,} left out" if self.left_out else ""
         how = f"[{plural(self.samples, 'sample')}{left_out}, {duration(self.seconds)}]"
-        return f"step {self.step:,} on {self.split}: {values}  {how}"
+        tables = [line for name, matrix in self.matrices.items() for line in matrix_lines(name, matrix)]
+        return "\n".join([*tables, f"step {self.step:,} on {self.split}: {values}  {how}"])
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the document of `ipurun eval --json`."""
@@ -204,6 +214,7 @@ class Evaluated:
 class Predicted:
     """Outputs of a run's weights for a split: `outputs` has one row per sample, in the order of the data.
 
+    `columns` has what was asked for by name, in this order: ``index``, ``input``, ``target``, ``output``.
     `left_out` has the indices of samples that could not be read (`loader.on_error=skip`): they have no row.
     """
 
@@ -213,6 +224,48 @@ class Predicted:
     split: str
     outputs: Any
     left_out: Tuple[int, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The weights that were written; `str` gives what `ipurun export` prints.
+
+    Args:
+        folder: The run folder.
+        checkpoint: The checkpoint that the weights are from.
+        step: Number of weight updates that produced them.
+        files: The weights, and the config of transformers where a folder was asked for.
+        tensors: Number of tensors.
+        parameters: Number of values.
+        size: Bytes of the weights.
+        warnings: What looks wrong about them.
+    """
+
+    folder: Path
+    checkpoint: Path
+    step: int
+    files: Tuple[Path, ...]
+    tensors: int
+    parameters: int
+    size: int
+    warnings: Tuple[str, ...]
+
+    def __str__(self) -> str:
+        from ipurun.log.format import plural, size_text
+
+        what = f"{plural(self.tensors, 'tensor')}, {plural(self.parameters, 'value')}, {size_text(self.size)}"
+        return f"step {self.step:,}: {what} in {', '.join(map(str, self.files))}"
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return the document of `ipurun export --json`."""
+        return {
+            **vars(self),
+            "folder": str(self.folder),
+            "checkpoint": str(self.checkpoint),
+            "files": [str(file) for file in self.files],
+            "warnings": list(self.warnings),
+        }
 
 
 def train(
@@ -329,7 +382,8 @@ def evaluate(
         found = evaluate_run(loaded.run, console, name)
     assert found is not None  # only an interrupt stops it, and that is an exception here
     where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
-    return Evaluated(*where, found.split, found.samples, found.metrics, found.seconds, found.left_out)
+    details = (found.seconds, found.left_out, found.matrices)
+    return Evaluated(*where, found.split, found.samples, found.metrics, *details)
 
 
 def predict(
@@ -339,15 +393,79 @@ def predict(
     best: bool = False,
     overrides: Sequence[str] = (),
     quiet: bool = False,
+    columns: Sequence[str] = ("output",),
 ) -> Predicted:
-    """Compute the outputs of a run's weights for every sample of a split; arguments as for `evaluate`."""
+    """Compute the outputs of a run's weights for every sample of a split; arguments as for `evaluate`.
+
+    Args:
+        run: As for `load`, as are `checkpoint`, `best` and `overrides`.
+        split: As for `evaluate`.
+        checkpoint: One of its checkpoints.
+        best: Take the best checkpoint.
+        overrides: Changes to the config of the run.
+        quiet: Show nothing on standard output.
+        columns: What else to return: ``index``, ``input`` and ``target`` of each sample.
+    """
     with _reloaded("predict", run, checkpoint, best, overrides, split, quiet) as (loaded, name, console):
         from ipurun.training.evaluate import gathered
         from ipurun.training.evaluate import predict as predict_run
 
-        outputs = gathered(predict_run(loaded.run, name, console))
+        wanted = tuple(dict.fromkeys(["index", *columns, "output"]))
+        total = loaded.run.eval_loaders[name].samples
+
+        def shown() -> Iterator[Any]:
+            for part in predict_run(loaded.run, name, console, wanted):
+                console.show_progress("predicting", int(part["index"][-1]) + 1, total, "sample")
+                yield part
+
+        found = gathered(shown()) or {"output": None}
         left_out = loaded.run.eval_loaders[name].left_out
-    return Predicted(loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step, name, outputs, left_out)
+    where = (loaded.folder.path, loaded.checkpoint.path, loaded.checkpoint.step)
+    kept = {column: value for column, value in found.items() if column in columns}
+    return Predicted(*where, name, found["output"], left_out, kept)
+
+
+def export(
+    run: PathLike,
+    out: Optional[PathLike] = None,
+    checkpoint: Optional[PathLike] = None,
+    best: bool = False,
+    half: bool = False,
+    overrides: Sequence[str] = (),
+    quiet: bool = False,
+) -> Exported:
+    """Write the weights of a run as safetensors, as `ipurun export` does; neither data nor devices are needed.
+
+    Args:
+        run: As for `load`, as are `checkpoint`, `best` and `overrides`.
+        out: A file that ends in ``.safetensors``, or a folder that transformers loads; None: in the run folder.
+        checkpoint: One of its checkpoints.
+        best: Take the best checkpoint.
+        half: Write floating-point weights in float16.
+        overrides: Changes to the config of the run.
+        quiet: Show nothing on standard output.
+    """
+    with _one_call(overrides):
+        from ipurun.log.screen import make_screen
+        from ipurun.runs.export import export_run
+        from ipurun.runs.folder import RunFolder
+
+        folder = RunFolder.open(os.fspath(run))
+        screen = make_screen(sys.stdout, quiet)
+        screen.begin(f"exporting {folder}")
+        try:
+            done = export_run(
+                folder,
+                _listed(overrides),
+                _text(out),
+                _text(checkpoint),
+                best,
+                half,
+                lambda written, total: screen.phase("", written / max(total, 1)),
+            )
+        finally:
+            screen.close()
+    return Exported(folder.path, **vars(done))
 
 
 def train_words(
@@ -415,6 +533,91 @@ def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[Pa
 
             prepared = [prepare(found.points[0], Purpose.PLAN)]
         return [_report(item, words, solve, calibrate) for item in prepared]
+
+
+def compile_words(
+    words: Sequence[str], ipu_version: int = 2, export: Optional[PathLike] = None, quiet: bool = False
+) -> CompiledJob:
+    """Compile what the words of a command line describe for training and inference, without a device.
+
+    Args:
+        words: Overrides and Hydra's flags.
+        ipu_version: The kind of IPU to compile for: 2 for Mk2, 21 for Mk2 with FP8, 1 for Mk1.
+        export: A file to write instead of the cache.
+        quiet: Show nothing on standard output.
+    """
+    with _one_call(words):
+        from ipurun.inspect.facts import Purpose
+        from ipurun.log.screen import make_screen
+        from ipurun.runs.compile import compile_job
+        from ipurun.runs.prepare import prepare
+
+        point = _point_to_train([*words, f"options.useOfflineIpuTarget={ipu_version}"])
+        prepared = prepare(point, Purpose.COMPILE)
+        with _environment_kept(prepared.plan), _threads_kept():
+            _set_environment(prepared.plan)
+            screen = make_screen(sys.stdout, quiet)
+            try:
+                return compile_job(prepared, screen, None if export is None else Path(os.fspath(export)))
+            finally:
+                screen.close()
+
+
+def explain_cache_words(words: Sequence[str]) -> Tuple[Plan, List[Prospect]]:
+    """Return the plan of the words of a command line, and what the executable cache would do for it."""
+    with _one_call(words):
+        from ipurun.build.cached_executables import explain_cache
+        from ipurun.runs.prepare import prepare
+
+        prepared = prepare(_point_to_train(words))
+        found = explain_cache(prepared.point.config, prepared.plan, prepared.inspected, prepared.engine)
+        return prepared.plan, found
+
+
+def bench_words(
+    words: Sequence[str],
+    seconds: float = 5.0,
+    ladder: Optional[Sequence[int]] = None,
+    report: Callable[[str], None] = lambda text: None,
+    set_environment: Optional[Callable[[Plan], None]] = None,
+) -> BenchReport:
+    """Measure the config of a command line; nothing is written.
+
+    Args:
+        words: Overrides and Hydra's flags.
+        seconds: Time for each measurement.
+        ladder: Numbers of device_iterations to try beside the configured one; None: 1, 2, 4 and 8.
+        report: Called with what is being measured.
+        set_environment: As for `train_words`.
+    """
+    with _one_call(words):
+        _refuse_sweep(words)
+        from ipurun.config.compose import points
+        from ipurun.inspect.facts import Purpose
+        from ipurun.runs.bench import DEFAULT_LADDER, bench
+        from ipurun.runs.prepare import prepare
+
+        prepared = prepare(points(words, "bench").points[0], Purpose.RUN)
+        # Estimated first: measuring trains the model, and its memory is needed then.
+        report("the planner's estimate for IPUs")
+        estimate = _speed_estimate(prepared, words)
+        with _environment_kept(prepared.plan), _threads_kept():
+            (set_environment or _set_environment)(prepared.plan)
+            measured = bench(prepared, seconds, DEFAULT_LADDER if ladder is None else ladder, report)
+        measured.estimate = estimate
+        return measured
+
+
+def _speed_estimate(prepared: PreparedRun, words: Sequence[str]) -> Dict[str, Any]:
+    planned = _report(prepared, words, False, None)
+    if planned.estimate is None:
+        return {"why": "" if planned.no_estimate is None else planned.no_estimate.what}
+    time_of_update = planned.estimate.estimate.time
+    return {
+        "samples_per_second": time_of_update.samples_per_second,
+        "host_bound": time_of_update.host_bound,
+        "machine": prepared.point.config.machine.name,
+    }
 
 
 def check_words(words: Sequence[str]) -> List[Tuple[str, List[Problem]]]:
@@ -574,26 +777,19 @@ def _refuse_sweep(words: Sequence[str]) -> None:
 
 def _report(prepared: PreparedRun, words: Sequence[str], solve: bool, calibrate: Optional[PathLike]) -> PlanReport:
     from ipurun.build.cached_executables import look_into_cache
-    from ipurun.config.compose import with_words
     from ipurun.estimate import plan_estimate
-    from ipurun.inspect.facts import Purpose
-    from ipurun.runs.prepare import prepare
+    from ipurun.runs.compile import estimable
 
-    def planned(item: PreparedRun) -> plan_estimate.PlannedConfig:
-        return plan_estimate.PlannedConfig(item.point.config, item.plan, item.inspected)
-
-    def replan(overrides: Sequence[str]) -> plan_estimate.PlannedConfig:
-        return planned(prepare(with_words(prepared.point, overrides), Purpose.PLAN, prepared))
-
-    config, promises = prepared.point.config, plan_estimate.Promises(replan)
+    config = prepared.point.config
+    planned, promises = estimable(prepared)
     try:
-        found = plan_estimate.estimate_plan(planned(prepared), promises)
+        found = plan_estimate.estimate_plan(planned, promises)
         cache = look_into_cache(config, prepared.plan, prepared.inspected, prepared.engine)
     except ConfigError as error:
         if solve or calibrate is not None:
             raise
         return PlanReport(prepared.plan, None, error.problems[0], None, [], None, words)
-    solutions, unsolved = plan_estimate.solve(planned(prepared), found, promises) if solve else (None, "")
+    solutions, unsolved = plan_estimate.solve(planned, found, promises) if solve else (None, "")
     calibrated = [] if calibrate is None else plan_estimate.calibrated_words(found, Path(calibrate))
     return PlanReport(prepared.plan, found, None, solutions, calibrated, cache, words, unsolved)
 

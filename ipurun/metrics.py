@@ -13,6 +13,8 @@ __all__ = [
     "F1",
     "Accuracy",
     "BinaryAccuracy",
+    "ConfusionMatrix",
+    "Matrix",
     "MeanAbsoluteError",
     "MeanSquaredError",
     "Metric",
@@ -23,6 +25,9 @@ __all__ = [
 ]
 
 _AVERAGES = ("ema_", "tail_")  # begin the names of metrics of averaged weights
+
+
+Matrix = List[List[float]]
 
 
 class Metric:
@@ -151,11 +156,19 @@ class Perplexity(Metric):
 
 
 class F1(Metric):
-    """F1 score averaged over the classes that occur (macro average)."""
+    """F1 score averaged over the classes that occur (macro average), or of each class.
 
-    def __init__(self, ignore_index: Optional[int] = None) -> None:
+    Args:
+        ignore_index: Targets with this value are ignored.
+        average: ``macro``, or ``none`` for the score of each class as well.
+    """
+
+    def __init__(self, ignore_index: Optional[int] = None, average: str = "macro") -> None:
         super().__init__()
+        if average not in ("macro", "none"):
+            raise ValueError(f"average is macro or none, not {average}")
         self.ignore_index = ignore_index
+        self.average = average
         self._counts: Dict[int, List[int]] = {}
 
     def reset(self) -> None:
@@ -173,10 +186,42 @@ class F1(Metric):
             seen[1] += int((predicted == number).sum())
             seen[2] += int((classes == number).sum())
 
-    def compute(self) -> float:
-        """Return the value over all batches."""
-        scores = [2 * hits / (predicted + actual) for hits, predicted, actual in self._counts.values()]
-        return sum(scores) / len(scores) if scores else math.nan
+    def compute(self) -> Any:
+        """Return the value over all batches; for each class a vector, with NaN for classes that do not occur."""
+        scores = {number: 2 * hits / (predicted + actual) for number, (hits, predicted, actual) in self._counts.items()}
+        if self.average == "macro":
+            return sum(scores.values()) / len(scores) if scores else math.nan
+        return torch.tensor([scores.get(number, math.nan) for number in range(max(scores, default=-1) + 1)])
+
+
+class ConfusionMatrix(Metric):
+    """How often each class (row) was taken for each class (column).
+
+    Args:
+        ignore_index: Targets with this value are ignored.
+    """
+
+    def __init__(self, ignore_index: Optional[int] = None) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self._counts = torch.zeros(0, 0, dtype=torch.int64)
+
+    def reset(self) -> None:
+        """Start over."""
+        self._counts = torch.zeros(0, 0, dtype=torch.int64)
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add one batch."""
+        scores, classes = _flat_scores(outputs, targets, self.ignore_index)
+        size = max(scores.shape[1], len(self._counts))
+        found = torch.bincount(classes * size + scores.argmax(dim=1), minlength=size * size).reshape(size, size)
+        before = len(self._counts)
+        found[:before, :before] += self._counts
+        self._counts = found
+
+    def compute(self) -> Any:
+        """Return the counts over all batches."""
+        return self._counts
 
 
 BUILT_IN: Mapping[str, type] = {
@@ -185,6 +230,7 @@ BUILT_IN: Mapping[str, type] = {
     "top5": TopKAccuracy,
     "binary_accuracy": BinaryAccuracy,
     "f1": F1,
+    "confusion_matrix": ConfusionMatrix,
     "mse": MeanSquaredError,
     "rmse": RootMeanSquaredError,
     "mae": MeanAbsoluteError,
@@ -214,6 +260,7 @@ class MetricSet:
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = dict(metrics)
+        self.matrices: Dict[str, Matrix] = {}  # what `compute` found that is a table rather than a number
         self.directions: Dict[str, bool] = {}  # of metrics that callbacks add: whether higher is better
 
     def __bool__(self) -> bool:
@@ -232,11 +279,21 @@ class MetricSet:
             metric.update(outputs, targets)
 
     def compute(self) -> Dict[str, float]:
-        """Return the value of each metric; one that returns a mapping becomes ``name/key`` values."""
+        """Return the value of each metric.
+
+        One that returns a mapping becomes ``name/key`` values. One with a value for each class becomes ``name/number``
+        values and ``name``, their mean without NaN. A table is kept in `matrices`.
+        """
         values: Dict[str, float] = {}
+        self.matrices = {}
         for name, metric in self._metrics.items():
             value = metric.compute()
-            if isinstance(value, Mapping):
+            if isinstance(value, torch.Tensor) and value.dim() == 2:
+                self.matrices[name] = value.tolist()
+            elif isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() != 1:
+                values[name] = float(value.float().nanmean())
+                values.update({f"{name}/{number}": float(item) for number, item in enumerate(value)})
+            elif isinstance(value, Mapping):
                 values.update({f"{name}/{key}": float(item) for key, item in value.items()})
             else:
                 values[name] = float(value)

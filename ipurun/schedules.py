@@ -5,17 +5,21 @@ from __future__ import annotations
 import collections
 import inspect
 import math
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from torch.optim import lr_scheduler
 
-__all__ = ["Schedule", "constant", "cosine", "lengths_to_fill", "linear"]
+from ipurun.errors import ConfigError
+
+__all__ = ["Schedule", "constant", "cosine", "lengths_to_fill", "linear", "polynomial", "warm_restarts"]
 
 # Parameters of schedulers that mean the length of the run, filled in from the plan if the config does not set them.
 _LENGTHS = ("total_steps", "T_max")
 # Values that schedulers may change.
 _CHANGING = ("lr", "momentum", "betas", "weight_decay")
+# What a scheduler derives from the length of the run: that of the present config holds, also after a resume.
+_FROM_LENGTH = (*_LENGTHS, "_schedule_phases")
 
 
 def cosine(
@@ -52,6 +56,65 @@ def constant(optimizer: torch.optim.Optimizer, warmup_steps: int = 0) -> lr_sche
     return _after_warmup(optimizer, warmup_steps + 1, warmup_steps, lambda done: 1.0)
 
 
+def polynomial(
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    power: float = 2.0,
+    final_factor: float = 0.0,
+) -> lr_scheduler.LambdaLR:
+    """Warm up linearly, then fall by a power of the share of the run that is left.
+
+    Args:
+        optimizer: Holds the full learning rate.
+        total_steps: Weight updates of the whole run, filled in by ipurun.
+        warmup_steps: Weight updates of the warm-up.
+        power: 1 is a straight line; above 1, most of the fall comes first.
+        final_factor: Share of the learning rate that remains at the end.
+    """
+
+    def factor(done: float) -> float:
+        return final_factor + (1 - final_factor) * (1 - done) ** power
+
+    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+
+
+def warm_restarts(
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    cycles: int = 4,
+    cycle_growth: float = 1.0,
+    final_factor: float = 0.0,
+) -> lr_scheduler.LambdaLR:
+    """Warm up linearly, then follow several half cosines, each from the full learning rate.
+
+    Args:
+        optimizer: Holds the full learning rate.
+        total_steps: Weight updates of the whole run, filled in by ipurun.
+        warmup_steps: Weight updates of the warm-up.
+        cycles: Number of half cosines.
+        cycle_growth: Length of each cycle, relative to the one before.
+        final_factor: Share of the learning rate that remains at the end of each.
+    """
+    if cycles < 1 or cycle_growth <= 0:
+        raise ValueError("cycles must be 1 or more, and cycle_growth above 0")
+    lengths = [cycle_growth**number for number in range(cycles)]
+
+    def factor(done: float) -> float:
+        position = done * sum(lengths)
+        for length in lengths[:-1]:
+            if position < length * (1 - 1e-9):  # a restart falls on a step, whatever the rounding
+                break
+            position -= length
+        else:
+            length = lengths[-1]
+        share = min(max(position / length, 0.0), 1.0)
+        return final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * share))
+
+    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+
+
 def lengths_to_fill(target: Any, given: Mapping[str, Any]) -> List[str]:
     """Return the parameters of a scheduler that mean the run's length and are not set in the config."""
     try:
@@ -78,11 +141,21 @@ class Schedule:
     Args:
         optimizer: The optimizer that the engine reads.
         factory: Makes the scheduler from the substitute; None keeps all values constant.
+        whole: An optimizer with all groups that are trained at some time; None: the same one.
+        places: Of those, the groups that `optimizer` has; None: all.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factory: Optional[Any] = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        factory: Optional[Any] = None,
+        whole: Optional[torch.optim.Optimizer] = None,
+        places: Optional[Sequence[int]] = None,
+    ) -> None:
         self._optimizer = optimizer
-        self._substitute = _SubstituteOptimizer(optimizer)
+        self._substitute = _SubstituteOptimizer(optimizer if whole is None else whole)
+        groups = self._substitute.param_groups
+        self._sources = groups if places is None else [groups[place] for place in places]
         self._scheduler = None if factory is None else factory(self._substitute)
         # Whether it advances with evaluation results instead of weight updates.
         self.waits_for_metric = isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
@@ -128,22 +201,38 @@ class Schedule:
         """Restore a state."""
         if self._scheduler is None or not state:
             return
-        self._scheduler.load_state_dict(dict(state["scheduler"]))
+        self._scheduler.load_state_dict(_without_lengths(state["scheduler"]))
         for group, values in zip(self._substitute.param_groups, state["groups"]):
             group.update(values)
         self._copy()
 
     def _copy(self) -> bool:
         changed = False
-        for group, source in zip(self._optimizer.param_groups, self._substitute.param_groups):
+        for group, source in zip(self._optimizer.param_groups, self._sources):
             for key in _CHANGING:
                 if key not in source or key not in group:
                     continue
                 value = source[key] * self._lr_factor if key == "lr" else source[key]
                 if group[key] != value:
+                    self._check_variable(key)
                     group[key] = value
                     changed = True
         return changed
+
+    def _check_variable(self, name: str) -> None:
+        """Refuse to change a value that the engine compiles in.
+
+        Raises:
+            ConfigError: It is a constant of the compiled program.
+        """
+        marks = getattr(self._optimizer, "variable_attrs", None)
+        if name == "lr" or (not marks.isConstant(name) if marks is not None else name != "betas"):
+            return
+        raise ConfigError(
+            f"`schedule` changes `{name}`, which PopTorch compiles in as a constant",
+            fix=f"optimizer.variable=[{name}]" if marks is not None else "optimizer._target_=poptorch.optim.AdamW",
+            key="schedule",
+        )
 
 
 class _SubstituteOptimizer(torch.optim.Optimizer):
@@ -190,6 +279,13 @@ class _Curve(lr_scheduler.LambdaLR):
         self._last_lr = [rate * curve(self.last_epoch) for rate, curve in zip(self.base_lrs, self.lr_lambdas)]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr):
             group["lr"] = lr
+
+
+def _without_lengths(state: Any) -> Any:
+    """Return a scheduler's state, and the states nested in it, without what follows from the length of the run."""
+    if isinstance(state, dict):
+        return {key: _without_lengths(value) for key, value in state.items() if key not in _FROM_LENGTH}
+    return [_without_lengths(value) for value in state] if isinstance(state, list) else state
 
 
 def _plain_part(state: Any) -> Any:

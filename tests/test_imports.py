@@ -94,20 +94,24 @@ FLOW = (
     "emulator",
     "errors",
     "files",
+    "executables",
     "module_search",
     "moved",
     "api",
     "config",
     "datasets",
     "engine",
+    "host",
     "metrics",
     "schedules",
     "inspect",
     "planning",
     "estimate",
-    "build",
     "checkpoint",
+    "weights",
+    "build",
     "training",
+    "profiling",
     "log",
     "runs",
     "sweep",
@@ -141,6 +145,12 @@ def test_a_plain_run_loads_no_estimate_and_no_sweep(tmp_path):
     )
     loaded = modules_after(program, tmp_path)
     assert [name for name in loaded if name.startswith(("ipurun.estimate", "ipurun.sweep"))] == []
+
+
+def test_validate_loads_nothing_that_only_a_run_needs(tmp_path):
+    program = "from ipurun.cli.main import main\nassert main(['validate', '+recipe=mnist', '--quiet']) == 0"
+    loaded = modules_after(program, tmp_path)
+    assert [name for name in loaded if name.startswith(("rich", "ipurun.build", "ipurun.training.loop"))] == []
 
 
 def called_name(node):

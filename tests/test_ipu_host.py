@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_rules import load_trace, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = ["data._target_=run_toys.pair", "loss.name=CrossEntropyLoss", "cache.enabled=false"]
@@ -163,6 +164,50 @@ def test_an_offline_target_is_refused_before_the_run(host, tmp_path: Path, key: 
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
 
 
+def test_hits_of_popart_are_judged_by_its_files_and_their_records(host, tmp_path: Path) -> None:
+    """PopART does not say whether it loaded an executable. Compiling apart needs PopTorch and no IPU."""
+    words = ["+recipe=mnist", "max_steps=1", "eval.max_samples=10", f"cache.dir={tmp_path}/cache", "devices=1"]
+    body = f"""
+import json, os
+from ipurun.interface import compile_words, explain_cache_words
+def run(*more):
+    cache = ipurun.train(overrides=[*{words!r}, *more]).cache
+    return [cache[mode]["state"] for mode in ("training", "inference")]
+os.environ["DOUBLE_IPUS"] = "0"
+made = [done.cache for done in compile_words([*{words!r}, "engine=ipu"], quiet=True).compiled.values()]
+os.environ["DOUBLE_IPUS"] = "8"
+asked = [each.state for each in explain_cache_words({words!r})[1]]
+changed = explain_cache_words([*{words!r}, "device_iterations=2"])[1][0]
+show([made, run(), run("seed=5", "optimizer.lr=0.1"), run("device_iterations=2"), asked, changed.differences])
+"""
+    made, first, second, changed, asked, differences = _script(host, body)
+    assert made == ["miss", "miss"] and asked == ["hit", "hit"]
+    assert first == second == ["hit", "hit"]
+    assert changed == ["miss", "miss"] and differences == [["device_iterations", 2, 1]]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "cache" / "about").glob("*.json")]
+    assert sorted((each["mode"], each["hits"]) for each in records if each["config"]["device_iterations"] == 1) == [
+        ("inference", 2),
+        ("training", 2),
+    ]
+    assert all(each["versions"]["poptorch"] == "PopTorch 3.4.0" for each in records)
+
+
+def test_an_error_of_poplar_comes_with_remedies(host) -> None:
+    body = """
+import os
+os.environ["DOUBLE_OUT_OF_MEMORY"] = "1"
+words = ["+recipe=mnist", "machine.tiles=4", "machine.tile_imbalance_bytes=1000", "machine.code_bytes_per_tile=1000"]
+try:
+    ipurun.train(overrides=[*words, "micro_batch_size=100", "cache.enabled=false", "devices=1"])
+except ipurun.RunError as error:
+    show(error.problems[0].to_dict())
+"""
+    problem = _script(host, body)
+    assert problem["what"] == "PopTorch failed while compiling the model for training"
+    assert "638976 bytes" in problem["seen"]
+    assert "what would help" in problem["fix"] and "micro_batch_size=" in problem["fix"]
+
+
 def test_dithering_reaches_poplar_as_a_text(host) -> None:
     body = """
 import poptorch
@@ -171,3 +216,22 @@ ipurun.train(overrides=words)
 show([value for what, value in poptorch.poptorch_core.sent if what == "options"][0])
 """
     assert _script(host, body)["convolutionOptions"] == {"partialsType": "half", "enableConvDithering": "true"}
+
+
+def test_a_profiled_run_logs_phases_and_sensors(host, tmp_path: Path) -> None:
+    reading = {"cards": [{"ipus": [{"id": "0", "ipu power": "101.5 W", "average board temp": "29.6 C"}]}]}
+    script = tmp_path / "gc-monitor"
+    script.write_text(f"#!/bin/sh\necho '{json.dumps(reading)}'\n")
+    script.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    words = ["train", "+recipe=mnist", "data=synthetic", "profile=trace", "max_steps=4"]
+    program = (
+        f"import os, sys\nos.environ['PATH'] = {path!r}\nfrom ipurun.cli.main import main\nsys.exit(main({words!r}))"
+    )
+    done = host("-c", program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "profile=graph records them" in done.stdout and "largest values: board celsius 29.6" in done.stdout
+    (folder,) = (tmp_path / "runs/mnist").iterdir()
+    rows = rows_of(load_trace(folder / "profile/trace.json"))
+    assert {group for group, _ in rows} == {"host"}
+    assert json.loads((folder / "ipus.jsonl").read_text().splitlines()[0])["power_watts"] == 101.5

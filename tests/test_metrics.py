@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -159,3 +161,54 @@ def test_monitor_is_the_first_metric_or_the_loss() -> None:
 def test_wrong_declarations(nodes: Any, part: str) -> None:
     (problem,) = check_metrics(nodes)
     assert part in problem.what
+
+
+def test_a_confusion_matrix_counts_what_was_taken_for_what() -> None:
+    found = make_metrics({"confusion_matrix": {}, "f1": {"average": "none"}, "accuracy": None}, "eval")
+    found.update(SCORES[:3], CLASSES[:3])
+    found.update(SCORES[3:], CLASSES[3:])
+    values = found.compute()
+    assert found.matrices == {"confusion_matrix": [[1, 0, 0], [1, 0, 1], [0, 0, 1]]}
+    # 2 * hits / (predicted + actual) of each class, by hand.
+    assert values == pytest.approx({"f1/0": 2 / 3, "f1/1": 0.0, "f1/2": 2 / 3, "f1": 4 / 9, "accuracy": 0.5})
+    found.reset()
+    found.update(SCORES[:1], CLASSES[:1])
+    found.compute()
+    assert found.matrices == {"confusion_matrix": [[1, 0, 0], [0, 0, 0], [0, 0, 0]]}
+
+
+def test_a_matrix_does_not_select_the_best_checkpoint() -> None:
+    assert monitored(None, {"confusion_matrix": {}, "accuracy": {}}) == "accuracy"
+    assert monitored(None, {"table": {"_target_": "torchmetrics.ConfusionMatrix"}}) == "loss"
+
+
+class AUROCLike:
+    """A look-alike of a class of torchmetrics."""
+
+    higher_is_better = True
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+
+    def reset(self) -> None:
+        pass
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        pass
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(0.25)
+
+
+@pytest.mark.parametrize("name", ["AUROC", "auroc"])
+def test_metrics_of_torchmetrics_are_known_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("torchmetrics")
+    module.AUROC = AUROCLike  # type: ignore[attr-defined]  # a fake package
+    monkeypatch.setitem(sys.modules, "torchmetrics", module)
+    assert make_metrics({name: {"task": "binary"}}, "eval").compute() == {name: 0.25}
+    assert "no argument `tusk`" in str(check_metrics({name: {"tusk": "binary"}})[0])
+
+
+def test_an_unknown_metric_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    assert "pip install 'ipurun[metrics]'" in str(check_metrics({"auroc": {"task": "binary"}})[0])

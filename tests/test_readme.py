@@ -27,7 +27,7 @@ from ipurun.inspect.targets import locate
 
 SHORT = ["max_steps=2", "eval.max_samples=20"]  # the pages train for longer
 RESUMED = ["max_steps=4", "eval.max_samples=20"]
-LOGGED = ("train", "eval", "predict", "selftest", "env")  # they print times and versions, which differ from run to run
+LOGGED = ("train", "eval", "predict", "export", "selftest", "env", "bench")  # times and versions differ from run to run
 READING = ("plan", "validate", "ls", "cat", "cp")
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -67,6 +67,8 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path, monkeypatch,
             rest += RESUMED if any(word.startswith("resume=") for word in rest) else SHORT
         if command == "selftest" and "--layers" not in rest:
             rest += ["--only", "mnist,batch_norm_replicated,half"]  # the page runs all cases
+        if command == "bench":
+            rest += ["--seconds=0.01"]
         if command not in LOGGED + READING:
             continue
         code = main([command, *rest])

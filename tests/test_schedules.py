@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from ipurun.errors import ConfigError
 from ipurun.inspect.optimizer import check_schedule, make_schedule
-from ipurun.schedules import Schedule, constant, cosine, linear
+from ipurun.schedules import Schedule, constant, cosine, linear, polynomial, warm_restarts
 
 SCHEDULERS = "torch.optim.lr_scheduler."
 
@@ -49,6 +49,39 @@ def test_the_rate_ends_and_stays_at_the_final_factor() -> None:
 
 def test_constant_with_warmup() -> None:
     assert _rates(lambda o: constant(o, warmup_steps=1), 4) == pytest.approx([0.2, 0.4, 0.4, 0.4])
+
+
+def test_polynomial_equals_torchs() -> None:
+    own = _rates(lambda o: polynomial(o, 8, power=3.0), 10)
+    assert own == pytest.approx(_rates(lambda o: lr_scheduler.PolynomialLR(o, 8, power=3.0), 10))
+
+
+@pytest.mark.parametrize(("cycles", "growth", "first"), [(3, 1.0, 7), (4, 2.0, 3), (1, 1.0, 21)])
+def test_warm_restarts_equal_torchs(cycles: int, growth: float, first: int) -> None:
+    total = sum(int(first * growth**number) for number in range(cycles))
+    own = _rates(lambda o: warm_restarts(o, total, cycles=cycles, cycle_growth=growth), total)
+    theirs = _rates(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, first, T_mult=int(growth)), total)
+    assert own == pytest.approx(theirs)
+
+
+def test_a_longer_run_follows_its_own_length_after_a_resume() -> None:
+    node = {"_target_": SCHEDULERS + "OneCycleLR", "max_lr": 0.5}
+    short = make_schedule(node, _optimizer(), total_updates=10)
+    short.advance(10)
+    longer = make_schedule(node, _optimizer(), total_updates=20)
+    longer.load_state_dict(short.state_dict())
+    straight = make_schedule(node, _optimizer(), total_updates=20)
+    straight.advance(15)
+    longer.advance(5)
+    assert longer.lr == straight.lr
+
+
+def test_parts_of_a_schedule_are_checked_and_get_their_lengths() -> None:
+    parts = [{"_target_": SCHEDULERS + "LinearLR"}, {"_target_": SCHEDULERS + "CosineAnnealingLR"}]
+    node = {"_target_": SCHEDULERS + "SequentialLR", "milestones": [10], "schedulers": parts}
+    assert check_schedule(node) == []
+    (problem,) = check_schedule({**node, "schedulers": [parts[0], {"_target_": SCHEDULERS + "StepLR"}]})
+    assert problem.key == "schedule.schedulers.1" and "step_size" in problem.what
 
 
 def test_no_schedule_changes_nothing() -> None:

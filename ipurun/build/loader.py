@@ -6,18 +6,21 @@ import contextlib
 import itertools
 import multiprocessing
 import time
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, TensorDataset, default_collate
 
+from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.skipped import SkippedSamples, SkippingData
 from ipurun.build.workers import (
     AnonymousBatches,
     DeadWorkerError,
     LoaderTimeoutError,
     WaitLimit,
+    WholeBatch,
     WorkerSetup,
     children_unwatched,
     deaths,
@@ -29,7 +32,7 @@ from ipurun.build.workers import (
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors
-from ipurun.inspect.data import is_stream, length_of
+from ipurun.inspect.data import is_read_by_position, is_stream, length_of
 from ipurun.inspect.sampling import (
     MarkedSamples,
     PaddedOrder,
@@ -49,6 +52,30 @@ _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
 
+class _WholeBatches(torch.utils.data.Dataset):
+    """Tensors in memory, from which torch's loader reads whole batches: the same values as sample by sample."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
+    def __getitems__(self, indices: List[int]) -> WholeBatch:
+        rows = torch.tensor(indices)
+        return WholeBatch(tensor[rows] for tensor in self._data.tensors)
+
+
+def _in_whole_batches(data: Any, collate: Callable[[List[Any]], Any], workers: int) -> Any:
+    """Return data that can be read in whole batches in this process as such, other data as it is."""
+    reads_tensors = getattr(type(data), "__getitem__", None) is TensorDataset.__getitem__
+    is_plain = not hasattr(data, "__getitems__") and collate is default_collate and not workers
+    return _WholeBatches(data) if reads_tensors and is_plain else data
+
+
 class TrainLoader:
     """Training batches, epoch by epoch, from any position.
 
@@ -61,6 +88,7 @@ class TrainLoader:
         seed: Seed of the run.
         collate: Makes a batch of samples.
         skipped: Where samples that cannot be read are counted; None: they raise an error.
+        times: Records when samples are read; None: nothing does.
     """
 
     def __init__(
@@ -73,6 +101,7 @@ class TrainLoader:
         seed: int,
         collate: Callable[[List[Any]], Any],
         skipped: Optional[SkippedSamples] = None,
+        times: Optional[ReadingTimes] = None,
     ) -> None:
         self._engine = engine_module
         self._options = options
@@ -80,13 +109,20 @@ class TrainLoader:
         self._config = config
         self._sizes = sizes
         self._seed = seed
-        self._collate = collate
+        self._times = times
+        self._collate = collate if times is None else times.collate(collate)
         self._skipped = skipped
         self._loader: Any = None
         self._batches: Optional[Iterator[Any]] = None
         self._epoch = 0
         self._discard = 0
         self._processes = _Processes(config, is_asynchronous=config.mode != "sync")
+
+    @property
+    def padding_share(self) -> Optional[float]:
+        """The share of padding in the batches so far, where the collate function or the data set counts it."""
+        share = getattr(self._collate, "padding_share", None)
+        return getattr(self._data, "padding_share", None) if share is None else share
 
     @property
     def uses_processes(self) -> bool:
@@ -102,9 +138,17 @@ class TrainLoader:
         self._epoch = epoch
         self._discard = skip_calls
         data = self._data if self._skipped is None else SkippingData(self._data, "train", self._skipped)
+        if self._times is not None and not is_stream(data):
+            data = self._times.wrapped(data)
         named: Dict[str, Any] = {}
         if isinstance(data, IterDataPipe):
             pass  # torch divides it among workers, which it can do only if it is not wrapped
+        elif is_read_by_position(data):
+            part = self._part()
+            data = _Parts(data, part, epoch, skip_calls * self._sizes.samples_per_call, seed=self._seed)
+            if part.processes > 1:
+                named["auto_distributed_partitioning"] = False
+            self._discard = 0
         elif is_stream(data):
             data = _Stream(data, self._seed, epoch, None if self._config.workers else length_of(data))
         elif self._is_distributed():
@@ -121,8 +165,7 @@ class TrainLoader:
                 draws_batches=is_batched,
             )
             self._discard = 0
-            if not self._loads_here():
-                data = MarkedSamples(data)
+            data = _in_whole_batches(data, self._collate, 0) if self._loads_here() else MarkedSamples(data)
         self._loader = self._open(data, named)
 
     def epoch(self) -> Iterator[Any]:
@@ -170,6 +213,13 @@ class TrainLoader:
             self._loader.terminate()
             self._loader = self._batches = None
         self._processes.close()
+
+    def _part(self) -> _Part:
+        """Return the part of a stream that this process reads, and in pieces of which size."""
+        rows = self._sizes.samples_per_call
+        piece = self._config.rebatched_worker_size if self._config.mode == "async_rebatched" else None
+        distributed = self._options.Distributed
+        return _Part(rows, piece or rows, int(distributed.processId), int(distributed.numProcesses), drops_last=True)
 
     def _micro_batches_per_call(self) -> int:
         return self._sizes.samples_per_call // self._sizes.micro_batch_size
@@ -252,6 +302,8 @@ class EvalLoader:
         if not is_stream(data):
             known = len(data)
             self._limit = known if max_samples is None else min(known, max_samples)
+        elif is_read_by_position(data):
+            self._limit = min((limit for limit in (length_of(data), max_samples) if limit is not None), default=None)
         self._skipped = skipped
         self._processes = _Processes(config, is_asynchronous=False)
         self._loader: Any = None
@@ -274,6 +326,11 @@ class EvalLoader:
         if self._skipped is None or self._limit is None:
             return ()
         return tuple(index for index in self._skipped.indices(self._split) if index < self._limit)
+
+    @property
+    def samples(self) -> Optional[int]:
+        """The number of samples, None for a stream without a limit."""
+        return self._limit
 
     def __iter__(self) -> Iterator[Tuple[Any, int]]:
         if is_stream(self._data):
@@ -334,8 +391,9 @@ class EvalLoader:
         data, named = self._data, {}
         if order is not None:
             named["sampler"] = PaddedOrder(order, self._micro_batch_size, self._rows)
-        elif not isinstance(data, IterableDataset):
-            data = _Iterable(data)
+            data = _in_whole_batches(data, self._collate, self._workers)
+        else:
+            data = _read_in_order(data, self._rows)
         return self._engine.DataLoader(
             self._options,
             data,
@@ -461,6 +519,93 @@ class _Stream(_Iterable):
         worker = torch.utils.data.get_worker_info()
         seed_everything(seed_of(self._seed, epoch, *([] if worker is None else [worker.id])))
         return itertools.islice(super().__iter__(), self._length)
+
+
+def _read_in_order(data: Any, rows: int) -> Any:
+    """Return the data of an evaluation: a stream that is read by position is divided among workers."""
+    if is_read_by_position(data):
+        return _Parts(data, _Part(rows, rows, 0, 1, drops_last=False))
+    return data if isinstance(data, IterableDataset) else _Iterable(data)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """How a stream is divided: among processes by host calls, and within each among workers by their batches.
+
+    Args:
+        rows: Samples of a host call of one process.
+        piece: Samples that a worker reads at a time, which become a batch of torch's data loader.
+        process: Number of this process.
+        processes: Number of processes.
+        drops_last: Whether samples that do not fill a host call of all processes are left out.
+    """
+
+    rows: int
+    piece: int
+    process: int
+    processes: int
+    drops_last: bool
+
+    def samples(self, length: Optional[int]) -> Optional[int]:
+        """Return how many of the samples of an epoch this process reads; None: until they end."""
+        if length is None or not self.drops_last:
+            return length
+        return length // (self.rows * self.processes) * self.rows
+
+    def ranges(self, first: int, last: int) -> Iterator[Tuple[int, int]]:
+        """Yield the positions in the whole stream of a range of this process's samples."""
+        while first < last:
+            call, row = divmod(first, self.rows)
+            size = min(self.rows - row, last - first)
+            begin = (call * self.processes + self.process) * self.rows + row
+            yield begin, begin + size
+            first += size
+
+
+class _Parts(IterableDataset):
+    """The part of a stream that a worker reads.
+
+    torch takes one batch of each worker in turn, so the order of the samples is that of the stream, for any number of
+    workers, and a resumed run begins where the next host call does.
+
+    Args:
+        data: A stream with ``read(start, stop)``. If it has ``set_epoch``, that is called.
+        part: How it is divided.
+        epoch: Epoch of the first iteration; None: epochs are not counted.
+        start: Samples of this process that the first iteration skips.
+        seed: Seed of the run.
+    """
+
+    def __init__(self, data: Any, part: _Part, epoch: Optional[int] = None, start: int = 0, seed: int = 0) -> None:
+        self._data = data
+        self._part = part
+        self._epoch = epoch
+        self._start = start
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, 0
+        worker = torch.utils.data.get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if self._epoch is not None:
+            epoch, self._epoch = self._epoch, self._epoch + 1
+            if hasattr(self._data, "set_epoch"):
+                self._data.set_epoch(epoch)
+            seed_everything(seed_of(self._seed, epoch, *([] if worker is None else [worker.id])))
+        return self._samples(start + number * self._part.piece, workers * self._part.piece)
+
+    def _samples(self, first: int, step: int) -> Iterator[Any]:
+        last = self._part.samples(length_of(self._data))
+        while last is None or first < last:
+            stop = first + self._part.piece if last is None else min(first + self._part.piece, last)
+            given = 0
+            for begin, end in self._part.ranges(first, stop):
+                for sample in self._data.read(begin, end):
+                    given += 1
+                    yield sample
+            if given < stop - first:
+                return  # the stream has ended
+            first += step
 
 
 def _take_rows(batch: Any, rows: int, chosen: List[int]) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
 from ipurun.build.loader import EvalLoader, TrainLoader
+from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.skipped import SkippedSamples
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
@@ -26,9 +27,10 @@ from ipurun.inspect.optimizer import make_schedule
 from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
 from ipurun.metrics import MetricSet
-from ipurun.planning.plan import ParameterGroup, Plan
+from ipurun.planning.plan import Plan
 from ipurun.planning.steps import most_eval_samples
 from ipurun.schedules import Schedule
+from ipurun.weights import load_initial_weights
 
 __all__ = ["Run", "build_run", "collate_of"]
 
@@ -59,6 +61,8 @@ class Run:
         inference_options: The engine's options for evaluation and prediction.
         splits: The data by split.
         skipped: Samples that could not be read.
+        built_for_step: Weight updates done when it was built: which frozen parameters are trained depends on it.
+        reading_times: When training samples are read, with ``profile=trace``.
     """
 
     config: RunConfig
@@ -82,6 +86,8 @@ class Run:
     inference_options: Any
     splits: Dict[str, Any]
     skipped: SkippedSamples
+    built_for_step: int = 0
+    reading_times: Optional[ReadingTimes] = None
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -103,8 +109,18 @@ class Run:
         for loader in self.eval_loaders.values():
             loader.close()
 
-    def rebuild(self) -> None:
+    def unfreezes_at(self, step: int) -> bool:
+        """Return whether other parameters are trained after a number of weight updates than in this program."""
+        return any(
+            part.until_step is not None and (self.built_for_step < part.until_step) != (step < part.until_step)
+            for part in self.plan.frozen
+        )
+
+    def rebuild(self, step: int = 0) -> None:
         """Make the model and all engine objects again, as a new process does; the data sets are kept.
+
+        Args:
+            step: Weight updates done: which frozen parameters are trained, and whether `init_from` is read again.
 
         Raises:
             ConfigError: Something about the config changed meanwhile, such as a file that it reads.
@@ -114,7 +130,10 @@ class Run:
             _abandon(executor)
         model = make_model_alone(self.config, self.engine)
         stop_caching(model)
-        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped)
+        if step == 0 and self.plan.initial_weights is not None:
+            # The same file: by now, another run may be the newest of a folder.
+            load_initial_weights(replace(self.config, init_from=self.plan.initial_weights.path), model)
+        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, step, self.reading_times)
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -135,7 +154,8 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     skips = config.loader.on_error == "skip"
     lengths = {name: len(data) for name, data in inspected.splits.items() if skips and not is_stream(data)}
     skipped = SkippedSamples(lengths, config.loader.max_errors)
-    return _build(config, plan, inspected.model, inspected.splits, engine, skipped)
+    times = ReadingTimes() if config.profile.kind == "trace" else None
+    return _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
 
 
 def _build(
@@ -145,6 +165,8 @@ def _build(
     splits: Dict[str, Any],
     engine: Engine,
     skipped: SkippedSamples,
+    step: int = 0,
+    times: Optional[ReadingTimes] = None,
 ) -> Run:
     module = engine.module
     cast_weights(model, plan.precision, plan.module_precision)
@@ -181,8 +203,8 @@ def _build(
         overlap_io(executed, module, plan.overlap_io)
     training_options = apply_calls(module.Options(), plan.training_options, module)
     inference_options = apply_calls(module.Options(), plan.inference_options, module)
-    optimizer = _make_optimizer(plan, for_training, module)
-    schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, module)
+    _set_trained(model, plan, step)
+    optimizer, schedule = _make_optimizer_and_schedule(config, plan, for_training, module)
     collate = collate_of(config, plan)
     train_loader = TrainLoader(
         module,
@@ -193,6 +215,7 @@ def _build(
         config.seed,
         collate,
         skipped if skipped.covers("train") else None,
+        times,
     )
     eval_loaders = {
         name: EvalLoader(
@@ -235,6 +258,8 @@ def _build(
         inference_options=inference_options,
         splits=splits,
         skipped=skipped,
+        built_for_step=step,
+        reading_times=times,
     )
 
 
@@ -246,13 +271,39 @@ def collate_of(config: RunConfig, plan: Plan) -> Callable[[List[Any]], Any]:
     return CastingCollate(collate, has_target=config.loss.name is not None, target=config.loss.target)
 
 
-def _make_optimizer(plan: Plan, wrapped: nn.Module, engine_module: ModuleType) -> Any:
+def _set_trained(model: nn.Module, plan: Plan, step: int) -> None:
+    """Freeze or unfreeze the parameters that are trained only after some step."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for part in plan.frozen:
+        if part.until_step is not None:
+            for name in part.names:
+                named[name].requires_grad_(step >= part.until_step)
+
+
+def _make_optimizer_and_schedule(
+    config: RunConfig, plan: Plan, wrapped: nn.Module, engine_module: ModuleType
+) -> Tuple[Any, Schedule]:
+    """Make the optimizer of what is trained now, and the schedule of everything that is trained at some time."""
+    groups = _optimizer_groups(plan, wrapped, engine_module)
+    trained = [
+        {**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]} for group in groups
+    ]
+    places = [place for place, group in enumerate(trained) if group["params"]]
+    if not places:
+        raise ConfigError("`freeze` leaves no parameter to train", fix="a shorter list", key="freeze")
+    optimizer = _make_optimizer(plan, [trained[place] for place in places], engine_module)
+    whole = None if len(places) == len(groups) else _make_optimizer(plan, groups, engine_module)
+    schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, engine_module, whole, places)
+    return optimizer, schedule
+
+
+def _make_optimizer(plan: Plan, groups: List[Dict[str, Any]], engine_module: ModuleType) -> Any:
     """Construct the optimizer with its parameter groups and its variable and constant values.
 
     Raises:
         ConfigError: The optimizer refuses its arguments.
     """
-    call, groups = plan.optimizer, _optimizer_groups(plan.parameter_groups, wrapped, engine_module)
+    call = plan.optimizer
     try:
         return construct(call, engine_module, groups)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -261,14 +312,13 @@ def _make_optimizer(plan: Plan, wrapped: nn.Module, engine_module: ModuleType) -
         ) from error
 
 
-def _optimizer_groups(
-    groups: Sequence[ParameterGroup], wrapped: nn.Module, engine_module: ModuleType
-) -> List[Dict[str, Any]]:
-    """Return the optimizer's groups: a parameter belongs to the first one that it matches."""
+def _optimizer_groups(plan: Plan, wrapped: nn.Module, engine_module: ModuleType) -> List[Dict[str, Any]]:
+    """Return the optimizer's groups of what is ever trained: a parameter belongs to the first one that it matches."""
+    later = {name for part in plan.frozen if part.until_step is not None for name in part.names}
     left = {
-        name[len("model.") :] if name.startswith("model.") else name: parameter
-        for name, parameter in wrapped.named_parameters()
-        if parameter.requires_grad
+        name: parameter
+        for name, parameter in ((_own_name(name), parameter) for name, parameter in wrapped.named_parameters())
+        if parameter.requires_grad or name in later
     }
     if not left:
         has_parameters = next(wrapped.parameters(), None) is not None
@@ -276,14 +326,27 @@ def _optimizer_groups(
         fix = "`model._target_`: a module with trainable parameters"
         raise ConfigError("the model has no parameter to train", seen=seen, fix=fix)
     special: List[Dict[str, Any]] = []
-    for group in groups:
+    for group in plan.parameter_groups:
         names = [name for pattern in group.match for name in match_parameters(pattern, list(left))]
-        parameters = [left.pop(name) for name in dict.fromkeys(names)]
+        parameters = {name: left.pop(name) for name in dict.fromkeys(names)}
         values = {name: resolve(value, engine_module) for name, value in group.values.items()}
-        if parameters:
-            special.append({"params": parameters, **values})
-    rest: List[Dict[str, Any]] = [{"params": list(left.values())}] if left else []
-    return rest + special
+        special += _split_by_decay(parameters, values, plan.no_decay)
+    return _split_by_decay(left, {}, plan.no_decay) + special
+
+
+def _own_name(name: str) -> str:
+    return name[len("model.") :] if name.startswith("model.") else name
+
+
+def _split_by_decay(
+    parameters: Mapping[str, nn.Parameter], values: Mapping[str, Any], no_decay: Sequence[str]
+) -> List[Dict[str, Any]]:
+    """Return a group, divided in two if some of its parameters have no decay and the group does not set one."""
+    exempt = set() if "weight_decay" in values else set(no_decay)
+    decaying = [parameter for name, parameter in parameters.items() if name not in exempt]
+    others = [parameter for name, parameter in parameters.items() if name in exempt]
+    groups = [{"params": decaying, **values}, {"params": others, **values, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _abandon(executor: Any) -> None:

@@ -66,6 +66,10 @@ class WorkerSetup:
             _end_only_with(self._owner)
 
 
+class WholeBatch(List[torch.Tensor]):
+    """The items of a batch that was read as a whole, in place of its samples."""
+
+
 class AnonymousBatches:
     """Collate samples; in a worker, into shared memory that has no name, so that no kill can leave it behind.
 
@@ -77,7 +81,7 @@ class AnonymousBatches:
         self._collate = collate
 
     def __call__(self, samples: List[Any]) -> Any:
-        batch = self._collate(samples)
+        batch = list(samples) if isinstance(samples, WholeBatch) else self._collate(samples)
         return batch if torch.utils.data.get_worker_info() is None else _shared(batch)
 
 

@@ -19,20 +19,30 @@ COMMANDS = {
     "train": "Train a model from a recipe; any key can be overridden (-m sweeps).",
     "eval": "Evaluate the weights of a run.",
     "predict": "Write a run's predictions for a split of its data.",
+    "export": "Write a run's weights as safetensors, for torch and transformers.",
     "plan": "Show what a config would do, without running it.",
     "validate": "Check configs without running them.",
+    "bench": "Measure throughput, the data pipeline alone, and numbers of device_iterations.",
     "ls": "List recipes; `ls keys` lists every config key.",
     "cat": "Print a recipe.",
     "cp": "Copy a recipe, YAML and code, into the working folder to edit.",
     "import": "Turn an ipu_config.json (optimum) into a recipe.",
+    "compile": "Compile a config without a device, into the cache or a file.",
+    "cache": "See and manage compiled executables: ls, show, why, prune, verify, clear.",
     "selftest": "Compare an engine with another way to compute the same, in small runs.",
-    "env": "Show engine, SDK and library versions, for a bug report.",
+    "env": "Show engine, SDK and versions; --doctor checks the machine, --bundle packs a bug report.",
     "exec": "Run a PopTorch program on the CPU engine.",
 }
-_MODULES = {"import": "ipurun.cli.import_"}
-_COMPOSING = ("train", "plan", "validate")  # their words go through Hydra, so its own flags work there
-_WITH_ENGINE = (*_COMPOSING, "eval", "predict", "selftest", "exec")
-_TO_READ = ("plan", "validate", "ls", "cat", "env", "eval", "selftest")  # their result is what they print
+_MODULES = {
+    "cache": "ipurun.cli.executables",
+    "cat": "ipurun.cli.recipes",
+    "compile": "ipurun.cli.executables",
+    "cp": "ipurun.cli.recipes",
+    "import": "ipurun.cli.import_",
+}
+_COMPOSING = ("train", "plan", "validate", "compile")  # their words go through Hydra, so its own flags work there
+_WITH_ENGINE = (*_COMPOSING, "bench", "eval", "predict", "export", "selftest", "exec")
+_TO_READ = ("plan", "validate", "ls", "cat", "bench", "env", "eval", "selftest")  # their result is what they print
 _FAILED, _INTERRUPTED = 1, 130
 _USUAL_COLLECTIONS = gc.get_threshold()
 _RARE_COLLECTIONS = (100_000, 50, 100)
@@ -153,7 +163,9 @@ def _command(name: str, rest: List[str]) -> int:
             return int(answer)
     if name not in _COMPOSING:
         collect_as_usual()
-    return int(import_module(_MODULES.get(name, f"ipurun.cli.{name}")).run(rest))
+    module = import_module(_MODULES.get(name, f"ipurun.cli.{name}"))
+    run = getattr(module, f"run_{name}", None) or module.run  # some modules have several commands
+    return int(run(rest))
 
 
 def _check_text(words: List[str]) -> None:

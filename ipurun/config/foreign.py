@@ -46,6 +46,10 @@ def _shares(given: Any) -> Any:
     return {f"IPU{index}": share for index, share in enumerate(given)} if isinstance(given, list) else given
 
 
+def _as_list(given: Any) -> Optional[list]:
+    return given if isinstance(given, list) else [given] if isinstance(given, str) else None
+
+
 def _is_false(given: Any) -> Optional[bool]:
     return not given if isinstance(given, bool) else None
 
@@ -89,7 +93,14 @@ _TRANSFORMERS: Dict[str, _Meaning] = {
     "num_train_epochs": _whole("epochs"),
     "warmup_ratio": _Meaning("schedule.warmup_steps", lambda given: None),  # a share of a total that is not known yet
     "warmup_steps": _Meaning("schedule.warmup_steps"),
-    "lr_scheduler_type": _words("schedule", {"linear": "linear", "cosine": "cosine", "constant": "constant"}),
+    "lr_scheduler_type": _words(
+        "schedule",
+        {
+            **{word: word for word in ("linear", "cosine", "constant", "polynomial")},
+            "cosine_with_restarts": "warm_restarts",
+            "constant_with_warmup": "warmup",
+        },
+    ),
     "gradient_accumulation_steps": _Meaning("gradient_accumulation"),
     "dataloader_num_workers": _Meaning("loader.workers"),
     "dataloader_drop_last": _Meaning("loader.drop_last"),
@@ -124,6 +135,24 @@ _OPTIMUM: Dict[str, _Meaning] = {
     "enable_half_first_order_momentum": _if_true("optimizer.first_order_momentum_accum_type", "float16"),
     "ipus_per_replica": _Meaning("pipeline.ipus"),
 }
+_OPTIMIZING: Dict[str, _Meaning] = {  # names that training scripts use, whichever tool they come from
+    **dict.fromkeys(
+        ("clip", "grad_clip", "gradient_clip", "clip_grad", "clip_grad_norm", "clip_norm", "clip_gradients")
+        + ("grad_clip_norm", "gradient_clipping", "max_norm", "max_gradient_norm"),
+        _Meaning("optimizer.max_grad_norm"),
+    ),
+    **dict.fromkeys(("label_smoothing", "label_smoothing_factor"), _Meaning("loss.args.label_smoothing")),
+    **dict.fromkeys(
+        ("pretrained", "pretrained_checkpoint", "pretrained_weights", "init_checkpoint", "load_from_checkpoint")
+        + ("model_name_or_path", "warm_start", "finetune_from", "restore_from"),
+        _Meaning("init_from", lambda given: given if isinstance(given, str) else None),
+    ),
+    **dict.fromkeys(("freeze_layers", "frozen_layers", "freeze_modules"), _Meaning("freeze", _as_list)),
+    "freeze_backbone": _Meaning("freeze", lambda given: None),
+    "unfreeze_at_epoch": _Meaning("unfreeze", lambda given: None),
+    "unfreeze_backbone_at_epoch": _Meaning("unfreeze", lambda given: None),
+    **dict.fromkeys(("no_weight_decay", "no_decay", "exclude_from_weight_decay"), _Meaning("optimizer.no_decay")),
+}
 _POPTORCH: Dict[str, _Meaning] = {
     "autoRoundNumIPUs": _Meaning("pipeline.auto_round"),
     "deviceIterations": _Meaning("device_iterations"),
@@ -144,7 +173,7 @@ _LAUNCHERS: Dict[str, _Meaning] = {  # torchrun and poprun
     "nproc_per_node": _Meaning("devices"),
     "num_replicas": _Meaning("replication.factor"),
 }
-_MEANINGS = {**_LIGHTNING, **_TRANSFORMERS, **_OPTIMUM, **_POPTORCH, **_LAUNCHERS}
+_MEANINGS = {**_LIGHTNING, **_TRANSFORMERS, **_OPTIMUM, **_OPTIMIZING, **_POPTORCH, **_LAUNCHERS}
 
 
 def translate(key: str, value: Any = None) -> Optional[Tuple[str, Any]]:

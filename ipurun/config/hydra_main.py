@@ -17,7 +17,7 @@ from ipurun.errors import ConfigError
 
 __all__ = ["complete", "show_info"]
 
-_COMPOSING = ("train", "plan", "validate", "eval", "predict", "selftest")
+_COMPOSING = ("train", "plan", "validate", "bench", "eval", "predict", "selftest")
 
 
 def show_info(command: str, line: CommandLine) -> int:

@@ -155,6 +155,8 @@ def type_problem(path: str, value: Any) -> Optional[Tuple[str, str]]:
         if above is not None and above.type_name == "mapping of str" and (value is None or _is_container(value)):
             return "text", _shown(value)
         return None
+    if path == "gradient_accumulation" and _is_container(value):  # other tools take a value for each epoch
+        return "one whole number for the whole run: it is compiled into the program and cannot change", _shown(value)
     default = all_keys()[path].default
     if _is_container(value) and _is_container(default) and isinstance(value, dict) != isinstance(default, dict):
         return f"a {'mapping' if isinstance(default, dict) else 'list'}", _shown(value)  # the two cannot be merged

@@ -2,7 +2,7 @@
 
 A name is dotted (``layer1.0``, or ``layer1/0``). In a pattern, ``*`` matches any text within one part of a name, and
 any text at the very beginning; ``**`` matches any text; ``?`` and ``[0-9]`` match one character. ``re:`` begins a
-regular expression for the whole name. For parameters, a pattern that ends in ``*`` also matches the parameters inside
+regular expression for the whole name. Where parameters are meant, a name or pattern also matches the parameters inside
 the modules that it matches. docs/reference/patterns.md says the same for users.
 """
 
@@ -20,11 +20,14 @@ __all__ = [
     "check_parameters",
     "find_module",
     "flat_names",
+    "frozen_until",
     "is_pattern",
+    "is_valid",
     "match_modules",
     "match_names",
     "match_parameters",
     "names_in",
+    "renamed",
     "unmatched",
     "widened",
 ]
@@ -85,12 +88,19 @@ def match_names(
 def match_parameters(pattern: str, known: Sequence[str]) -> List[str]:
     """Return the parameters that match a name or a pattern; `check_parameters` reports unusable patterns."""
     expression = _compiled(pattern)
-    if pattern.endswith("*") and not pattern.startswith(_REGEX):
+    if not pattern.startswith(_REGEX):
         expression = re.compile(expression.pattern + r"(?:\..*)?")
     return [name for name in known if expression.fullmatch(name)]
 
 
-def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findings) -> None:
+def check_parameters(
+    pattern: str,
+    key: str,
+    known: Sequence[str],
+    found: Findings,
+    what: str = "parameter",
+    owner: str = "the model has",
+) -> None:
     """Report a pattern that matches no parameter, or fewer than before `*` stopped at dots."""
     if _checked(pattern, key, found) is None:
         return
@@ -107,7 +117,56 @@ def check_parameters(pattern: str, key: str, known: Sequence[str], found: Findin
             key=key,
         )
     elif not matched:
-        unmatched(pattern, key, known, found, "parameter")
+        unmatched(pattern, key, known, found, what, owner)
+
+
+def frozen_until(freeze: Sequence[str], unfreeze: Mapping[Any, Any], known: Sequence[str]) -> Dict[str, Optional[int]]:
+    """Return the parameters that `freeze` matches, each with the step after which it is trained, None if never."""
+    frozen: Dict[str, Optional[int]] = {
+        name: None for pattern in freeze if is_valid(pattern) for name in match_parameters(pattern, known)
+    }
+    for pattern, step in flat_names(unfreeze, ()).items():
+        if isinstance(step, int) and is_valid(pattern):
+            for name in match_parameters(pattern, list(frozen)):
+                before = frozen[name]
+                frozen[name] = step if before is None else min(before, step)
+    return {name: frozen[name] for name in known if name in frozen}
+
+
+def renamed(name: str, pattern: str, new: str, key: str, found: Findings) -> Optional[str]:
+    r"""Return the new name of one that a pattern matches, or that is inside a module that it matches; None for others.
+
+    Args:
+        name: The name.
+        pattern: A name or pattern.
+        new: What takes its place: wildcards take the text of those in the pattern, in order; a regular expression's
+            groups are ``\1``, ``\2``.
+        key: The config key, for messages.
+        found: Takes a problem of the pattern.
+    """
+    expression = _checked(pattern, key, found)
+    if expression is None:
+        return None
+    if pattern.startswith(_REGEX):
+        match = expression.fullmatch(name)
+        return None if match is None else match.expand(new)
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        match = expression.fullmatch(".".join(parts[:length]))
+        if match is not None:
+            return ".".join(filter(None, [_filled(new, match.groups()), *parts[length:]]))
+    return None
+
+
+def _filled(new: str, texts: Sequence[Optional[str]]) -> str:
+    """Return a name whose wildcards are replaced by texts, in order."""
+    left = iter([text or "" for text in texts])
+    return re.sub(r"\*\*|\*|\?", lambda wildcard: next(left, ""), new)
+
+
+def is_valid(pattern: str) -> bool:
+    """Whether a pattern can be matched; `check_parameters` reports the others."""
+    return _checked(pattern, "", Findings()) is not None
 
 
 def widened(pattern: str) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "escaped",
     "hidden_values",
     "is_secret_file",
+    "is_secret_name",
     "mask_text",
     "mask_word",
     "masked_keys",
@@ -167,10 +168,11 @@ def _join(path: str, key: Any) -> str:
 
 
 def _is_secret_key(key: str) -> bool:
-    return any(_is_secret_name(part) for part in key.split("."))
+    return any(is_secret_name(part) for part in key.split("."))
 
 
-def _is_secret_name(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
+    """Return whether the name of a key or a variable says that its value is secret."""
     words = _CAMEL.sub("_", name)
     return bool(_SECRET_NAME.search(words)) and not _OF_LANGUAGE.search(words)
 
@@ -189,7 +191,7 @@ def _has_interpolation(written: Any) -> bool:
 
 def _names_secret(written: Any) -> bool:
     """Return whether a value comes from a variable of the environment that looks secret."""
-    return isinstance(written, str) and any(_is_secret_name(name) for name, _ in _ENVIRONMENT.findall(written))
+    return isinstance(written, str) and any(is_secret_name(name) for name, _ in _ENVIRONMENT.findall(written))
 
 
 def _to_store(written: Any) -> str:

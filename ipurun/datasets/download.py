@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -9,14 +10,14 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Mapping, Tuple
+from typing import TYPE_CHECKING, Callable, Iterator, Mapping, Optional, Tuple
 
 from ipurun.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["FASHION_MNIST", "MNIST", "Source", "cached_folder", "fetch"]
+__all__ = ["FASHION_MNIST", "MNIST", "Source", "cached_folder", "counter", "fetch"]
 
 _CHUNK_BYTES = 1 << 16
 _TIMEOUT_SECONDS = 30
@@ -100,6 +101,24 @@ def fetch(source: Source, folder: Path) -> Path:
             for name in wanted:
                 _fetch_file(source, name, folder, progress)
     return folder
+
+
+@contextlib.contextmanager
+def counter(doing: str, total: Optional[int], unit: str) -> Iterator[Callable[[int], None]]:
+    """Show how far a long task is, on standard error; yields the function that counts."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    of_all = "/{task.total:,.0f}" if total is not None else ""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}" + f"{of_all} {unit}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda number: progress.advance(task, number)
 
 
 def _progress_bar() -> Progress:

@@ -9,7 +9,7 @@ from typing import Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from ipurun.datasets.folder import check_folder
 from ipurun.errors import ConfigError, Problem
@@ -26,7 +26,7 @@ _UNSIGNED_BYTE = 8
 _SUBFOLDERS = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
 
 
-class LabelledImages(Dataset):
+class LabelledImages(TensorDataset):
     """Grey images and their labels, normalised in memory.
 
     Args:
@@ -43,13 +43,8 @@ class LabelledImages(Dataset):
         pixels = torch.from_numpy(images.astype(np.float32))
         self.images = pixels.div_(255).sub_(mean).div_(std).unsqueeze(1)
         self.labels = torch.from_numpy(labels.astype(np.int64))
+        super().__init__(self.images, self.labels)
         self.notes = notes
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        return self.images[index], self.labels[index]
 
 
 def read_idx(path: Path) -> np.ndarray:

@@ -29,6 +29,7 @@ from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
 from ipurun.emulator._run.executable import Executable, default_seed
 from ipurun.emulator._run.executable_cache import cache_lock
+from ipurun.emulator._run.op_times import OperationRecorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.profiling import Channel
@@ -150,6 +151,7 @@ class PoplarExecutor:
         self._num_calls = 0
         self._rng_state: Optional[List[int]] = None
         self._compilation_time: Optional[datetime.timedelta] = None
+        self.operation_recorder: Optional[OperationRecorder] = None
         self._profiling = Channel("poptorch.trainingModel" if self._model.training else "poptorch.inferenceModel")
         if training:
             wrapping.wrap(self._user_model, self)
@@ -212,7 +214,7 @@ class PoplarExecutor:
         raise_requested_fault(self._num_calls)
         try:
             with self._profiling.tracepoint("modelExecution"):
-                result = self._executable.run(tensors)
+                result = self._run(tensors)
         finally:
             if self._training:
                 self._dirty_host_weights = True
@@ -221,6 +223,12 @@ class PoplarExecutor:
         if self._optimizer is not None:
             self._optimizer.after_run()
         return result
+
+    def _run(self, tensors: List[torch.Tensor]) -> Any:
+        assert self._executable is not None
+        if self.operation_recorder is not None:
+            return self.operation_recorder.run(self._executable, self._options, tensors)
+        return self._executable.run(tensors)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model for these arguments without running it."""
@@ -550,6 +558,7 @@ class PoplarExecutor:
                     training=self._training,
                     seed=self._options.random_seed if has_seed else default_seed(),
                     groups=self.per_replica_params,
+                    optimizer="" if self._optimizer is None else self._optimizer.constants(),
                 )
                 if self._optimizer is not None:
                     self._optimizer.compile(executable, named_tensors(self._model)[0])

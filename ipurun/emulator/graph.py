@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from typing import Any, Dict, Optional, Tuple
 
-import torch
-
 from ipurun.emulator import enums
 from ipurun.emulator._capture.capture import Captured, capture
 from ipurun.emulator._capture.graph import Graph, Node, Placement, TensorSpec, Value, values_in
 from ipurun.emulator._capture.op_kinds import is_supported
-from ipurun.emulator._capture.recompute import add_recomputation, recomputation_mode
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.recorder import current as active_recorder
-from ipurun.emulator._capture.structures import tensors_in
-from ipurun.emulator._executor.model_guard import named_tensors
 from ipurun.emulator._ops.blocks import adopt_blocks
 from ipurun.emulator._options.strategies import PipelinedExecution, _DefaultStageManager
 from ipurun.emulator._options_impl import Placement as StagePlacement
-from ipurun.emulator._run.executable_cache import file_name
+from ipurun.emulator._run.compile import look_up
+from ipurun.emulator._run.executable_cache import CacheUse, cache_versions
+from ipurun.emulator._run.executable_cache import described as executables_described
 
 __all__ = [
     "BlockRecorder",
+    "CacheUse",
     "Captured",
     "Graph",
     "Node",
@@ -35,8 +33,11 @@ __all__ = [
     "Value",
     "active_recorder",
     "adopt_blocks",
+    "cache_prospect",
+    "cache_use",
+    "cache_versions",
     "capture",
-    "executable_file_name",
+    "executables_described",
     "is_supported",
     "values_in",
 ]
@@ -65,31 +66,26 @@ class _RecordingStageManager(_DefaultStageManager):
         return placement
 
 
-def executable_file_name(
-    model: torch.nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], options: Any, training: bool
-) -> str:
-    """Return the name of the cache file that compiling a model for these arguments would read or write.
+def cache_use(executor: Any) -> Optional[CacheUse]:
+    """Return what the executable cache did for the last compile of an executor, None if it is not compiled."""
+    executable = executor._executable
+    return None if executable is None else executable.cache_use
+
+
+def cache_prospect(executor: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> CacheUse:
+    """Return what the executable cache would do if an executor were compiled; nothing is compiled or written.
 
     Args:
-        model: The model that an executor wraps.
+        executor: The executor, not compiled.
         args: Positional arguments of one micro-batch.
         kwargs: Named arguments of one micro-batch.
-        options: Options of the executor.
-        training: Whether the executor trains the model.
-
-    Raises:
-        Error: The model does what a graph cannot hold, or training finds no loss.
     """
-    parameters, buffers = named_tensors(model)
-    options._execution_strategy.onStartTracing()
-    graph = capture(
-        lambda: model(*args, **kwargs),
-        parameters=parameters,
-        buffers=buffers,
-        inputs=list(tensors_in((args, kwargs))),
-        training=training,
-        options=options,
-        modules=dict(model.named_modules()),
-    ).graph
-    add_recomputation(graph, recomputation_mode(graph, options))
-    return file_name(graph, options)
+    optimizer = executor._optimizer
+    return look_up(
+        executor._model,
+        executor._parser.on_device(executor._parser.bind(args, kwargs)),
+        options=executor.options,
+        training=executor._training,
+        groups=executor.per_replica_params,
+        optimizer="" if optimizer is None else optimizer.constants(),
+    )

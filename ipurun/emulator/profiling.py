@@ -1,4 +1,7 @@
-"""Tracepoints for Graphcore's PVTI profiler: no-ops unless PVTI is enabled and installed."""
+"""Tracepoints for Graphcore's PVTI profiler: no-ops unless PVTI is enabled and installed.
+
+`record_operations` is the emulator's own: it measures the operations of calls.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import contextlib
 import importlib
 import os
 from types import ModuleType
-from typing import Any, ContextManager, Optional
+from typing import Any, ContextManager, List, Optional
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "record_operations"]
 
 
 def _load_pvti() -> Optional[ModuleType]:
@@ -50,3 +53,17 @@ class Channel:
             return contextlib.nullcontext()
         tracepoint: ContextManager[Any] = _pvti.Tracepoint(self._channel, f"{self._name}.{name}")
         return tracepoint
+
+
+def record_operations(executor: Any) -> ContextManager[List[Any]]:
+    """Return a context in which every operation of an executor's calls is measured; the results stay the same.
+
+    Args:
+        executor: A training or an inference model.
+
+    Returns:
+        A context manager of a list, to which each call adds its times: `CallTimes` of the emulator.
+    """
+    from ipurun.emulator._run.op_times import recorded  # imported here because executors import this module
+
+    return recorded(executor)

@@ -14,6 +14,7 @@ __all__ = [
     "check_data",
     "check_sample",
     "first_sample",
+    "is_read_by_position",
     "is_stream",
     "length_of",
     "make_splits",
@@ -126,6 +127,11 @@ def is_stream(data: Any) -> bool:
     """Return whether a data set is iterated rather than read by index."""
     by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return isinstance(data, torch.utils.data.IterableDataset) or not by_index
+
+
+def is_read_by_position(data: Any) -> bool:
+    """Return whether a stream can be read from any position: it has ``read(start, stop)``."""
+    return is_stream(data) and callable(getattr(data, "read", None))
 
 
 def length_of(data: Any) -> Optional[int]:

@@ -6,13 +6,14 @@ import enum
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-__all__ = ["EndedBlock", "Facts", "ModuleCall", "Purpose", "UserBlock"]
+__all__ = ["EndedBlock", "Facts", "InitialWeights", "ModuleCall", "Purpose", "UserBlock"]
 
 
 class Purpose(enum.Enum):
     """What a config is prepared for."""
 
     RUN = "run"
+    COMPILE = "compile"  # as for a run, but no device is attached
     CHECK = "check"  # as for a run, but large models get no memory for their weights
     PLAN = "plan"  # as CHECK, and a machine larger than one process can attach, or than exists, is fine
 
@@ -58,6 +59,25 @@ class EndedBlock:
 
 
 @dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights of a run came from.
+
+    Args:
+        path: The file.
+        kind: What it is, for the user.
+        loaded: Name in the model -> name in the file.
+        not_loaded: Name in the model -> why it keeps the value that the model's code gave it.
+        left_over: Name in the file -> why it was not used.
+    """
+
+    path: str
+    kind: str
+    loaded: Mapping[str, str]
+    not_loaded: Mapping[str, str]
+    left_over: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a plan needs beyond the config, read from the engine, the data and the model.
 
@@ -86,6 +106,7 @@ class Facts:
         unsolved: Why none was found.
         is_left_whole: Whether no split fits and the plan shows the unsplit model instead.
         purpose: What the plan is made for.
+        initial_weights: What `init_from` loads; None if the model's code gives all values, or a checkpoint.
     """
 
     engine: str
@@ -112,3 +133,4 @@ class Facts:
     unsolved: str = ""
     is_left_whole: bool = False
     purpose: Purpose = Purpose.RUN
+    initial_weights: Optional[InitialWeights] = None

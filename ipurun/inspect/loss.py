@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem, nearest
@@ -51,6 +52,33 @@ class Loss:
         if self.reduction is None or self.identity_loss is None:
             return value
         return self.identity_loss(value, reduction=self.reduction)
+
+
+class SmoothedCrossEntropy(nn.CrossEntropyLoss):
+    """Cross-entropy with label smoothing from operations that PopTorch has: its own ignores the argument.
+
+    Arguments as for torch's class, whose results it has.
+    """
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of scores and classes, or of scores and probabilities."""
+        log_shares = functional.log_softmax(input, dim=1)
+        smooth = -log_shares.mean(dim=1)
+        if target.is_floating_point():
+            return self._mix(self._reduced(-(target * log_shares).sum(dim=1)), self._reduced(smooth))
+        exact = functional.nll_loss(log_shares, target, ignore_index=self.ignore_index, reduction=self.reduction)
+        counted = (target != self.ignore_index).to(smooth.dtype)
+        if self.reduction != "mean":
+            return self._mix(exact, self._reduced(smooth * counted))
+        return self._mix(exact, (smooth * counted).sum() / counted.sum())
+
+    def _mix(self, exact: torch.Tensor, smooth: torch.Tensor) -> torch.Tensor:
+        return (1 - self.label_smoothing) * exact + self.label_smoothing * smooth
+
+    def _reduced(self, values: torch.Tensor) -> torch.Tensor:
+        if self.reduction == "none":
+            return values
+        return values.mean() if self.reduction == "mean" else values.sum()
 
 
 class TracingFlag:
@@ -189,6 +217,8 @@ def make_loss(config: LossConfig, engine_module: ModuleType) -> Optional[Loss]:
     if config.name is None:
         return None
     target = _find(config.name, engine_module)
+    if target in (nn.CrossEntropyLoss, functional.cross_entropy) and config.args.get("label_smoothing"):
+        return Loss(SmoothedCrossEntropy(**config.args), "none", engine_module.identity_loss)
     function = target(**config.args) if inspect.isclass(target) else functools.partial(target, **config.args)
     if _poptorch_recognises(target):
         return Loss(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from types import ModuleType
 from typing import Any, Dict, List, Mapping, Optional, Tuple
@@ -33,18 +34,19 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
                     key=f"{key}.on",
                 )
             )
+        if "_target_" not in arguments and name in BUILT_IN:
+            problems += check_named(arguments, key) or check_arguments(BUILT_IN[name], arguments, key)
+            continue
+        arguments = _with_target(name, arguments)
         if "_target_" not in arguments:
-            if name not in BUILT_IN:
-                problems.append(
-                    Problem(
-                        f"`{key}` has no `_target_`",
-                        known=f"without it: {', '.join(BUILT_IN)}",
-                        fix=f"{key}._target_=module.Metric, or ~{key} removes it",
-                        key=key,
-                    )
+            problems.append(
+                Problem(
+                    f"`{key}` has no `_target_`",
+                    known=f"without it: {', '.join(BUILT_IN)}, and the metrics of torchmetrics, {_AVAILABILITY}",
+                    fix=f"{key}._target_=module.Metric, or ~{key} removes it",
+                    key=key,
                 )
-            else:
-                problems += check_named(arguments, key) or check_arguments(BUILT_IN[name], arguments, key)
+            )
             continue
         found = check_node({**arguments, "_partial_": True}, key, engine_module)
         problems += found
@@ -89,12 +91,14 @@ def make_metrics(nodes: Mapping[str, Any], phase: str, engine_module: Optional[M
 
 def monitored(monitor: Optional[str], nodes: Mapping[str, Any]) -> str:
     """Return the metric for the best checkpoint: `monitor`, else the first one of evaluation, else the loss."""
-    evaluated = [name for name in nodes if "eval" in _parts(nodes[name])[1]]
+    evaluated = [name for name in nodes if "eval" in _parts(nodes[name])[1] and not _is_matrix(name, nodes[name])]
     return monitor or (evaluated[0] if evaluated else "loss")
 
 
 def _make(name: str, arguments: Dict[str, Any], higher: Optional[bool], engine_module: Optional[ModuleType]) -> Any:
     key = f"metrics.{name}"
+    if name not in BUILT_IN:
+        arguments = _with_target(name, arguments)
     if "_target_" not in arguments:
         metric = BUILT_IN[name](**arguments)
     elif inspect.isclass(locate(arguments["_target_"], key, engine_module)):
@@ -106,6 +110,32 @@ def _make(name: str, arguments: Dict[str, Any], higher: Optional[bool], engine_m
     if higher is not None:
         metric.higher_is_better = higher
     return metric
+
+
+_AVAILABILITY = "if it is installed: pip install 'ipurun[metrics]'"
+
+
+def _with_target(name: str, arguments: Dict[str, Any]) -> Dict[str, Any]:
+    """Return the arguments with a target: the class of torchmetrics that a metric is named after, if there is one."""
+    if "_target_" in arguments:
+        return arguments
+    try:
+        torchmetrics: Any = importlib.import_module("torchmetrics")
+    except ImportError:
+        return arguments
+    classes = {_plain(found): found for found in dir(torchmetrics) if inspect.isclass(getattr(torchmetrics, found))}
+    found = classes.get(_plain(name))
+    return arguments if found is None else {"_target_": f"torchmetrics.{found}", **arguments}
+
+
+def _is_matrix(name: str, node: Any) -> bool:
+    """Return whether a metric is a confusion matrix, which cannot select the best checkpoint."""
+    target = node.get("_target_", name) if isinstance(node, Mapping) else name
+    return _plain(str(target)).endswith("confusionmatrix")
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def _parts(node: Any) -> Tuple[Dict[str, Any], Tuple[str, ...], Optional[bool]]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
+from ipurun.config.patterns import frozen_until
 from ipurun.config.schema import LossConfig, RunConfig
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target
@@ -61,7 +62,16 @@ def make_model(config: RunConfig, engine_module: ModuleType) -> nn.Module:
             fix="model._target_=module.Net, a class or function that makes a module",
             key="model._target_",
         )
+    freeze(model, config)
     return model
+
+
+def freeze(model: nn.Module, config: RunConfig) -> None:
+    """Freeze the parameters that are never trained: they get no gradient and no optimizer state."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, until in frozen_until(config.freeze, config.unfreeze, list(named)).items():
+        if until is None:
+            named[name].requires_grad_(False)
 
 
 def check_forward(model: nn.Module) -> List[Problem]:

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from torch import nn
 
+from ipurun.config.patterns import frozen_until
 from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.engine import Engine
@@ -17,6 +18,7 @@ from ipurun.inspect.data import (
     check_data,
     check_sample,
     first_sample,
+    is_read_by_position,
     is_stream,
     length_of,
     make_splits,
@@ -157,6 +159,10 @@ def _made_from(config: RunConfig) -> Tuple[Any, ...]:
         config.seed,
         config.precision,
         config.custom_ops,
+        config.init_from,
+        config.init,
+        config.freeze,
+        config.unfreeze,
     )
 
 
@@ -208,7 +214,8 @@ def _to_try(data: Any, purpose: Purpose) -> Any:
 
 
 def _group_problems(config: RunConfig, model: nn.Module) -> List[Problem]:
-    parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    frozen = frozen_until(config.freeze, config.unfreeze, [name for name, _ in model.named_parameters()])
+    parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad or name in frozen]
     return check_groups(config.optimizer, parameters)
 
 
@@ -244,7 +251,7 @@ def _collect(problems: List[Problem], function: Callable[..., Any], *args: Any) 
 
 
 def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Module:
-    if purpose is not Purpose.RUN:
+    if purpose not in (Purpose.RUN, Purpose.COMPILE):
         empty = make_meta_model(config)
         if count_parameters(empty) > LARGEST_TRIED:
             return empty
@@ -351,11 +358,12 @@ def _moved_notes(config: RunConfig) -> Tuple[str, ...]:
 
 
 def _worker_notes(config: RunConfig, splits: Mapping[str, Any]) -> Tuple[str, ...]:
-    if config.loader.workers < 2 or not any(is_stream(data) for data in splits.values()):
+    repeating = [data for data in splits.values() if is_stream(data) and not is_read_by_position(data)]
+    if config.loader.workers < 2 or not repeating:
         return ()
     return (
         f"each of the {config.loader.workers} workers reads the whole iterable data set; unless the data set divides "
-        "itself with torch.utils.data.get_worker_info, samples are repeated",
+        "itself with torch.utils.data.get_worker_info, samples are repeated; ipurun.datasets.shards.Shared divides any",
     )
 
 

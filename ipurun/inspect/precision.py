@@ -169,6 +169,11 @@ class CastingCollate:
         self._has_target = has_target
         self._target = target
 
+    @property
+    def padding_share(self) -> Optional[float]:
+        """The share of padding in the batches so far, None where the collate function does not count it."""
+        return getattr(self._collate, "padding_share", None)
+
     def __call__(self, samples: List[Any]) -> Any:
         return half_inputs(self._collate(samples), self._has_target, self._target)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import random
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -32,6 +34,11 @@ __all__ = [
     "seed_of",
     "seeded",
 ]
+
+
+_LARGEST_IN_MEMORY = 1 << 24  # indices of an epoch; of more, only some are in memory at a time
+_INDICES_AT_ONCE = 1 << 16
+_FEISTEL_ROUNDS = 6
 
 
 def seed_of(seed: int, *parts: int) -> int:
@@ -106,9 +113,14 @@ def check_loader(config: LoaderConfig) -> List[Problem]:
             problems += error.problems
     if config.collate is not None:
         try:
-            locate(config.collate, "loader.collate")
+            positional = 0 if inspect.isclass(locate(config.collate, "loader.collate")) else 1
+            node = {"_target_": config.collate, **config.collate_args}
+            problems += check_node(node, "loader.collate_args", positional=positional)
         except ConfigError as error:
             problems += error.problems
+    elif config.collate_args:
+        fix = "loader.collate=ipurun.datasets.collate.Pad"
+        problems.append(Problem("`loader.collate_args` needs `loader.collate`", fix=fix, key="loader.collate_args"))
     return problems
 
 
@@ -116,8 +128,11 @@ def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
     """Return the function that makes a batch from a list of samples."""
     if config.collate is None:
         return default_collate
-    found: Callable[[List[Any]], Any] = locate(config.collate, "loader.collate")
-    return found
+    target = locate(config.collate, "loader.collate")
+    if not inspect.isclass(target):
+        return functools.partial(target, **config.collate_args) if config.collate_args else target
+    made: Callable[[List[Any]], Any] = make({"_target_": config.collate, **config.collate_args}, "loader.collate_args")
+    return made
 
 
 def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Any:
@@ -167,10 +182,44 @@ class EpochOrder:
         return self._length
 
     def __iter__(self) -> Iterator[int]:
+        return self.starting_at(0)
+
+    def starting_at(self, position: int) -> Iterator[int]:
+        """Return the indices from a position on."""
         if not self._shuffle:
-            return iter(range(self._length))
-        generator = torch.Generator().manual_seed(seed_of(self._seed, self._epoch))
-        return iter(torch.randperm(self._length, generator=generator).tolist())
+            return iter(range(position, self._length))
+        seed = seed_of(self._seed, self._epoch)
+        if self._length > _LARGEST_IN_MEMORY:
+            return _permuted(self._length, seed, position)
+        generator = torch.Generator().manual_seed(seed)
+        return iter(torch.randperm(self._length, generator=generator).tolist()[position:])
+
+
+def _permuted(length: int, seed: int, position: int) -> Iterator[int]:
+    """Yield a permutation from a position on, without holding it in memory.
+
+    A Feistel network permutes the numbers below a power of four; those that are too large are permuted again until
+    they are not, which leaves a permutation of the others.
+    """
+    half = numpy.uint64(max((length - 1).bit_length() + 1, 2) // 2)
+    low = numpy.uint64((1 << int(half)) - 1)
+    keys = numpy.random.SeedSequence(seed).generate_state(_FEISTEL_ROUNDS, numpy.uint64)
+
+    def once(numbers: Any) -> Any:
+        left, right = numbers >> half, numbers & low
+        for key in keys:
+            mixed = (right ^ key) * numpy.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> numpy.uint64(29))) * numpy.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed >> numpy.uint64(32)) & low)
+        return (left << half) | right
+
+    for begin in range(position, length, _INDICES_AT_ONCE):
+        numbers = once(numpy.arange(begin, min(begin + _INDICES_AT_ONCE, length), dtype=numpy.uint64))
+        too_large = numbers >= length
+        while too_large.any():
+            numbers[too_large] = once(numbers[too_large])
+            too_large = numbers >= length
+        yield from numbers.tolist()
 
 
 class PaddedOrder:
@@ -288,18 +337,22 @@ class ResumableSampler:
         epoch, skip = self._epoch, self._skip
         self._epoch, self._skip = epoch + 1, 0
         _set_epoch(self._inner, epoch)
+        if isinstance(self._inner, EpochOrder):
+            items = self._inner.starting_at(skip)
+            return self._marked(items, epoch, skip) if self._marks else items
         items = self._items(RandomStates(seed_of(self._seed, epoch)))
         return itertools.islice(self._marked(items, epoch) if self._marks else items, skip, None)
 
     def _items(self, states: RandomStates) -> Iterator[Any]:
-        if length_of(self._inner) is None:
+        length = length_of(self._inner)
+        if length is None or length > _LARGEST_IN_MEMORY:
             return _one_by_one(self._inner, states)  # may be endless
         with states.in_use():
             drawn: List[Any] = list(self._inner)
         return iter(drawn)
 
-    def _marked(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
-        first_seed, num_marked = seed_of(self._seed, epoch, 1), 0
+    def _marked(self, items: Iterator[Any], epoch: int, num_marked: int = 0) -> Iterator[Any]:
+        first_seed = seed_of(self._seed, epoch, 1)
         for item in items:
             indices = item if self._draws_batches else [item]
             seeds = (_seed_at(first_seed, num_marked + position) for position in range(len(indices)))

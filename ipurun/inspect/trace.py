@@ -20,6 +20,7 @@ from ipurun.inspect.batch_items import as_call, map_tensors
 from ipurun.inspect.loss import ModelWithLoss, make_loss
 from ipurun.inspect.model import count_parameters, make_meta_model, make_model, stop_caching
 from ipurun.inspect.precision import cast_hooks, cast_weights, half_inputs
+from ipurun.inspect.sampling import make_collate
 from ipurun.inspect.targets import innermost_line
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.inspect.traced_ops import read_graph
@@ -135,7 +136,10 @@ def _small_model(config: RunConfig, largest: int = _LARGEST_REAL_MODEL) -> Optio
 
 
 def _micro_batch(config: RunConfig, sample: Any, size: int, device: str) -> Any:
-    if sample is None:
+    collate: Callable[[List[Any]], Any] = default_collate
+    if sample is not None:
+        collate = make_collate(config.loader)
+    else:
         items = parse_sample(config.sample)
         generator = torch.Generator().manual_seed(config.seed)
         drawn = [
@@ -143,7 +147,7 @@ def _micro_batch(config: RunConfig, sample: Any, size: int, device: str) -> Any:
         ]
         named = items[0].name is not None
         sample = {str(i.name): value for i, value in zip(items, drawn)} if named else tuple(drawn)
-    batch = default_collate([sample])
+    batch = collate([sample])
     repeated = map_tensors(lambda t: t.expand(size, *t.shape[1:]) if t.dim() else t, batch)
     if device == "meta":
         return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), repeated)

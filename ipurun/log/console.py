@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from pathlib import Path
-from typing import Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.compose import ChangedKey, Point
 from ipurun.errors import listing
@@ -15,19 +15,25 @@ from ipurun.log.format import (
     devices_text,
     duration,
     epochs_text,
+    fitted,
     learning_rate,
     metric,
     plural,
+    spelled_duration,
     value_text,
 )
-from ipurun.log.screen import Screen
+from ipurun.log.plan_text import initial_rows
+from ipurun.log.profile_text import profile_lines
+from ipurun.log.screen import Screen, show_progress
 from ipurun.planning.plan import Plan
+from ipurun.profiling.report import ProfileReport
 from ipurun.training.events import (
     CheckpointSaved,
     CompileEnd,
     CompileStart,
+    DeviceWait,
     EvalEnd,
-    InferenceProgress,
+    EvalProgress,
     Note,
     Observer,
     RolledBack,
@@ -49,15 +55,12 @@ class Console(Observer):
 
     Args:
         screen: The screen.
-        cache_dir: Folder of compiled executables; a compilation that does not add one has used the cache.
         engine_draws_bar: Whether PopTorch draws a compile bar, so that a second one must not be drawn.
     """
 
-    def __init__(self, screen: Screen, cache_dir: Optional[str] = None, engine_draws_bar: bool = False) -> None:
+    def __init__(self, screen: Screen, engine_draws_bar: bool = False) -> None:
         self._screen = screen
-        self._cache_dir = cache_dir
         self._engine_draws_bar = engine_draws_bar and screen.draws_over
-        self._executables: FrozenSet[str] = frozenset()
         self._saved_step: Optional[int] = None
 
     def show_panel(self, point: Point, plan: Plan, folder: str) -> None:
@@ -77,34 +80,35 @@ class Console(Observer):
         self._screen.remark(f"{prefix}: {event.text}")
 
     def on_compile_start(self, event: CompileStart) -> None:
-        self._executables = _executables(self._cache_dir)
         if self._engine_draws_bar:
             self._screen.line(f"compiling for {event.mode} ...")
             return
         self._screen.begin(f"compiling for {event.mode}")
-        if self._cache_dir is not None:
-            self._screen.phase(f"{plural(len(self._executables), 'executable')} in the cache")
 
     def on_compile_end(self, event: CompileEnd) -> None:
-        from_cache = event.from_cache
-        if from_cache is None and self._cache_dir is not None:
-            from_cache = bool(self._executables) and _executables(self._cache_dir) == self._executables
-        source = {True: ", executable found in the cache", False: ", executable was not in the cache", None: ""}
-        self._screen.end(f"compiled for {event.mode} in {duration(event.seconds)}{source[from_cache]}")
+        verb = "loaded" if event.cache in ("hit", "precompiled") else "compiled"
+        self._screen.end(f"{verb} for {event.mode} in {duration(event.seconds)}{_cache_text(event)}")
+
+    def on_device_wait(self, event: DeviceWait) -> None:
+        self._screen.live([f"waiting for IPUs that are in use: {duration(event.seconds_left)} left"])
 
     def on_step(self, event: StepEnd) -> None:
         fraction = event.step / event.total_steps if event.total_steps else None
         if self._screen.wants_live(fraction):
             self._screen.live(live_parts(event, self._saved_step), fraction)
 
-    def on_inference(self, event: InferenceProgress) -> None:
+    def show_progress(self, doing: str, done: int, total: Optional[int], unit: str) -> None:
+        """Show how far a long task is; see `ipurun.log.screen.show_progress`."""
+        show_progress(self._screen, doing, done, total, unit)
+
+    def on_eval_progress(self, event: EvalProgress) -> None:
         fraction = event.samples / event.total_samples if event.total_samples else None
         if self._screen.wants_waiting():
-            total = "" if event.total_samples is None else f" of {count(event.total_samples)}"
-            self._screen.waiting(f"{event.split}: {count(event.samples)}{total} samples", fraction)
+            total = "" if event.total_samples is None else f"/{count(event.total_samples)}"
+            self._screen.waiting(f"evaluating {count(event.samples)}{total} samples", fraction)
 
     def on_eval(self, event: EvalEnd) -> None:
-        values = "  ".join(f"{name} {metric(value)}" for name, value in event.metrics.items())
+        values = "  ".join(f"{name} {metric(value)}" for name, value in without_classes(event.metrics).items())
         best = "  (best so far)" if event.is_best else ""
         self._screen.line(
             f"step {count(event.step)}  epoch {event.epoch:.2f}  {event.split}: {values}{best}  "
@@ -130,11 +134,15 @@ class Console(Observer):
             self._screen.line(f"  resume      {summary.resume_command}")
         self._screen.line(f"  reproduce   {reproduce}")
 
+    def show_profile(self, report: ProfileReport) -> None:
+        """Show what a profile found."""
+        for line in fitted(profile_lines(report), 12):
+            self._screen.line(line)
+
 
 def console_for(plan: Plan, screen: Screen) -> Console:
-    """Return the console of a run: PopTorch draws a bar and caches executables, the CPU engine does neither."""
-    on_device = plan.engine != "cpu"
-    return Console(screen, plan.cache_dir if on_device else None, engine_draws_bar=on_device)
+    """Return the console of a run: PopTorch draws a compile bar, the CPU engine does not."""
+    return Console(screen, engine_draws_bar=plan.engine != "cpu")
 
 
 def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
@@ -168,6 +176,7 @@ def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:
         epochs = "" if plan.steps.epochs is None else f" ({epochs_text(plan.steps.epochs)})"
         calls = plural(plan.steps.total_calls or 0, "host call")
         rows.append(("steps", f"{plural(plan.steps.total_updates, 'weight update')} in {calls}{epochs}"))
+    rows += initial_rows(plan.initial_weights)
     rows.append(("run folder", folder))
     return rows
 
@@ -178,6 +187,7 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     rows = [("steps", f"{plural(summary.step, 'weight update')}, {epochs_text(summary.epoch)}")]
     final = dict(summary.metrics)
     if summary.loss is not None:
+        final = without_classes(final)
         evaluated = {"eval loss" if key == "loss" else key: value for key, value in final.items()}
         final = {"train loss": summary.loss, **evaluated}
     if final:
@@ -196,6 +206,8 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
             of_split = "" if split == "train" else f" of {split}"
             which = listing(map(str, indices))
             rows.append(("skipped", f"{plural(len(indices), 'sample')}{of_split} that could not be read: {which}"))
+    if summary.padding_share is not None:
+        rows.append(("padding", f"{summary.padding_share:.1%} of the positions in the batches"))
     if summary.checkpoint:
         rows.append(("checkpoint", summary.checkpoint))
     if summary.best_checkpoint and summary.best_checkpoint != summary.checkpoint:
@@ -204,11 +216,16 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     return rows
 
 
+def without_classes(metrics: Mapping[str, float]) -> Dict[str, float]:
+    """Return metrics without the values of single classes (``f1/3``) where there is one for all (``f1``)."""
+    return {name: value for name, value in metrics.items() if name.rpartition("/")[0] not in metrics}
+
+
 def final_line(summary: Summary, name: str, folder: str) -> str:
     """Return the one line of a quiet run."""
     word = {"done": "finished"}.get(summary.status, summary.status)
     parts = [f"{name}: {word} after {count(summary.step)} steps"]
-    parts += [f"{key} {metric(value)}" for key, value in summary.metrics.items()]
+    parts += [f"{key} {metric(value)}" for key, value in without_classes(summary.metrics).items()]
     if summary.best is not None:
         parts.append(f"best {summary.monitor} {metric(summary.best)}")
     parts += [f"{count(summary.samples_per_second)} samples/s", duration(summary.seconds.get("total")), folder]
@@ -246,9 +263,16 @@ def _is_plumbing(key: str) -> bool:
     return key == "sample" or key.endswith("._target_")
 
 
-def _executables(cache_dir: Optional[str]) -> FrozenSet[str]:
-    """Return the names of the compiled executables in a cache folder."""
-    return frozenset(path.name for path in Path(cache_dir).glob("*.popef")) if cache_dir else frozenset()
+def _cache_text(event: CompileEnd) -> str:
+    """Return what the executable cache did; nothing where it was off or is of no use, as for quick compilations."""
+    if event.cache == "precompiled":
+        return f" from {event.why}"
+    if event.cache not in ("hit", "miss"):
+        return ""
+    text = f"; executable cache: {event.cache} for {event.mode}"
+    if event.saved_seconds is not None and event.saved_seconds > 0:
+        text += f", saved {spelled_duration(event.saved_seconds)}"
+    return f"{text} ({event.why})" if event.why else text
 
 
 def _time_split(seconds: Mapping[str, float]) -> str:

@@ -42,5 +42,5 @@ class CsvLogger(Observer):
 
     def _write(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if name not in _NOT_VALUES:
+            if name not in _NOT_VALUES and not isinstance(value, (list, tuple)):  # a matrix fits no cell
                 self._writer.writerow((record["step"], record["epoch"], record["split"], name, value))

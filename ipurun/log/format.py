@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import textwrap
-from typing import Any, Iterable, List, Optional
+from typing import Any, Iterable, List, Optional, Sequence
 
 from ipurun.planning.plan import BatchSizes, Devices
 
@@ -23,6 +23,7 @@ __all__ = [
     "metric",
     "plural",
     "size_text",
+    "spelled_duration",
     "value_text",
 ]
 
@@ -42,6 +43,15 @@ def duration(seconds: Optional[float]) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def spelled_duration(seconds: float) -> str:
+    """Format a duration in words: ``0.8 s``, ``42 s``, ``6 min 12 s``, ``1 h 2 min``."""
+    if seconds < 59.5:
+        return duration(seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
 
 
 def count(number: Optional[float]) -> str:
@@ -77,6 +87,19 @@ def metric(value: Any) -> str:
         digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 4
         return f"{value:.{min(digits, 6)}f}"
     return f"{value:.3e}"
+
+
+def matrix_lines(name: str, matrix: Sequence[Sequence[float]]) -> List[str]:
+    """Return a matrix as a table: a row for each true class, a column for each predicted one."""
+    cells = [[f"{value:g}" for value in row] for row in matrix]
+    width = max((len(cell) for row in cells for cell in row), default=1)
+    width = max(width, len(str(len(matrix))))
+    label = len(str(len(matrix))) + 2
+    numbers = "".join(f"  {number:>{width}}" for number in range(len(cells[0]) if cells else 0))
+    lines = [f"{name} (rows: true class, columns: predicted)", f"{'':{label}}{numbers}"]
+    return lines + [
+        f"{number:>{label}}" + "".join(f"  {cell:>{width}}" for cell in row) for number, row in enumerate(cells)
+    ]
 
 
 def learning_rate(value: Optional[float]) -> str:

@@ -99,6 +99,7 @@ def eval_record(event: EvalEnd) -> Dict[str, Any]:
         "epoch": round(event.epoch, 6),
         "samples": event.samples,
         **{name: _finite(value) for name, value in event.metrics.items()},
+        **event.matrices,
         "seconds": round(event.seconds, 6),
         "is_best": event.is_best,
     }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Dict, Iterable, List, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from ipurun.api.calls import Call, Symbol, call_text, value_text
-from ipurun.inspect.facts import UserBlock
+from ipurun.errors import listing
+from ipurun.inspect.facts import InitialWeights, UserBlock
 from ipurun.log.format import batch_equation, count, devices_text, epochs_text, plural, size_text
 from ipurun.planning.optimizer import changeable
-from ipurun.planning.plan import EvalPass, ParameterGroup, Placement, Plan, Saving, Serialized
+from ipurun.planning.plan import EvalPass, FrozenPart, ParameterGroup, Placement, Plan, Saving, Serialized
 
-__all__ = ["calls_text", "plan_dict", "plan_lines"]
+__all__ = ["calls_text", "initial_rows", "plan_dict", "plan_lines"]
+
+_MOST_NAMES = 4  # in a row; the run folder's initial_weights.json has all
 
 
 def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
@@ -20,6 +23,8 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
     rows = [
         ("engine", f"{plan.engine} ({plan.engine_version})"),
         ("model", f"{plural(plan.parameters, 'parameter')}, precision {plan.precision}"),
+        *initial_rows(plan.initial_weights),
+        *_frozen_rows(plan),
         ("devices", _devices_text(plan)),
         ("batch", batch_equation(plan.training)),
         ("", f"{plural(plan.training.samples_per_update, 'sample')} per weight update"),
@@ -41,6 +46,8 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
     if values is not None:
         listed = [f"{kind} {', '.join(names)}" for kind, names in values.items() if names]
         rows.append(("optimizer", f"{plan.optimizer.path.rpartition('.')[2]}: {'; '.join(listed)}"))
+    if plan.no_decay:
+        rows.append(("", f"no weight decay for {plural(len(plan.no_decay), 'parameter')} (optimizer.no_decay)"))
     rows.append(("returns", f"output mode {plan.output_mode}"))
     for own in plan.user_blocks:
         where = "the model's forward" if own.module is None else own.module or "the model"
@@ -54,6 +61,30 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
     for variable, value in plan.environment.items():
         rows.append(("env", f"{variable}={value}"))
     return rows
+
+
+def initial_rows(initial: Optional[InitialWeights]) -> List[Tuple[str, str]]:
+    """Return in short what `init_from` loads and what it does not."""
+    if initial is None:
+        return []
+    total = len(initial.loaded) + len(initial.not_loaded)
+    rows = [("start", f"{len(initial.loaded)} of {plural(total, 'weight')} from {initial.path} ({initial.kind})")]
+    for label, names in (("not loaded", initial.not_loaded), ("not used of the file", initial.left_over)):
+        if names:
+            rows.append(("", f"{label}: {listing(names, most=_MOST_NAMES)}"))
+    return rows
+
+
+def _frozen_rows(plan: Plan) -> List[Tuple[str, str]]:
+    """Return what is frozen; the parameters of a plan are those that are trained at some time."""
+    return [
+        (
+            "frozen",
+            f"{plural(part.elements, 'parameter')} in {plural(len(part.names), 'tensor')}, "
+            + ("never trained" if part.until_step is None else f"trained after step {part.until_step:,}"),
+        )
+        for part in plan.frozen
+    ]
 
 
 def _devices_text(plan: Plan) -> str:
@@ -86,6 +117,9 @@ def plan_dict(plan: Plan) -> Dict[str, Any]:
         "evaluation": None if plan.evaluation is None else asdict(plan.evaluation),
         "saving": None if plan.saving is None else asdict(plan.saving),
         "optimizer": {"class": plan.optimizer.path, **(changeable(plan.optimizer) or {})},
+        "no_decay": list(plan.no_decay),
+        "frozen": [asdict(part) for part in plan.frozen],
+        "initial_weights": None if plan.initial_weights is None else asdict(plan.initial_weights),
         "placements": [asdict(placement) for placement in plan.placements],
         "environment": dict(plan.environment),
         "cache_dir": plan.cache_dir,
@@ -140,7 +174,7 @@ def _interval(every_calls: int, plan: Plan) -> str:
 def calls_text(plan: Plan) -> List[str]:
     """Return a plan as lines of Python, each with the key that set it as a comment."""
     lines = [
-        f"os.environ[{name!r}] = {value!r}  # {'debug.log_level' if name == 'POPTORCH_LOG_LEVEL' else 'profile'}"
+        f"os.environ[{name!r}] = {value!r}  # {plan.environment_origins.get(name, '').partition(' (')[0]}"
         for name, value in plan.environment.items()
     ]
     lines.append("opts = poptorch.Options()")
@@ -148,6 +182,7 @@ def calls_text(plan: Plan) -> List[str]:
     lines.append("inference_opts = poptorch.Options()")
     lines += _option_lines("inference_opts", plan.inference_options)
     lines += _model_lines(plan)
+    lines += [_frozen_line(part) for part in plan.frozen]
     lines += _optimizer_lines(plan)
     lines.append("training = poptorch.trainingModel(model, opts, optimizer)")
     if plan.inference_placements != plan.placements:
@@ -218,12 +253,21 @@ def _serialized(layer: Serialized) -> str:
     )
 
 
+def _frozen_line(part: FrozenPart) -> str:
+    few = ", ".join(part.names[:2]) + (", ..." if len(part.names) > 2 else "")
+    until = "" if part.until_step is None else f", until step {part.until_step}: a new trainingModel then  # unfreeze"
+    return f"# requires_grad_(False) for {plural(len(part.names), 'tensor')} ({few}){until or '  # freeze'}"
+
+
 def _optimizer_lines(plan: Plan) -> List[str]:
     call = plan.optimizer
     groups = [_group_text(group) for group in plan.parameter_groups]
     parameters = Symbol(f"[{', '.join(groups)}, {{'params': rest}}]" if groups else "model.parameters()")
     constructor = Call(call.path, (parameters, *call.args), call.kwargs)
     lines = [f"optimizer = {call_text(constructor)}  # optimizer"]
+    if plan.no_decay:
+        few = ", ".join(plan.no_decay[:2]) + (", ..." if len(plan.no_decay) > 2 else "")
+        lines.append(f"# {len(plan.no_decay)} parameters ({few}) in groups with weight_decay=0.0  # optimizer.no_decay")
     return lines + [f"optimizer.{call_text(mark)}  # {mark.origin}" for mark in call.chain]
 
 

@@ -10,7 +10,9 @@ import textwrap
 import time
 from typing import IO, Callable, List, Optional, Sequence, Tuple
 
-__all__ = ["PlainScreen", "Rows", "Screen", "SilentScreen", "make_screen"]
+from ipurun.log.format import count
+
+__all__ = ["PlainScreen", "Rows", "Screen", "SilentScreen", "make_screen", "show_progress"]
 
 Rows = Sequence[Tuple[str, str]]  # label and text; an empty label continues the row above
 
@@ -143,6 +145,14 @@ def make_screen(stream: IO[str], quiet: bool = False) -> Screen:
 
         return TerminalScreen(stream)
     return PlainScreen(stream)
+
+
+def show_progress(screen: Screen, doing: str, done: int, total: Optional[int], unit: str) -> None:
+    """Show how far a long task is: ``predicting 480/1,000 samples``; a counter where the total is unknown."""
+    fraction = done / total if total else None
+    if screen.wants_live(fraction):
+        of_all = f"/{count(total)}" if total else ""
+        screen.live([f"{doing} {count(done)}{of_all} {unit}{'' if (total or done) == 1 else 's'}"], fraction)
 
 
 def panel_lines(rows: Rows, width: int) -> List[str]:

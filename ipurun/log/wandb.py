@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, List, Optional, Union
+from typing import Any, List, Mapping, Optional, Union
 
-from ipurun.errors import ConfigError
+from ipurun.log.tracking import kept_id, missing_package, step_values, store_id, stored_config
 from ipurun.training.events import EvalEnd, Observer, RunStart, StepEnd, Summary
 
 __all__ = ["WandbLogger"]
 
 
 class WandbLogger(Observer):
-    """Sends metrics to Weights & Biases.
+    """Sends metrics to Weights & Biases. A resumed run continues the run that it has there.
 
     Args:
         folder: The run folder, where wandb keeps its files.
         project: The project.
         entity: The team or user.
-        mode: ``online``, ``offline`` or ``disabled``.
+        mode: ``online``, ``offline`` (``wandb sync`` sends the files later) or ``disabled``; None: as the variable
+            WANDB_MODE says, else online.
         tags: Tags of the run.
 
     Raises:
@@ -30,45 +31,49 @@ class WandbLogger(Observer):
         folder: Union[str, Path],
         project: str = "ipurun",
         entity: Optional[str] = None,
-        mode: str = "online",
+        mode: Optional[str] = None,
         tags: Optional[List[str]] = None,
     ) -> None:
         try:
             import wandb
-        except ImportError as err:
-            raise ConfigError(
-                "`logger.wandb` needs a package that is not installed",
-                seen=str(err),
-                fix="pip install 'ipurun[wandb]', or remove the logger",
-                key="logger.wandb",
-            ) from err
+        except ImportError as error:
+            raise missing_package("wandb", error) from error
         self._wandb: Any = wandb
         self._arguments = {"project": project, "entity": entity, "mode": mode, "tags": tags}
         self._folder = Path(folder)
         self._run: Any = None
 
     def on_start(self, event: RunStart) -> None:
-        from omegaconf import OmegaConf
-
-        stored = OmegaConf.load(self._folder / "config.yaml")
+        known = kept_id(self._folder, "wandb")
         self._run = self._wandb.init(
             name=f"{event.name}/{self._folder.name}",
-            dir=str(self._folder),
-            config=OmegaConf.to_container(stored),
+            dir=str(self._folder.resolve()),  # its service has a working folder of its own
+            config=stored_config(self._folder),
+            id=known,
+            resume="allow" if known else None,
             **self._arguments,
         )
+        store_id(self._folder, "wandb", self._run.id)
+        # Not wandb's own count of steps, which cannot return to a checkpoint: a resumed run repeats steps.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
 
     def on_step(self, event: StepEnd) -> None:
         if event.logged:
-            values = {"loss": event.loss, "lr": event.lr, "samples_per_second": event.samples_per_second}
-            self._log("train", {**values, **event.metrics}, event.step)
+            self._log("train", step_values(event), event.step)
 
     def on_eval(self, event: EvalEnd) -> None:
-        self._log(event.split, event.metrics, event.step)
+        tables = {
+            name: self._wandb.Table(
+                columns=[str(number) for number in range(len(matrix))], data=list(map(list, matrix))
+            )
+            for name, matrix in event.matrices.items()
+        }
+        self._log(event.split, {**event.metrics, **tables}, event.step)
 
     def on_end(self, event: Summary) -> None:
         if self._run is not None:
             self._run.finish(exit_code=0 if event.status == "done" else 1)
 
-    def _log(self, split: str, values: Any, step: int) -> None:
-        self._run.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
+    def _log(self, split: str, values: Mapping[str, Any], step: int) -> None:
+        self._run.log({**{f"{split}/{name}": value for name, value in values.items()}, "step": step})

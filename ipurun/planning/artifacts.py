@@ -14,13 +14,14 @@ from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
 from ipurun.config.schema import CacheConfig, ProfileConfig, RunConfig
 from ipurun.errors import Findings
+from ipurun.executables import absolute, cache_root, parse_size
 from ipurun.inspect.facts import Facts
 from ipurun.planning.key_calls import KeyCalls
 from ipurun.planning.optimizer import optimizer_state
 from ipurun.planning.plan import BatchSizes, Saving, Steps
 from ipurun.planning.user_settings import UserSettings
 
-__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "plan_saving", "profiling_entries"]
+__all__ = ["CacheState", "Profile", "folder_calls", "plan_profile", "plan_saving", "profiling_entries", "read_variable"]
 
 # What a checkpoint has besides tensors: random states, progress, and the description of each tensor.
 _CHECKPOINT_BYTES = 16_000
@@ -28,6 +29,7 @@ _BYTES_OF_TENSOR = 500
 
 _ENGINE_VARIABLE = "POPLAR_ENGINE_OPTIONS"
 _PVTI_VARIABLE = "PVTI_OPTIONS"
+_POPVISION = ("graph", "system")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Profile:
     environment: Mapping[str, str]
 
 
-def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], found: Findings) -> Profile:
+def plan_profile(
+    profile: ProfileConfig, name: str, environ: Mapping[str, str], found: Findings, engine: str = "ipu"
+) -> Profile:
     """Return what `profile` asks for.
 
     Engine options are part of the executable cache's key, so the report folder must be the same in every run; the
@@ -66,13 +70,19 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
         profile: The config group.
         name: Name of the run.
         environ: The user's environment, whose entries are kept.
-        found: Takes the problems.
+        found: Takes the problems, and a note where nothing will be recorded.
+        engine: ``ipu``, ``ipu_model`` or ``cpu``.
     """
     chosen = _chosen_options(profile, found)
-    if profile.kind == "none" and not chosen:
-        return Profile(None, None, {})
-    users = _variable(_ENGINE_VARIABLE, environ, found)
-    directory = _absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
+    if engine == "cpu" and profile.kind in _POPVISION:
+        found.note(
+            f"profile={profile.kind} records nothing on the CPU engine, because PopVision's files come from "
+            "Graphcore's libraries; profile=trace shows every op"
+        )
+    if profile.kind not in _POPVISION and not chosen:
+        return Profile(absolute(profile.dir) if profile.kind != "none" and profile.dir else None, None, {})
+    users = read_variable(_ENGINE_VARIABLE, environ, found)
+    directory = absolute(profile.dir) if profile.dir else _run_dir("profiles", name, environ)
     environment: Dict[str, str] = {}
     options: Dict[str, str] = {}
     if profile.kind == "graph":
@@ -88,7 +98,7 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
     if users and options:
         environment[_ENGINE_VARIABLE] = json.dumps({**users, **options}, sort_keys=True)
     if profile.kind == "system":
-        traced = {"enable": "true", "directory": directory, **_variable(_PVTI_VARIABLE, environ, found)}
+        traced = {"enable": "true", "directory": directory, **read_variable(_PVTI_VARIABLE, environ, found)}
         if profile.dir:
             traced["directory"] = directory
         directory = traced["directory"]
@@ -97,7 +107,7 @@ def plan_profile(profile: ProfileConfig, name: str, environ: Mapping[str, str], 
     if options:
         origin = f"profile={profile.kind}" if profile.kind == "graph" else "profile.engine_options"
         call = Call("_Popart.setEngineOptions", (options,), origin=origin)
-    return Profile(directory if profile.kind != "none" else None, call, environment)
+    return Profile(directory if profile.kind in _POPVISION else None, call, environment)
 
 
 def profiling_entries(directory: str) -> Dict[str, str]:
@@ -124,6 +134,7 @@ def folder_calls(
         found: Takes the note on a folder that cannot be written.
     """
     calls = KeyCalls()
+    _check_size(cache, found)
     folder = _executable_dir(cache, name, environ)
     obstacle = _obstacle(folder) if cache.enabled else ""
     if obstacle:
@@ -137,6 +148,17 @@ def folder_calls(
     if profile.call is not None:
         calls.chosen.append(profile.call)
     return calls
+
+
+def _check_size(cache: CacheConfig, found: Findings) -> None:
+    if cache.max_size is None:
+        return
+    try:
+        parse_size(cache.max_size)
+    except ValueError as error:
+        found.problem(
+            "`cache.max_size` is not a size", seen=str(error), fix="cache.max_size=20GB", key="cache.max_size"
+        )
 
 
 def _obstacle(folder: str) -> str:
@@ -219,23 +241,16 @@ def _free_bytes(runs_dir: str) -> Optional[int]:
 def _executable_dir(cache: CacheConfig, name: str, environ: Mapping[str, str]) -> str:
     # A folder for each run name, because PopART opens every file of a cache folder at each start.
     if cache.dir:
-        return _absolute(cache.dir)
+        return absolute(cache.dir)
     poptorch_dir = environ.get("POPTORCH_CACHE_DIR", "").strip()
     if poptorch_dir and not environ.get("IPURUN_CACHE_DIR", "").strip():
-        return _absolute(poptorch_dir)
+        return absolute(poptorch_dir)
     return _run_dir("executables", name, environ)
 
 
 def _run_dir(kind: str, name: str, environ: Mapping[str, str]) -> str:
-    """Return a run's folder in ipurun's cache folder: IPURUN_CACHE_DIR, else ``~/.cache/ipurun``."""
-    root = environ.get("IPURUN_CACHE_DIR", "").strip()
-    if not root:
-        root = os.path.join(environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache"), "ipurun")
-    return os.path.join(_absolute(root), kind, re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run")
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    """Return a run's folder in ipurun's cache folder."""
+    return os.path.join(cache_root(environ), kind, re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run")
 
 
 def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:
@@ -251,7 +266,8 @@ def _chosen_options(profile: ProfileConfig, found: Findings) -> Dict[str, str]:
     return chosen
 
 
-def _variable(name: str, environ: Mapping[str, str], found: Findings) -> Dict[str, str]:
+def read_variable(name: str, environ: Mapping[str, str], found: Findings) -> Dict[str, str]:
+    """Return the entries of an environment variable that holds a JSON object; report one that does not."""
     text = environ.get(name, "")
     if not text.strip():
         return {}

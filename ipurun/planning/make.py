@@ -13,15 +13,17 @@ from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.planning.artifacts import folder_calls, plan_profile, plan_saving
+from ipurun.planning.environment import plan_variables
 from ipurun.planning.host_io import check_loading, check_overlap, output_mode, strategy_for_overlap
 from ipurun.planning.modules import (
+    frozen_parts,
     module_precisions,
     module_proportions,
     note_loss_scale,
     recompute_modules,
     serialized_layers,
 )
-from ipurun.planning.optimizer import plan_optimizer
+from ipurun.planning.optimizer import plan_no_decay, plan_optimizer
 from ipurun.planning.options import inference_options, training_options
 from ipurun.planning.plan import Plan
 from ipurun.planning.sizes import plan_sizes
@@ -59,6 +61,8 @@ def make_plan(
     settings = _user_settings(config, unlike_defaults(config) if keys is None else keys, found)
     _note_processes(settings, environ, found)
     _check_failures(config, settings, found)
+    if not config.init_from and settings.has("init"):
+        found.note("no init_from: the run starts from the values that the model's code gives, and `init` has no effect")
     sizes = plan_sizes(config, facts, settings, found)
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
     steps = count_steps(config, sizes.training, facts.train_samples, found)
@@ -66,10 +70,14 @@ def make_plan(
     check_end_and_average(config, sizes.training, steps, found)
     precision = _SHORT_PRECISIONS.get(config.precision, config.precision)
     optimizer, groups = plan_optimizer(config, found)
+    no_decay = plan_no_decay(config, facts, found)
+    frozen = frozen_parts(config, facts, sizes.training, steps, found)
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
-    profile = plan_profile(config.profile, name, environ, found)
+    profile = plan_profile(config.profile, name, environ, found, facts.engine)
+    variables = plan_variables(config, profile, settings, environ, found)
     mode, every = output_mode(config, settings, sizes.training.device_iterations, found)
     folders = folder_calls(config.cache, name, profile, settings, environ, found)
+    folders.chosen[:0] = variables.calls
     training = training_options(config, facts, sizes, settings, folders, (mode, every), found)
     inference = inference_options(config, facts, sizes, settings, folders, found)
     updates = sizes.training.device_iterations
@@ -84,9 +92,6 @@ def make_plan(
     saving = plan_saving(config, facts, optimizer, precision, sizes.training, steps, found)
     if found.problems:
         raise ConfigError(found.problems)
-    environment = dict(profile.environment)
-    if config.debug.log_level is not None:
-        environment["POPTORCH_LOG_LEVEL"] = config.debug.log_level
     cache_call = last_call("enableExecutableCaching", training)
     return Plan(
         name=name,
@@ -105,12 +110,16 @@ def make_plan(
         placements=sizes.layout.placements,
         inference_placements=sizes.inference_layout.placements,
         optimizer=optimizer,
-        environment=environment,
+        environment=variables.values,
+        environment_origins=variables.origins,
         cache_dir=cache_call.args[0] if cache_call else None,
         profile_dir=profile.directory,
         parameters=facts.parameters,
         notes=tuple(found.notes),
         parameter_groups=groups,
+        no_decay=no_decay,
+        frozen=frozen,
+        initial_weights=facts.initial_weights,
         recompute=checkpoints,
         module_precision=rules,
         stages=sizes.layout.stages,
@@ -170,13 +179,14 @@ def _check_attachable(calls: Sequence[Call], purpose: Purpose, found: Findings) 
     offline = last_call("useOfflineIpuTarget", calls)
     connection = last_call("connectionType", calls)
     call = offline or connection
-    if call is None or (offline is None and not str(call.args[0]).endswith(".Never")):
+    if purpose is Purpose.COMPILE or call is None or (offline is None and not str(call.args[0]).endswith(".Never")):
         return
     if purpose is Purpose.PLAN:
         found.note(f"{call.origin}: the model can be compiled but not run, because no device is attached")
         return
     found.problem(
         f"`{call.origin}`: the model could be compiled but not run, because no device is attached",
-        fix="leave it out, or set options.connectionType=OnDemand to attach after compiling",
+        fix="leave it out, or compile without a device: ipurun compile with the same words; "
+        "options.connectionType=OnDemand attaches after compiling",
         key=call.origin,
     )

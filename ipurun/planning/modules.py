@@ -1,19 +1,21 @@
-"""Settings of modules: precision, recomputation checkpoints, serialised layers and memory proportions."""
+"""Settings of modules: precision, frozen parameters, recomputation, serialised layers and memory proportions."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.patterns import flat_names, match_modules, names_in
+from ipurun.config.patterns import check_parameters, flat_names, frozen_until, match_modules, names_in
 from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings, listing
 from ipurun.inspect.facts import Facts
 from ipurun.planning.layers import is_within, named_layers, stacks
 from ipurun.planning.placement.layout import Layout
-from ipurun.planning.plan import Serialized
+from ipurun.planning.plan import BatchSizes, FrozenPart, Serialized, Steps
 
 __all__ = [
     "MATMUL_MODES",
+    "frozen_parts",
     "module_precisions",
     "module_proportions",
     "note_loss_scale",
@@ -49,6 +51,75 @@ def module_precisions(config: RunConfig, module_names: Sequence[str], found: Fin
         names = match_modules(str(pattern), "precision_rules", module_names, found) if module_names else [pattern]
         chosen.update({name: str(value) for name in names})
     return chosen
+
+
+def frozen_parts(
+    config: RunConfig, facts: Facts, batch: BatchSizes, steps: Steps, found: Findings
+) -> Tuple[FrozenPart, ...]:
+    """Return the parameters that are not trained, by the step after which they are; those that never are come last."""
+    names = list(facts.parameter_shapes)
+    if not names or not (config.freeze or config.unfreeze):
+        return ()
+    for pattern in config.freeze:
+        check_parameters(str(pattern), "freeze", names, found)
+    frozen = frozen_until(config.freeze, {}, names)
+    for pattern, step in flat_names(config.unfreeze, ()).items():
+        _check_unfreeze(pattern, step, frozen, found)
+    by_step: Dict[Optional[int], List[str]] = {}
+    for name, step in _tied(frozen_until(config.freeze, config.unfreeze, names), facts).items():
+        calls = None if step is None else -(-step // batch.device_iterations)
+        by_step.setdefault(None if calls is None else calls * batch.device_iterations, []).append(name)
+    parts = [
+        FrozenPart(tuple(by_step[step]), _elements(by_step[step], facts), step)
+        for step in sorted(by_step, key=lambda step: math.inf if step is None else step)
+    ]
+    for part in parts:
+        if part.until_step is not None:
+            _note_unfreeze(part, steps, found)
+    return tuple(parts)
+
+
+def _check_unfreeze(pattern: str, step: Any, frozen: Mapping[str, Any], found: Findings) -> None:
+    key = f"unfreeze.{pattern}"
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        found.problem(
+            f"`{key}` takes a step: a whole number of weight updates, 1 or more",
+            seen=str(step),
+            fix=f"unfreeze={{{pattern}: 100}}",
+            key=key,
+        )
+    if not frozen:
+        found.problem("`unfreeze` is set but `freeze` is not", fix=f"freeze=[{pattern}]", key="unfreeze")
+    else:
+        check_parameters(pattern, key, list(frozen), found)
+
+
+def _note_unfreeze(part: FrozenPart, steps: Steps, found: Findings) -> None:
+    values = f"{part.elements:,} values ({part.names[0]}{', ...' if len(part.names) > 1 else ''})"
+    if steps.total_updates is not None and part.until_step is not None and part.until_step >= steps.total_updates:
+        found.note(f"unfreeze: {values} are never trained, because the run ends at step {steps.total_updates:,}")
+        return
+    found.note(
+        f"unfreeze: {values} are trained after step {part.until_step:,}; the model is compiled again there, and their "
+        "optimizer state starts empty"
+    )
+
+
+def _tied(frozen: Mapping[str, Optional[int]], facts: Facts) -> Dict[str, Optional[int]]:
+    """Return frozen parameters with all names of tensors that have several; never counts if one of them says so."""
+    tied = dict(frozen)
+    for group in facts.shared_parameters:
+        steps = [frozen[name] for name in group if name in frozen]
+        if steps:
+            until = None if None in steps else min(step for step in steps if step is not None)
+            tied.update(dict.fromkeys(group, until))
+    return tied
+
+
+def _elements(names: Sequence[str], facts: Facts) -> int:
+    """Return the number of values in parameters, those of a tensor with several names once."""
+    again = {name for group in facts.shared_parameters for name in group[1:]}
+    return sum(math.prod(facts.parameter_shapes[name]) for name in names if name not in again)
 
 
 def note_loss_scale(config: RunConfig, precision: str, optimizer_scale: object, found: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -9,11 +10,13 @@ from ipurun.api import manifest
 from ipurun.api.calls import Call
 from ipurun.api.values import BadValueError, convert
 from ipurun.config.keys import suggest_arguments
+from ipurun.config.patterns import check_parameters, match_parameters, names_in
 from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings, listing, nearest
+from ipurun.inspect.facts import Facts
 from ipurun.planning.plan import ParameterGroup
 
-__all__ = ["OptimizerState", "changeable", "optimizer_state", "plan_optimizer"]
+__all__ = ["OptimizerState", "changeable", "optimizer_state", "plan_no_decay", "plan_optimizer"]
 
 _POPTORCH = "poptorch.optim."
 _TORCH = "torch.optim."
@@ -28,7 +31,15 @@ _MOMENTS: Mapping[str, Tuple[str, ...]] = {
     "SGD": (),
 }
 _HALF = ("torch.float16", "torch.half", "float16", "half")
-_OWN_KEYS = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_", "variable", "constant", "groups")
+_OWN_KEYS = (
+    *("_target_", "_args_", "_partial_", "_convert_", "_recursive_"),
+    *("variable", "constant", "groups", "no_decay"),
+)
+_NORMS_AND_BIASES = "norms_and_biases"  # a word of `no_decay`
+_NORM = re.compile(r"Norm(\dd)?$")  # LayerNorm, BatchNorm2d, LlamaRMSNorm
+_DECAYS_BY_DEFAULT = ("AdamW", "LAMB")
+# Schedulers that move the momentum, or beta1, against the learning rate unless `cycle_momentum` is off.
+_CYCLES_MOMENTUM = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
 
 
 def plan_optimizer(config: RunConfig, found: Findings) -> Tuple[Call, Tuple[ParameterGroup, ...]]:
@@ -59,12 +70,39 @@ def plan_optimizer(config: RunConfig, found: Findings) -> Tuple[Call, Tuple[Para
             )
     arguments = _arguments(values, target, described, "optimizer", found)
     _add_loss_scaling(config, arguments, described, found)
-    marks = _marks(node, arguments, described, bool(config.schedule), found)
+    marks = _marks(node, arguments, described, config.schedule, found)
     groups = _groups(node.get("groups"), target, described, found)
     positional = node.get("_args_")
     positional = positional if isinstance(positional, (list, tuple)) else ()  # inspecting reports others
     call = Call(target, tuple(positional), arguments, "optimizer", marks)
     return call, groups
+
+
+def plan_no_decay(config: RunConfig, facts: Facts, found: Findings) -> Tuple[str, ...]:
+    """Return the parameters that `optimizer.no_decay` exempts from weight decay."""
+    key, names = "optimizer.no_decay", list(facts.parameter_shapes)
+    chosen: List[str] = []
+    for pattern in names_in(config.optimizer.get("no_decay"), key, found, "parameter"):
+        if pattern == _NORMS_AND_BIASES:
+            chosen += [name for name in names if _is_norm_or_bias(name, facts.module_kinds)]
+        elif names:
+            check_parameters(pattern, key, names, found)
+            chosen += match_parameters(pattern, names)
+    if chosen and not _decays(config.optimizer):
+        found.note("optimizer.no_decay has no effect: optimizer.weight_decay is not set")
+    return tuple(name for name in names if name in set(chosen))
+
+
+def _is_norm_or_bias(name: str, module_kinds: Mapping[str, str]) -> bool:
+    module, _, own = name.rpartition(".")
+    return "bias" in own or bool(_NORM.search(module_kinds.get(module, "")))
+
+
+def _decays(node: Mapping[str, Any]) -> bool:
+    groups = [group for group in node.get("groups") or () if isinstance(group, Mapping)]
+    name = str(node.get("_target_") or "").rpartition(".")[2]
+    given = node.get("weight_decay")
+    return bool(given) or (given is None and name in _DECAYS_BY_DEFAULT) or any(g.get("weight_decay") for g in groups)
 
 
 @dataclass(frozen=True)
@@ -286,10 +324,11 @@ def _marks(
     node: Mapping[str, Any],
     arguments: Mapping[str, Any],
     described: Optional[Mapping[str, Any]],
-    scheduled: bool,
+    schedule: Mapping[str, Any],
     found: Findings,
 ) -> Tuple[Call, ...]:
     variable, constant = _names(node.get("variable")), _names(node.get("constant"))
+    cycled = _cycled_value(node, described, schedule, found)
     if described is None:
         if variable or constant:
             found.problem(
@@ -316,19 +355,53 @@ def _marks(
             found.problem(
                 f"`optimizer` marks `{name}` as both variable and constant", fix="list it once", key="optimizer"
             )
-    if "lr" in constant and scheduled:
-        found.problem(
-            "`optimizer.constant` lists `lr`, but `schedule` changes it",
-            seen="optimizer.constant=[lr]",
-            fix="~schedule",
-            key="optimizer.constant",
-        )
+    for name in constant if schedule else ():
+        if name in ("lr", cycled):
+            found.problem(
+                f"`optimizer.constant` lists `{name}`, but `schedule` changes it",
+                seen=f"optimizer.constant=[{name}]",
+                fix="~schedule" if name == "lr" else "schedule.cycle_momentum=false",
+                key="optimizer.constant",
+            )
     if "lr" not in arguments and "lr" not in variable and "lr" not in constant:
         variable = ["lr", *variable]  # PopTorch would make a learning rate that was not passed constant
+    marks = [Call("variable_attrs.markAsVariable", (name,), origin="optimizer.variable") for name in variable]
+    if cycled is not None and cycled not in (*arguments, *variable, *constant):
+        marks.append(Call("variable_attrs.markAsVariable", (cycled,), origin="schedule"))
     return tuple(
-        [Call("variable_attrs.markAsVariable", (name,), origin="optimizer.variable") for name in variable]
-        + [Call("variable_attrs.markAsConstant", (name,), origin="optimizer.constant") for name in constant]
+        marks + [Call("variable_attrs.markAsConstant", (name,), origin="optimizer.constant") for name in constant]
     )
+
+
+def _cycled_value(
+    node: Mapping[str, Any], described: Optional[Mapping[str, Any]], schedule: Mapping[str, Any], found: Findings
+) -> Optional[str]:
+    """Return the value besides the learning rate that the schedule changes, None if it changes no other."""
+    cycling = _cycling_part(schedule, "schedule")
+    if cycling is None:
+        return None
+    target = str(node.get("_target_") or "")
+    if described is None:
+        if target.rpartition(".")[2] in ("Adam", "AdamW"):
+            found.problem(
+                f"`{cycling}` changes beta1, which PopTorch compiles in as a constant for {target}",
+                seen=f"optimizer._target_={target}",
+                fix=f"optimizer._target_={_POPTORCH}{target.rpartition('.')[2]}, or {cycling}.cycle_momentum=false",
+                key=cycling,
+            )
+        return None
+    return "betas" if "betas" in described["attribute_groups"]["per_group"] else "momentum"
+
+
+def _cycling_part(schedule: Any, key: str) -> Optional[str]:
+    """Return the key of the scheduler, or of the part of one, that moves the momentum; None if none does."""
+    if not isinstance(schedule, Mapping):
+        return None
+    if schedule.get("_target_") in _CYCLES_MOMENTUM and schedule.get("cycle_momentum", True) is not False:
+        return key
+    parts = schedule.get("schedulers")
+    numbered = enumerate(parts if isinstance(parts, (list, tuple)) else ())
+    return next(filter(None, (_cycling_part(part, f"{key}.schedulers.{number}") for number, part in numbered)), None)
 
 
 def _names(value: Any) -> List[str]:

@@ -9,9 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Tuple
 
 from ipurun.api.calls import Call
-from ipurun.inspect.facts import EndedBlock, UserBlock
+from ipurun.inspect.facts import EndedBlock, InitialWeights, UserBlock
 
-__all__ = ["BatchSizes", "Devices", "EvalPass", "ParameterGroup", "Placement", "Plan", "Serialized", "Steps"]
+__all__ = [
+    "BatchSizes",
+    "Devices",
+    "EvalPass",
+    "FrozenPart",
+    "ParameterGroup",
+    "Placement",
+    "Plan",
+    "Serialized",
+    "Steps",
+]
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,21 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True)
+class FrozenPart:
+    """Parameters that are not trained, or not at first.
+
+    Args:
+        names: Their names.
+        elements: Number of values in them.
+        until_step: Weight updates after which they are trained, a multiple of the host call's; None: never.
+    """
+
+    names: Tuple[str, ...]
+    elements: int
+    until_step: Optional[int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that a run will do."""
 
@@ -157,6 +182,9 @@ class Plan:
     evaluation: Optional[EvalPass] = None  # None where the data has no split for it
     saving: Optional[Saving] = None  # None if nothing is saved
     parameter_groups: Tuple[ParameterGroup, ...] = ()
+    no_decay: Tuple[str, ...] = ()  # parameters without weight decay, in whichever group
+    frozen: Tuple[FrozenPart, ...] = ()
+    initial_weights: Optional[InitialWeights] = None
     recompute: Tuple[str, ...] = ()  # modules whose outputs are recomputation checkpoints
     module_precision: Mapping[str, str] = field(default_factory=dict)  # module -> 16 or 32, patterns resolved
     stages: int = 1  # forward stages of training: 1 + switches between IPUs
@@ -169,3 +197,4 @@ class Plan:
     )  # linear layer or convolution -> share of tile memory
     overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
     is_left_whole: bool = False  # no split fits: the plan shows the model on one IPU
+    environment_origins: Mapping[str, str] = field(default_factory=dict)  # variable -> its key, and where that was set

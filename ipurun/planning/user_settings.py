@@ -78,7 +78,7 @@ TWINS: Twins = {
     "setAvailableMemoryProportion": ("memory.available_proportion",),
     "_Popart.set.autoRecomputation": ("recompute.mode",),
     "_Popart.set.defaultPrefetchBufferingDepth": ("memory.prefetch_depth",),
-    "_Popart.setEngineOptions": ("profile",),
+    "_Popart.setEngineOptions": ("profile", "poplar.engine_options"),
     "enableExecutableCaching": ("cache",),
     "useIpuModel": ("engine",),
 }

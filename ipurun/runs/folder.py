@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Union
@@ -72,6 +72,11 @@ class RunFolder:
         return self.path / "plan.txt"
 
     @property
+    def initial_weights_file(self) -> Path:
+        """What `init_from` loaded, what it did not, and why."""
+        return self.path / "initial_weights.json"
+
+    @property
     def env_file(self) -> Path:
         """Versions, machine and git state."""
         return self.path / "env.json"
@@ -125,10 +130,12 @@ class RunFolder:
             self.config_file: to_yaml(replace(config, resume=None), point.hidden),
             self.overrides_file: _yaml(words),
             self.plan_file: "\n".join(plan_lines(plan)) + "\n",
-            self.env_file: json.dumps(_environment(engine), indent=2) + "\n",
+            self.env_file: json.dumps(_environment(engine, plan), indent=2) + "\n",
         }
         if point.given is not None:
             texts[self.origins_file] = _yaml(dict(point.given))
+        if plan.initial_weights is not None:
+            texts[self.initial_weights_file] = json.dumps(asdict(plan.initial_weights), indent=2) + "\n"
         difference = git_diff()
         if difference:
             texts[self.path / "git.diff"] = difference
@@ -343,13 +350,20 @@ def _unusable_path(path: Union[str, Path]) -> str:
     return ""
 
 
-def _environment(engine: Engine) -> Dict[str, Any]:
+def _environment(engine: Engine, plan: Plan) -> Dict[str, Any]:
+    from ipurun.engine import watched_variables
+
     return {
         "schema": _SCHEMA,
         "started": time.time(),
         "engine": {"kind": engine.kind, "version": engine.version, "available_ipus": engine.available_ipus},
         "versions": versions(),
         "git": git_state(),
+        # What Graphcore's libraries read, and what each value comes from: a key and where it was set, or the shell.
+        "variables": {
+            name: {"value": value, "from": plan.environment_origins.get(name, "environment")}
+            for name, value in {**watched_variables(), **plan.environment}.items()
+        },
     }
 
 

@@ -21,14 +21,19 @@ from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, RunError
 from ipurun.inspect.targets import make
 from ipurun.log.console import console_for
+from ipurun.log.ipu_sensors import IpuSensors
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
+from ipurun.log.tracking import DroppedIfFailing
+from ipurun.profiling.recorders import Profiler
+from ipurun.runs.compile import with_remedies
 from ipurun.runs.folder import RunFolder
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun
 from ipurun.runs.reload import skipped_notes
 from ipurun.training.callbacks import make_callbacks
-from ipurun.training.events import Note, Observer, Summary
+from ipurun.training.events import Note, Observer, Observers, Summary
+from ipurun.training.failures import CompileError
 from ipurun.training.loop import train
 
 __all__ = ["FinishedRun", "reproduce_command", "run_job"]
@@ -70,7 +75,6 @@ def run_job(
             checkpoint, skipped = _checkpoint_to_resume(folder) if resume_folder else (None, {})
             with folder.described_as(*described) if resume_folder else nullcontext():
                 summary = _train_in(folder, prepared, run, screen, checkpoint, skipped, deadline)
-            _move_profile(prepared, folder)
             if summary.samples or not folder.finished:
                 then = {"reproduce_command": reproduce_command(point)}
                 folder.write_summary({"name": plan.name, **summary.to_dict(), **then})
@@ -78,6 +82,8 @@ def run_job(
         if resume_folder is None:
             folder.discard()
         raise
+    except CompileError as error:
+        raise with_remedies(error, prepared) from error
     except OSError as error:  # the files of the folder: `_guarded` reports everything else that fails inside
         raise _unwritable(folder, error) from error
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
@@ -119,13 +125,27 @@ def _train_in(
             console.show_panel(point, plan, str(folder))
             for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
                 console.on_note(Note(note, level="warning"))
-        observers = [*consoles, *_loggers(point, folder)]
+
+        def warn(text: str) -> None:
+            for console in consoles:
+                console.on_note(Note(point.without_secrets(text), level="warning"))
+
+        observers = [*consoles, *_loggers(point, folder, warn), *_sensors(prepared, folder, consoles)]
         callbacks = make_callbacks(point.config.callbacks)
+        profiler = Profiler(run, folder.path)
         summary = _guarded(
-            lambda: train(run, folder, observers, checkpoint, deadline, callbacks=callbacks), folder, screen, log, point
+            lambda: train(run, folder, observers, checkpoint, deadline, profiler.phases, callbacks),
+            folder,
+            screen,
+            log,
+            point,
         )
+        _move_profile(prepared, folder)
+        report = profiler.finish()
         for console in consoles:
             console.show_summary(summary, plan.name, str(folder), reproduce_command(point))
+            if report is not None:
+                console.show_profile(report)
     return summary
 
 
@@ -199,15 +219,24 @@ def _last_line(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
-def _loggers(point: Point, folder: RunFolder) -> Sequence[Observer]:
+def _loggers(point: Point, folder: RunFolder, warn: Callable[[str], None]) -> Sequence[Observer]:
     loggers: List[Observer] = [JsonlLogger(folder.metrics_file)]
     for name, node in point.config.logger.items():
-        loggers.append(make(node, f"logger.{name}", folder=folder.path))
+        made = make(node, f"logger.{name}", folder=folder.path)
+        loggers.append(DroppedIfFailing(name, made, warn))
     return loggers
 
 
+def _sensors(prepared: PreparedRun, folder: RunFolder, consoles: Sequence[Observer]) -> List[Observer]:
+    """Return the observer of the IPUs' sensors, on a host that has IPUs and the tool that reads them."""
+    interval = prepared.point.config.poplar.monitor_seconds
+    if prepared.engine.kind != "ipu" or interval is None or shutil.which("gc-monitor") is None:
+        return []
+    return [IpuSensors(folder.path / "ipus.jsonl", interval, Observers(consoles))]
+
+
 def _move_profile(prepared: PreparedRun, folder: RunFolder) -> None:
-    """Move the report of a profile into the run folder, unless the user chose another one."""
+    """Move PopVision's report into the run folder, unless the user chose another one."""
     source = prepared.plan.profile_dir
     if source is None or prepared.point.config.profile.dir is not None or not Path(source).is_dir():
         return

@@ -5,7 +5,7 @@ Each package finds problems; here they are gathered, so that all are reported at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import List, Mapping, Optional
 
 from ipurun import engine as engines
@@ -19,6 +19,7 @@ from ipurun.planning import make_plan
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
 from ipurun.runs.folder import RunFolder, check_writable, find_latest
+from ipurun.weights import load_initial_weights
 
 __all__ = ["PreparedRun", "prepare", "prepare_job", "resumed_folder"]
 
@@ -33,13 +34,19 @@ class PreparedRun:
     plan: Plan
 
 
-def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[PreparedRun] = None) -> PreparedRun:
+def prepare(
+    point: Point,
+    purpose: Purpose = Purpose.RUN,
+    before: Optional[PreparedRun] = None,
+    has_checkpoint: bool = False,
+) -> PreparedRun:
     """Load the engine, make model and data, and plan the run.
 
     Args:
         point: The point.
         purpose: What it is prepared for.
         before: The same point with other words, prepared before: its model and data are used again.
+        has_checkpoint: Whether the weights come from a checkpoint of the run, so that `init_from` is not read.
 
     Raises:
         ConfigError: With all problems that could be found.
@@ -48,12 +55,16 @@ def prepare(point: Point, purpose: Purpose = Purpose.RUN, before: Optional[Prepa
     engine = inspected = plan = None
     config = point.config
     try:
-        engine = engines.load(point.config.engine)
+        engine = engines.load(point.config.engine, offline=purpose is Purpose.COMPILE)
         if before is None:
             inspected = inspect(config, engine, purpose)
         else:
             inspected = inspect_again(config, engine, before.point.config, before.inspected)
         facts = inspected.facts
+        if config.init_from and not has_checkpoint and facts.initial_weights is None:
+            initial = load_initial_weights(config, inspected.model, copies=purpose is Purpose.RUN)
+            facts = replace(facts, initial_weights=initial)
+            inspected = replace(inspected, facts=facts)
         if is_auto(config.pipeline.split):
             from ipurun.estimate.plan_estimate import auto_split  # deferred: other runs need no estimate
 
@@ -80,14 +91,19 @@ def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
         ConfigError: With all problems.
     """
     problems = _observer_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
+    resumed = None
     try:
-        resumed_folder(point)
+        resumed = resumed_folder(point)
     except ConfigError as error:
         problems += error.problems
     try:
-        prepared = prepare(point, purpose)
+        prepared = prepare(point, purpose, has_checkpoint=resumed is not None)
     except ConfigError as error:
         raise ConfigError([*error.problems, *point.complete(problems)]) from error
+    if point.config.precompiled is not None:
+        from ipurun.build.cached_executables import precompiled_problems  # deferred: few runs need it
+
+        problems += precompiled_problems(point.config, prepared.plan.name, prepared.engine)
     if problems:
         raise ConfigError(point.complete(problems))
     return prepared

@@ -160,7 +160,7 @@ def load_run(
     """
     point = stored_point(folder, argv, f"{command} {folder}")
     checkpoint, notes = _checkpoint(folder, checkpoint_file, use_best)
-    prepared = prepare(point)
+    prepared = prepare(point, has_checkpoint=True)
     run = build_run(point.config, prepared.plan, prepared.inspected, prepared.engine)
     load_weights(run.user_model, checkpoint, point.config.averaging)
     return LoadedRun(run, folder, checkpoint, notes)

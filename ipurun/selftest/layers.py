@@ -140,6 +140,7 @@ def _small_step(config: RunConfig) -> RunConfig:
     small.replication = dataclasses.replace(small.replication, factor=None, input_group_size=1, tensor_sharding=False)
     small.optimizer = {"_target_": "poptorch.optim.SGD", "lr": _LEARNING_RATE}
     small.schedule, small.metrics, small.monitor = {}, {}, None
+    small.init_from, small.freeze, small.unfreeze = None, [], {}
     small.stochastic_rounding = None
     small.output = dataclasses.replace(small.output, mode="all")
     small.memory = dataclasses.replace(small.memory, overlap_io="none")

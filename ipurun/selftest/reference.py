@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import default_collate
 
 from ipurun.config.schema import RunConfig
@@ -139,7 +140,10 @@ def _rate_factor(config: RunConfig, step: int) -> float:
     if not config.schedule:
         return 1.0
     assert config.schedule["_target_"] == "ipurun.schedules.cosine", "the reference knows only this schedule"
-    return 0.5 * (1 + math.cos(math.pi * step / (config.max_steps or 1)))
+    warmup = int(config.schedule.get("warmup_steps", 0))
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max((config.max_steps or 1) - warmup, 1)))
 
 
 def _copied_buffers(model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -161,12 +165,20 @@ def _optimizer(node: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimiz
     groups: List[Dict[str, Any]] = [
         {**group, "params": [parameters.pop(name) for name in group["match"]]} for group in node.get("groups") or ()
     ]
+    if node.get("no_decay"):
+        assert node["no_decay"] == "norms_and_biases", "the reference knows only this word"
+        exempt = {name for name in parameters if name.endswith("bias") or _is_norm(model, name)}
+        groups.insert(0, {"params": [parameters.pop(name) for name in sorted(exempt)], "weight_decay": 0.0})
     groups.insert(0, {"params": list(parameters.values())})
     if name == "LAMB":
         return _Lamb(groups, node["lr"], node["weight_decay"], node.get("bias_correction", True))
     arguments = {key: node[key] for key in _TORCH_ARGUMENTS if key in node}
     made: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **arguments)
     return made
+
+
+def _is_norm(model: nn.Module, parameter: str) -> bool:
+    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), (_NormBase, nn.GroupNorm, nn.LayerNorm))
 
 
 class _Lamb(torch.optim.Optimizer):

@@ -111,7 +111,7 @@ def _run(job_file: Path, secrets: Mapping[str, Any], descriptor: int) -> Dict[st
 
     point, resume_folder, began = read_job(job_file, secrets)
     finished = run_job(
-        prepare(point),
+        prepare(point, has_checkpoint=bool(resume_folder)),
         RemoteScreen(descriptor),
         RunFolder.open(resume_folder) if resume_folder else None,
         began,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Tuple
+from dataclasses import dataclass, field
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from ipurun.build import Run
+from ipurun.build.cached_executables import compile_and_report
 from ipurun.errors import ConfigError, listing
-from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
-from ipurun.training.events import CompileEnd, CompileStart, InferenceProgress, Note, Observer
-from ipurun.training.failures import explained
+from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
+from ipurun.metrics import Matrix
+from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, EvalProgress, Note, Observer
+from ipurun.training.failures import explained, when_free
 from ipurun.training.interrupts import WaitStoppedError
+from ipurun.training.phases import COMPILE, DATA, Phases
 
 __all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict", "report_skipped"]
 
@@ -31,6 +35,7 @@ class Evaluation:
     seconds: float
     compile_seconds: float
     left_out: Tuple[int, ...] = ()  # indices of the samples that could not be read
+    matrices: Mapping[str, Matrix] = field(default_factory=dict)
 
 
 def evaluate(
@@ -40,6 +45,7 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     explain: Optional[Explain] = None,
     waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
+    phases: Optional[Phases] = None,
 ) -> Optional[Evaluation]:
     """Compute the loss and all evaluation metrics over a split.
 
@@ -51,6 +57,7 @@ def evaluate(
         explain: Returns the context that explains failures; by default `explained` without a checkpoint.
         waiting: Returns the context in which a process that may hang is waited for. `WaitStoppedError` stops the
             evaluation.
+        phases: A profiler.
 
     Returns:
         The result, None if it was stopped.
@@ -65,11 +72,13 @@ def evaluate(
     total_loss, total_weight = 0.0, 0.0
     run.eval_metrics.reset()
     explain = explain or _explainer(run)
-    for call in _until_stopped(_inference_calls(run, observer, name, explain, waiting)):
+    phases = phases or Phases()
+    for call in _until_stopped(_inference_calls(run, observer, name, explain, phases, waiting)):
         if call is None or should_stop():
             return None
         compiling += call.compile_seconds
         samples += call.real
+        observer.on_eval_progress(EvalProgress(str(name), samples, run.eval_loaders[str(name)].most_samples))
         loss, weight = _loss_of(run, call)
         total_loss += loss
         total_weight += weight
@@ -82,7 +91,8 @@ def evaluate(
     values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
     report_skipped(run, observer)
     left_out = run.eval_loaders[str(name)].left_out
-    return Evaluation(str(name), values, samples, time.perf_counter() - begun - compiling, compiling, left_out)
+    seconds = time.perf_counter() - begun - compiling
+    return Evaluation(str(name), values, samples, seconds, compiling, left_out, run.eval_metrics.matrices)
 
 
 def report_skipped(run: Run, observer: Observer) -> None:
@@ -101,7 +111,7 @@ def report_skipped(run: Run, observer: Observer) -> None:
         )
 
 
-def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
+def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = ("output",)) -> Iterator[Dict[str, Any]]:
     """Yield the model's outputs for a split, one host call at a time, in the order of the data, without padding.
 
     Samples that cannot be read are left out, if the run skips them: see `EvalLoader.left_out`.
@@ -110,14 +120,30 @@ def predict(run: Run, split: str, observer: Observer) -> Iterator[Any]:
         run: The run, with its weights loaded.
         split: Name of the split.
         observer: Notified of compilation.
+        columns: What to yield: ``output``, ``input``, ``target`` and ``index``, the number of the sample in the split.
+            The target is left out where the data has none.
 
     Raises:
         ConfigError: The data has no such split.
         RunError: Compiling or running failed.
     """
-    for call in _inference_calls(run, observer, split, _explainer(run)):
-        result = call.result[0] if run.loss is not None else _without_loss(run, call.result)
-        yield map_tensors(torch.clone, _without_padding(result, call.real, run.plan.inference.samples_per_call))
+    rows, first = run.plan.inference.samples_per_call, 0
+    for call in _inference_calls(run, observer, split, _explainer(run), Phases()):
+        inputs, target = _inputs_and_target(call.batch, run.config.loss.target)
+        found = {
+            "index": _numbers(first, call.real, run.eval_loaders[split].left_out),
+            "input": _without_padding(inputs, call.real, rows),
+            "target": _without_padding(target, call.real, rows),
+            "output": _without_padding(
+                call.result[0] if run.loss is not None else _without_loss(run, call.result), call.real, rows
+            ),
+        }
+        first = int(found["index"][-1]) + 1
+        yield {
+            name: map_tensors(torch.clone, found[name])
+            for name in columns
+            if name != "target" or found[name] is not None
+        }
     report_skipped(run, observer)
 
 
@@ -159,6 +185,7 @@ def _inference_calls(
     observer: Observer,
     split: Optional[str],
     explain: Explain,
+    phases: Phases,
     waiting: Callable[[], ContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[_InferenceCall]:
     """Run a split through the inference model, host call by host call."""
@@ -168,20 +195,18 @@ def _inference_calls(
         run.enter_inference()
     loader = run.eval_loaders[split]
     batches = iter(loader)
-    done = 0
     while True:
         # Reading in this process may change the random state, and must come to its end.
-        with explain(f"reading the split `{split}`"), waiting() if loader.uses_processes else contextlib.nullcontext():
+        limited = waiting() if loader.uses_processes else contextlib.nullcontext()
+        with phases.span(DATA), explain(f"reading the split `{split}`"), limited:
             item = next(batches, None)
         if item is None:
             return
         batch, real = item
-        compiling = _compile_if_needed(run, observer, batch, explain)
+        compiling = _compile_if_needed(run, observer, batch, explain, phases)
         args, kwargs = as_call(batch)
-        with explain("running inference"):
+        with phases.span("inference call"), explain("running inference"):
             result = run.inference_model(*args, **kwargs)
-        done += real
-        observer.on_inference(InferenceProgress(str(split), done, loader.most_samples))
         yield _InferenceCall(batch, result, real, compiling)
 
 
@@ -198,20 +223,25 @@ def _without_padding(value: Any, real: int, rows: int) -> Any:
     return map_tensors(trim, value)
 
 
-def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explain) -> float:
+def _compile_if_needed(run: Run, observer: Observer, batch: Any, explain: Explain, phases: Phases) -> float:
     if run.inference_model.isCompiled():
         return 0.0
     args, kwargs = as_call(batch)
     observer.on_compile_start(CompileStart("inference"))
-    begun = time.perf_counter()
-    with explain("compiling the model for inference"):
-        run.model_with_loss.tracing_flag.retry(lambda: run.inference_model.compile(*args, **kwargs))
-    seconds = time.perf_counter() - begun
-    observer.on_compile_end(CompileEnd("inference", seconds))
-    return seconds
+    with phases.span(COMPILE), explain("compiling the model for inference"):
+        compiled = when_free(
+            lambda: compile_and_report(run, "inference", args, kwargs),
+            run.engine.module,
+            run.config.poplar.wait_for_ipu_minutes,
+            lambda seconds_left: observer.on_device_wait(DeviceWait(seconds_left)),
+        )
+    observer.on_compile_end(
+        CompileEnd("inference", compiled.seconds, compiled.cache, compiled.saved_seconds, compiled.why)
+    )
+    return compiled.seconds
 
 
-def _loss_of(run: Run, call: _InferenceCall) -> tuple[float, float]:
+def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:
     """Return the weighted sum of a host call's losses, and the sum of the weights.
 
     The device returns one loss per micro-batch. For a micro-batch with padding the host recomputes it from the real
@@ -242,6 +272,25 @@ def _loss_of(run: Run, call: _InferenceCall) -> tuple[float, float]:
         if "sum" in (config.args.get("reduction"), run.loss.reduction):
             return total + partial * size, weight + left
     return total + partial * left, weight + left
+
+
+def _numbers(first: int, count: int, left_out: Sequence[int]) -> torch.Tensor:
+    """Return the numbers of samples from one on, without those that could not be read."""
+    if not left_out:
+        return torch.arange(first, first + count)
+    missing = set(left_out)
+    return torch.tensor(list(itertools.islice((n for n in itertools.count(first) if n not in missing), count)))
+
+
+def _inputs_and_target(batch: Any, target: Optional[str]) -> Tuple[Any, Any]:
+    """Return the items of a batch without the target, and the target; None where there is none."""
+    args, kwargs = as_call(batch)
+    try:
+        args, kwargs, found = split_target(args, kwargs, target)
+    except ConfigError:
+        found = None
+    inputs: Any = kwargs if kwargs and not args else args
+    return inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs, found
 
 
 def _without_loss(run: Run, result: Any) -> Any:

@@ -9,8 +9,9 @@ __all__ = [
     "CheckpointSaved",
     "CompileEnd",
     "CompileStart",
+    "DeviceWait",
     "EvalEnd",
-    "InferenceProgress",
+    "EvalProgress",
     "Note",
     "Observer",
     "Observers",
@@ -49,11 +50,29 @@ class CompileStart:
 
 @dataclass(frozen=True)
 class CompileEnd:
-    """The engine has compiled. ``from_cache`` is None if unknown."""
+    """The engine has compiled, or loaded an executable.
+
+    Args:
+        mode: ``training`` or ``inference``.
+        seconds: How long it took.
+        cache: What the executable cache did: ``hit``, ``miss`` (stored), ``uncached`` (not stored), ``off``,
+            ``precompiled`` where a file took its place, or "" where that is unknown.
+        saved_seconds: How much longer the first compilation took than this hit; None if unknown.
+        why: Why nothing was stored, why a stored executable was compiled again, or the precompiled file.
+    """
 
     mode: str
     seconds: float
-    from_cache: Optional[bool] = None
+    cache: str = ""
+    saved_seconds: Optional[float] = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceWait:
+    """The run waits for IPUs that others use, for at most ``seconds_left`` more."""
+
+    seconds_left: float
 
 
 class StepEnd(NamedTuple):
@@ -92,8 +111,8 @@ class StepEnd(NamedTuple):
     checkpoint: Optional[str] = None
 
 
-class InferenceProgress(NamedTuple):
-    """A host call of an evaluation or prediction is done. ``total_samples`` is None for a stream."""
+class EvalProgress(NamedTuple):
+    """A host call of an evaluation is done. ``total_samples`` is None for a stream."""
 
     split: str
     samples: int
@@ -102,7 +121,10 @@ class InferenceProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class EvalEnd:
-    """An evaluation is done. ``metrics`` holds ``loss`` and every metric declared for evaluation."""
+    """An evaluation is done. ``metrics`` holds ``loss`` and every metric declared for evaluation.
+
+    ``matrices`` holds what is a table rather than a number, such as a confusion matrix, by rows.
+    """
 
     step: int
     epoch: float
@@ -112,6 +134,7 @@ class EvalEnd:
     seconds: float
     monitor: Optional[str] = None
     is_best: bool = False
+    matrices: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,6 +183,8 @@ class Summary:
         skipped_samples: Indices of the training samples that could not be read.
         skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
         stop_reason: Why the run ended before its planned end: early stopping, or what a callback gave.
+        padding_share: Share of padding in the batches, where the collate function or the data set counts it.
+        cache: What the executable cache did, by mode: its ``state``, and ``saved_seconds`` or ``why`` where known.
     """
 
     status: str
@@ -180,12 +205,15 @@ class Summary:
     skipped_samples: Tuple[int, ...] = ()
     skipped_eval_samples: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     stop_reason: str = ""
+    padding_share: Optional[float] = None
+    cache: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def to_dict(self) -> Dict[str, object]:
         """Return the summary as JSON-ready data."""
         plain = dict(vars(self))
         plain["metrics"] = dict(self.metrics)
         plain["seconds"] = dict(self.seconds)
+        plain["cache"] = {mode: dict(use) for mode, use in self.cache.items()}
         return plain
 
 
@@ -204,11 +232,14 @@ class Observer:
     def on_compile_end(self, event: CompileEnd) -> None:
         """Handle the end of a compilation."""
 
+    def on_device_wait(self, event: DeviceWait) -> None:
+        """Handle a moment of a wait for IPUs."""
+
     def on_step(self, event: StepEnd) -> None:
         """Handle the end of a host call."""
 
-    def on_inference(self, event: InferenceProgress) -> None:
-        """Handle the end of a host call of an evaluation or prediction."""
+    def on_eval_progress(self, event: EvalProgress) -> None:
+        """Handle the end of a host call of an evaluation."""
 
     def on_eval(self, event: EvalEnd) -> None:
         """Handle the end of an evaluation."""
@@ -231,6 +262,7 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._all: Tuple[Observer, ...] = tuple(observers)
+        self.compiled: Dict[str, CompileEnd] = {}  # the last compilation of each mode
 
     def on_start(self, event: RunStart) -> None:
         for observer in self._all:
@@ -245,16 +277,21 @@ class Observers(Observer):
             observer.on_compile_start(event)
 
     def on_compile_end(self, event: CompileEnd) -> None:
+        self.compiled[event.mode] = event
         for observer in self._all:
             observer.on_compile_end(event)
+
+    def on_device_wait(self, event: DeviceWait) -> None:
+        for observer in self._all:
+            observer.on_device_wait(event)
 
     def on_step(self, event: StepEnd) -> None:
         for observer in self._all:
             observer.on_step(event)
 
-    def on_inference(self, event: InferenceProgress) -> None:
+    def on_eval_progress(self, event: EvalProgress) -> None:
         for observer in self._all:
-            observer.on_inference(event)
+            observer.on_eval_progress(event)
 
     def on_eval(self, event: EvalEnd) -> None:
         for observer in self._all:

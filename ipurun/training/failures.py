@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 import traceback
 from types import ModuleType
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["DeviceFault", "explained", "where_raised"]
+__all__ = ["CompileError", "DeviceFault", "explained", "when_free", "where_raised"]
+
+SECONDS_BETWEEN_TRIES = 5.0
+_IN_USE = "Failed to acquire"  # in PopTorch's message about IPUs that are attached to another process
 
 _REMOTE = "Original Traceback"
 _RESETS = {
@@ -41,6 +45,10 @@ class DeviceFault(RunError):
         )
 
 
+class CompileError(RunError):
+    """The engine could not compile the model: another config may fit, or compile."""
+
+
 def _start_again() -> str:
     return "run the command again"
 
@@ -55,6 +63,7 @@ class explained:  # noqa: N801  # a context manager that every step enters: as a
 
     Raises:
         DeviceFault: The IPU system failed, but can recover.
+        CompileError: The engine could not compile the model.
         RunError: Anything else failed.
     """
 
@@ -82,7 +91,8 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
             fix=f"contact the machine's administrator; then {then()}",
         )
     if isinstance(error, engine_module.Error):
-        return RunError(f"PopTorch failed while {doing}", seen=str(error))
+        kind = CompileError if doing.startswith("compiling") else RunError
+        return kind(f"PopTorch failed while {doing}", seen=str(error))
     if isinstance(error, LoaderTimeoutError):
         return RunError(
             f"a process of the data loader hangs: {error}",
@@ -101,6 +111,54 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
         where=where_raised(error),
         seen=_one_line(error),
         fix=f"--debug shows the whole traceback; then {then()}",
+    )
+
+
+def when_free(
+    action: Callable[[], Any],
+    engine_module: ModuleType,
+    minutes: Optional[float],
+    report: Callable[[float], None],
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Do what attaches to IPUs; while others use them, wait and try again.
+
+    Args:
+        action: Compiles or attaches.
+        engine_module: Has the engine's error class.
+        minutes: The longest wait; None: none.
+        report: Called about once a second with the seconds that are left.
+        is_interrupted: Whether to stop waiting.
+
+    Raises:
+        RunError: The IPUs are still in use.
+    """
+    deadline = time.monotonic() + 60 * (minutes or 0.0)
+    while True:
+        try:
+            return action()
+        except engine_module.Error as error:
+            if _IN_USE not in str(error):
+                raise
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _in_use(error, minutes) from error
+        next_try = time.monotonic() + min(SECONDS_BETWEEN_TRIES, left)
+        while time.monotonic() < next_try:
+            report(max(0.0, deadline - time.monotonic()))
+            time.sleep(min(1.0, max(0.0, next_try - time.monotonic())))
+            if is_interrupted():
+                raise KeyboardInterrupt
+
+
+def _in_use(error: Exception, minutes: Optional[float]) -> RunError:
+    waited = "" if minutes is None else f" after {minutes:g} minutes"
+    return RunError(
+        f"the IPUs are still in use by others{waited}" if waited else "the IPUs are in use by others",
+        where="poplar.wait_for_ipu_minutes",
+        seen=str(error),
+        fix="`gc-monitor` shows who uses them; poplar.wait_for_ipu_minutes=30 waits for them, fewer devices need fewer",
+        key="poplar.wait_for_ipu_minutes",
     )
 
 

@@ -9,9 +9,10 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ContextManager, Dict, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 from ipurun.build import Run
+from ipurun.build.cached_executables import compile_and_report
 from ipurun.checkpoint import Checkpoint, Folder
 from ipurun.errors import RunError, listing
 from ipurun.inspect.batch_items import as_call, pick, target_of
@@ -23,6 +24,7 @@ from ipurun.training.evaluate import Evaluation, evaluate, output_of, report_ski
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
+    DeviceWait,
     EvalEnd,
     Note,
     Observer,
@@ -32,17 +34,20 @@ from ipurun.training.events import (
     StepEnd,
     Summary,
 )
-from ipurun.training.failures import DeviceFault, explained
+from ipurun.training.failures import DeviceFault, explained, when_free
 from ipurun.training.interrupts import Interrupts, WaitStoppedError
+from ipurun.training.phases import COMPILE, DATA, EVALUATION, Phases
 from ipurun.training.saving import NonfiniteError, Saver
 from ipurun.training.state import (
     Progress,
     apply_factors,
     attach_training,
+    collect_state,
     keeps_torch_optimizer,
     restore,
     restore_device,
     restore_random_state,
+    restore_state,
 )
 from ipurun.training.when import Minutes, falls_due, note_for_stopping, reason_to_stop
 
@@ -57,6 +62,7 @@ def train(
     observers: Sequence[Observer] = (),
     resume_from: Optional[Checkpoint] = None,
     deadline: Optional[float] = None,
+    phases: Optional[Phases] = None,
     callbacks: Optional[Mapping[str, Callback]] = None,
 ) -> Summary:
     """Train to the planned end, an interrupt or the deadline, and save what is needed to resume.
@@ -70,6 +76,7 @@ def train(
         observers: Notified of all events.
         resume_from: A checkpoint to resume from.
         deadline: When to save and stop, by `time.monotonic`; None: never.
+        phases: A profiler.
         callbacks: The user's callbacks by name, notified before the observers.
 
     Raises:
@@ -82,7 +89,7 @@ def train(
             place = Path(getattr(folder, "path", folder.checkpoints))
             called = Callbacks(callbacks or {}, run, place, everyone)
             everyone = Observers([called, *observers]) if called else everyone
-            trainer = _Trainer(run, folder, everyone, called, resume_from, interrupts)
+            trainer = _Trainer(run, folder, everyone, called, resume_from, interrupts, phases or Phases())
             return trainer.run_to_end()
         except BaseException:
             everyone.flush()
@@ -98,12 +105,14 @@ class _Trainer:
         self,
         run: Run,
         folder: Folder,
-        observer: Observer,
+        observer: Observers,
         callbacks: Callbacks,
         resume_from: Optional[Checkpoint],
         interrupts: Interrupts,
+        phases: Phases,
     ) -> None:
         self._run = run
+        self._phases = phases
         self._observer = observer
         self._callbacks = callbacks
         self._interrupts = interrupts
@@ -128,7 +137,7 @@ class _Trainer:
         self._eval_minutes = Minutes(run.config.eval.every_minutes)
         self._log_minutes = Minutes(run.config.log_every_minutes)
         self._calls_differ = self._restore(resume_from)
-        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, self._added_state)
+        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases, self._added_state)
 
     def _restore(self, checkpoint: Optional[Checkpoint], failed: Optional[Progress] = None) -> bool:
         """Take the state of a checkpoint, or of the beginning; return whether its host calls had another size.
@@ -186,18 +195,38 @@ class _Trainer:
             improved = self._evaluate()
             self._saver.save_if_due(False, self._is_done(), improved)
         if not self._is_done():
-            with self._explained("switching the device to training"):
-                run.enter_training()
-            with self._explained("reading the training data"):
-                run.train_loader.start(self._progress.epoch, self._progress.position)
-            if self._restored is not None:
-                restore_random_state(self._restored["random"])  # after opening the data, before reading from it
+            self._start_training()
         while not self._is_done() and not self._interrupts.requested:
+            if run.unfreezes_at(self._progress.step):
+                self._unfreeze()
             self._one_epoch()
         is_cut_short = self._interrupts.requested and (self._progress.owes_evaluation or not self._is_done())
         if is_cut_short:
             self._report_interrupt()
         return self._finish("interrupted" if is_cut_short else "done")
+
+    def _start_training(self) -> None:
+        """Switch the device to training, and open the data where the progress says."""
+        with self._explained("switching the device to training"):
+            self._run.enter_training()
+        with self._explained("reading the training data"):
+            self._run.train_loader.start(self._progress.epoch, self._progress.position)
+        if self._restored is not None:
+            restore_random_state(self._restored["random"])  # after opening the data, before reading from it
+
+    def _unfreeze(self) -> None:
+        """Add parameters to those that are trained, as a new process would that resumes from a checkpoint made here."""
+        run, step = self._run, self._progress.step
+        if self._saver.is_on:
+            self._saver.save()
+        with self._explained("copying the weights to the host"):
+            state = collect_state(run, self._progress)
+        run.rebuild(step)
+        restore_state(run, state)
+        apply_factors(run, self._progress)
+        self._restored = state
+        self._observer.on_note(Note(f"unfreeze: more parameters are trained after step {step}"))
+        self._start_training()
 
     def _recover(self, fault: DeviceFault) -> None:
         """Reset the device as PopTorch asks for, and return to the last checkpoint.
@@ -257,7 +286,7 @@ class _Trainer:
     def _roll_back(self, reason: str) -> None:
         """Return to the newest checkpoint, or to the beginning, as a new process would resume."""
         self._rollbacks += 1
-        self._run.rebuild()
+        self._run.rebuild(0 if self._saver.newest is None else self._saver.newest.step)
         self._restore(self._saver.newest, self._progress)
         self._window = Window()
         self._saver.roll_back(self._progress)
@@ -277,7 +306,8 @@ class _Trainer:
             if ends_epoch:
                 self._count_epoch()
             self._evaluate_and_save(ends_epoch)
-            if ends_epoch or self._interrupts.requested or self._is_done():
+            stops = ends_epoch or self._interrupts.requested or self._is_done()
+            if stops or self._run.unfreezes_at(progress.step):
                 return
         if self._stopped_waiting:
             return
@@ -296,7 +326,7 @@ class _Trainer:
         get = self._next if self._run.train_loader.uses_processes else next
         while True:
             begun = time.perf_counter()
-            with reading:
+            with self._phases.span(DATA), reading:
                 batch = get(batches, None)
             if batch is None:
                 return
@@ -323,9 +353,10 @@ class _Trainer:
             self._compile(args, kwargs)
         lr = run.schedule.lr
         begun = time.perf_counter()
-        with self._explained("training"):
+        last_step = progress.step + sizes.device_iterations
+        with self._phases.host_call(run.training_model, progress.step + 1, last_step), self._explained("training"):
             if not run.training_model.isAttachedToDevice():
-                attach_training(run)  # an evaluation used the device
+                self._when_free(lambda: attach_training(run))  # an evaluation used the device
             result = run.training_model(*args, **kwargs)
         self._interrupts.arm()
         loss = self._mean_loss(result)
@@ -356,14 +387,17 @@ class _Trainer:
         self._observer.on_compile_start(CompileStart("training"))
         begun = time.perf_counter()
         # Whatever `forward` draws on the host is a constant of the program: the same one in a run that was resumed.
-        with self._explained("compiling the model for training"), seeded(run.config.seed):
-            run.model_with_loss.tracing_flag.retry(lambda: run.training_model.compile(*args, **kwargs))
+        compiling = self._explained("compiling the model for training")
+        with self._phases.span(COMPILE), compiling, seeded(run.config.seed):
+            compiled = self._when_free(lambda: compile_and_report(run, "training", args, kwargs))
             if self._restored is not None:
                 restore_device(run, self._restored)
                 self._restored = None
         seconds = time.perf_counter() - begun
         self._clock.add("compile", seconds)
-        self._observer.on_compile_end(CompileEnd("training", seconds))
+        self._observer.on_compile_end(
+            CompileEnd("training", seconds, compiled.cache, compiled.saved_seconds, compiled.why)
+        )
 
     def _report(self, lr: float, loss: float) -> None:
         run, progress, steps, window = self._run, self._progress, self._run.plan.steps, self._window
@@ -454,6 +488,7 @@ class _Trainer:
             result.seconds,
             run.monitor,
             improved,
+            result.matrices,
         )
         if self._callbacks:
             event = self._callbacks.after_eval(event)
@@ -491,13 +526,14 @@ class _Trainer:
 
     def _one_evaluation(self) -> Optional[Evaluation]:
         # Not from the random states of training: an evaluation that an interrupt put off must not change them.
-        with seeded(seed_of(self._run.config.seed, self._progress.step)):
+        with self._phases.span(EVALUATION), seeded(seed_of(self._run.config.seed, self._progress.step)):
             return evaluate(
                 self._run,
                 self._observer,
                 should_stop=lambda: self._interrupts.requested,
                 explain=self._explained,
                 waiting=self._interrupts.stop_waiting,
+                phases=self._phases,
             )
 
     def _consider_stopping(self, metrics: Mapping[str, float]) -> None:
@@ -556,6 +592,8 @@ class _Trainer:
             rollbacks=self._rollbacks,
             skipped_samples=skipped.indices("train"),
             skipped_eval_samples={name: skipped.indices(name) for name in self._run.splits if name != "train"},
+            padding_share=self._run.train_loader.padding_share,
+            cache={mode: _cache_record(event) for mode, event in self._observer.compiled.items() if event.cache},
             stop_reason=self._stop_reason if status == "done" else "",
         )
         self._observer.on_end(summary)
@@ -607,6 +645,14 @@ class _Trainer:
             "result is not finite",
         )
 
+    def _when_free(self, action: Callable[[], Any]) -> Any:
+        wait = self._run.config.poplar.wait_for_ipu_minutes
+        module, interrupts = self._run.engine.module, self._interrupts
+        return when_free(action, module, wait, self._report_wait, lambda: interrupts.requested)
+
+    def _report_wait(self, seconds_left: float) -> None:
+        self._observer.on_device_wait(DeviceWait(seconds_left))
+
     def _explained(self, doing: str) -> ContextManager[None]:
         return explained(self._run.engine.module, doing, self._saver.advice)
 
@@ -621,6 +667,12 @@ class _Trainer:
     def _epochs_done(self) -> float:
         per_epoch = self._run.plan.steps.calls_per_epoch
         return self._progress.epoch + (self._progress.position / per_epoch if per_epoch else 0.0)
+
+
+def _cache_record(event: CompileEnd) -> Dict[str, object]:
+    """Return what the executable cache did as flat data, without what is unknown."""
+    record = {"state": event.cache, "saved_seconds": event.saved_seconds, "why": event.why}
+    return {key: value for key, value in record.items() if value not in (None, "")}
 
 
 def _note_on_torch_optim(is_kept: bool) -> Note:

@@ -16,6 +16,7 @@ from ipurun.errors import RunError
 from ipurun.training.clock import Clock
 from ipurun.training.events import CheckpointSaved, Observer
 from ipurun.training.failures import explained
+from ipurun.training.phases import CHECKPOINT, CHECKPOINT_WRITE, Phases
 from ipurun.training.state import Progress, collect_state
 from ipurun.training.when import Minutes, falls_due
 
@@ -39,6 +40,7 @@ class Saver:
         observer: Notified of checkpoints.
         clock: Measures the time they take.
         newest: The checkpoint the run was resumed from.
+        phases: A profiler.
         added_state: Returns what checkpoints hold besides the state of the run.
     """
 
@@ -50,9 +52,11 @@ class Saver:
         observer: Observer,
         clock: Clock,
         newest: Optional[Checkpoint],
-        added_state: Callable[[], Dict[str, Any]],
+        phases: Optional[Phases] = None,
+        added_state: Callable[[], Dict[str, Any]] = dict,
     ) -> None:
         self._run = run
+        self._phases = phases or Phases()
         self._folder = folder
         self._observer = observer
         self._clock = clock
@@ -134,7 +138,7 @@ class Saver:
         begun = time.perf_counter()
         self._minutes.restart()
         self.wait()
-        with self._clock.measure("checkpoint"), self._explained():
+        with self._phases.span(CHECKPOINT), self._clock.measure("checkpoint"), self._explained():
             state = {**collect_state(self._run, progress), **self._added_state()}
             if self._run.config.nonfinite_action == "rollback":
                 _check_finite(self._weights_in(state), progress.step)
@@ -172,7 +176,7 @@ class Saver:
             RunError: It could not be written.
         """
         if self._write is not None:
-            with self._clock.measure("checkpoint"):
+            with self._phases.span(CHECKPOINT), self._clock.measure("checkpoint"):
                 self._write.join()
             self._finish_write()
 
@@ -217,6 +221,7 @@ class Saver:
         assert self._write is not None
         write, self._write = self._write, None
         self._clock.add("checkpoint_write", write.seconds)
+        self._phases.in_background(CHECKPOINT_WRITE, write.ended - write.seconds, write.ended)
         if write.error is not None:
             self._last_step = None if self.newest is None else self.newest.step
             raise write.error

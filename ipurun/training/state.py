@@ -27,6 +27,7 @@ __all__ = [
     "restore",
     "restore_device",
     "restore_random_state",
+    "restore_state",
 ]
 
 
@@ -110,19 +111,36 @@ def restore(run: Run, checkpoint: Checkpoint) -> tuple[Progress, Dict[str, Any]]
         RunError: It is damaged.
     """
     state = load(checkpoint)
-    with _must_fit("model", checkpoint):
+    if run.unfreezes_at(state["progress"]["step"]):
+        run.rebuild(state["progress"]["step"])
+    restore_state(run, state, str(checkpoint.path))
+    return Progress(**state["progress"]), state
+
+
+def restore_state(run: Run, state: Mapping[str, Any], where: str = "") -> None:
+    """Restore weights, optimizer and schedule from a state that `collect_state` returned.
+
+    Args:
+        run: The run, not compiled yet.
+        state: The state.
+        where: The file that it is from.
+
+    Raises:
+        ConfigError: It belongs to another model.
+    """
+    with _must_fit("model", where):
         run.user_model.load_state_dict(state["model"])
     if run.model_with_loss.loss is not None and state["loss"]:
         run.model_with_loss.loss.load_state_dict(state["loss"])
     configured = [
         {key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups
     ]
-    with _must_fit("optimizer", checkpoint):
-        run.optimizer.load_state_dict(state["optimizer"])
-    for group, values in zip(run.optimizer.param_groups, configured):
-        group.update(values)  # the current config wins; the schedule restores its own values
+    if not _is_of_fewer(run, state):
+        with _must_fit("optimizer", where):
+            run.optimizer.load_state_dict(state["optimizer"])
+        for group, values in zip(run.optimizer.param_groups, configured):
+            group.update(values)  # the current config wins; the schedule restores its own values
     run.schedule.load_state_dict(state["schedule"])
-    return Progress(**state["progress"]), state
 
 
 def apply_factors(run: Run, progress: Progress) -> None:
@@ -137,11 +155,35 @@ def apply_factors(run: Run, progress: Progress) -> None:
 
 def restore_device(run: Run, state: Mapping[str, Any]) -> None:
     """Restore the device's random state and the optimizer's values, after the training model has compiled."""
+    if _is_of_fewer(run, state) and hasattr(run.optimizer, "set_state_dict"):
+        run.optimizer.set_state_dict(_merged(run.optimizer.state_dict(), state["optimizer"]))
+        run.training_model.detachFromDevice()
+        run.training_model.attachToDevice()  # writes the state, before the values of the present step are sent
     if state["device_random"] is not None:
         run.training_model.rng_state = list(state["device_random"])
     if state.get("device_optimizer") is not None and keeps_torch_optimizer(run):
-        run.engine.module.optim.write_device_state(run.training_model, state["device_optimizer"])
+        optim, saved = run.engine.module.optim, state["device_optimizer"]
+        if _is_of_fewer(run, state):
+            saved = _merged(optim.read_device_state(run.training_model), saved)
+        optim.write_device_state(run.training_model, saved)
     _send_optimizer(run)
+
+
+def _is_of_fewer(run: Run, state: Mapping[str, Any]) -> bool:
+    """Return whether a state was saved before frozen parameters were added to the optimizer."""
+    if not any(part.until_step is not None for part in run.plan.frozen):
+        return False
+    saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    return saved != [len(group["params"]) for group in run.optimizer.param_groups]
+
+
+def _merged(fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the state of a device with the saved values of everything that it and the saved state have."""
+    merged = {}
+    for kind in ("ipu_state", "ipu_param"):
+        old = saved.get(kind) or {}
+        merged[kind] = {name: old.get(name, value) for name, value in (fresh.get(kind) or {}).items()}
+    return merged
 
 
 def attach_training(run: Run) -> None:
@@ -197,19 +239,19 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, averaging: Optional[A
                 key="averaging.evaluate",
             )
         weights = average["model"]
-    with _must_fit("model", checkpoint):
+    with _must_fit("model", str(checkpoint.path)):
         model.load_state_dict(weights)
     return Progress(**state["progress"])
 
 
 @contextlib.contextmanager
-def _must_fit(part: str, checkpoint: Checkpoint) -> Iterator[None]:
+def _must_fit(part: str, where: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(
             f"the checkpoint does not fit the {part}",
-            where=str(checkpoint.path),
+            where=where,
             seen=str(error),
             fix="resume with the config the run was started with",
         ) from error

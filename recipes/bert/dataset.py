@@ -14,7 +14,7 @@ from ipurun.errors import ConfigError, Problem
 from ipurun.recipes.bert.model import IGNORED
 from ipurun.recipes.gpt.dataset import read_text
 
-__all__ = ["SPECIAL", "SentencePairs", "Vocabulary", "sentences_of", "splits"]
+__all__ = ["SPECIAL", "SentencePairs", "Vocabulary", "encode_single", "sentences_of", "splits", "vocabulary_of"]
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _PAD, _UNKNOWN, _CLASSIFY, _SEPARATE, _MASK = range(len(SPECIAL))
@@ -146,6 +146,23 @@ def sentences_of(text: str) -> List[List[str]]:
     return [words for words in found if words]
 
 
+def vocabulary_of(sentences: Sequence[Sequence[str]], size: int) -> Tuple[Vocabulary, int]:
+    """Return the vocabulary of a text, from the sentences for training, and the number of those sentences."""
+    border = int(len(sentences) * _TRAIN_SHARE)
+    return Vocabulary([word for sentence in sentences[:border] for word in sentence], size), border
+
+
+def encode_single(words: Sequence[int], sequence_length: int) -> Dict[str, torch.Tensor]:
+    """Return one sentence as the inputs of an encoder, cut or padded to a length."""
+    tokens = [_CLASSIFY, *words[: sequence_length - 2], _SEPARATE]
+    padding = [0] * (sequence_length - len(tokens))
+    return {
+        "input_ids": torch.tensor(tokens + [_PAD] * len(padding)),
+        "token_type_ids": torch.zeros(sequence_length, dtype=torch.int64),
+        "attention_mask": torch.tensor([1] * len(tokens) + padding),
+    }
+
+
 def splits(
     vocab_size: int, sequence_length: int, mask_tokens: int, file: Optional[str] = None, seed: int = 0
 ) -> Dict[str, SentencePairs]:
@@ -165,11 +182,10 @@ def splits(
         ConfigError: If the file cannot be read, or the text or the sequences are too short.
     """
     sentences = sentences_of(read_text(file))
-    border = int(len(sentences) * _TRAIN_SHARE)
     wrong = _problems(len(sentences), vocab_size, sequence_length, file)
     if wrong:
         raise ConfigError(wrong)
-    vocabulary = Vocabulary([word for sentence in sentences[:border] for word in sentence], vocab_size)
+    vocabulary, border = vocabulary_of(sentences, vocab_size)
     numbers = [vocabulary.encode(sentence) for sentence in sentences]
     parts = {"train": numbers[:border], "eval": numbers[border:]}
     notes = () if file else (_TEXT_NOTE,)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Tuple
+from typing import Any, Dict, Tuple
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from ipurun.recipes.bert.encoder import Embeddings, Encoder
 
-__all__ = ["IGNORED", "BertForPretraining"]
+__all__ = ["IGNORED", "BertForPretraining", "Pooler"]
 
 # Label of unused masked positions.
 IGNORED = -100
@@ -123,6 +124,52 @@ class BertForPretraining(nn.Module):
         )
         next_loss = functional.cross_entropy(next_sentence, next_sentence_label)
         return words, next_sentence, _marked_as_loss(words_loss + next_loss)
+
+    def to_transformers(self) -> Tuple[Dict[str, Any], Dict[str, torch.Tensor]]:
+        """Return config and weights of the same model in transformers (BertForPreTraining)."""
+        words, layers = self.embeddings.word_embeddings, self.encoder.layer
+        first: Any = layers[0]
+        config = {
+            "architectures": ["BertForPreTraining"],
+            "model_type": "bert",
+            "vocab_size": words.num_embeddings,
+            "max_position_embeddings": self.embeddings.position_embeddings.num_embeddings,
+            "hidden_size": words.embedding_dim,
+            "intermediate_size": first.intermediate.out_features,
+            "num_hidden_layers": len(layers),
+            "num_attention_heads": first.attention.num_heads,
+            "hidden_act": "gelu",
+            "layer_norm_eps": _EPSILON,
+            "type_vocab_size": 2,
+            "hidden_dropout_prob": self.embeddings.dropout.p,
+            "attention_probs_dropout_prob": self.embeddings.dropout.p,
+            "tie_word_embeddings": True,
+        }
+        weights = {_name_in_transformers(name): value for name, value in self.state_dict().items()}
+        weights["cls.predictions.bias"] = weights["cls.predictions.decoder.bias"]
+        return config, weights
+
+
+# Parts of names here -> there, replaced in this order.
+_NAMES_IN_TRANSFORMERS = (
+    (r"^(embeddings|encoder|pooler)\.", r"bert.\1."),
+    (r"^(predictions|seq_relationship)\.", r"cls.\1."),
+    (r"\.attention\.", ".attention.self."),
+    (r"\.attention_output\.", ".attention.output.dense."),
+    (r"\.attention_norm\.", ".attention.output.LayerNorm."),
+    (r"\.intermediate\.", ".intermediate.dense."),
+    (r"(\d)\.output\.", r"\1.output.dense."),
+    (r"\.output_norm\.", ".output.LayerNorm."),
+    (r"embeddings\.layer_norm", "embeddings.LayerNorm"),
+    (r"predictions\.dense", "predictions.transform.dense"),
+    (r"predictions\.layer_norm", "predictions.transform.LayerNorm"),
+)
+
+
+def _name_in_transformers(name: str) -> str:
+    for here, there in _NAMES_IN_TRANSFORMERS:
+        name = re.sub(here, there, name)
+    return name
 
 
 def _marked_as_loss(value: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Dict, Tuple
 
 import torch
 from torch import nn
@@ -108,6 +109,34 @@ class GPT(nn.Module):
         for block in self.h:
             hidden = block(hidden)
         return self.lm_head(self.ln_f(hidden))
+
+    def to_transformers(self) -> Tuple[Dict[str, Any], Dict[str, torch.Tensor]]:
+        """Return config and weights of the same model in transformers (GPT2LMHeadModel)."""
+        block: Any = self.h[0]
+        config = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": self.wte.num_embeddings,
+            "n_positions": self.wpe.num_embeddings,
+            "n_embd": self.wte.embedding_dim,
+            "n_layer": len(self.h),
+            "n_head": block.attn.num_heads,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": self.ln_f.eps,
+            "resid_pdrop": self.drop.p,
+            "embd_pdrop": self.drop.p,
+            "attn_pdrop": self.drop.p,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        weights = {}
+        for name, value in self.state_dict().items():
+            # GPT-2's linear layers have their weight transposed there, the head has not.
+            is_linear = name.startswith("h.") and value.dim() == 2
+            named = name if name.startswith("lm_head") else f"transformer.{name}"
+            weights[named] = value.t().contiguous() if is_linear else value
+        return config, weights
 
     def _initialise(self, num_layers: int, std: float) -> None:
         for name, parameter in self.named_parameters():

@@ -1,7 +1,8 @@
 """Speed and memory of the CPU engine beside a hand-written torch loop over the same micro-batches.
 
-Each case is measured in a process of its own; loop and engine take turns in short rounds within one process, since the
-machine is shared, and the ratio is that of their best rounds. Run it with ``make bench``.
+Each model runs in a process of its own with one thread. Loop and engine take turns in short rounds and are timed by the
+CPU time of the process, since the machine is shared; the ratio is that of their best rounds, and more is better. Memory
+is the peak of a process that runs only one of the two. Run it with ``make bench``; arguments are names of models.
 """
 
 from __future__ import annotations
@@ -11,86 +12,158 @@ import resource
 import subprocess
 import sys
 import time
-from typing import Callable, Dict, List
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
-ROUNDS = 7
-SECONDS_A_ROUND = 1.0
-
-
-def rounds(calls: Dict[str, Callable[[], None]], samples_a_call: int) -> Dict[str, float]:
-    """Best samples per second of each, measured in turns."""
-    best = dict.fromkeys(calls, 0.0)
-    for call in calls.values():
-        call()
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            begun, count = time.perf_counter(), 0
-            while time.perf_counter() - begun < SECONDS_A_ROUND:
-                call()
-                count += 1
-            best[name] = max(best[name], count * samples_a_call / (time.perf_counter() - begun))
-    return best
+ROUNDS = 5
+SECONDS_A_ROUND = 0.25
+# Device iterations, accumulation, replicas.
+LAYOUTS = [(8, 1, 1), (1, 8, 1), (1, 8, 8)]
+# Time per sample must not grow along these; the first one is the base.
+GROWING = [(1, 1, 1), (16, 1, 1), (64, 1, 1), (1, 16, 1), (1, 64, 1), (1, 1, 16), (1, 1, 64)]
 
 
-def measure(accumulation: int, replicas: int, which: List[str]) -> Dict[str, float]:
-    """Samples per second of the loop and of the engine, and this process's peak memory."""
+class Case(NamedTuple):
+    """A model of the table, the size of its micro-batches and the ratios that issue 11 asks for."""
+
+    config: str
+    changes: Dict[str, Any]
+    micro_batch_size: int
+    wanted: Tuple[float, float, float]
+
+
+CASES = {
+    "gpt": Case("gpt_tiny", {}, 4, (1.0, 1.35, 1.35)),
+    "gpt, dropout 0.1": Case("gpt_tiny", {"dropout": 0.1}, 4, (1.0, 1.25, 1.25)),
+    "vit": Case("vit_digits", {}, 4, (1.0, 2.2, 3.0)),
+    "resnet, batch norm": Case("resnet_tiny", {}, 4, (1.0, 1.2, 1.2)),
+    "resnet, group norm": Case("resnet_tiny", {"norm": "group"}, 4, (1.1, 2.2, 2.4)),
+    "fashion_mnist": Case("clothes_net", {}, 16, (1.05, 1.8, 2.0)),
+    "mnist": Case("digit_net", {}, 16, (1.0, 1.05, 1.1)),
+}
+
+
+def build(case: Case) -> Any:
+    """Return the model of a case with its loss, as one module."""
     import torch
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
 
-    from ipurun import emulator
-    from ipurun.recipes.fashion_mnist.model import ClothesNet
+    from ipurun.recipes.gpt.loss import next_token_loss
 
-    torch.manual_seed(0)
-    micro_batches = accumulation * replicas
-    images, labels = torch.randn(16 * micro_batches, 1, 28, 28), torch.randint(0, 10, (16 * micro_batches,))
+    config = OmegaConf.load(f"{ROOT}/conf/model/{case.config}.yaml")
+    config = OmegaConf.merge(config.get("model", config), case.changes)
+    loss = next_token_loss if case.config.startswith("gpt") else torch.nn.functional.cross_entropy
 
     class WithLoss(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = ClothesNet()
-            self.loss = torch.nn.CrossEntropyLoss()
+            self.model = instantiate(config)
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return self.loss(self.model(x), y)
+            return loss(self.model(x), y)
 
-    plain = WithLoss()
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.001, momentum=0.9)
+    torch.manual_seed(0)
+    return WithLoss()
+
+
+def batch(case: Case, micro_batches: int) -> Tuple[Any, Any]:
+    """Return inputs and targets of some micro-batches."""
+    import torch
+
+    rows = micro_batches * case.micro_batch_size
+    if case.config.startswith("gpt"):
+        return torch.randint(0, 96, (rows, 64)), torch.randint(0, 96, (rows, 64))
+    shape = (3, 32, 32) if case.config.startswith("resnet") else (1, 28, 28)
+    return torch.randn(rows, *shape), torch.randint(0, 10, (rows,))
+
+
+def calls(case: Case, layout: Tuple[int, int, int]) -> Dict[str, Callable[[], Any]]:
+    """Return the functions that run one call of the loop and of the engine."""
+    import torch
+
+    from ipurun import emulator
+
+    device_iterations, accumulation, replicas = layout
+    micro_batches = accumulation * replicas
+    inputs, targets = batch(case, device_iterations * micro_batches)
+    plain, wrapped = build(case), build(case)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+    pieces = list(zip(inputs.split(case.micro_batch_size), targets.split(case.micro_batch_size)))
 
     def loop() -> None:
-        plain_optimizer.zero_grad()
-        for x, y in zip(images.split(16), labels.split(16)):
-            (plain(x, y) / micro_batches).backward()
-        plain_optimizer.step()
+        for start in range(0, len(pieces), micro_batches):
+            plain_optimizer.zero_grad()
+            for x, y in pieces[start : start + micro_batches]:
+                (plain(x, y) / micro_batches).backward()
+            plain_optimizer.step()
 
-    options = emulator.Options().replicationFactor(replicas)
+    options = emulator.Options().replicationFactor(replicas).deviceIterations(device_iterations)
     options.Training.gradientAccumulation(accumulation)
-    wrapped = WithLoss()
-    optimizer = emulator.optim.SGD(wrapped.parameters(), lr=0.001, momentum=0.9)
-    training = emulator.trainingModel(wrapped, options, optimizer)
-    calls = {"loop": loop, "engine": lambda: training(images, labels)}
-    speeds = rounds({name: calls[name] for name in which}, 16 * micro_batches)
-    return {**speeds, "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    options.broadcastBuffers(False)
+    training = emulator.trainingModel(wrapped, options, emulator.optim.AdamW(wrapped.parameters(), lr=1e-4))
+    return {"loop": loop, "engine": lambda: training(inputs, targets)}
 
 
-def in_child(accumulation: int, replicas: int, which: List[str]) -> Dict[str, float]:
-    words = [sys.executable, __file__, str(accumulation), str(replicas), *which]
-    return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+def best_times(functions: Dict[str, Callable[[], Any]]) -> Dict[str, float]:
+    """Return the CPU seconds of one call of each function: the best of rounds taken in turns."""
+    best = dict.fromkeys(functions, float("inf"))
+    for function in functions.values():
+        function()
+        function()
+    for _ in range(ROUNDS):
+        for name, function in functions.items():
+            begun, count = time.process_time(), 0
+            while time.process_time() - begun < SECONDS_A_ROUND:
+                function()
+                count += 1
+            best[name] = min(best[name], (time.process_time() - begun) / count)
+    return best
 
 
-def main() -> None:
-    print("fashion_mnist classifier, micro-batch 16; samples/s, best of rounds taken in turns")
-    print(f"{'accumulation':>12} {'replicas':>8} {'loop':>9} {'engine':>9} {'ratio':>6}   peak memory (loop, engine)")
-    for accumulation, replicas in [(1, 1), (8, 1), (8, 8)]:
-        both = in_child(accumulation, replicas, ["loop", "engine"])
-        alone = {name: in_child(accumulation, replicas, [name])["peak_mib"] for name in ("loop", "engine")}
-        print(
-            f"{accumulation:>12} {replicas:>8} {both['loop']:>9,.0f} {both['engine']:>9,.0f} "
-            f"{both['engine'] / both['loop']:>6.2f}   {alone['loop']:,.0f} MiB, {alone['engine']:,.0f} MiB "
-            f"({alone['engine'] / alone['loop']:.2f}x)"
-        )
+def measure(name: str, what: str) -> Any:
+    """Measure one case in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    case = CASES[name]
+    if what == "speed":
+        times = [best_times(calls(case, layout)) for layout in LAYOUTS]
+        return [each["loop"] / each["engine"] for each in times]
+    if what == "growth":
+        engines = {str(layout): calls(case, layout)["engine"] for layout in GROWING}
+        times = best_times(engines)
+        each = [times[str(layout)] / (layout[0] * layout[1] * layout[2]) for layout in GROWING]
+        return [seconds / each[0] for seconds in each]
+    function = calls(case, LAYOUTS[-1])[what]
+    for _ in range(3):
+        function()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_child(name: str, what: str) -> Any:
+    """Measure one case in a process of its own."""
+    words = [sys.executable, __file__, "--measure", name, what]
+    return json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def main(names: List[str]) -> None:
+    """Print the table."""
+    print("CPU engine / hand-written loop, AdamW, one thread; measured (wanted)")
+    print(f"{'':20} {'8 iterations':>14} {'accumulation 8':>16} {'.. replicas 8':>16} {'peak memory':>12}")
+    for name in names:
+        ratios = in_child(name, "speed")
+        memory = in_child(name, "engine") / in_child(name, "loop")
+        cells = [f"{ratio:.2f} ({wanted:.2f})" for ratio, wanted in zip(ratios, CASES[name].wanted)]
+        print(f"{name:20} {cells[0]:>14} {cells[1]:>16} {cells[2]:>16} {memory:>11.2f}x", flush=True)
+    print("Time per sample, compared with a call of one micro-batch (wanted: at most 1)")
+    print(f"{'':20} " + " ".join(f"{'x'.join(map(str, layout)):>8}" for layout in GROWING))
+    for name in names[-1:]:
+        print(f"{name:20} " + " ".join(f"{ratio:8.2f}" for ratio in in_child(name, "growth")))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])))
+    ROOT = __file__.rsplit("/tests/", 1)[0]
+    if sys.argv[1:2] == ["--measure"]:
+        print(json.dumps(measure(*sys.argv[2:])))
     else:
-        main()
+        main(sys.argv[1:] or list(CASES))

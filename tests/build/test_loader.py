@@ -11,7 +11,7 @@ import pytest
 import torch
 from run_harness import built, config, inspected
 from run_toys import Points
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from ipurun import emulator
 from ipurun.build.loader import TrainLoader
@@ -252,3 +252,24 @@ def test_batches_of_workers_are_in_memory_without_a_name(collate: Any) -> None:
     assert str(batches) == str(expected)
     maps = Path("/proc/self/maps").read_text()
     assert "memfd:ipurun_batch" in maps and maps.count(named) == before
+
+
+class _Doubled(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(2 * item for item in super().__getitem__(index))
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, _Doubled])
+def test_tensors_in_memory_give_the_batches_of_their_samples(kind: Any) -> None:
+    data = kind(torch.randn(12, 3), torch.arange(12), torch.randn(12, 2).to(torch.bfloat16))
+    options, sizes = emulator.Options().deviceIterations(2), BatchSizes(2, 2, 1, 1)
+    loader = TrainLoader(emulator, options, data, LoaderConfig(), sizes, 7, default_collate)
+    loader.start(epoch=1)
+    order = EpochOrder(12, 7, True)
+    order.set_epoch(1)
+    indices = list(order)
+    expected = [default_collate([data[i] for i in indices[at : at + 4]]) for at in (0, 4, 8)]
+    seen = list(loader.epoch())
+    assert [type(batch) for batch in seen] == [list] * 3
+    for batch, wanted in zip(seen, expected):
+        assert all(torch.equal(item, other) and item.dtype == other.dtype for item, other in zip(batch, wanted))

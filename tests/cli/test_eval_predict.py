@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Dict, Iterator
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from user_project import enter_project
 
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
+from ipurun.log.predictions import COLUMNS
 from ipurun.runs.folder import RunFolder
 
 CODE = """
@@ -111,14 +113,64 @@ def test_predictions_have_a_row_for_each_sample(capsys: Any, tmp_path: Path) -> 
     torch.testing.assert_close(torch.load(result["file"]), outputs)
 
 
-@pytest.mark.parametrize("suffix", ["npy", "csv"])
-def test_predictions_for_other_tools(capsys: Any, tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"outputs.{suffix}"
+def test_predictions_as_one_array(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "outputs.npy"
     assert main(["predict", "run", "--split", "train", "--out", str(file)]) == 0
     outputs, _ = _expected("train")
-    read = numpy.load(file) if suffix == "npy" else numpy.loadtxt(file, delimiter=",")
-    numpy.testing.assert_allclose(read, outputs.numpy(), rtol=1e-5, atol=1e-6)
-    assert capsys.readouterr().out.splitlines()[-1] == f"step 12 on train: 24 x 3 float32 in {file}"
+    numpy.testing.assert_allclose(numpy.load(file), outputs.numpy(), rtol=1e-5, atol=1e-6)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == f"step 12 on train: 24 x 3 float32 in {file}"
+    assert "predicting 24/24 samples" in shown
+
+
+def _rows(file: Path) -> Dict[str, Any]:
+    """Read a table by its standard reader: column -> array."""
+    if file.suffix == ".csv":
+        with file.open(newline="") as stream:
+            header, *rows = list(csv.reader(stream))
+        numbers = {name: numpy.array([float(row[place]) for row in rows]) for place, name in enumerate(header)}
+        grouped = {name: [label for label in header if label.rpartition("_")[0] == name] for name in COLUMNS}
+        return {
+            name: numpy.stack([numbers[label] for label in labels], 1) if labels else numbers[name]
+            for name, labels in grouped.items()
+            if labels or name in header
+        }
+    if file.suffix == ".jsonl":
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        return {name: numpy.array([record[name] for record in records]) for name in records[0]}
+    read = numpy.load(file, allow_pickle=False)
+    return {name: read[name] for name in (read.files if file.suffix == ".npz" else read.dtype.names)}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "npz", "npy"])
+@pytest.mark.parametrize("extra", [["device_iterations=2", "devices=2"], []])
+def test_tables_have_index_input_target_and_output(tmp_path: Path, suffix: str, extra: list) -> None:
+    import evaluated_code
+
+    file = tmp_path / f"table.{suffix}"
+    assert main(["predict", "run", *extra, "--quiet", "--out", str(file), "--columns", ",".join(COLUMNS)]) == 0
+    outputs, targets = _expected("test")
+    read = _rows(file)
+    assert list(read) == list(COLUMNS)
+    assert read["index"].tolist() == list(range(10)) and read["target"].tolist() == targets.tolist()
+    numpy.testing.assert_allclose(read["input"], evaluated_code.splits()["test"].tensors[0].numpy(), rtol=1e-6)
+    numpy.testing.assert_allclose(read["output"], outputs.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_csv_has_a_header_and_no_inputs_unless_asked_for(tmp_path: Path) -> None:
+    assert main(["predict", "run", "--quiet", "--out", str(tmp_path / "x.csv")]) == 0
+    assert (tmp_path / "x.csv").read_text().splitlines()[0] == "index,target,output_0,output_1,output_2"
+
+
+def test_a_column_that_does_not_exist_is_found_first(capsys: Any) -> None:
+    assert main(["predict", "run", "--out", "x.csv", "--columns", "index,label"]) == 2
+    assert "index, input, target, output" in capsys.readouterr().err
+
+
+def test_parquet_names_its_extra(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["predict", "run", "--out", "x.parquet"]) == 2
+    assert "pip install 'ipurun[parquet]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "predict"])
@@ -139,7 +191,9 @@ def test_bad_input_is_a_config_error(capsys: Any, command: str, words: list, mes
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("file", "message"), [("x.xlsx", ".pt, .npy, .csv"), ("no/where/x.pt", "cannot be written")])
+@pytest.mark.parametrize(
+    ("file", "message"), [("x.xlsx", ".pt, .npy, .csv, .jsonl, .parquet, .npz"), ("no/where/x.pt", "cannot be written")]
+)
 def test_an_output_that_cannot_be_written_is_found_first(capsys: Any, file: str, message: str) -> None:
     assert main(["predict", "run", "--out", file]) == 2
     assert message in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any, List
 import pytest
 
 from ipurun import __version__
-from ipurun.cli.main import COMMANDS, main
+from ipurun.cli.main import COMMANDS, collect_as_usual, console, main
 from ipurun.training.failures import DeviceFault
 
 
@@ -241,3 +242,29 @@ def test_problems_of_every_kind_of_error_can_be_completed() -> None:
     fault = DeviceFault("training", "IPU_RESET", "seen", "start again")
     fault.set_problems(replace(problem, where="there") for problem in fault.problems)
     assert fault.problems[0].where == "there" and "at     there" in str(fault) and fault.action == "IPU_RESET"
+
+
+def test_only_a_process_of_ipurun_changes_how_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, frozen = gc.get_threshold(), gc.get_freeze_count()
+    main(["ls"])
+    collect_as_usual()
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (usual, frozen)
+    monkeypatch.setattr(sys, "argv", ["ipurun", "ls"])
+    try:
+        with pytest.raises(SystemExit):
+            console()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*usual)
+
+
+def test_a_run_collects_garbage_as_usual() -> None:
+    usual = gc.get_threshold()
+    try:
+        gc.set_threshold(100_000, 50, 100)  # as `console` does
+        collect_as_usual()
+        assert gc.get_threshold() == usual
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*usual)

@@ -129,7 +129,10 @@ def test_inference_that_does_not_fit_is_told(capsys: Any) -> None:
     ],
     ids=["mnist", "gpt"],
 )
-def test_the_cache_is_looked_into_for_this_very_program(capsys: Any, tmp_path: Path, words: List[str]) -> None:
+def test_the_cache_is_looked_into_for_this_very_program(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: List[str]
+) -> None:
+    monkeypatch.setenv("POPTORCH_EMULATOR_CACHE_SECONDS", "0")
     words = [*words, "engine=cpu", f"cache.dir={tmp_path}/cache", "eval.max_samples=8"]
     cache = _json(capsys, 0, *words)["estimate"]["cache"]
     assert (cache["training"], cache["executables"]) == ("miss", 0)

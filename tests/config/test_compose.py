@@ -154,6 +154,13 @@ class TestBadInput:
             ("Training.gradientAccumulation=8", "gradient_accumulation=8"),
             ("logCycleCount=true", "options.logCycleCount=true"),
             ("nproc_per_node=8", "devices=8"),
+            ("clip=1.0", "optimizer.max_grad_norm=1.0"),
+            ("clip_grad_norm=1.0", "optimizer.max_grad_norm=1.0"),
+            ("max_norm=1.0", "optimizer.max_grad_norm=1.0"),
+            ("label_smoothing=0.1", "loss.args.label_smoothing=0.1"),
+            ("lr_scheduler_type=cosine_with_restarts", "schedule=warm_restarts"),
+            ("lr_scheduler_type=polynomial", "schedule=polynomial"),
+            ("load_from_checkpoint=a/b.ckpt", "init_from=a/b.ckpt"),
         ],
     )
     def test_keys_of_other_tools_are_translated(self, typed: str, better: str) -> None:
@@ -164,6 +171,11 @@ class TestBadInput:
     def test_a_foreign_value_without_a_counterpart_names_only_the_key(self) -> None:
         (problem,) = problems_of("+recipe=mnist", "warmup_ratio=0.1")
         assert (problem.known, problem.fix) == ("schedule.warmup_steps", "remove warmup_ratio=0.1")
+
+    @pytest.mark.parametrize("value", ["[1,4]", "{0:1,5:4}"])
+    def test_accumulation_that_changes_during_a_run_is_refused_with_the_reason(self, value: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", f"gradient_accumulation={value}")
+        assert "compiled into the program and cannot change" in problem.what
 
     def test_flags_of_other_tools_are_translated(self) -> None:
         with pytest.raises(ConfigError) as caught:

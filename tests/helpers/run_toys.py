@@ -302,3 +302,23 @@ class Poisoned(Points):
             self.times -= 1
             x = torch.full_like(x, float("inf"))
         return x, y
+
+
+class Countdown(IterableDataset):
+    """A plain iterable that knows neither workers nor positions; its samples differ by epoch."""
+
+    def __init__(self, length: int = 40) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        for number in range(self.length, 0, -1):
+            yield torch.tensor([number / 40, 0.1 * self.epoch, 0.0, 1.0]), torch.tensor(number % 3)
+
+
+def countdown() -> Any:
+    from ipurun.datasets.shards import Shared
+
+    return Shared(Countdown(), length=40)

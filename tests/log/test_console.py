@@ -65,36 +65,19 @@ def test_a_file_of_a_group_is_shown_as_a_choice(point: Point, plan: Plan) -> Non
     assert lines[4].startswith("engine")
 
 
-def _compiled(stream: io.StringIO, cache: Path, makes: str = "") -> List[str]:
-    console = Console(PlainScreen(stream), str(cache))
-    console.on_compile_start(CompileStart("training"))
-    if makes:
-        (cache / makes).touch()
-    console.on_compile_end(CompileEnd("training", 83.0))
-    return stream.getvalue().splitlines()
-
-
-def test_compilation_shows_its_time_and_whether_the_cache_was_used(tmp_path: Path) -> None:
-    first = _compiled(io.StringIO(), tmp_path, makes="a.popef")
-    assert first == [
-        "compiling for training ...",
-        "  0 executables in the cache",
-        "compiled for training in 1:23, executable was not in the cache",
-    ]
-    second = _compiled(io.StringIO(), tmp_path)
-    assert second[1:] == [
-        "  1 executable in the cache",
-        "compiled for training in 1:23, executable found in the cache",
-    ]
-
-
-def test_the_engine_can_report_the_use_of_its_cache() -> None:
+def test_compilation_shows_its_time_and_what_the_cache_did() -> None:
     def tell(console: Console) -> None:
-        console.on_compile_end(CompileEnd("inference", 0.5, from_cache=True))
+        console.on_compile_end(CompileEnd("training", 83.0, "miss"))
+        console.on_compile_end(CompileEnd("training", 2.0, "hit", saved_seconds=372.0))
+        console.on_compile_end(CompileEnd("inference", 0.5, "hit"))
+        console.on_compile_end(CompileEnd("inference", 0.5, "uncached", why="compiling takes less than 2 s"))
         console.on_compile_end(CompileEnd("inference", 0.5))
 
     assert _said(tell) == [
-        "compiled for inference in 0.5 s, executable found in the cache",
+        "compiled for training in 1:23; executable cache: miss for training",
+        "loaded for training in 2.0 s; executable cache: hit for training, saved 6 min 12 s",
+        "loaded for inference in 0.5 s; executable cache: hit for inference",
+        "compiled for inference in 0.5 s",
         "compiled for inference in 0.5 s",
     ]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable, Dict, List
@@ -12,9 +13,11 @@ import pytest
 from ipurun.errors import ConfigError
 from ipurun.log.csv import CsvLogger
 from ipurun.log.jsonl import JsonlLogger
+from ipurun.log.mlflow import MlflowLogger
 from ipurun.log.tensorboard import TensorBoardLogger
+from ipurun.log.tracking import DroppedIfFailing
 from ipurun.log.wandb import WandbLogger
-from ipurun.training.events import EvalEnd, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, RolledBack, RunStart, StepEnd, Summary
 
 EVAL = EvalEnd(8, 0.25, "test", {"loss": 0.5, "accuracy": 0.75}, 100, 0.2, "accuracy", True)
 
@@ -78,52 +81,122 @@ def test_csv_rows_fit_every_split(tmp_path: Path, step: Callable[..., StepEnd], 
     assert len([row for row in rows if row["name"] == "accuracy"]) == 2
 
 
-def test_tensorboard_gets_scalars_by_split(
-    tmp_path: Path, step: Callable[..., StepEnd], summary: Summary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder with a config that names a secret."""
+    (tmp_path / "config.yaml").write_text(
+        "devices: 8\noptimizer:\n  lr: 0.1\nlogger:\n  mine:\n    api_key: ${oc.env:SOME_KEY}\nsample: [1, 2]\n"
+    )
+    (tmp_path / "origins.yaml").write_text("optimizer.lr: x.yaml:1\nsample: x.yaml:2\nlogger.mine.api_key: y\n")
+    return tmp_path
+
+
+@pytest.fixture
+def tensorboard(monkeypatch: pytest.MonkeyPatch) -> List[Any]:
+    """A look-alike of TensorBoard, and what it was given."""
     written: List[Any] = []
 
     class Writer:
-        def __init__(self, folder: str) -> None:
-            written.append(folder)
+        def __init__(self, folder: str, purge_step: Any = None) -> None:
+            written.append((folder, purge_step))
+            self.file_writer = SimpleNamespace(add_summary=written.append)
 
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            written.append((name, value, step))
-
-        def close(self) -> None:
-            written.append("closed")
+        def __getattr__(self, name: str) -> Any:
+            return lambda *values: written.append((name, *values))
 
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer  # type: ignore[attr-defined]  # a fake package
+    parts = ModuleType("torch.utils.tensorboard.summary")
+    parts.hparams = lambda *values: [values]  # type: ignore[attr-defined]  # a fake package
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    logger = TensorBoardLogger(tmp_path)
-    logger.on_step(step())
-    logger.on_eval(EVAL)
-    logger.on_end(summary)
-    assert written[0] == str(tmp_path / "tensorboard")
-    assert ("train/loss", 2.3025, 8) in written and ("test/accuracy", 0.75, 8) in written
-    assert written[-1] == "closed"
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.summary", parts)
+    return written
 
 
-def test_wandb_gets_config_and_metrics(
-    tmp_path: Path, step: Callable[..., StepEnd], summary: Summary, monkeypatch: pytest.MonkeyPatch
+def test_tensorboard_gets_scalars_by_split_and_hyperparameters(
+    folder: Path, step: Callable[..., StepEnd], summary: Summary, tensorboard: List[Any]
 ) -> None:
+    logger = TensorBoardLogger(folder)
+    logger.on_start(RunStart("digits", str(folder), 0, 64))
+    logger.on_step(step())
+    logger.on_eval(replace(EVAL, matrices={"confusion_matrix": [[3, 1], [0, 4]]}))
+    logger.on_end(summary)
+    assert tensorboard[0] == (str(folder / "tensorboard"), None)
+    config = tensorboard[1]
+    assert config[:2] == ("add_text", "config") and "api_key: ${oc.env:SOME_KEY}" in config[2]
+    assert ("add_scalar", "train/loss", 2.3025, 8) in tensorboard
+    assert ("add_scalar", "test/accuracy", 0.75, 8) in tensorboard
+    chosen = {"optimizer.lr": 0.1, "logger.mine.api_key": "${oc.env:SOME_KEY}"}
+    assert (chosen, {"test/loss": 0.5, "test/accuracy": 0.75}) in tensorboard
+    table = "| | 0 | 1 |\n|---|---|---|\n| **0** | 3 | 1 |\n| **1** | 0 | 4 |"
+    assert ("add_text", "test/confusion_matrix", table, 8) in tensorboard
+    assert tensorboard[-1] == ("close",)
+
+
+def test_tensorboard_drops_the_steps_that_are_repeated(folder: Path, tensorboard: List[Any]) -> None:
+    logger = TensorBoardLogger(folder, log_dir="elsewhere")
+    logger.on_start(RunStart("digits", str(folder), 16, 64, "step-16.pt"))
+    logger.on_rollback(RolledBack(8, "step-8.pt", "NaN"))
+    assert [entry for entry in tensorboard if entry[0] == "elsewhere"] == [("elsewhere", 17), ("elsewhere", 9)]
+
+
+def test_wandb_keeps_one_run_over_resumes(folder: Path, summary: Summary, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: List[Any] = []
     run = SimpleNamespace(
-        log=lambda values, step: calls.append((values, step)),
+        id="abc123",
+        log=calls.append,
         finish=lambda exit_code: calls.append(exit_code),
+        define_metric=lambda *names, **how: None,
     )
     module = ModuleType("wandb")
     module.init = lambda **arguments: calls.append(arguments) or run  # type: ignore[attr-defined]  # a fake package
     monkeypatch.setitem(sys.modules, "wandb", module)
-    (tmp_path / "config.yaml").write_text("devices: 8\n")
-    logger = WandbLogger(tmp_path, project="mine", mode="offline")
-    logger.on_start(RunStart("digits", str(tmp_path), 0, 64))
+    logger = WandbLogger(folder, project="mine", mode="offline")
+    logger.on_start(RunStart("digits", str(folder), 0, 64))
     logger.on_eval(EVAL)
     logger.on_end(summary)
-    assert calls[0]["project"] == "mine" and calls[0]["config"] == {"devices": 8}
-    assert calls[1] == ({"test/loss": 0.5, "test/accuracy": 0.75}, 8)
+    first = calls[0]
+    assert (first["project"], first["mode"], first["id"], first["resume"]) == ("mine", "offline", None, None)
+    assert first["config"]["devices"] == 8 and first["config"]["logger"]["mine"]["api_key"] == "${oc.env:SOME_KEY}"
+    assert calls[1] == {"test/loss": 0.5, "test/accuracy": 0.75, "step": 8}
     assert calls[2] == 0
+    resumed = WandbLogger(folder)
+    resumed.on_start(RunStart("digits", str(folder), 8, 64, "step-8.pt"))
+    assert (calls[3]["id"], calls[3]["resume"]) == ("abc123", "allow")
+
+
+def test_mlflow_keeps_one_run_over_resumes(
+    folder: Path, step: Callable[..., StepEnd], summary: Summary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: List[Any] = []
+    made = {"create_run": SimpleNamespace(info=SimpleNamespace(run_id="f00")), "create_experiment": "7"}
+
+    class Client:
+        def __init__(self, tracking_uri: Any) -> None:
+            calls.append(tracking_uri)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *values, **named: calls.append((name, *values, *named.values())) or made.get(name)
+
+    module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    entities.Param = lambda *values: values  # type: ignore[attr-defined]  # a fake package
+    entities.Metric = lambda name, value, time, step: (name, value, step)  # type: ignore[attr-defined]  # the same
+    module.MlflowClient, module.entities = Client, entities  # type: ignore[attr-defined]  # the same
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    uri = f"sqlite:///{folder}/new/mlflow.db"
+    for begun in (RunStart("digits", str(folder), 0, 64), RunStart("digits", str(folder), 8, 64, "step-8.pt")):
+        logger = MlflowLogger(folder, tracking_uri=uri)
+        logger.on_start(begun)
+        logger.on_step(step())
+        logger.on_eval(EVAL)
+        logger.on_end(summary)
+    assert calls.count(uri) == 2 and (folder / "new").is_dir()
+    assert len([call for call in calls if call[0] == "create_run"]) == 1
+    assert ("update_run", "f00", "RUNNING") in calls and calls[-1] == ("set_terminated", "f00", "FINISHED")
+    logged = [entry for call in calls if call[0] == "log_batch" for entry in call[2]]
+    assert ("optimizer.lr", "0.1") in logged and ("logger.mine.api_key", "${oc.env:SOME_KEY}") in logged
+    assert logged.count(("train/loss", 2.3025, 8)) == 2 and ("test/accuracy", 0.75, 8) in logged
 
 
 @pytest.mark.parametrize(
@@ -131,6 +204,7 @@ def test_wandb_gets_config_and_metrics(
     [
         (TensorBoardLogger, "torch.utils.tensorboard", "ipurun[tensorboard]"),
         (WandbLogger, "wandb", "ipurun[wandb]"),
+        (MlflowLogger, "mlflow", "ipurun[mlflow]"),
     ],
 )
 def test_a_missing_package_names_the_extra(
@@ -140,3 +214,37 @@ def test_a_missing_package_names_the_extra(
     with pytest.raises(ConfigError) as caught:
         logger(tmp_path)
     assert extra in str(caught.value)
+
+
+def test_a_matrix_is_recorded_by_rows(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.on_eval(replace(EVAL, matrices={"confusion_matrix": [[3, 1], [0, 4]]}))
+    assert _records(tmp_path / "metrics.jsonl")[0]["confusion_matrix"] == [[3, 1], [0, 4]]
+
+
+def test_a_logger_that_fails_is_dropped_with_one_warning(step: Callable[..., StepEnd], summary: Summary) -> None:
+    received: List[str] = []
+
+    class Failing(Observer):
+        def on_step(self, event: StepEnd) -> None:
+            received.append("step")
+
+        def on_eval(self, event: EvalEnd) -> None:
+            raise ConnectionError("no route to host")
+
+        def on_end(self, event: Summary) -> None:
+            received.append("end")
+
+    warnings: List[str] = []
+    logger = DroppedIfFailing("mine", Failing(), warnings.append)
+    logger.on_step(step())
+    logger.on_eval(EVAL)
+    logger.on_eval(EVAL)
+    logger.on_end(summary)
+    assert received == ["step"]
+    assert warnings == ["`logger.mine` failed in on_eval and is dropped: ConnectionError: no route to host"]
+
+
+def test_every_kind_of_event_is_passed_on() -> None:
+    events = [name for name in vars(Observer) if name.startswith("on_")] + ["flush"]
+    assert all(name in vars(DroppedIfFailing) for name in events)

@@ -4,11 +4,14 @@ from recipe_runs import assert_learns, assert_same_training, checked_sample, par
 from torch.nn import functional
 
 import ipurun
+from ipurun import engine as engines
 from ipurun.config.compose import one
 from ipurun.errors import ConfigError
+from ipurun.recipes.gpt import sample
 from ipurun.recipes.gpt.dataset import CHARACTERS, decode, encode, splits
 from ipurun.recipes.gpt.loss import next_token_loss
 from ipurun.recipes.gpt.model import GPT, CausalSelfAttention
+from ipurun.recipes.gpt.sample import generate, next_scores
 
 SMALL = {"vocab_size": 11, "max_positions": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "dropout": 0.0}
 
@@ -159,3 +162,44 @@ def test_text_is_written_at_each_evaluation(tmp_path, monkeypatch):
     assert all(file.read_text().startswith("Alice ") and len(file.read_text()) == 12 for file in written)
     assert "ema_perplexity" in result.metrics
     assert written[0].read_text() != written[1].read_text()
+
+
+def test_text_is_written_with_one_shape_and_beyond_the_window(monkeypatch):
+    torch.manual_seed(0)
+    model = GPT(**SMALL).eval()
+    shapes = set()
+
+    def scores_of(tokens, position):
+        shapes.add((tuple(tokens.shape), tuple(position.shape)))
+        return executor(tokens, position)
+
+    executor = next_scores(model, engines.load("cpu"))
+    found = list(generate(scores_of, [3, 1], 12, 8, temperature=0))
+    # The same, written by plain torch with sequences of any length.
+    written = [3, 1]
+    for _ in range(12):
+        with torch.no_grad():
+            written.append(int(model(torch.tensor([written[-8:]]))[0, -1].argmax()))
+    assert found == written[2:] and shapes == {((1, 8), (1,))}
+
+
+def test_draws_follow_the_scores_the_seed_and_top_k():
+    def scores_of(tokens, position):
+        return torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]]))
+
+    drawn = torch.tensor(list(generate(scores_of, [0], 2000, 4, temperature=1.0)))
+    shares = drawn.bincount(minlength=4) / 2000
+    torch.testing.assert_close(shares, torch.tensor([0.5, 0.25, 0.2, 0.05]), atol=0.04, rtol=0)
+    best = torch.tensor(list(generate(scores_of, [0], 300, 4, temperature=1.0, top_k=2)))
+    assert set(best.tolist()) == {0, 1}
+    assert list(generate(scores_of, [0], 50, 4, seed=1)) == list(generate(scores_of, [0], 50, 4, seed=1))
+
+
+def test_the_script_continues_a_prompt(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ipurun.train("gpt", max_steps=2, overrides=["hydra.run.dir=run"], eval={"max_samples": 4}, quiet=True)
+    assert sample.main(["run", "--prompt", "Alice", "--length", "20"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Alice") and len(text) == len("Alice") + 20 + 1
+    assert sample.main(["run", "--length", "0"]) == 2
+    assert "`--length` cannot be `0`" in capsys.readouterr().err

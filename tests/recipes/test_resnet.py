@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from recipe_runs import assert_learns, assert_same_training, checked_sample, cross_entropy_of, parameters_of
+from recipe_runs import assert_learns, assert_same_training, checked_sample, parameters_of
 from torch import nn
 from torch.nn import functional
 
@@ -176,6 +176,16 @@ def test_a_pickle_cannot_run_code(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def smoothed_cross_entropy_of(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
+
+
+def test_the_recipe_warms_up_smooths_labels_and_exempts_norms_from_decay():
+    config = one(["+recipe=resnet"]).config
+    assert config.schedule["warmup_steps"] == 15 and config.loss.args == {"label_smoothing": 0.1}
+    assert config.optimizer["no_decay"] == "norms_and_biases"
+
+
 @pytest.mark.parametrize("model", ["resnet_tiny", "resnet50"])
 def test_the_declared_sample_matches_the_data(model):
     config = one(["+recipe=resnet", f"model={model}"]).config
@@ -189,7 +199,7 @@ def test_the_declared_sample_matches_the_data(model):
 def test_training_over_several_ipus_equals_plain_torch(strategy):
     layout = ["pipeline.split=[layer3]", f"pipeline.strategy={strategy}"]
     sizes = ["model.image_size=16", "model.width=4", "micro_batch_size=4", "gradient_accumulation=3"]
-    assert_same_training(["+recipe=resnet", *layout, *sizes], cross_entropy_of)
+    assert_same_training(["+recipe=resnet", *layout, *sizes], smoothed_cross_entropy_of)
 
 
 @pytest.mark.usefixtures("empty_folder")

@@ -146,16 +146,16 @@ def test_a_metric_that_fails_is_explained() -> None:
 def test_predictions_are_in_the_order_of_the_data() -> None:
     for sizes in ({}, {"device_iterations": 2, "devices": 2}):
         run = built(**sizes)
-        assert torch.allclose(gathered(predict(run, "eval", Recorder())), _expected()[0], atol=1e-6)
+        assert torch.allclose(gathered(predict(run, "eval", Recorder()))["output"], _expected()[0], atol=1e-6)
 
 
 def test_predictions_of_models_with_their_own_loss() -> None:
     run = built(model={"_target_": "run_toys.OwnLossNet"}, loss__name=None)
-    assert gathered(predict(run, "eval", Recorder())).shape == (10, 3)
+    assert gathered(predict(run, "eval", Recorder()))["output"].shape == (10, 3)
     run = built(
         model={"_target_": "run_toys.NamedNet"}, data={"_target_": "run_toys.mapping", "named": True}, loss__name=None
     )
-    found = gathered(predict(run, "eval", Recorder()))
+    found = gathered(predict(run, "eval", Recorder()))["output"]
     assert set(found) == {"logits"} and found["logits"].shape == (10, 3)
 
 
@@ -169,18 +169,16 @@ def test_weights_of_a_checkpoint_are_used(tmp_path: Path) -> None:
     expected.load_state_dict(trained_run.user_model.state_dict())
     with torch.no_grad():
         wanted = expected(Points(10, offset=1000).x)
-    assert torch.allclose(gathered(predict(run, "eval", Recorder())), wanted, atol=1e-6)
+    assert torch.allclose(gathered(predict(run, "eval", Recorder()))["output"], wanted, atol=1e-6)
 
 
 def test_half_precision_predicts_in_half() -> None:
-    found = gathered(predict(built(precision="16.16"), "eval", Recorder()))
+    found = gathered(predict(built(precision="16.16"), "eval", Recorder()))["output"]
     assert found.dtype == torch.float16
     assert torch.allclose(found.float(), _expected()[0], atol=1e-2)
 
 
-def test_the_progress_of_evaluations_and_predictions_is_reported() -> None:
+def test_the_progress_of_evaluations_is_reported() -> None:
     run, recorder = built(inference__device_iterations=1), Recorder()
     evaluate(run, recorder)
-    gathered(predict(run, "eval", recorder))
-    expected = [("eval", 4, 10), ("eval", 8, 10), ("eval", 10, 10)]
-    assert recorder.events["inference"] == 2 * expected
+    assert recorder.events["eval_progress"] == [("eval", 4, 10), ("eval", 8, 10), ("eval", 10, 10)]

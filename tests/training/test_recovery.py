@@ -269,9 +269,10 @@ def test_an_evaluation_leaves_out_samples_that_cannot_be_read(
     assert summary.skipped_eval_samples == {"eval": tuple(bad)} and summary.skipped_samples == ()
     notes = _notes(recorder)
     assert f"of the split `eval` could not be read (OSError: file {bad[-1]} is damaged); left out" in notes
-    outputs = gathered(predict(run, "eval", recorder))
+    predicted = gathered(predict(run, "eval", recorder, ["index", "output"]))
     run.close()
-    assert len(outputs) == 11 - len(bad) and run.eval_loaders["eval"].left_out == tuple(bad)
+    assert predicted["index"].tolist() == [index for index in range(11) if index not in bad]
+    assert len(predicted["output"]) == 11 - len(bad) and run.eval_loaders["eval"].left_out == tuple(bad)
 
 
 def test_all_splits_share_the_limit_of_unreadable_samples(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "MemoryConfig",
     "OutputConfig",
     "PipelineConfig",
+    "PoplarConfig",
     "ProfileConfig",
     "RecomputeConfig",
     "ReplicationConfig",
@@ -203,18 +204,66 @@ class CacheConfig:
     dir: Optional[str] = option(
         None, "Folder; null: executables/NAME below IPURUN_CACHE_DIR, else below ~/.cache/ipurun."
     )
+    max_size: Optional[str] = option(
+        "20GB", "Largest total size, such as 500MB; the least recently used executables are removed. null: no limit."
+    )
+    min_seconds: Optional[float] = option(
+        None, "CPU engine: store what takes at least this long to compile; null: 2 seconds, about what loading takes."
+    )
+
+
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
+
+
+@dataclass
+class PoplarConfig:
+    """What Graphcore's libraries read from environment variables (docs/how-to/environment.md)."""
+
+    engine_options: Dict[str, str] = option(
+        {}, "Poplar engine options; entries of POPLAR_ENGINE_OPTIONS win, as Poplar says."
+    )
+    target_options: Dict[str, str] = option(
+        {}, "Poplar target options, set as POPLAR_TARGET_OPTIONS; entries that it has already win, as Poplar says."
+    )
+    log_level: Optional[str] = option(None, "Poplar's log level (POPLAR_LOG_LEVEL).", choices=_LEVELS)
+    popart_log_level: Optional[str] = option(None, "PopART's log level (POPART_LOG_LEVEL).", choices=_LEVELS)
+    log_dest: Optional[str] = option(
+        None,
+        "Where PopTorch, PopART and Poplar log: stdout, stderr or a file (POPTORCH_LOG_DEST, POPART_LOG_DEST, "
+        "POPLAR_LOG_DEST).",
+    )
+    ipu_model_version: Optional[str] = option(
+        None,
+        "The IPU that engine=ipu_model simulates (POPTORCH_IPU_MODEL_VERSION).",
+        choices=("ipu1", "ipu2", "ipu21"),
+    )
+    wait_for_ipu_minutes: Optional[float] = option(
+        None, "How long to wait for IPUs that are in use, with a countdown; null: fail at once.", positive=True
+    )
+    monitor_seconds: Optional[float] = option(
+        10.0,
+        "On IPUs, the interval at which power, temperature and memory are logged, if gc-monitor is on PATH; null: off.",
+        positive=True,
+    )
 
 
 @dataclass
 class ProfileConfig:
-    """Profiling for PopVision."""
+    """What is recorded about where the time goes (docs/how-to/profile.md)."""
 
     kind: str = option(
         "none",
-        "graph: record for the Graph Analyser; system: for the System Analyser. IPUs only.",
-        choices=("none", "graph", "system"),
+        "graph: for PopVision's Graph Analyser; system: for its System Analyser (both IPUs only); trace: for Perfetto "
+        "and chrome://tracing; torch: torch.profiler for TensorBoard.",
+        choices=("none", "graph", "system", "trace", "torch"),
     )
+    start_step: int = option(
+        2, "trace, torch: the first weight update to record; the first one of a run also warms up.", minimum=1
+    )
+    steps: int = option(3, "trace, torch: weight updates to record, rounded up to whole host calls.", minimum=1)
     dir: Optional[str] = option(
-        None, "Folder of the report; null: a fixed folder in the cache, moved into the run folder at the end."
+        None,
+        "Folder of the report; null: `profile` in the run folder (graph, system: a fixed folder in the cache, moved "
+        "there at the end).",
     )
     engine_options: Dict[str, str] = option({}, "More Poplar engine options, merged with POPLAR_ENGINE_OPTIONS.")

@@ -14,6 +14,7 @@ from ipurun.config.schema.device import (
     MemoryConfig,
     OutputConfig,
     PipelineConfig,
+    PoplarConfig,
     ProfileConfig,
     RecomputeConfig,
     ReplicationConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "DebugConfig",
     "EarlyStoppingConfig",
     "EvalConfig",
+    "InitConfig",
     "LimitConfig",
     "LoaderConfig",
     "LossConfig",
@@ -62,6 +64,23 @@ class LossConfig:
 
 
 @dataclass
+class InitConfig:
+    """What of `init_from` is loaded."""
+
+    strict: bool = option(
+        True, "Refuse weights that are missing, left over or of another shape; false: load what fits and list the rest."
+    )
+    include: List[str] = option(
+        [], "Names and patterns (docs/reference/patterns.md) of the weights of the model to load; []: all."
+    )
+    exclude: List[str] = option([], "Names and patterns of weights not to load, such as a new head.")
+    rename: Dict[str, Any] = option(
+        {}, "Name or pattern of a module or weight in the file -> its name in the model; '' removes it."
+    )
+    best: bool = option(False, "Take the best checkpoint of a run instead of the newest.")
+
+
+@dataclass
 class LoaderConfig:
     """How batches are drawn from the data set (poptorch.DataLoader)."""
 
@@ -81,7 +100,10 @@ class LoaderConfig:
     drop_last: bool = option(True, "Drop the last samples of an epoch that do not fill a host call.")
     sampler: Dict[str, Any] = option({}, "A sampler: `_target_` and arguments; the first argument is the data set.")
     batch_sampler: Dict[str, Any] = option({}, "A batch sampler: `_target_` and arguments; it yields micro-batches.")
-    collate: Optional[str] = option(None, "Dotted path of a collate function; null: torch's default.")
+    collate: Optional[str] = option(
+        None, "Dotted path of a collate function, or of a class of such; null: torch's default."
+    )
+    collate_args: Dict[str, Any] = option({}, "Arguments of the collate function, such as length for padding.")
     on_error: str = option(
         "raise",
         "When a sample cannot be read: raise: stop; skip: train on the next one, evaluate without it (not iterables).",
@@ -224,7 +246,9 @@ class DebugConfig:
     )
     fp_exceptions: bool = option(False, "Stop on the device at the first floating-point exception.")
     log_level: Optional[str] = option(
-        None, "PopTorch's log level.", choices=("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
+        None,
+        "PopTorch's log level (POPTORCH_LOG_LEVEL).",
+        choices=("TRACE", "TRACE_ALL", "DEBUG", "DEBUG_IR", "INFO", "WARN", "ERR", "OFF"),
     )
     print_options: bool = option(False, "Write poptorch.Options, as the engine sees them, into the run's log.")
 
@@ -321,11 +345,25 @@ class RunConfig:
     )
     log_every_epochs: Optional[int] = option(None, "Log training metrics every N epochs.", minimum=1)
     log_every_minutes: Optional[float] = option(None, "Log training metrics when N minutes have passed.", positive=True)
+    precompiled: Optional[str] = option(
+        None, "File of `ipurun compile --export`, used instead of compiling. Such a file is code: trust its source."
+    )
     resume: Optional[str] = option(None, "Run folder to resume; auto: the newest unfinished run of this name.")
+    init_from: Optional[str] = option(
+        None,
+        "Weights to start from: a run folder, a checkpoint, a .safetensors or a torch file; not used by a resumed run.",
+    )
     runs_dir: str = option("runs", "Folder of all runs.")
     sample: List[Any] = option([], "Shape, dtype and range of each item of a sample, for data=synthetic and planning.")
 
     model: Dict[str, Any] = option({}, "The model: `_target_` (any importable nn.Module) and arguments.")
+    init: InitConfig = node(InitConfig, "What of `init_from` is loaded.")
+    freeze: List[str] = option(
+        [], "Modules and parameters that are not trained, by name or pattern (docs/reference/patterns.md)."
+    )
+    unfreeze: Dict[str, Any] = option(
+        {}, "Name or pattern of what `freeze` freezes -> the step after which it is trained, too; recompiles."
+    )
     loss: LossConfig = node(LossConfig, "The loss.")
     data: Dict[str, Any] = option(
         {},
@@ -359,7 +397,8 @@ class RunConfig:
     output: OutputConfig = node(OutputConfig, "Outputs that a training call returns to the host.")
     inference: InferenceConfig = node(InferenceConfig, "Differences for evaluation and prediction.")
     cache: CacheConfig = node(CacheConfig, "Executable cache.")
-    profile: ProfileConfig = node(ProfileConfig, "Profiling for PopVision.")
+    profile: ProfileConfig = node(ProfileConfig, "Profiling.")
+    poplar: PoplarConfig = node(PoplarConfig, "Variables of Graphcore's libraries, and the IPUs as a machine.")
     machine: MachineConfig = node(MachineConfig, "The kind of IPU that `plan` estimates for: machine=gc200 or bow.")
     options: Dict[str, Any] = option(
         {}, "Any other poptorch.Options setter by its PopTorch name, such as Training.gradientAccumulation."

@@ -113,30 +113,16 @@ def capture(
         Error: If a graph cannot represent what the model does, or if training finds no loss.
     """
     recorder = Recorder(training, options, check_op)
-    for name, tensor in parameters.items():
-        recorder.add_input("parameter", name, tensor)
-    for name, tensor in buffers.items():
-        recorder.add_input("buffer", name, tensor)
-    for index, tensor in enumerate(inputs):
-        recorder.add_input("input", f"input_{index}", tensor)
-    constants = _ConstantGuard(recorder)
-    modules = modules or {}
-    recorder.host.declare_attributes(attribute_tensors(modules))
-    plain = _without_mask_check(modules)
-    blocks = adopted_blocks()
-    with constants, _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules), plain, blocks:
-        with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
-            # Autograd is on in inference too: a model may read `grad_fn` and `is_leaf`.
-            with torch.enable_grad(), SavedTensors(keep=training) as saved, FunctionWatcher(recorder, saved):
-                returned = call()
-                tensors = list(tensors_in(returned))
-                if before_backward is not None:
-                    before_backward(recorder, returned)
-                grads = _backward(recorder, tensors, parameters) if training else {}
-        output_values = [recorder.value_of(tensor) for tensor in tensors]
+    declare_inputs(recorder, parameters, buffers, inputs)
+    with capturing(recorder, modules or {}):
+        with recording(recorder):
+            returned = call()
+            tensors = list(tensors_in(returned))
+            if before_backward is not None:
+                before_backward(recorder, returned)
+            grads = _backward(recorder, tensors, parameters) if training else {}
+        output_values = values_returned(recorder, tensors)
         graph = recorder.graph
-        if any(recorder.host.holds(graph.specs[value]) for value in output_values):
-            warnings.warn("Output expected to be on the IPU but is on cpu", stacklevel=2)
         graph.outputs = output_values
         graph.grads = {name: recorder.value_of(grad) for name, grad in grads.items()}
         results = [tensor.detach().clone() for tensor in tensors]
@@ -145,9 +131,56 @@ def capture(
         results[index] = results[index].reshape(1)
     reference = (results, {name: g.detach() for name, g in grads.items()})
     prune(graph)
-    # The tensors of the captured run would keep all its activations alive.
-    template = rebuild(returned, (torch.empty(0) for _ in tensors))
-    return Captured(graph, template, output_values, reference)
+    return Captured(graph, template_of(returned), output_values, reference)
+
+
+def declare_inputs(
+    recorder: Recorder,
+    parameters: Dict[str, torch.Tensor],
+    buffers: Dict[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """Declare what a model reads from outside."""
+    for name, tensor in parameters.items():
+        recorder.add_input("parameter", name, tensor)
+    for name, tensor in buffers.items():
+        recorder.add_input("buffer", name, tensor)
+    for index, tensor in enumerate(inputs):
+        recorder.add_input("input", f"input_{index}", tensor)
+
+
+@contextlib.contextmanager
+def capturing(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
+    """Change torch and the model for one capture, and restore both afterwards."""
+    recorder.host.declare_attributes(attribute_tensors(modules))
+    plain = _without_mask_check(modules)
+    blocks = adopted_blocks()
+    with _ConstantGuard(recorder), _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules):
+        with plain, blocks:
+            yield
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Record what runs meanwhile, forward and then backward."""
+    with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
+        # Autograd is on in inference too: a model may read `grad_fn` and `is_leaf`.
+        keep = recorder.training
+        with torch.enable_grad(), SavedTensors(keep=keep) as saved, FunctionWatcher(recorder, saved):
+            yield
+
+
+def values_returned(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> List[Value]:
+    """Return the values of the tensors that forward returned; warn about those that are on the host."""
+    values = [recorder.value_of(tensor) for tensor in tensors]
+    if any(recorder.host.holds(recorder.graph.specs[value]) for value in values):
+        warnings.warn("Output expected to be on the IPU but is on cpu", stacklevel=3)
+    return values
+
+
+def template_of(returned: Any) -> Any:
+    """Return the structure of a result with empty tensors: its own would keep all activations alive."""
+    return rebuild(returned, (torch.empty(0) for _ in tensors_in(returned)))
 
 
 def _backward(
@@ -161,14 +194,14 @@ def _backward(
     with recorder.paused():
         seed = torch.ones_like(loss)
     recorder.add_input("seed", "loss_scaling", seed)
-    if _has_own_gradients(loss, trained.values()):
+    if has_own_gradients([loss], trained.values()):
         recorder.graph.has_own_gradients = True
     recorder.in_backward = True
-    grads = _gradients(loss, list(trained.values()), seed)
+    grads = gradients(loss, list(trained.values()), seed)
     return {name: grad for name, grad in zip(trained, grads) if grad is not None}
 
 
-def _gradients(
+def gradients(
     loss: torch.Tensor, parameters: List[torch.Tensor], seed: torch.Tensor
 ) -> Sequence[Optional[torch.Tensor]]:
     """Call `torch.autograd.grad` without its check of the seed's shape, which loads sympy."""
@@ -178,12 +211,12 @@ def _gradients(
     return run((loss,), (seed,), False, False, tuple(parameters), True, accumulate_grad=False)
 
 
-def _has_own_gradients(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward pass of a loss calls a Python function or a hook of a parameter."""
+def has_own_gradients(tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward pass of some tensors calls a Python function or a hook of a parameter."""
     if any(parameter._backward_hooks for parameter in parameters):
         return True
     seen: Set[Any] = set()
-    pending = [loss.grad_fn]
+    pending = [tensor.grad_fn for tensor in tensors]
     while pending:
         function = pending.pop()
         if function is None or function in seen:

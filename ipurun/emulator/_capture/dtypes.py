@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -22,11 +22,16 @@ _MAY_OVERFLOW = names_in(
     "abs add addbmm addcmul addmm addmv baddbmm bmm cumprod cumsum dot index_add mm mul "
     "mv neg pow prod rsub scatter_add square sub sum"
 )
-_EXPONENT_BITS = 0x7F800000
-_HALF_EPSILON = 2.0**-10
-_SUBNORMAL_STEP = 2.0**-24
-_LARGEST_STEP = 2.0**5  # for 32768 and above; values above 65504 become infinite in any case
-_CHUNK = 2**16  # elements: the intermediate results of a chunk stay in the cache
+# Half has 13 bits of mantissa less than float32.
+_DROPPED_BITS = 13
+# Products with it have the exponents of half, in float32: what is subnormal in half is subnormal there, too, so that
+# half precision ends at the same bit for all numbers.
+_TO_HALF_EXPONENTS = torch.tensor(2.0**-112)
+_FROM_HALF_EXPONENTS = torch.tensor(2.0**112)
+_KEPT_BITS = torch.tensor(-(2**_DROPPED_BITS), dtype=torch.int32)
+_NOISE_BITS = torch.tensor(2**_DROPPED_BITS - 1, dtype=torch.int32)
+_BLOCK = 2**14  # random numbers that are drawn from the generator at once
+_POOL = 2**16  # random numbers that are made of them at once for an update
 
 
 def narrowed(dtype: torch.dtype) -> torch.dtype:
@@ -79,6 +84,10 @@ class HalfThroughFloat:
         self._to_half = to_half
         self._schema = op._schema
         self.__name__ = op._schema.name
+        # Micro-batches are computed together by what kind of operation this is.
+        self.overloadpacket = getattr(op, "overloadpacket", None)
+        self.tags = getattr(op, "tags", ())
+        self._overloadname = getattr(op, "_overloadname", "")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         widened: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
@@ -209,38 +218,98 @@ class _Wrapping:
         return _wrap(self._op(*args, **kwargs), self._in_place)
 
 
+def layers_of(op: Any) -> Tuple[Tuple[str, ...], Any]:
+    """Return how this module changed an operation, outermost first, and the operation of torch inside.
+
+    `with_layers` is the inverse. An operation of another kind is returned as it is.
+    """
+    layers: Tuple[str, ...] = ()
+    while isinstance(op, (HalfThroughFloat, _Wrapping)):
+        if isinstance(op, HalfThroughFloat):
+            layers, op = (*layers, "half"), op.widened
+        else:
+            layers, op = (*layers, "wrapped_in_place" if op._in_place else "wrapped"), op._op
+    return layers, op
+
+
+def with_layers(layers: Sequence[str], op: Any) -> Any:
+    """Change an operation of torch in the ways that `layers_of` returned.
+
+    Raises:
+        KeyError: There is no such way.
+    """
+    ways: Dict[str, Callable[[Any], Any]] = {
+        "half": HalfThroughFloat,
+        "wrapped": lambda inner: _Wrapping(inner, in_place=False),
+        "wrapped_in_place": lambda inner: _Wrapping(inner, in_place=True),
+    }
+    for layer in reversed(layers):
+        op = ways[layer](op)
+    return op
+
+
 def round_to_nearest(destination: torch.Tensor, result: torch.Tensor) -> None:
     """Store a result, rounded to nearest."""
     destination.copy_(result)
 
 
+def draw_noise(noise: torch.Tensor) -> None:
+    """Fill an int32 vector with random numbers for `round_up_or_down`, from torch's generator.
+
+    A block of them is drawn. Each further block is the exclusive or of that block and itself shifted, another distance
+    for each: any two numbers are independent, at a tenth of the time.
+    """
+    size = min(_BLOCK, noise.numel())
+    words = torch.empty((size + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    drawn = words.view(torch.int16)[:size].to(torch.int32).bitwise_and_(_NOISE_BITS)
+    noise[:size].copy_(drawn)
+    twice = torch.cat([drawn, drawn])
+    for distance, block in enumerate(noise[size:].split(size), start=1):
+        shift = distance % size
+        torch.bitwise_xor(drawn[: block.numel()], twice[shift : shift + block.numel()], out=block)
+
+
+def round_up_or_down(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Round float32 values in place to one of their two neighbours in half precision, with the same expected value.
+
+    The noise is added below the last bit that half precision has, and may carry into it; then those bits are cleared.
+    Numbers of half precision do not change. Results above the range of half become infinite when they are converted.
+
+    Args:
+        values: Any float32 tensor.
+        noise: Random numbers of the same shape, from `draw_noise`.
+    """
+    values.mul_(_TO_HALF_EXPONENTS)
+    values.view(torch.int32).add_(noise).bitwise_and_(_KEPT_BITS)
+    return values.mul_(_FROM_HALF_EXPONENTS)
+
+
 class StochasticRounding:
     """Rounds up or down at random such that the expected value is unchanged.
 
-    Args:
-        seed: Seed of a private random stream; torch's global one is not used.
+    The random numbers are drawn from torch's generator in blocks: make one of these for each update, so that the
+    generator's state at its beginning determines all that follows.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self) -> None:
+        self._noise = torch.empty(0, dtype=torch.int32)
 
     def __call__(self, destination: torch.Tensor, result: torch.Tensor) -> None:
         """Store `result` in `destination`, rounded at random if that is half precision."""
-        if destination.dtype != torch.float16:
-            destination.copy_(result)
-            return
-        flat = result.reshape(-1)
-        rounded = torch.empty(flat.shape, dtype=torch.float16)
-        for target, chunk in zip(rounded.split(_CHUNK), flat.split(_CHUNK)):
-            target.copy_(self._round(chunk))
-        destination.copy_(rounded.view_as(destination))
+        if destination.dtype == torch.float16:
+            result = round_up_or_down(result.float().clone(), self._take(result.numel()).view(result.shape))
+        destination.copy_(result)
 
-    def _round(self, values: torch.Tensor) -> torch.Tensor:
-        """Return each value rounded to one of its two neighbours in half precision, as float32."""
-        power_of_two = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-        step = power_of_two.mul_(_HALF_EPSILON).clamp_(_SUBNORMAL_STEP, _LARGEST_STEP)
-        steps = values / step
-        below = steps.floor()
-        # Compare rather than add: a sum would itself be rounded, and change values that need no rounding.
-        upwards = torch.rand(values.shape, generator=self._generator) < steps.sub_(below)
-        return below.add_(upwards).mul_(step)
+    def to_half(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a float32 tensor rounded to half."""
+        half = torch.empty_like(tensor, dtype=torch.float16)
+        self(half, tensor)
+        return half
+
+    def _take(self, count: int) -> torch.Tensor:
+        """Return random numbers that were not used before."""
+        if count > self._noise.numel():
+            self._noise = torch.empty(max(count, _POOL), dtype=torch.int32)
+            draw_noise(self._noise)
+        taken, self._noise = self._noise[:count], self._noise[count:]
+        return taken

@@ -9,7 +9,12 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ipurun.emulator._capture.losses import LOSS_FUNCTIONS, check_loss_arguments, with_length_tensors
+from ipurun.emulator._capture.losses import (
+    LOSS_FUNCTIONS,
+    check_loss_arguments,
+    with_length_tensors,
+    without_label_smoothing,
+)
 from ipurun.emulator._capture.mixed_types import in_one_type
 from ipurun.emulator._capture.recorder import Recorder, current
 from ipurun.emulator._capture.saved_tensors import SavedTensors
@@ -216,6 +221,7 @@ class FunctionWatcher(TorchFunctionMode):
             return result
         check_loss_arguments(func, args, kwargs)
         args, kwargs = with_length_tensors(func, args, kwargs)
+        args, kwargs = without_label_smoothing(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._recorder.training and not self._recorder.in_backward:
             self._recorder.mark_loss(result)

@@ -82,6 +82,7 @@ class Node:
         name: Its name in messages.
         is_recomputed: Whether it repeats a forward operation for the backward pass.
         bodies: The graphs that a branch chooses between at run time.
+        position: Its number in the recorded forward pass, -1 for an operation of the backward pass.
     """
 
     op: Callable[..., Any]
@@ -98,6 +99,7 @@ class Node:
     name: str = ""
     is_recomputed: bool = False
     bodies: Tuple[Graph, ...] = ()
+    position: int = -1
 
     def reads(self) -> Iterator[Value]:
         """Yield every value among the arguments."""

@@ -10,6 +10,7 @@ from torch.nn import functional
 from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._impl import createNativeError, createPoptorchError
+from ipurun.emulator._logging import logger
 
 LOSS_FUNCTIONS = frozenset(
     [
@@ -43,6 +44,8 @@ LOSS_FUNCTIONS = frozenset(
 _CTC_ARGUMENTS = (
     "log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity"
 )  # fmt: skip
+_SMOOTHING = "label_smoothing"
+_SMOOTHING_POSITION = 7
 _KEEPS_SHAPE = frozenset(["_to_copy", "alias", "clone", "detach"])
 
 
@@ -75,6 +78,22 @@ def with_length_tensors(
         if isinstance(given.get(name), (list, tuple)):
             given[name] = torch.tensor(given[name], dtype=torch.int64)
     return (), given
+
+
+def without_label_smoothing(
+    function: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """Return the arguments of a cross-entropy without label smoothing, which PopTorch does not read."""
+    if function is not functional.cross_entropy:
+        return args, kwargs
+    smoothing = args[_SMOOTHING_POSITION] if len(args) > _SMOOTHING_POSITION else kwargs.get(_SMOOTHING)
+    if smoothing:
+        logger.warning(
+            "cross_entropy: PopTorch ignores label_smoothing=%s. Write the smoothed loss with log_softmax and "
+            "nll_loss, and wrap it in poptorch.identity_loss.",
+            smoothing,
+        )
+    return args[:_SMOOTHING_POSITION], {name: value for name, value in kwargs.items() if name != _SMOOTHING}
 
 
 def find_loss(recorder: Recorder, returned: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -125,7 +144,7 @@ def give_device_shapes(graph: Graph) -> List[int]:
         if value in graph.varying:
             graph.varying.add(vector)
         view = Node(torch.ops.aten.view.default, (value, [1]), {}, vector, producer.placement, producer.module_path)
-        view.name, view.source = "view", producer.source
+        view.name, view.source, view.position = "view", producer.source, producer.position
         graph.nodes.insert(num_forward, view)
         num_forward += 1
         graph.outputs[index] = vector

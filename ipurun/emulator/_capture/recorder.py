@@ -55,6 +55,10 @@ class TensorNumbers:
         self._references.append(weakref.ref(tensor, functools.partial(self._forget, id(tensor), address)))
         return value
 
+    def add_alias(self, tensor: torch.Tensor, value: Value) -> None:
+        """Give a tensor that the caller keeps alive the number of another one."""
+        self._value_of[id(tensor)] = value
+
     def has_storage(self, tensor: torch.Tensor) -> bool:
         """Whether a numbered tensor uses the memory of this one."""
         return tensor.untyped_storage()._cdata in self._storage_of
@@ -287,9 +291,7 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None and (mask & 1 or node.is_random):
                 self._check_op(node)  # operations on constants alone run on the host
-        node.op, args, result = run_op(func, args, kwargs, node.is_random)
-        if mask & 1:
-            node.op, result = kept_in_32_bits(node.op, base_name, result)
+        node.op, args, result = self._run(func, args, kwargs, node, bool(mask & 1))
         node.args = self._encode(args)
         self._append(node, result, mask | int(node.is_random), mutated)
         if on_host:
@@ -297,6 +299,15 @@ class Recorder(TorchDispatchMode):
         if base_name == "lift_fresh":
             self.host.lifted(self.graph.specs[node.outputs])
         return result
+
+    def _run(
+        self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], node: Node, varies: bool
+    ) -> Tuple[Callable[..., Any], Tuple[Any, ...], Any]:
+        """Run an operation; return the one that was actually called, its positional arguments and its result."""
+        op, args, result = run_op(func, args, kwargs, node.is_random)
+        if varies:
+            op, result = kept_in_32_bits(op, node.name, result)
+        return op, args, result
 
     def _specs(self, values: Iterable[Value]) -> List[TensorSpec]:
         return [self.graph.specs[value] for value in values]
@@ -344,6 +355,8 @@ class Recorder(TorchDispatchMode):
             self._storage_masks[storage] = self._storage_masks.get(storage, 0) | mask
         if self.in_backward:
             node.placement = self._backward_placement(node)
+        else:
+            node.position = len(self.graph.nodes)
         for value in produced:
             self._placement_of.setdefault(value, node.placement)
         self.graph.nodes.append(node)

@@ -18,8 +18,7 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.structures import tensors_in
 from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._ops.recording import OpLog, active_recorder, call_recorded, logs_muted, refuse_training
-from ipurun.emulator._run.checked import interpreter_for
-from ipurun.emulator._run.replay import generate
+from ipurun.emulator._run.checked import replay_maker
 
 Body = Callable[..., Any]
 
@@ -47,8 +46,7 @@ class CapturedBody:
         self.written = {value for value in self.outer if graph.specs[value].storage in storages}
         self.outputs = [graph.specs[value][:2] for value in graph.outputs]
         self.is_random = any(node.is_random for node in graph.nodes)
-        make_replay: Callable[..., Any] = interpreter_for(recorder.options) or generate
-        self.run = make_replay(graph, results=graph.outputs)
+        self.run = replay_maker(recorder.options)(graph, results=graph.outputs)
 
 
 def trace_body(

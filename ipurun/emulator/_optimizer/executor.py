@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 
@@ -51,6 +51,17 @@ class ExecutorOptimizer:
             self._disconnect()
             self.optimizer = optimizer
             self._connect()
+
+    def constants(self) -> str:
+        """Return what an executable holds of the optimizer: its kind, and all values that are not variable."""
+
+        def fixed(values: Dict[str, Any]) -> List[Any]:
+            return [(name, repr(value) if is_const else None) for name, (value, is_const) in sorted(values.items())]
+
+        converted = self._converted
+        groups = [fixed(group) for group in converted.groups]
+        attributes, defaults = fixed(converted.attributes), fixed(converted.defaults)
+        return repr((converted.type.name, attributes, defaults, groups, converted.group_sizes))
 
     def compile(self, executable: Executable, named_parameters: Dict[str, torch.Tensor]) -> None:
         """Create the device side for a newly compiled model.

@@ -1,4 +1,4 @@
-"""The update rules, for one parameter at a time.
+"""The update rules, for one parameter at a time or for several that are packed into one.
 
 `prepare` computes the tensor that `max_grad_norm` clips; `finish` updates weight and state with it, clipped or not.
 Gradients are passed as accumulated: `gradient * factor` is the reduced gradient, still multiplied by the loss scaling.
@@ -8,8 +8,8 @@ Values are computed in float32 and rounded to the stored types.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Callable, Dict, List, Mapping, Sequence, Tuple
+from dataclasses import dataclass, field, replace
+from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -265,6 +265,123 @@ RULES: Mapping[Variant, Rule] = {
     Variant.LAMB: _Lamb(),
     Variant.RMSPROP: _RmsProp(),
 }
+
+
+# A pack stays in the cache, and the operations on larger parameters take longer than starting them.
+_LARGEST_PACK = 2**16
+_LARGEST_PACKED = 2**14
+_ALIGNMENT = 16
+
+
+class Pack:
+    """Small parameters that are updated as one: the rules compute every element separately.
+
+    Weights, states and gradients become parts of one tensor each.
+
+    Args:
+        slots: The parameters; their tensors are replaced.
+        accumulation_type: Type of the accumulated gradients, that of the weights by default.
+    """
+
+    def __init__(self, slots: Sequence[Slot], accumulation_type: Optional[torch.dtype]) -> None:
+        self.slots = list(slots)
+        self.names = [slot.name for slot in slots]
+        self._is_uniform = False
+        self._without = set(self.names)
+        self._gradient, self._gradients = self._joined(
+            [torch.zeros_like(slot.weight, dtype=accumulation_type) for slot in slots]
+        )
+        weight, parts = self._joined([slot.weight for slot in slots])
+        for slot, part in zip(slots, parts):
+            slot.weight.data = part  # the object stays the same: others hold it
+        state: Dict[str, torch.Tensor] = {}
+        self._steps = torch.zeros(len(slots))
+        for prefix in slots[0].state:
+            if prefix == "Step":
+                parts = list(self._steps.unbind())
+                state[prefix] = torch.zeros(())
+            else:
+                state[prefix], parts = self._joined([slot.state[prefix] for slot in slots])
+            for slot, part in zip(slots, parts):
+                slot.state[prefix] = part
+        self._whole = replace(slots[0], name=", ".join(self.names), weight=weight, state=state)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the values of the parameters after they were changed from outside."""
+        first = self.slots[0]
+        values = [
+            ([scalar.value for scalar in slot.scalars.values()], slot.velocity_scaling, slot.nesterov)
+            for slot in self.slots
+        ]
+        steps = self._steps.tolist()
+        self._is_uniform = all(each == values[0] for each in values) and all(step == steps[0] for step in steps)
+        self._whole.scalars = first.scalars
+        self._whole.velocity_scaling, self._whole.nesterov = first.velocity_scaling, first.nesterov
+        if "Step" in first.state:
+            self._whole.state["Step"].fill_(steps[0])
+
+    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add the gradients of the parameters, by name."""
+        present = [index for index, name in enumerate(self.names) if name in gradients]
+        if present:
+            torch._foreach_add_([self._gradients[i] for i in present], [gradients[self.names[i]] for i in present])
+        self._without.difference_update(gradients)
+
+    def work(self) -> List[Tuple[Slot, torch.Tensor]]:
+        """Return what to update, with its gradient: one slot if all parameters have the same values."""
+        if self._is_whole():
+            return [(self._whole, self._gradient)]
+        return [pair for pair in zip(self.slots, self._gradients) if pair[0].name not in self._without]
+
+    def finish(self) -> None:
+        """Clear the gradients after an update."""
+        if self._is_whole():
+            self._steps.fill_(self._whole.state.get("Step", self._steps[0]))
+        else:
+            self.refresh()
+        self._gradient.zero_()
+        self._without.update(self.names)
+
+    def _is_whole(self) -> bool:
+        return self._is_uniform and not self._without
+
+    @staticmethod
+    def _joined(tensors: Sequence[torch.Tensor]) -> Tuple[torch.Tensor, List[torch.Tensor]]:
+        """Return one tensor that holds copies of some, and its parts; parts are aligned as separate tensors are."""
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT)
+        whole = torch.zeros(starts[-1], dtype=tensors[0].dtype)
+        parts = [whole[start : start + t.numel()].view(t.shape) for start, t in zip(starts, tensors)]
+        for part, tensor in zip(parts, tensors):
+            part.copy_(tensor)
+        return whole, parts
+
+
+def packs_of(
+    slots: Iterable[Slot], group_of: Mapping[str, int], accumulation_type: Optional[torch.dtype]
+) -> List[Pack]:
+    """Pack the parameters of each group that can be updated as one.
+
+    Args:
+        slots: The parameters.
+        group_of: Index of the optimizer's group of each parameter, by name.
+        accumulation_type: Type of the accumulated gradients, that of the weights by default.
+    """
+    groups: Dict[Tuple[object, ...], List[List[Slot]]] = {}
+    for slot in slots:
+        tensors = (slot.weight, *slot.state.values())
+        fits = all(t.dtype in (torch.float16, torch.float32) and t.is_contiguous() for t in tensors)
+        # The trust ratio of LAMB is a value of one parameter, and rows are separate parameters.
+        if not fits or slot.variant is Variant.LAMB or slot.rows or slot.weight.numel() > _LARGEST_PACKED:
+            continue
+        dtypes = tuple(tensor.dtype for tensor in tensors)
+        lists = groups.setdefault((slot.variant, group_of.get(slot.name), tuple(slot.state), dtypes), [[]])
+        if sum(other.weight.numel() for other in lists[-1]) + slot.weight.numel() > _LARGEST_PACK:
+            lists.append([])
+        lists[-1].append(slot)
+    return [Pack(members, accumulation_type) for lists in groups.values() for members in lists if len(members) > 1]
 
 
 def clipped(prepared: Sequence[Tuple[Slot, torch.Tensor]], max_norm: float) -> List[torch.Tensor]:

@@ -8,13 +8,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator import enums
-from ipurun.emulator._capture.dtypes import round_to_nearest
+from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
-from ipurun.emulator._optimizer.rules import RULES, Rounding, Slot, UpdateValues, clipped
+from ipurun.emulator._optimizer.rules import RULES, Pack, Rounding, Slot, UpdateValues, clipped, packs_of
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, single, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
-from ipurun.emulator._run.checked import StreamRounding
 
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
 _ACCUMULATORS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
@@ -187,13 +186,18 @@ class DeviceOptimizer:
         settings = options._Popart.options
         automatic = bool(settings.get("automaticLossScalingSettings.enabled", False))
         self._automatic: Optional[AutomaticLossScaling] = AutomaticLossScaling(settings) if automatic else None
-        self._round_into = _rounding(options)
+        self._rounds = bool(settings.get("enableStochasticRounding", False))
         self._loss_scaling = Scalar(0.0, True)
         self._slots: Dict[str, Slot] = {}
         self._set_loss_scaling()
         for name, weight in named_params.items():
             self._slots[name] = self._make_slot(name, weight, self._values_of(name))
             self._slots[name].rows = tuple((rows or {}).get(name, ()))
+        plain = not self._running and self._automatic is None and self._accumulation_type in (None, torch.float32)
+        self._packs: List[Pack] = []
+        if plain:
+            self._packs = packs_of(self._slots.values(), self._group_of, self._accumulation_type)
+        self._packed = {name for pack in self._packs for name in pack.names}
         self._gradients: Dict[str, torch.Tensor] = {}
         self._owned: Set[str] = set()
         self._micro_batches = 0
@@ -205,6 +209,11 @@ class DeviceOptimizer:
         factor = 1.0 if self._automatic is None else float(self._automatic.factor)
         return self._loss_scaling.value * factor
 
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether the gradients of every micro-batch are inspected."""
+        return self._automatic is not None
+
     @torch.no_grad()
     def accumulate(self, grads: Mapping[str, torch.Tensor], micro_batches: int = 1) -> None:
         """Add the gradients of one or more micro-batches.
@@ -213,7 +222,11 @@ class DeviceOptimizer:
             grads: Gradients by parameter name, scaled by `loss_scaling`, summed over the micro-batches.
             micro_batches: Number of micro-batches summed.
         """
+        for pack in self._packs:
+            pack.add(grads)
         for name, gradient in grads.items():
+            if name in self._packed:
+                continue
             if self._automatic is not None:
                 self._automatic.watch(gradient)
             self._add(name, gradient, micro_batches)
@@ -225,9 +238,11 @@ class DeviceOptimizer:
         automatic_factor = 1.0 if self._automatic is None else float(self._automatic.factor)
         # The running mean covers only this process; the result must cover all processes.
         factor = (self._micro_batches if self._running else 1) / self._mean_over
-        step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, self._round_into)
+        rounding: Rounding = StochasticRounding() if self._rounds else round_to_nearest
+        step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, rounding)
         max_norm = float(self._converted.value("max_grad_norm"))
         work = [(self._slots[name], gradient) for name, gradient in self._gradients.items()]
+        work += [part for pack in self._packs for part in pack.work()]
         if math.isinf(max_norm):
             for slot, gradient in work:
                 rule = RULES[slot.variant]
@@ -236,6 +251,8 @@ class DeviceOptimizer:
             prepared = [(slot, RULES[slot.variant].prepare(slot, gradient, step)) for slot, gradient in work]
             for (slot, gradient), tensor in zip(work, clipped(prepared, max_norm)):
                 RULES[slot.variant].finish(slot, tensor, gradient, step)
+        for pack in self._packs:
+            pack.finish()
         self._gradients.clear()
         self._owned.clear()
         self._micro_batches = 0
@@ -255,6 +272,8 @@ class DeviceOptimizer:
         self._set_loss_scaling()
         for name, slot in self._slots.items():
             self._refresh(slot, self._values_of(name))
+        for pack in self._packs:
+            pack.refresh()
         log_optimizer(converted)
 
     def read_state(self) -> Dict[str, Dict[str, torch.Tensor]]:
@@ -268,6 +287,8 @@ class DeviceOptimizer:
         for slot in self._slots.values():
             if slot.variant is Variant.SGD_SEPARATE:
                 slot.velocity_scaling = self._loss_scaling.value  # the velocity was stored with the loaded value
+        for pack in self._packs:
+            pack.refresh()
 
     def operations(self) -> List[str]:
         """Return the backend's names for the operations that update the weights, for dumps of the program."""
@@ -348,9 +369,3 @@ class DeviceOptimizer:
 
 def _uses_nesterov(values: Mapping[str, Value]) -> bool:
     return bool(values.get("nesterov", (False, True))[0]) and values["momentum"][0] > 0
-
-
-def _rounding(options: Any) -> Rounding:
-    if not options._Popart.options.get("enableStochasticRounding", False):
-        return round_to_nearest
-    return StreamRounding()

@@ -1,47 +1,76 @@
-"""Replay a graph node by node, for modes that inspect every result.
+"""Turn graphs into functions as the options want it: in half precision, with stochastic rounding, or with checks.
 
-This is slower than the generated function, and used only with floating-point exceptions or stochastic rounding.
+Floating-point exceptions need an interpreter that inspects every result; it is slower than the generated function.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ipurun.emulator._capture.dtypes import HalfThroughFloat, StochasticRounding, holds_half
 from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._impl import createNativeError
+from ipurun.emulator._run.half import in_float_storage
+from ipurun.emulator._run.replay import Replay, generate
 
 _COMPARISONS = names_in("eq ge gt le lt ne")
 _MAKES_NO_ARITHMETIC = names_in("clone copy copy_ empty empty_like fill fill_ full full_like masked_fill where")
 
 
-def interpreter_for(options: Any) -> Optional[Callable[..., Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]]]:
-    """Return a function that makes an interpreter of a graph, None if the options turn on neither mode."""
+class ReplayMaker(NamedTuple):
+    """Makes functions that replay graphs.
+
+    Attributes:
+        checks: Whether to raise floating-point exceptions.
+        rounds: Whether to round half results stochastically, with numbers from torch's generator.
+        as_captured: Whether to run half operations with the kernels of the captured run, to compare with it.
+    """
+
+    checks: bool = False
+    rounds: bool = False
+    as_captured: bool = False
+
+    def __call__(
+        self, graph: Graph, *, results: Optional[Sequence[Value]] = None, sums: Sequence[Value] = ()
+    ) -> Replay:
+        """Return a function that runs the graph on its inputs (all but the constants, in graph order).
+
+        Args:
+            graph: The captured program.
+            results: The values to return, by default the outputs and then the gradients.
+            sums: Half values among the results that are sums over micro-batches, to be returned as float32.
+        """
+        wanted = [*graph.outputs, *graph.grads.values()] if results is None else results
+        if not self.as_captured:
+            graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums)
+        return Interpreter(graph, wanted, checks=True) if self.checks else generate(graph, results=wanted)
+
+
+def replay_maker(options: Any) -> ReplayMaker:
+    """Return what makes the replays of a model with these options."""
     settings = options._Popart.options
-    checks = bool(settings.get("enableFloatingPointChecks", False))
-    rounds = bool(settings.get("enableStochasticRounding", False))
-    if not checks and not rounds:
-        return None
-
-    def make(graph: Graph, results: Optional[Sequence[Value]] = None) -> Callable[..., Tuple[Any, ...]]:
-        wanted = [*graph.outputs, *graph.grads.values()] if results is None else list(results)
-        return _Interpreter(graph, wanted, checks=checks, rounds=rounds)
-
-    return make
+    return ReplayMaker(
+        checks=bool(settings.get("enableFloatingPointChecks", False)),
+        rounds=bool(settings.get("enableStochasticRounding", False)),
+    )
 
 
-class _Interpreter:
-    """Runs the nodes of a graph one after another."""
+class Interpreter:
+    """Runs the nodes of a graph one after another.
 
-    def __init__(self, graph: Graph, results: List[Value], *, checks: bool, rounds: bool) -> None:
+    Args:
+        graph: The graph.
+        results: The values to return.
+        checks: Whether to raise floating-point exceptions.
+    """
+
+    def __init__(self, graph: Graph, results: Sequence[Value], *, checks: bool) -> None:
         self._graph = graph
-        self._results = results
         self._checks = checks
+        self._results = results
         self._arguments = [item.value for item in graph.inputs if item.kind != "constant"]
-        self._steps = [(node, _rounding_op(node) if rounds else node.op) for node in graph.nodes]
         self._last_use: Dict[int, List[Value]] = {}
         seen = set(results)
         for index in range(len(graph.nodes) - 1, -1, -1):
@@ -56,11 +85,11 @@ class _Interpreter:
         written = self._graph.storages_written()
         for value, tensor in self._graph.constants.items():
             tensors[value] = tensor.clone() if self._graph.specs[value].storage in written else tensor
-        for index, (node, op) in enumerate(self._steps):
+        for index, node in enumerate(self._graph.nodes):
             args = map_values(tensors.__getitem__, node.args)
             kwargs = map_values(tensors.__getitem__, node.kwargs)
             before = _Finiteness(args, kwargs) if self._checks else None
-            result = op(*args, **kwargs)
+            result = node.op(*args, **kwargs)
             if before is not None:
                 before.check(node, result)
             _store(node.outputs, result, tensors)
@@ -119,31 +148,3 @@ def _leaves(structure: Any) -> List[Any]:
 
 def _floats(structure: Any) -> List[torch.Tensor]:
     return [t for t in _leaves(structure) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
-class StreamRounding(StochasticRounding):
-    """Stochastic rounding with torch's generator, which is seeded for every run; updates follow the last run."""
-
-    def __init__(self) -> None:
-        self._generator = torch.default_generator
-
-    def to_half(self, tensor: torch.Tensor) -> torch.Tensor:
-        rounded = torch.empty_like(tensor, dtype=torch.float16)
-        self(rounded, tensor)
-        return rounded
-
-
-def _rounding_op(node: Node) -> Callable[..., Any]:
-    """Return the operation with stochastic rounding of half results; views stay views."""
-    schema = getattr(node.op, "_schema", None)
-    if schema is None:
-        return node.op
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    if is_view or node.is_random or node.name in _MAKES_NO_ARITHMETIC:
-        return node.op
-    rounded = HalfThroughFloat(getattr(node.op, "widened", node.op), StreamRounding().to_half)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return rounded(*args, **kwargs) if holds_half((args, kwargs)) else node.op(*args, **kwargs)
-
-    return run

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
 from ipurun.emulator._capture import op_kinds
-from ipurun.emulator._capture.capture import capture
+from ipurun.emulator._capture.capture import Captured, capture
+from ipurun.emulator._capture.forward_trace import ForwardTrace, trace_forward
 from ipurun.emulator._capture.recompute import add_recomputation, recomputation_mode
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._executor.inputs import Arguments
@@ -17,10 +19,10 @@ from ipurun.emulator._impl import createPoptorchError
 from ipurun.emulator._logs.program import log_placement, log_program
 from ipurun.emulator._run import checks, executable_cache
 from ipurun.emulator._run.batches import BatchLayout
-from ipurun.emulator._run.checked import interpreter_for
+from ipurun.emulator._run.checked import ReplayMaker, replay_maker
 from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
-from ipurun.emulator._run.replay import generate
+from ipurun.emulator._run.executable_cache import CacheUse
 
 
 @torch.inference_mode(False)  # inference mode would not decompose composite operations
@@ -32,8 +34,9 @@ def compile_model(
     training: bool,
     seed: int,
     groups: Optional[Dict[str, ReplicaGroups]] = None,
+    optimizer: str = "",
 ) -> Executable:
-    """Capture a model on the first micro-batch of a call and return its executable.
+    """Capture a model on the first micro-batch of a call, or load its graph, and return its executable.
 
     Args:
         model: The module (or function) whose forward is captured.
@@ -42,6 +45,7 @@ def compile_model(
         training: Whether to find the loss and add the backward pass.
         seed: Seed of the random operations.
         groups: Parameters whose values differ between replicas.
+        optimizer: What executables of a device hold of the optimizer: its kind and its constant values.
 
     Raises:
         Error: If the model or the options cannot be compiled. The model is left unchanged.
@@ -56,43 +60,125 @@ def compile_model(
     integers = {name: tensor for name, tensor in parameters.items() if not tensor.is_floating_point()}
     host = {name: tensor.detach().clone() for name, tensor in {**integers, **buffers}.items()}
     streams = RandomStreams(seed)
-    call_arguments = arguments.with_tensors(micro_batch)
     originals = [tensor.clone() for tensor in micro_batch]
-    strategy = options._execution_strategy
-    strategy.onStartTracing()
+    program = _Program(model, arguments.with_tensors(micro_batch), options, training, weights, layout)
+    slot = program.find_slot(optimizer)
+    with executable_cache.locked(slot):
+        options._execution_strategy.onStartTracing()
+        with host_generator_kept():
+            streams.start(0, 0)
+            captured = slot.load(program.trace)
+        is_loaded = captured is not None
+        begun = time.perf_counter()
+        if captured is None:
+            options._execution_strategy.onStartTracing()
+            with host_generator_kept():
+                streams.start(0, 0)
+                captured = program.capture(slot)
+        options._execution_strategy.onEndTracing()
+        data = slot.prepare(captured)
+        log_placement(captured.graph, options)
+        log_program(captured.graph, options)
+        add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
+        executable = Executable(captured, weights, layout, streams, options.anchored_tensors, replay_maker(options))
+        checks.check_named_buffers(options, captured.graph)
+        checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
+        if layout.replicas > 1:
+            weights.separate_buffers(captured.graph.buffers_written())
+        weights.upload(host, constants=True)
+        if not is_loaded:
+            # Compare with the same kernels as in the captured run, without stochastic rounding or floating-point
+            # exceptions.
+            check = Executable(captured, weights, layout, streams, make_replay=ReplayMaker(as_captured=True))
+            _check_replay(check, originals)
+            weights.upload(host, constants=True)
+            captured.reference = ([], {})
+            slot.store(data, time.perf_counter() - begun)
+    executable.cache_use = slot.use
+    return executable
+
+
+@torch.inference_mode(False)
+def look_up(
+    model: Callable[..., Any],
+    arguments: Arguments,
+    *,
+    options: Any,
+    training: bool,
+    groups: Optional[Dict[str, ReplicaGroups]] = None,
+    optimizer: str = "",
+) -> CacheUse:
+    """Return what the cache would do for a compile, which is not done; `arguments` are those of one micro-batch."""
+    parameters, buffers = named_tensors(model)
+    layout = BatchLayout.of(options)
+    weights = DeviceWeights(parameters, buffers, layout.replicas, groups)
+    program = _Program(model, arguments, options, training, weights, layout)
+    slot = program.find_slot(optimizer)
+    options._execution_strategy.onStartTracing()
     with host_generator_kept():
-        streams.start(0, 0)
-        with on_device(model, _first_replica(weights)):
-            captured = capture(
-                lambda: model(*call_arguments.positional, **call_arguments.named),
-                parameters=parameters,
-                buffers=buffers,
-                inputs=micro_batch,
-                training=training,
-                options=options,
+        slot.look_up(program.trace)
+    return slot.use
+
+
+class _Program:
+    """A model with the arguments of one micro-batch, to be traced or captured."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        arguments: Arguments,
+        options: Any,
+        training: bool,
+        weights: DeviceWeights,
+        layout: BatchLayout,
+    ) -> None:
+        self._model = model
+        self._arguments = arguments
+        self._training = training
+        self._options = options
+        self._weights = weights
+        self._layout = layout
+        self._parameters, self._buffers = named_tensors(model)
+
+    def find_slot(self, optimizer: str) -> executable_cache.Slot:
+        """Return the place of the program in the cache; `optimizer` describes the optimizer's constants."""
+        tensors = [*self._parameters.items(), *self._buffers.items()]
+        shapes = [(name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in tensors]
+        inputs = [(tuple(tensor.shape), tensor.dtype) for tensor in self._arguments.tensors()]
+        groups = sorted((name, repr(group)) for name, group in self._weights.groups.items())
+        return executable_cache.find_slot(self._options, self._training, (shapes, inputs, groups, optimizer))
+
+    def trace(self) -> ForwardTrace:
+        """Run the Python code of forward without its computations."""
+        return self._on_device(trace_forward, self._check_forward)
+
+    def capture(self, slot: executable_cache.Slot) -> Captured:
+        """Run the model and record its graph."""
+
+        def before_backward(recorder: Recorder, returned: Any) -> None:
+            self._check_forward(recorder, returned)
+            slot.observe(recorder, returned)
+
+        return self._on_device(capture, before_backward)
+
+    def _on_device(self, run: Callable[..., Any], before_backward: Callable[[Recorder, Any], None]) -> Any:
+        model, arguments = self._model, self._arguments
+        with on_device(model, _first_replica(self._weights)):
+            return run(
+                lambda: model(*arguments.positional, **arguments.named),
+                parameters=self._parameters,
+                buffers=self._buffers,
+                inputs=arguments.tensors(),
+                training=self._training,
+                options=self._options,
                 modules=dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {},
                 check_op=op_kinds.op_checker(),
-                before_backward=lambda recorder, returned: checks.check_forward(
-                    recorder, returned, layout, training=training, input_names=arguments.tensor_names()
-                ),
+                before_backward=before_backward,
             )
-    strategy.onEndTracing()
-    log_placement(captured.graph, options)
-    log_program(captured.graph, options)
-    add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
-    interpreter = interpreter_for(options)
-    executable = Executable(captured, weights, layout, streams, options.anchored_tensors, interpreter or generate)
-    checks.check_named_buffers(options, captured.graph)
-    checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
-    if layout.replicas > 1:
-        weights.separate_buffers(captured.graph.buffers_written())
-    weights.upload(host, constants=True)
-    # Compare without stochastic rounding, which is not reproducible, and without floating-point exceptions.
-    _check_replay(executable if interpreter is None else Executable(captured, weights, layout, streams), originals)
-    weights.upload(host, constants=True)
-    captured.reference = ([], {})
-    executable_cache.store(captured.graph, options)
-    return executable
+
+    def _check_forward(self, recorder: Recorder, returned: Any) -> None:
+        names = self._arguments.tensor_names()
+        checks.check_forward(recorder, returned, self._layout, training=self._training, input_names=names)
 
 
 def _first_replica(weights: DeviceWeights) -> Dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -15,10 +15,11 @@ from ipurun.emulator._capture.structures import rebuild
 from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._run.anchors import Anchors
 from ipurun.emulator._run.batches import BatchLayout, OutputCollector
-from ipurun.emulator._run.chunks import ChunkRunner
-from ipurun.emulator._run.replay import Replay, generate
+from ipurun.emulator._run.checked import ReplayMaker
+from ipurun.emulator._run.chunks import Block, ChunkRunner
 
 Run = Tuple[int, int, int]
+_PLAIN = ReplayMaker()
 
 
 def default_seed() -> int:
@@ -145,7 +146,7 @@ class Executable:
         layout: BatchLayout,
         streams: RandomStreams,
         anchors: Optional[Dict[str, Any]] = None,
-        make_replay: Callable[..., Replay] = generate,
+        make_replay: ReplayMaker = _PLAIN,
     ) -> None:
         self.captured = captured
         self.graph = captured.graph
@@ -153,17 +154,18 @@ class Executable:
         self.layout = layout
         self.streams = streams
         self.optimizer: Optional[Any] = None
+        self.cache_use: Optional[Any] = None
         self.timestamps = Timestamps()
         self.anchors = Anchors(self.graph, anchors or {})
         self._anchored = list(self.anchors.in_graph.values())
         self._replay = make_replay(
             self.graph, results=[*self.graph.outputs, *self.graph.grads.values(), *self._anchored]
         )
-        plain = make_replay is generate and not weights.groups and not self._anchored
-        self.chunks = ChunkRunner(self.graph, self._replay, enabled=plain)
-        # Another kind of replay may round stochastically.
-        self._is_random = make_replay is not generate or any(node.is_random for node in self.graph.nodes)
+        enabled = not make_replay.checks and not weights.groups and not self._anchored
+        self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled=enabled)
+        self._is_random = make_replay.rounds or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
+        self._last_seed: Optional[Tuple[float, torch.Tensor]] = None
         self._grad_names = list(self.graph.grads)
         self._borrowed_grads = _grads_in_inputs(self.graph)
         self._num_outputs = len(captured.output_values)
@@ -223,13 +225,23 @@ class Executable:
     ) -> None:
         """Run the micro-batches of one weight update, several at once if that gives the same results."""
         seed = self._seed()
-        size = self.chunks.size_for(len(runs), lambda run: self._inputs_of(runs[run], pieces), self.arguments, seed)
-        while size > 1 and len(runs) >= size:
-            chunk, runs = runs[:size], runs[size:]
+        block = Block(
+            replicas=[replica for _, _, replica in runs],
+            inputs_of=lambda index: self._inputs_of(runs[index], pieces),
+            start=lambda index: self._start_stream(runs[index]),
+            arguments=self.arguments,
+            seed=seed,
+        )
+        apart = len(runs) == 1 or (self.optimizer is not None and self.optimizer.watches_gradients)
+        size = 1 if apart else self.chunks.size_for(block)
+        first = 0
+        while size > 1 and first + size <= len(runs):
+            chunk = runs[first : first + size]
             self.timestamps.begin_runs(size)
             stacked = [self._stack(tensor, chunk) for tensor in tensors]
             self.timestamps.inputs_complete(size)
-            outputs, grads = self.chunks.run(self.arguments(0, [], seed), stacked, seed)
+            outputs, grads = self.chunks.run(block, first, stacked)
+            first += size
             self.timestamps.outputs()
             for index, (iteration, step, replica) in enumerate(chunk):
                 if collector.wants(iteration, step):
@@ -238,8 +250,8 @@ class Executable:
                     self.timestamps.end_run()
             if self.optimizer is not None:
                 self.optimizer.accumulate(grads, size)
-        for iteration, step, replica in runs:
-            self._run_alone((iteration, step, replica), pieces, seed, collector)
+        for run in runs[first:]:
+            self._run_alone(run, pieces, seed, collector)
         if self.optimizer is not None:
             self.optimizer.apply()
 
@@ -253,8 +265,7 @@ class Executable:
         iteration, step, replica = run
         self.timestamps.begin_runs(1)
         inputs = self._inputs_of(run, pieces)
-        if self._is_random:
-            self.streams.start(iteration * self.layout.accumulation + step, replica)
+        self._start_stream(run)
         outputs, grads = self.run_once(replica, inputs, seed)
         if collector.wants(iteration, step):
             collector.add(replica, outputs)
@@ -263,6 +274,11 @@ class Executable:
             self.timestamps.end_run()
         if self.optimizer is not None:
             self.optimizer.accumulate(self._per_group(replica, grads), 1)
+
+    def _start_stream(self, run: Run) -> None:
+        if self._is_random:
+            iteration, step, replica = run
+            self.streams.start(iteration * self.layout.accumulation + step, replica)
 
     def _inputs_of(self, run: Run, pieces: List[List[torch.Tensor]]) -> List[torch.Tensor]:
         piece = self.layout.piece_of(*run)
@@ -341,7 +357,9 @@ class Executable:
             return None
         spec = self.graph.specs[seeds[0].value]
         scale = 1.0 if self.optimizer is None else self.optimizer.loss_scaling
-        return torch.full(spec.shape, scale, dtype=spec.dtype)
+        if self._last_seed is None or self._last_seed[0] != scale:
+            self._last_seed = (scale, torch.full(spec.shape, scale, dtype=spec.dtype))
+        return self._last_seed[1]
 
     def _per_group(self, replica: int, grads: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """Move gradients of replica-grouped parameters to the rows that the replica trains."""

@@ -1,92 +1,301 @@
-"""The folder of the executable cache: one file for each compiled program, and a lock between processes.
+"""The executable cache: what compiling made, in a folder that processes share.
 
-On a CPU there is no executable to reuse. The file describes the program under a stable key, which shows which
-executables a device would find in its cache.
+An entry is a captured graph as data (see `stored_graph`) with a checksum, and beside it a JSON file about it: versions,
+compile time, size, last use. Its name has two parts: a digest of what is known before the model runs (options, constant
+values of the optimizer, shapes, versions), and a digest of the traced forward pass. So a model is traced only if
+there is an entry for the first part. A process locks the first part while it compiles; others wait and load.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
-from typing import Any, Iterator, Optional
+import platform
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 
-from ipurun.emulator._capture.graph import Graph
+from ipurun.emulator._capture.capture import Captured
+from ipurun.emulator._capture.forward_trace import ForwardTrace, NotTraceableError, forward_digest, python_random_kept
+from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._capture.structures import tensors_in
+from ipurun.emulator._impl import __version__
 from ipurun.emulator._logging import logger, native_logger
+from ipurun.emulator._run import stored_graph
 
+_FORMAT = 1
+_MAGIC = b"ipurun executable "
+_SUBFOLDER = "cpu"  # PopART opens every file of the folder itself
+_ENTRY, _ABOUT, _LOCK, _BROKEN, _PARTIAL = ".graph", ".json", ".lock", ".broken", ".partial"
+_SECONDS_VARIABLE = "POPTORCH_EMULATOR_CACHE_SECONDS"
+_LEAST_SECONDS = 2.0  # tracing a model takes about one, mostly to load torch's kernels for meta tensors
 # Options that may differ between runs of the same executable.
-_RUN_TIME_OPTIONS = frozenset(["cachePath", "enableEngineCaching", "ipu_id", "log_dir", "random_seed"])
-
-
-def graph_key(graph: Graph, options: Any) -> str:
-    """Return a key that is equal for equal programs compiled with equal options."""
-    kept = {key: repr(value) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS}
-    text = repr((_program(graph), sorted(kept.items())))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _program(graph: Graph) -> Any:
-    """Return a description that identifies a graph: operations, branches, inputs and constants."""
-    operations = [
-        (
-            node.name,
-            repr(node.args),
-            repr(node.kwargs),
-            repr(node.outputs),
-            tuple(node.placement),
-            [_program(body) for body in node.bodies],
-        )
-        for node in graph.nodes
+_RUN_TIME_OPTIONS = frozenset(
+    [
+        "cachePath",
+        "connection_type",
+        "distributed_process_id",
+        "enableEngineCaching",
+        "ipu_id",
+        "ipu_version",
+        "ipuof_configs",
+        "log_dir",
+        "max_repeat_logs",
+        "random_seed",
     ]
-    inputs = [(item.kind, item.name, graph.specs[item.value][:2]) for item in graph.inputs]
-    # A view of a weight is not a constant of the program, although the capture treats it as a plain tensor.
-    of_weights = {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "input")}
-    constants = [
-        (int(value), _digest(tensor))
-        for value, tensor in graph.constants.items()
-        if graph.specs[value].storage not in of_weights
-    ]
-    return operations, inputs, constants, repr(graph.outputs)
+)
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    values = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+@dataclass(frozen=True)
+class CacheUse:
+    """What the cache did for a compile.
+
+    Attributes:
+        state: ``hit``, ``miss`` (compiled and stored), ``uncached`` (compiled and not stored), or ``off``.
+        key: Name of the entry, "" if there is none.
+        compile_seconds: How long compiling takes without the cache; None if unknown.
+        saved_seconds: What a hit saved.
+        why: Why nothing was stored.
+    """
+
+    state: str
+    key: str = ""
+    compile_seconds: Optional[float] = None
+    saved_seconds: Optional[float] = None
+    why: str = ""
 
 
-def file_name(graph: Graph, options: Any) -> str:
-    """Return the name of a program's file in the cache folder."""
-    return f"{graph_key(graph, options)[:20]}.popef"
+_description: Dict[str, Any] = {}
 
 
-def store(graph: Graph, options: Any) -> None:
-    """Write the description of a program to the cache folder, if the options name one."""
+@contextlib.contextmanager
+def described(about: Mapping[str, Any]) -> Iterator[None]:
+    """Add information to the files about the entries that are stored meanwhile."""
+    before = dict(_description)
+    _description.update(about)
+    try:
+        yield
+    finally:
+        _description.clear()
+        _description.update(before)
+
+
+class Slot:
+    """The place of a program in the cache.
+
+    Args:
+        folder: The folder of the entries, None without a cache.
+        key: The digest of what is known before the model runs.
+        training: Whether the program trains.
+    """
+
+    def __init__(self, folder: Optional[str], key: str, training: bool) -> None:
+        self._folder = folder
+        self._key = key
+        self._training = training
+        self._digest = ""
+        self.use = CacheUse("off" if folder is None else "uncached")
+
+    def look_up(self, trace: Callable[[], ForwardTrace]) -> Optional[ForwardTrace]:
+        """Return the trace of the forward pass if there is an entry for it, which `use` then names."""
+        if self._folder is None:
+            return None
+        self.use = CacheUse("miss")
+        if not self._candidates():
+            return None
+        with python_random_kept() as restore_random:
+            try:
+                traced = trace()
+            except Exception as error:  # of the user's code, or of a kernel that meta tensors lack
+                restore_random()
+                self._skip(f"the model cannot be traced: {_first_line(error)}")
+                return None
+            self._digest = traced.digest
+            if not os.path.exists(self._path(_ENTRY)):
+                restore_random()  # the model runs again
+                return None
+        about = _read_about(self._path(_ABOUT))
+        self.use = CacheUse("hit", self._name, about.get("compile_seconds"))
+        return traced
+
+    def load(self, trace: Callable[[], ForwardTrace]) -> Optional[Captured]:
+        """Return the program from the cache, None if it has to be captured."""
+        begun = time.perf_counter()
+        traced = self.look_up(trace)
+        if traced is None:
+            return None
+        path = self._path(_ENTRY)
+        try:
+            captured = stored_graph.from_data(_read(path), traced)
+        except (OSError, ValueError, stored_graph.NotStorableError) as error:
+            self._set_aside(str(error))
+            return None
+        before = self.use.compile_seconds
+        seconds = time.perf_counter() - begun
+        saved = None if before is None else before - seconds
+        self.use = CacheUse("hit", self._name, before, saved)
+        self._count_hit()
+        native_logger.info("Found the executable in the cache: %s", path)
+        if saved is not None and saved < 0 and _SECONDS_VARIABLE not in os.environ:
+            self._remove("loading it takes longer than compiling")
+        return captured
+
+    def observe(self, recorder: Recorder, returned: Any) -> None:
+        """Find the digest of a forward pass that is being captured."""
+        if self._folder is None or self.use.state == "uncached":
+            return
+        try:
+            self._digest = forward_digest(recorder, list(tensors_in(returned)))
+        except NotTraceableError as error:
+            self._skip(str(error))
+
+    def prepare(self, captured: Captured) -> Optional[Dict[str, Any]]:
+        """Return a captured program as data, before anything changes its graph; None if it will not be stored."""
+        if self._folder is None or self.use.state != "miss":
+            return None
+        try:
+            return stored_graph.to_data(captured)
+        except stored_graph.NotStorableError as error:
+            self._skip(str(error))
+            return None
+
+    def store(self, data: Optional[Dict[str, Any]], seconds: float) -> None:
+        """Write a program that took this long to compile, if loading it will be quicker."""
+        if data is None:
+            return
+        least = float(os.environ.get(_SECONDS_VARIABLE) or _LEAST_SECONDS)
+        if seconds < least:
+            self._skip(f"compiling takes less than {least:g} s")
+            return
+        body = json.dumps(data, separators=(",", ":")).encode()
+        checksum = hashlib.sha256(body).hexdigest()
+        now = time.time()
+        about = {
+            **_description,
+            "format": _FORMAT,
+            "engine": "cpu",
+            "mode": "training" if self._training else "inference",
+            "versions": {**cache_versions(), **_description.get("versions", {})},
+            "compile_seconds": seconds,
+            "sha256": hashlib.sha256(_header(checksum) + body).hexdigest(),
+            "bytes": len(_header(checksum)) + len(body),
+            "created": now,
+            "last_use": now,
+            "hits": 0,
+        }
+        path = self._path(_ENTRY)
+        try:
+            _write(self._path(_ABOUT), json.dumps(about, indent=1).encode())
+            _write(path, _header(checksum) + body)
+        except OSError as error:  # such as a full disk: the program itself does not need the file
+            logger.warning("The executable could not be saved to the cache: %s", error)
+            self._skip(str(error))
+            return
+        self.use = CacheUse("miss", self._name, seconds, why=self.use.why)
+        native_logger.info("Saved the executable to the cache: %s", path)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._key}-{self._digest[:16]}"
+
+    def _path(self, ending: str) -> str:
+        assert self._folder is not None
+        return os.path.join(self._folder, self._name + ending)
+
+    def _candidates(self) -> List[str]:
+        assert self._folder is not None
+        try:
+            names = os.listdir(self._folder)
+        except OSError:
+            return []
+        return [name for name in names if name.startswith(f"{self._key}-") and name.endswith(_ENTRY)]
+
+    def _skip(self, why: str) -> None:
+        self.use = CacheUse("uncached", why=why)
+        logger.debug("The executable is not cached: %s", why)
+
+    def _set_aside(self, why: str) -> None:
+        path = self._path(_ENTRY)
+        logger.warning("The executable %s in the cache is damaged (%s): set aside, compiling again.", path, why)
+        with contextlib.suppress(OSError):
+            os.replace(path, path + _BROKEN)
+        self.use = CacheUse("miss", why=f"the stored executable is damaged: {why}")
+
+    def _remove(self, why: str) -> None:
+        logger.debug("The executable %s is removed from the cache: %s", self._name, why)
+        for ending in (_ENTRY, _ABOUT):
+            with contextlib.suppress(OSError):
+                os.remove(self._path(ending))
+
+    def _count_hit(self) -> None:
+        path = self._path(_ABOUT)
+        about = _read_about(path)
+        about.update(last_use=time.time(), hits=int(about.get("hits", 0)) + 1)
+        with contextlib.suppress(OSError):  # a folder that can only be read is of use too
+            _write(path, json.dumps(about, indent=1).encode())
+
+
+def find_slot(options: Any, training: bool, known: Sequence[Any]) -> Slot:
+    """Return the place of a program in the cache folder of the options, without locking it.
+
+    Args:
+        options: The executor's options.
+        training: Whether the program trains.
+        known: What else the executable depends on: its repr is a part of the key.
+    """
     folder = _folder(options)
     if folder is None:
-        return
-    path = os.path.join(folder, file_name(graph, options))
-    if os.path.exists(path):
-        native_logger.info("Found the executable in the cache: %s", path)
+        return Slot(None, "", training)
+    kept = {key: repr(value) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS}
+    text = repr((_FORMAT, sorted(cache_versions().items()), training, sorted(kept.items()), known))
+    return Slot(os.path.join(folder, _SUBFOLDER), hashlib.sha256(text.encode()).hexdigest()[:16], training)
+
+
+@contextlib.contextmanager
+def locked(slot: Slot) -> Iterator[None]:
+    """Let one process at a time load or compile the programs of a slot.
+
+    The lock is the kernel's and ends with its process, however that ends; the file itself means nothing.
+    """
+    folder = slot._folder
+    if folder is None:
+        yield
         return
     try:
-        _write(path, graph)
-    except OSError as error:  # such as a full disk: the program itself does not need the file
-        logger.warning("The executable could not be saved to the cache: %s", error)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        file = open(os.path.join(folder, slot._key + _LOCK), "a", encoding="utf-8")  # noqa: SIM115  # closed below
+    except OSError as error:
+        logger.debug("The executable cache is not locked: %s", error)
+        yield
         return
-    native_logger.info("Saved the executable to the cache: %s", path)
+    with file:
+        _wait_for(file)
+        _remove_partial(folder, slot._key)
+        yield
 
 
-def _write(path: str, graph: Graph) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    description = {"operations": [node.name for node in graph.nodes], "inputs": len(graph.inputs)}
-    temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(description, file)
-    os.replace(temporary, path)
+def _wait_for(file: Any) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("Waiting for another process that compiles the same program")
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:  # a file system without locks
+        logger.debug("The executable cache is not locked: %s", error)
+
+
+def _remove_partial(folder: str, key: str) -> None:
+    """Remove what a process left that was killed while it wrote; nobody else writes while the lock is held."""
+    for name in os.listdir(folder):
+        if name.startswith(key) and name.endswith(_PARTIAL):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, name))
 
 
 @contextlib.contextmanager
@@ -117,3 +326,72 @@ def cache_lock(model: Any, options: Any) -> Iterator[None]:
 def _folder(options: Any) -> Optional[str]:
     settings = options._Popart.options
     return settings.get("cachePath") if settings.get("enableEngineCaching", False) else None
+
+
+def _header(checksum: str) -> bytes:
+    return _MAGIC + f"{_FORMAT} {checksum}\n".encode()
+
+
+def _read(path: str) -> Dict[str, Any]:
+    """Return the content of an entry.
+
+    Raises:
+        ValueError: The file is not what was written.
+    """
+    with open(path, "rb") as file:
+        first, body = file.readline(), file.read()
+    if first != _header(hashlib.sha256(body).hexdigest()):
+        raise ValueError("its checksum is wrong")
+    data = json.loads(body)
+    if not isinstance(data, dict):
+        raise ValueError("it is not a JSON object")
+    return data
+
+
+def _read_about(path: str) -> Dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            about = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _write(path: str, content: bytes) -> None:
+    """Write a file completely or not at all."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    temporary = f"{path}.{os.getpid()}{_PARTIAL}"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+
+
+@functools.lru_cache(maxsize=None)
+def cache_versions() -> Dict[str, str]:
+    """Return the versions that an entry depends on; `engine` is a digest of this package's code."""
+    digest = hashlib.sha256()
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".json")):
+                with open(os.path.join(folder, name), "rb") as file:
+                    digest.update(name.encode() + file.read())
+    return {
+        "poptorch": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "engine": digest.hexdigest()[:12],
+    }
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -77,6 +77,7 @@ class PoplarExecutor:
         calls = iterations * accumulation * replicas
         micro_batch = tree_map(lambda t: _rows(t, 0, calls), (args, kwargs))
         self._trace(*micro_batch)
+        poptorch_core.compile_or_load(self.options.value("enableExecutableCaching", None), self._cache_key(micro_batch))
         self._host = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._compiled = True
         if self._training:
@@ -84,6 +85,13 @@ class PoplarExecutor:
             poptorch_core.sent.append(("compiled lr", self._compiled_rates))
         if self.options.value("connectionType", ConnectionType.Always) != ConnectionType.Never:
             self._attach()
+
+    def _cache_key(self, micro_batch: Any) -> str:
+        """What PopART hashes, in short: options that shape the program, and its inputs."""
+        run_time = ("connectionType", "enableExecutableCaching", "logDir", "randomSeed")
+        calls = [call for group in self.options.groups() for call in group.calls if call[0] not in run_time]
+        shapes = [tuple(item.shape) for item in tree_flatten(micro_batch)[0] if isinstance(item, torch.Tensor)]
+        return repr((calls, shapes, self._training))
 
     def attachToDevice(self) -> None:
         if not self._compiled:

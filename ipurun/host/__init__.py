@@ -1,0 +1,1 @@
+"""The machine that runs: Graphcore's command-line tools, its limits, and what a bug report needs."""

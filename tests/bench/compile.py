@@ -1,0 +1,82 @@
+"""How long the compile phase takes at the first and at the second start: the executable cache is to make it 5 times
+shorter where it matters. Run it with ``make bench``.
+
+Each start is a process of its own, with one thread. Its CPU time is shown beside the wall time, since the machine is
+shared. A start compiles for training and for inference, as `ipurun train` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Dict, List
+
+CASES = {
+    "bert_base, pipelined": [
+        *("+recipe=bert", "model=bert_base", "devices=4", "pipeline.layers_per_ipu=[0,4,4,4]", "pipeline.head_ipu=0"),
+        *("pipeline.embedding_ipu=0", "gradient_accumulation=16", "recompute.every=block"),
+        "inference.device_iterations=5",
+    ],
+    "gpt2_small": ["+recipe=gpt", "model=gpt2_small"],
+}
+
+
+def start(words: List[str]) -> Dict[str, Any]:
+    """Compile a config in this process; return seconds and what the cache did."""
+    import torch
+
+    from ipurun.build import build_run
+    from ipurun.build.cached_executables import compile_and_report
+    from ipurun.config.compose import points
+    from ipurun.inspect.batch_items import as_call
+    from ipurun.inspect.sampling import seeded
+    from ipurun.runs.prepare import prepare
+
+    torch.set_num_threads(1)
+    prepared = prepare(points(words).points[0])
+    run = build_run(prepared.point.config, prepared.plan, prepared.inspected, prepared.engine)
+    run.train_loader.start(0, 0)
+    found: Dict[str, Any] = {"wall": 0.0, "cpu": 0.0}
+    for mode in ("training", "inference"):
+        if mode == "training":
+            run.enter_training()
+            batch = next(run.train_loader.epoch())
+        else:
+            run.enter_inference()
+            batch, _ = next(iter(run.eval_loaders[run.eval_split or "train"]))
+        wall, cpu = time.perf_counter(), time.process_time()
+        args, kwargs = as_call(batch)
+        with seeded(prepared.point.config.seed):
+            found[mode] = compile_and_report(run, mode, args, kwargs).cache
+        found["wall"] += time.perf_counter() - wall
+        found["cpu"] += time.process_time() - cpu
+    run.close()
+    return found
+
+
+def in_child(words: List[str]) -> Dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, *words]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout)
+
+
+def main() -> None:
+    print("compile phase of training and inference, seconds of CPU (and on the clock)")
+    print(f"{'':<22} {'first start':>16} {'second start':>16} {'shorter':>8}")
+    for name, words in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            first, second = (in_child([*words, "engine=cpu", f"cache.dir={folder}"]) for _ in range(2))
+        assert (first["training"], second["training"]) == ("miss", "hit"), (first, second)
+        shown = [f"{each['cpu']:.1f} ({each['wall']:.1f})" for each in (first, second)]
+        print(f"{name:<22} {shown[0]:>16} {shown[1]:>16} {first['cpu'] / second['cpu']:>7.1f}x")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(start(sys.argv[1:])))
+    else:
+        main()

@@ -1,0 +1,131 @@
+"""Loggers and metrics with the real clients: TensorBoard, W&B offline, MLflow in a local store, torchmetrics."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torchmetrics
+
+import ipurun
+from ipurun.cli.main import main
+
+ONE_EPOCH = ["+recipe=mnist", "hydra.run.dir=run", "log_every_steps=10", "data._target_=small_digits.splits"]
+CODE = """
+from torch.utils.data import Subset
+from ipurun.recipes.mnist.dataset import splits as all_digits
+def splits(api_key=None, **arguments):
+    lengths = {"train": 400, "test": 100}
+    return {name: Subset(data, range(lengths[name])) for name, data in all_digits(**arguments).items()}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path, monkeypatch):
+    (tmp_path / "small_digits.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("SOME_KEY", "hunter2-secret")
+
+
+def _train(*words):
+    assert main(["train", *ONE_EPOCH, *words, "--quiet"]) == 0
+
+
+def _resume(*words):
+    assert main(["train", "resume=run", *words, "--quiet"]) == 0
+
+
+def _scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def test_tensorboard_over_a_resume():
+    _train("logger=tensorboard", "epochs=1", "checkpoint.every_steps=20", "+metrics.confusion_matrix={}")
+    # As after a kill: the checkpoint of step 20 is the newest, the steps after it are repeated.
+    for file in Path("run/checkpoints").glob("step-00000040.*"):
+        file.unlink()
+    Path("run/summary.json").unlink()
+    _resume("epochs=2")
+    found = _scalars("run/tensorboard")
+    assert [event.step for event in found.Scalars("train/loss")] == list(range(10, 81, 10))
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    expected = [record["accuracy"] for record in records if record["split"] == "test"]
+    assert [event.value for event in found.Scalars("test/accuracy")] == pytest.approx(expected)
+    assert (
+        "config/text_summary" in found.Tags()["tensors"]
+        and "test/confusion_matrix/text_summary" in found.Tags()["tensors"]
+    )
+    parameters = found.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"optimizer.lr" in parameters
+
+
+def test_wandb_offline_keeps_its_id_over_a_resume():
+    _train("logger=wandb", "epochs=1")
+    first = json.loads(Path("run/wandb_run.json").read_text())["id"]
+    _resume("epochs=2")
+    assert json.loads(Path("run/wandb_run.json").read_text())["id"] == first
+    files = sorted(Path("run/wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and {file.stem for file in files} == {f"run-{first}"}
+
+
+def test_mlflow_keeps_its_run_over_a_resume():
+    import mlflow
+
+    _train("logger=mlflow", "epochs=1", "runs_dir=mine", "+metrics.confusion_matrix={}")
+    _resume("epochs=2")
+    client = mlflow.MlflowClient("sqlite:///mine/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("mnist").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["optimizer.lr"] == "0.002"
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    expected = {record["step"]: record["loss"] for record in records if record["split"] == "train"}
+    found = {entry.step: entry.value for entry in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert found == pytest.approx(expected) and len(found) == 8
+    assert not Path("mlruns").exists() and list(Path("mine/mlflow_files").rglob("confusion_matrix-*.json"))
+
+
+def test_several_at_once_and_no_secret_in_any():
+    _train("logger=[csv,tensorboard,wandb,mlflow]", "epochs=1", "runs_dir=mine", "+data.api_key=${oc.env:SOME_KEY}")
+    written = [file for place in ("run", "mine") for file in Path(place).rglob("*") if file.is_file()]
+    names = " ".join(map(str, written))
+    assert all(part in names for part in ("metrics.csv", "tfevents", ".wandb", "mlflow.db"))
+    assert not [file for file in written if b"hunter2-secret" in file.read_bytes()]
+
+
+def test_a_logger_that_cannot_write_does_not_stop_training(capsys):
+    Path("blocked").write_text("a file where TensorBoard wants a folder")
+    words = ["logger=[csv,tensorboard]", "+logger.tensorboard.log_dir=blocked/here", "epochs=1"]
+    assert main(["train", *ONE_EPOCH, *words]) == 0
+    assert "`logger.tensorboard` failed in on_start and is dropped" in capsys.readouterr().out
+    assert "accuracy" in Path("run/metrics.csv").read_text()
+
+
+def test_torchmetrics_by_name_per_class_and_as_a_matrix():
+    metrics = {
+        "auroc": {"task": "multiclass", "num_classes": 10},
+        "recall": {"task": "multiclass", "num_classes": 10, "average": None},
+        "ConfusionMatrix": {"task": "multiclass", "num_classes": 10},
+    }
+    keys = {
+        "data": {"_target_": "small_digits.splits"},
+        "epochs": 1,
+        "metrics": metrics,
+        "device_iterations": 2,
+        "devices": 2,
+    }
+    ipurun.train("mnist", overrides=["hydra.run.dir=run"], quiet=True, **keys)
+    found = ipurun.evaluate("run", quiet=True)
+    predicted = ipurun.predict("run", columns=["target"], quiet=True)
+    outputs, targets = predicted.outputs, predicted.columns["target"]
+    recall = torchmetrics.functional.recall(outputs, targets, task="multiclass", num_classes=10, average="none")
+    assert [found.metrics[f"recall/{number}"] for number in range(10)] == pytest.approx(recall.tolist())
+    area = torchmetrics.functional.auroc(outputs, targets, task="multiclass", num_classes=10)
+    assert found.metrics["auroc"] == pytest.approx(float(area))
+    matrix = torchmetrics.functional.confusion_matrix(outputs, targets, task="multiclass", num_classes=10)
+    assert torch.equal(torch.tensor(found.matrices["ConfusionMatrix"]), matrix)
