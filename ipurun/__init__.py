@@ -24,8 +24,10 @@ if TYPE_CHECKING:
         train,
         validate,
     )
+    from ipurun.training.callbacks import Callback
 
 __all__ = [
+    "Callback",
     "ConfigError",
     "Evaluated",
     "Exported",

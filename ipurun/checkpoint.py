@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Dict, List, Mapping, Optional, Protocol, Tuple, Union
@@ -76,6 +77,7 @@ def save(
     step: int,
     state: Mapping[str, Any],
     keep: int = 0,
+    keep_hours: Optional[float] = None,
     info: Optional[Mapping[str, Any]] = None,
     is_best: bool = False,
 ) -> Checkpoint:
@@ -86,6 +88,7 @@ def save(
         step: Weight updates done.
         state: Tensors and plain values.
         keep: How many of the newest to keep, 0 for all; the best one is kept as well.
+        keep_hours: Age up to which others are kept as well; with ``keep`` 0, older ones than this are removed.
         info: Plain values that can be read without loading the tensors.
         is_best: Whether this is the best one so far.
 
@@ -98,7 +101,7 @@ def save(
         place.mkdir(exist_ok=True)  # without parents: a run folder that was deleted is an error, not made again
         _remove_partial(place)
         before = _read_description(description)
-        about = {**(info or {}), "format": _FORMAT, "step": step, "is_best": is_best}
+        about = {**(info or {}), "format": _FORMAT, "step": step, "is_best": is_best, "time": round(time.time(), 3)}
         with replacing(tensors) as stream:
             writer = _HashingWriter(stream)
             torch.save(dict(state), writer)
@@ -111,8 +114,8 @@ def save(
         with contextlib.suppress(OSError):
             _remove_partial(place)
         raise RunError(_save_problem(place, step, error)) from error
-    if keep:
-        _prune(place, keep)
+    if keep or keep_hours is not None:
+        _prune(place, max(keep, 1), keep_hours)
     return Checkpoint(tensors, step, about)
 
 
@@ -270,15 +273,22 @@ def _remove_partial(place: Path) -> None:
             file.unlink()
 
 
-def _prune(place: Path, keep: int) -> None:
+def _prune(place: Path, keep: int, keep_hours: Optional[float]) -> None:
     checkpoints = listed(place)
     favourite = best(place)
     for checkpoint in checkpoints[:-keep]:
         if favourite is not None and checkpoint.step == favourite.step:
             continue
+        if keep_hours is not None and _age_hours(checkpoint) <= keep_hours:
+            continue
         # The description goes first, after which the rest is no longer a checkpoint.
         checkpoint.path.with_suffix(".json").unlink()
         checkpoint.path.unlink()
+
+
+def _age_hours(checkpoint: Checkpoint) -> float:
+    saved = checkpoint.info.get("time") or checkpoint.path.stat().st_mtime  # older editions did not record it
+    return (time.time() - float(saved)) / 3600
 
 
 def _place(folder: Union[Folder, Path]) -> Path:

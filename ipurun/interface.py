@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipurun.errors import ConfigError, Interrupted, IpurunError, Problem
+from ipurun.training.callbacks import Callback
 from ipurun.training.events import Summary
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ipurun.runs.reload import LoadedModel, LoadedRun
 
 __all__ = [
+    "Callback",
     "Evaluated",
     "Exported",
     "PlanReport",

@@ -24,6 +24,8 @@ __all__ = [
     "TopKAccuracy",
 ]
 
+_AVERAGES = ("ema_", "tail_")  # begin the names of metrics of averaged weights
+
 
 Matrix = List[List[float]]
 
@@ -259,6 +261,7 @@ class MetricSet:
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = dict(metrics)
         self.matrices: Dict[str, Matrix] = {}  # what `compute` found that is a table rather than a number
+        self.directions: Dict[str, bool] = {}  # of metrics that callbacks add: whether higher is better
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -298,6 +301,11 @@ class MetricSet:
 
     def higher_is_better(self, name: str) -> bool:
         """Return the direction of a metric: as it declares, else higher is better, except for the loss."""
+        if name in self.directions:
+            return self.directions[name]
+        for prefix in _AVERAGES:
+            if name not in self._metrics and name.startswith(prefix):
+                name = name[len(prefix) :]
         metric = self._metrics.get(name)
         declared = getattr(metric, "higher_is_better", None)
         return bool(declared) if declared is not None else name != "loss"

@@ -316,6 +316,11 @@ class EvalLoader:
         return self._workers > 0
 
     @property
+    def most_samples(self) -> Optional[int]:
+        """The number of samples that are used, with those that cannot be read; None for a stream without a limit."""
+        return self._limit
+
+    @property
     def left_out(self) -> Tuple[int, ...]:
         """The indices of the samples that could not be read, among those that are used."""
         if self._skipped is None or self._limit is None:

@@ -28,6 +28,7 @@ from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
 from ipurun.metrics import MetricSet
 from ipurun.planning.plan import Plan
+from ipurun.planning.steps import most_eval_samples
 from ipurun.schedules import Schedule
 from ipurun.weights import load_initial_weights
 
@@ -225,7 +226,7 @@ def _build(
             config.loader,
             plan.inference,
             collate,
-            config.eval.max_samples,
+            most_eval_samples(config, plan.inference),
             skipped if skipped.covers(name) else None,
         )
         for name, data in splits.items()

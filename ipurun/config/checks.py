@@ -18,7 +18,7 @@ __all__ = ["check_allowed", "check_interpolations", "check_values", "with_valid_
 _LARGEST = 2**63 - 1  # torch and PopTorch count in 64 bits
 # Characters of a value with every interpolation replaced. Each counts as a hundred, since it takes time to replace.
 _MOST_CHARACTERS, _COST_OF_INTERPOLATION = 10_000_000, 100
-_GROUPS_OF_TARGETS = ("metrics", "logger")  # name -> `_target_` and arguments
+_GROUPS_OF_TARGETS = ("metrics", "logger", "callbacks")  # name -> `_target_` and arguments
 
 
 def check_values(config: RunConfig) -> List[Problem]:

@@ -55,9 +55,11 @@ def check_metrics(nodes: Mapping[str, Any], engine_module: Optional[ModuleType] 
     return problems
 
 
-def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any]) -> List[Problem]:
-    """Check that evaluation computes the monitored metric."""
+def check_monitor(key: str, monitor: Optional[str], nodes: Mapping[str, Any], prefix: str = "") -> List[Problem]:
+    """Check that evaluation computes the monitored metric, of the weights or of their average."""
     known = ["loss", *(name for name, node in nodes.items() if "eval" in _parts(node)[1])]
+    if prefix:
+        known += [prefix + name for name in known]
     if monitor is None or monitor.split("/")[0] in known:
         return []
     close = nearest(monitor, known, most=1)

@@ -232,8 +232,10 @@ def _check_targets(config: RunConfig, engine: Engine) -> List[Problem]:
     problems += check_optimizer(config.optimizer, engine.module)
     problems += check_schedule(config.schedule, engine.module)
     problems += check_metrics(config.metrics, engine.module)
-    problems += check_monitor("monitor", config.monitor, config.metrics)
-    problems += check_monitor("checkpoint.best", config.checkpoint.best, config.metrics)
+    monitors = {"monitor": config.monitor, "checkpoint.best": config.checkpoint.best}
+    for key, name in {**monitors, "early_stopping.metric": config.early_stopping.metric}.items():
+        if not config.callbacks:  # which may add metrics
+            problems += check_monitor(key, name, config.metrics, config.averaging.prefix)
     problems += check_loader(config.loader)
     if config.sample:  # also where the data needs none: the planner may
         _collect(problems, parse_sample, config.sample)

@@ -33,6 +33,7 @@ from ipurun.training.events import (
     CompileStart,
     DeviceWait,
     EvalEnd,
+    EvalProgress,
     Note,
     Observer,
     RolledBack,
@@ -99,6 +100,12 @@ class Console(Observer):
     def show_progress(self, doing: str, done: int, total: Optional[int], unit: str) -> None:
         """Show how far a long task is; see `ipurun.log.screen.show_progress`."""
         show_progress(self._screen, doing, done, total, unit)
+
+    def on_eval_progress(self, event: EvalProgress) -> None:
+        fraction = event.samples / event.total_samples if event.total_samples else None
+        if self._screen.wants_waiting():
+            total = "" if event.total_samples is None else f"/{count(event.total_samples)}"
+            self._screen.waiting(f"evaluating {count(event.samples)}{total} samples", fraction)
 
     def on_eval(self, event: EvalEnd) -> None:
         values = "  ".join(f"{name} {metric(value)}" for name, value in without_classes(event.metrics).items())
@@ -188,6 +195,8 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
     if summary.best is not None:
         at = "" if summary.best_step is None else f" at step {count(summary.best_step)}"
         rows.append(("best", f"{summary.monitor} {metric(summary.best)}{at}"))
+    if summary.stop_reason:
+        rows.append(("stopped", summary.stop_reason))
     rows.append(("speed", f"{count(summary.samples_per_second)} samples/s, excluding compilation"))
     rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
     if summary.rollbacks:
@@ -268,7 +277,7 @@ def _cache_text(event: CompileEnd) -> str:
 
 def _time_split(seconds: Mapping[str, float]) -> str:
     kinds = [kind for kind in ("compile", "train", "eval", "checkpoint", "data_wait") if kind in seconds]
-    kinds += ["recovery"] if seconds.get("recovery") else []
+    kinds += [kind for kind in ("averaging", "recovery") if seconds.get(kind)]
     return ", ".join(f"{kind.replace('_', ' ')} {duration(seconds[kind])}{_saving(kind, seconds)}" for kind in kinds)
 
 

@@ -51,6 +51,13 @@ class SilentScreen:
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
         """Replace the live line; most important parts first."""
 
+    def wants_waiting(self) -> bool:
+        """Return whether it would show how far a long wait is now."""
+        return False
+
+    def waiting(self, text: str, fraction: Optional[float] = None) -> None:
+        """Show how far a long wait is, such as an evaluation, with a bar; the next live line takes its place."""
+
     def close(self) -> None:
         """Restore the terminal; safe to call twice."""
 
@@ -114,6 +121,15 @@ class PlainScreen(Screen):
         if self.wants_live(fraction):
             self._last_live, self._last_tenth = self._clock(), _tenth(fraction)
             self.line("  ".join(parts))
+
+    def wants_waiting(self) -> bool:
+        if self._last_live is None:
+            self._last_live = self._clock()  # a short wait needs no line
+        return self._clock() - self._last_live >= self._interval_seconds
+
+    def waiting(self, text: str, fraction: Optional[float] = None) -> None:
+        self._last_live = self._clock()
+        self.line(f"  {text}")
 
 
 def _tenth(fraction: Optional[float]) -> int:

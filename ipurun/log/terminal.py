@@ -19,6 +19,7 @@ __all__ = ["TerminalScreen", "fit"]
 
 _SEPARATOR = "  "
 _LIVE_PER_SECOND = 8
+_BAR_WIDTH = 24
 
 
 class TerminalScreen(Screen):
@@ -89,6 +90,15 @@ class TerminalScreen(Screen):
             self._live.start()
         else:
             self._live.update(text)
+
+    def wants_waiting(self) -> bool:
+        return time.monotonic() - self._last_live >= 1 / _LIVE_PER_SECOND
+
+    def waiting(self, text: str, fraction: Optional[float] = None) -> None:
+        if fraction is not None:
+            done = round(fraction * _BAR_WIDTH)
+            text = f"[{'=' * done}{' ' * (_BAR_WIDTH - done)}] {text}"
+        self.live([text])
 
     def close(self) -> None:
         if self._progress is not None:

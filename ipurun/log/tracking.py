@@ -15,7 +15,9 @@ from ipurun.training.events import (
     CheckpointSaved,
     CompileEnd,
     CompileStart,
+    DeviceWait,
     EvalEnd,
+    EvalProgress,
     Note,
     Observer,
     RolledBack,
@@ -55,6 +57,12 @@ class DroppedIfFailing(Observer):
 
     def on_step(self, event: StepEnd) -> None:
         self._pass_on("on_step", event)
+
+    def on_device_wait(self, event: DeviceWait) -> None:
+        self._pass_on("on_device_wait", event)
+
+    def on_eval_progress(self, event: EvalProgress) -> None:
+        self._pass_on("on_eval_progress", event)
 
     def on_eval(self, event: EvalEnd) -> None:
         self._pass_on("on_eval", event)

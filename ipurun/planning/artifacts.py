@@ -186,12 +186,15 @@ def plan_saving(
         found: Takes a note if the disk is too full.
     """
     asked = config.checkpoint
-    if not (asked.every_epochs or asked.every_steps or asked.at_end):
+    if not (asked.every_epochs or asked.every_steps or asked.every_minutes or asked.at_end):
         return None
     size = _checkpoint_bytes(facts, optimizer, 2 if precision.endswith("16") else 4, batch)
+    if config.averaging.kind != "none":
+        size += 4 * sum(math.prod(shape) for shape in facts.parameter_shapes.values()) + facts.buffer_bytes
     saves = _count_saves(config, steps)
     # While one is written, those before it are still there; the best one is kept as well.
-    most = saves if not asked.keep else asked.keep + 2 if saves is None else min(saves, asked.keep + 2)
+    by_number = asked.keep and asked.keep_hours is None
+    most = saves if not by_number else asked.keep + 2 if saves is None else min(saves, asked.keep + 2)
     needed = None if most is None else most * size
     free = _free_bytes(config.runs_dir)
     if needed is not None and free is not None and needed > free:
@@ -217,7 +220,7 @@ def _checkpoint_bytes(facts: Facts, optimizer: Call, weight_bytes: int, batch: B
 
 def _count_saves(config: RunConfig, steps: Steps) -> Optional[int]:
     asked, calls, per_epoch = config.checkpoint, steps.total_calls, steps.calls_per_epoch
-    if calls is None or (asked.every_epochs and not per_epoch):
+    if calls is None or asked.every_minutes or (asked.every_epochs and not per_epoch):
         return None
     by_step = calls // steps.save_every_calls if steps.save_every_calls else 0
     by_epoch = calls // per_epoch // asked.every_epochs if asked.every_epochs and per_epoch else 0

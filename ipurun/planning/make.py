@@ -27,7 +27,7 @@ from ipurun.planning.optimizer import plan_no_decay, plan_optimizer
 from ipurun.planning.options import inference_options, training_options
 from ipurun.planning.plan import Plan
 from ipurun.planning.sizes import plan_sizes
-from ipurun.planning.steps import count_evaluation, count_steps
+from ipurun.planning.steps import check_end_and_average, count_evaluation, count_steps
 from ipurun.planning.user_settings import UserSettings, unlike_defaults
 
 __all__ = ["make_plan"]
@@ -67,6 +67,7 @@ def make_plan(
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
     steps = count_steps(config, sizes.training, facts.train_samples, found)
     check_loading(config.loader, sizes.training, found)
+    check_end_and_average(config, sizes.training, steps, found)
     precision = _SHORT_PRECISIONS.get(config.precision, config.precision)
     optimizer, groups = plan_optimizer(config, found)
     no_decay = plan_no_decay(config, facts, found)
@@ -160,7 +161,7 @@ def _check_failures(config: RunConfig, settings: UserSettings, found: Findings) 
     if config.on_nonfinite != "rollback":
         return
     saving = config.checkpoint
-    if not (saving.every_epochs or saving.every_steps):
+    if not (saving.every_epochs or saving.every_steps or saving.every_minutes):
         found.note("on_nonfinite=rollback returns to the beginning: no checkpoints are saved before the end")
     target = str(config.optimizer.get("_target_") or "")
     if config.rollback.lower == "loss_scaling" and (config.loss_scaling == "auto" or target.startswith("torch.")):

@@ -72,7 +72,7 @@ class Steps:
     dropped_samples: Optional[int]  # per epoch
     save_every_calls: Optional[int]  # from checkpoint.every_steps; the loop saves by epoch
     eval_every_calls: Optional[int]  # from eval.every_steps, likewise
-    log_every_calls: int
+    log_every_calls: Optional[int]  # from log_every_steps, likewise
 
 
 @dataclass(frozen=True)

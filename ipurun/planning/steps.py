@@ -9,7 +9,7 @@ from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
 from ipurun.planning.plan import BatchSizes, EvalPass, Steps
 
-__all__ = ["count_evaluation", "count_steps"]
+__all__ = ["check_end_and_average", "count_evaluation", "count_steps", "most_eval_samples"]
 
 
 def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], found: Findings) -> Steps:
@@ -21,14 +21,18 @@ def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], fo
         samples: Length of the training set; None for a stream.
         found: Takes problems and notes on rounding.
     """
-    per_epoch = None if samples is None else _calls_per_epoch(config, batch, samples, found)
-    dropped = None if samples is None or per_epoch is None else samples - per_epoch * batch.samples_per_call
-    if dropped and per_epoch:
+    whole = None if samples is None else _calls_per_epoch(config, batch, samples, found)
+    dropped = None if samples is None or whole is None else samples - whole * batch.samples_per_call
+    if dropped and whole:
         found.note(
             f"{dropped} of {samples} samples are dropped each epoch: they do not fill a host call of "
             f"{batch.samples_per_call} samples"
         )
-    calls = _total_calls(config, batch, per_epoch, found)
+    per_epoch = whole
+    if config.limit.train_calls is not None and (whole is None or whole > config.limit.train_calls):
+        per_epoch = config.limit.train_calls
+        found.note(f"limit.train_calls={per_epoch}: an epoch ends after {per_epoch * batch.samples_per_call} samples")
+    calls = _total_calls(config, batch, None if whole is None else per_epoch, found)
     if config.max_minutes is not None:
         found.note(
             f"max_minutes={config.max_minutes:g}: the run then saves and stops after the current host call, with exit "
@@ -46,7 +50,7 @@ def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], fo
         dropped_samples=dropped,
         save_every_calls=_interval(config.checkpoint.every_steps, "checkpoint.every_steps", batch, found),
         eval_every_calls=_interval(config.eval.every_steps, "eval.every_steps", batch, found),
-        log_every_calls=_log_interval(config.log_every_steps, batch, found),
+        log_every_calls=_log_interval(config, batch, found),
     )
 
 
@@ -63,10 +67,51 @@ def count_evaluation(config: RunConfig, batch: BatchSizes, facts: Facts) -> Opti
     length = facts.split_samples.get(facts.eval_split)
     if length is None:
         return EvalPass(facts.eval_split, None, None, None, None)
-    samples = length if config.eval.max_samples is None else min(length, config.eval.max_samples)
+    most = most_eval_samples(config, batch)
+    samples = length if most is None else min(length, most)
     calls = -(-samples // batch.samples_per_call)
     padded = calls * batch.samples_per_call - samples
     return EvalPass(facts.eval_split, samples, calls, padded, length - samples)
+
+
+def check_end_and_average(config: RunConfig, batch: BatchSizes, steps: Steps, found: Findings) -> None:
+    """Check the keys of early stopping and of the average of the weights, and note what they mean for this run.
+
+    Args:
+        config: The keys.
+        batch: The batch arithmetic of training.
+        steps: How long training lasts.
+        found: Takes problems and notes.
+    """
+    evaluation, average = config.eval, config.averaging
+    stops = config.early_stopping.patience is not None or config.early_stopping.threshold is not None
+    if stops and not (evaluation.every_epochs or evaluation.every_steps or evaluation.every_minutes):
+        found.note("early_stopping has no effect: nothing is evaluated before the end")
+    if average.kind == "none":
+        return
+    updates = average.every_calls * batch.device_iterations
+    text = f"averaging.kind={average.kind}: the weights are copied from the device every {updates} weight updates"
+    if average.kind == "ema" and updates > 1:
+        text += f", where the decay is {average.decay:g} ** {updates} = {average.decay**updates:.6g}"
+    found.note(text)
+    if average.kind == "tail" and average.start_step is None and steps.total_updates is None:
+        found.problem(
+            "`averaging.kind=tail`: the length of the run is not known, and so is the beginning of its last part",
+            seen="data without a length",
+            fix="averaging.start_step=N, or max_steps=N",
+            key="averaging.kind",
+        )
+    elif (
+        average.start_step is not None and steps.total_updates is not None and average.start_step >= steps.total_updates
+    ):
+        found.note(f"averaging.start_step={average.start_step}: the run ends before, so there is no average")
+
+
+def most_eval_samples(config: RunConfig, batch: BatchSizes) -> Optional[int]:
+    """Return the largest number of samples of an evaluation or prediction; None: all."""
+    by_calls = None if config.limit.eval_calls is None else config.limit.eval_calls * batch.samples_per_call
+    limits = [limit for limit in (config.eval.max_samples, by_calls) if limit is not None]
+    return min(limits, default=None)
 
 
 def _calls_per_epoch(config: RunConfig, batch: BatchSizes, samples: int, found: Findings) -> int:
@@ -109,6 +154,9 @@ def _smaller(batch: BatchSizes, samples: int) -> str:
 
 
 def _total_calls(config: RunConfig, batch: BatchSizes, per_epoch: Optional[int], found: Findings) -> Optional[int]:
+    if config.limit.calls is not None:
+        found.note(f"limit.calls={config.limit.calls}: training ends then, whatever epochs and max_steps say")
+        return config.limit.calls
     by_epochs = None
     if per_epoch is not None and (config.epochs is not None or config.max_steps is None):
         by_epochs = per_epoch * (1 if config.epochs is None else config.epochs)
@@ -122,8 +170,11 @@ def _interval(steps: Optional[int], key: str, batch: BatchSizes, found: Findings
     return None if steps is None else _whole_calls(steps, key, batch, found)
 
 
-def _log_interval(steps: int, batch: BatchSizes, found: Findings) -> int:
-    # The default of 1 means every host call, so that rounding it up is not worth a note.
+def _log_interval(config: RunConfig, batch: BatchSizes, found: Findings) -> Optional[int]:
+    steps = config.log_every_steps
+    if steps is None:
+        return 1 if config.log_every_epochs is None and config.log_every_minutes is None else None
+    # 1 means every host call, so that rounding it up is not worth a note.
     return 1 if steps == 1 else _whole_calls(steps, "log_every_steps", batch, found)
 
 

@@ -31,6 +31,7 @@ from ipurun.runs.folder import RunFolder
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun
 from ipurun.runs.reload import skipped_notes
+from ipurun.training.callbacks import make_callbacks
 from ipurun.training.events import Note, Observer, Observers, Summary
 from ipurun.training.failures import CompileError
 from ipurun.training.loop import train
@@ -130,9 +131,14 @@ def _train_in(
                 console.on_note(Note(point.without_secrets(text), level="warning"))
 
         observers = [*consoles, *_loggers(point, folder, warn), *_sensors(prepared, folder, consoles)]
+        callbacks = make_callbacks(point.config.callbacks)
         profiler = Profiler(run, folder.path)
         summary = _guarded(
-            lambda: train(run, folder, observers, checkpoint, deadline, profiler.phases), folder, screen, log, point
+            lambda: train(run, folder, observers, checkpoint, deadline, profiler.phases, callbacks),
+            folder,
+            screen,
+            log,
+            point,
         )
         _move_profile(prepared, folder)
         report = profiler.finish()

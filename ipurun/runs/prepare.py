@@ -85,12 +85,12 @@ def prepare(
 
 
 def prepare_job(point: Point, purpose: Purpose = Purpose.RUN) -> PreparedRun:
-    """Prepare a point, and check what only a run needs: its loggers, its folder and the run that it resumes.
+    """Prepare a point, and check what only a run needs: loggers, callbacks, its folder and the run that it resumes.
 
     Raises:
         ConfigError: With all problems.
     """
-    problems = _logger_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
+    problems = _observer_problems(point) + check_writable(point.run_dir or point.config.runs_dir)
     resumed = None
     try:
         resumed = resumed_folder(point)
@@ -140,9 +140,12 @@ def _new_problems(error: ConfigError, problems: List[Problem]) -> List[Problem]:
     return [problem for problem in error.problems if problem.key not in reported]
 
 
-def _logger_problems(point: Point) -> List[Problem]:
+def _observer_problems(point: Point) -> List[Problem]:
     problems: List[Problem] = []
     for name, node in point.config.logger.items():
         if isinstance(node, Mapping):  # composing has reported others
             problems += check_node(node, f"logger.{name}", given=("folder",))
+    for name, node in point.config.callbacks.items():
+        if isinstance(node, Mapping):
+            problems += check_node(node, f"callbacks.{name}")
     return problems

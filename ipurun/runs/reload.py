@@ -61,7 +61,8 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
         stored = _with_new_paths(stored)
         _keep_matching(stored.get("optimizer") or {})
     if not command.startswith("train"):
-        stored.pop("logger", None)  # not used: its secrets need not be given again
+        for unused in ("logger", "callbacks"):
+            stored.pop(unused, None)  # its secrets need not be given again
     groups = _groups()
     chosen = [group for group in groups if any(word.lstrip("+").startswith(f"{group}=") for word in words.overrides)]
     for group in chosen:
@@ -161,7 +162,7 @@ def load_run(
     checkpoint, notes = _checkpoint(folder, checkpoint_file, use_best)
     prepared = prepare(point, has_checkpoint=True)
     run = build_run(point.config, prepared.plan, prepared.inspected, prepared.engine)
-    load_weights(run.user_model, checkpoint)
+    load_weights(run.user_model, checkpoint, point.config.averaging)
     return LoadedRun(run, folder, checkpoint, notes)
 
 
@@ -196,7 +197,7 @@ def load_model(
     point = stored_point(folder, argv, f"eval {folder}")
     checkpoint, _ = _checkpoint(folder, checkpoint_file, use_best)
     model = make_model_alone(point.config, engines.load("cpu"))
-    progress = load_weights(model, checkpoint)
+    progress = load_weights(model, checkpoint, point.config.averaging)
     return LoadedModel(model.eval(), point.config, progress.step, progress.metrics, folder.path, checkpoint.path)
 
 

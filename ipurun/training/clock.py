@@ -10,11 +10,11 @@ __all__ = ["Clock", "Window"]
 
 
 class Clock:
-    """Seconds by kind: compile, train, data_wait, eval, checkpoint, recovery; checkpoint_write is in the background."""
+    """Seconds by kind, such as compile, train, data_wait, eval, averaging; checkpoint_write is in the background."""
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
-        kinds = ("compile", "train", "data_wait", "eval", "checkpoint", "checkpoint_write", "recovery")
+        kinds = ("compile", "train", "data_wait", "eval", "checkpoint", "checkpoint_write", "recovery", "averaging")
         self._spent: Dict[str, float] = dict.fromkeys(kinds, 0.0)
 
     def add(self, kind: str, seconds: float) -> None:

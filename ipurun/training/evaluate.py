@@ -15,7 +15,7 @@ from ipurun.build.cached_executables import compile_and_report
 from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
 from ipurun.metrics import Matrix
-from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, Note, Observer
+from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, EvalProgress, Note, Observer
 from ipurun.training.failures import explained, when_free
 from ipurun.training.interrupts import WaitStoppedError
 from ipurun.training.phases import COMPILE, DATA, Phases
@@ -78,6 +78,7 @@ def evaluate(
             return None
         compiling += call.compile_seconds
         samples += call.real
+        observer.on_eval_progress(EvalProgress(str(name), samples, run.eval_loaders[str(name)].most_samples))
         loss, weight = _loss_of(run, call)
         total_loss += loss
         total_weight += weight

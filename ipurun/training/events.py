@@ -11,6 +11,7 @@ __all__ = [
     "CompileStart",
     "DeviceWait",
     "EvalEnd",
+    "EvalProgress",
     "Note",
     "Observer",
     "Observers",
@@ -110,6 +111,14 @@ class StepEnd(NamedTuple):
     checkpoint: Optional[str] = None
 
 
+class EvalProgress(NamedTuple):
+    """A host call of an evaluation is done. ``total_samples`` is None for a stream."""
+
+    split: str
+    samples: int
+    total_samples: Optional[int]
+
+
 @dataclass(frozen=True)
 class EvalEnd:
     """An evaluation is done. ``metrics`` holds ``loss`` and every metric declared for evaluation.
@@ -165,14 +174,15 @@ class Summary:
         best: Its best value.
         best_step: Weight updates done when it was reached.
         samples_per_second: Mean throughput of this process.
-        seconds: Wall time by kind: compile, train, data_wait, eval, checkpoint, recovery, total; and checkpoint_write,
-            which passes in the background.
+        seconds: Wall time by kind: compile, train, data_wait, eval, checkpoint, recovery, averaging, total; and
+            checkpoint_write, which passes in the background.
         checkpoint: Path of the newest checkpoint.
         best_checkpoint: Path of the best one.
         resume_command: The command that resumes the run.
         rollbacks: How often the run returned to an earlier step.
         skipped_samples: Indices of the training samples that could not be read.
         skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
+        stop_reason: Why the run ended before its planned end: early stopping, or what a callback gave.
         padding_share: Share of padding in the batches, where the collate function or the data set counts it.
         cache: What the executable cache did, by mode: its ``state``, and ``saved_seconds`` or ``why`` where known.
     """
@@ -194,6 +204,7 @@ class Summary:
     rollbacks: int = 0
     skipped_samples: Tuple[int, ...] = ()
     skipped_eval_samples: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
+    stop_reason: str = ""
     padding_share: Optional[float] = None
     cache: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
@@ -226,6 +237,9 @@ class Observer:
 
     def on_step(self, event: StepEnd) -> None:
         """Handle the end of a host call."""
+
+    def on_eval_progress(self, event: EvalProgress) -> None:
+        """Handle the end of a host call of an evaluation."""
 
     def on_eval(self, event: EvalEnd) -> None:
         """Handle the end of an evaluation."""
@@ -274,6 +288,10 @@ class Observers(Observer):
     def on_step(self, event: StepEnd) -> None:
         for observer in self._all:
             observer.on_step(event)
+
+    def on_eval_progress(self, event: EvalProgress) -> None:
+        for observer in self._all:
+            observer.on_eval_progress(event)
 
     def on_eval(self, event: EvalEnd) -> None:
         for observer in self._all:

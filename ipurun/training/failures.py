@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
 from ipurun.errors import IpurunError, RunError
 
-__all__ = ["CompileError", "DeviceFault", "explained", "when_free"]
+__all__ = ["CompileError", "DeviceFault", "explained", "when_free", "where_raised"]
 
 SECONDS_BETWEEN_TRIES = 5.0
 _IN_USE = "Failed to acquire"  # in PopTorch's message about IPUs that are attached to another process
@@ -108,7 +108,7 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
         )
     return RunError(
         f"{doing} failed",
-        where=_where(error),
+        where=where_raised(error),
         seen=_one_line(error),
         fix=f"--debug shows the whole traceback; then {then()}",
     )
@@ -170,7 +170,7 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _where(error: BaseException) -> str:
+def where_raised(error: BaseException) -> str:
     """Return the innermost line that is neither PyTorch's nor ipurun's: most likely the user's."""
     remote = re.findall(r'File "([^"]+)", line (\d+)', str(error)) if _REMOTE in str(error) else []
     if remote:

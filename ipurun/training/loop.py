@@ -7,7 +7,9 @@ import os
 import shlex
 import subprocess
 import time
-from typing import Any, Callable, ContextManager, Dict, Iterator, Optional, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, ContextManager, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 from ipurun.build import Run
 from ipurun.build.cached_executables import compile_and_report
@@ -15,8 +17,10 @@ from ipurun.checkpoint import Checkpoint, Folder
 from ipurun.errors import RunError, listing
 from ipurun.inspect.batch_items import as_call, pick, target_of
 from ipurun.inspect.sampling import seed_everything, seed_of, seeded
+from ipurun.training.averaging import WeightAverage
+from ipurun.training.callbacks import Callback, Callbacks
 from ipurun.training.clock import Clock, Window
-from ipurun.training.evaluate import evaluate, output_of, report_skipped
+from ipurun.training.evaluate import Evaluation, evaluate, output_of, report_skipped
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
@@ -33,7 +37,7 @@ from ipurun.training.events import (
 from ipurun.training.failures import DeviceFault, explained, when_free
 from ipurun.training.interrupts import Interrupts, WaitStoppedError
 from ipurun.training.phases import COMPILE, DATA, EVALUATION, Phases
-from ipurun.training.saving import NonfiniteError, Saver, falls_due
+from ipurun.training.saving import NonfiniteError, Saver
 from ipurun.training.state import (
     Progress,
     apply_factors,
@@ -45,6 +49,7 @@ from ipurun.training.state import (
     restore_random_state,
     restore_state,
 )
+from ipurun.training.when import Minutes, falls_due, note_for_stopping, reason_to_stop
 
 __all__ = ["train"]
 
@@ -58,6 +63,7 @@ def train(
     resume_from: Optional[Checkpoint] = None,
     deadline: Optional[float] = None,
     phases: Optional[Phases] = None,
+    callbacks: Optional[Mapping[str, Callback]] = None,
 ) -> Summary:
     """Train to the planned end, an interrupt or the deadline, and save what is needed to resume.
 
@@ -71,6 +77,7 @@ def train(
         resume_from: A checkpoint to resume from.
         deadline: When to save and stop, by `time.monotonic`; None: never.
         phases: A profiler.
+        callbacks: The user's callbacks by name, notified before the observers.
 
     Raises:
         RunError: The run failed; the newest checkpoint is intact.
@@ -79,7 +86,10 @@ def train(
         everyone = Observers(observers)
         trainer = None
         try:
-            trainer = _Trainer(run, folder, everyone, resume_from, interrupts, phases or Phases())
+            place = Path(getattr(folder, "path", folder.checkpoints))
+            called = Callbacks(callbacks or {}, run, place, everyone)
+            everyone = Observers([called, *observers]) if called else everyone
+            trainer = _Trainer(run, folder, everyone, called, resume_from, interrupts, phases or Phases())
             return trainer.run_to_end()
         except BaseException:
             everyone.flush()
@@ -96,6 +106,7 @@ class _Trainer:
         run: Run,
         folder: Folder,
         observer: Observers,
+        callbacks: Callbacks,
         resume_from: Optional[Checkpoint],
         interrupts: Interrupts,
         phases: Phases,
@@ -103,6 +114,7 @@ class _Trainer:
         self._run = run
         self._phases = phases
         self._observer = observer
+        self._callbacks = callbacks
         self._interrupts = interrupts
         self._folder = folder
         self._clock = Clock()
@@ -120,8 +132,12 @@ class _Trainer:
         self._resumed_from = resume_from
         self._restored: Optional[Dict[str, Any]] = None
         self._progress = Progress()
+        self._average = WeightAverage(run) if run.config.averaging.kind != "none" else None
+        self._stop_reason = ""
+        self._eval_minutes = Minutes(run.config.eval.every_minutes)
+        self._log_minutes = Minutes(run.config.log_every_minutes)
         self._calls_differ = self._restore(resume_from)
-        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases)
+        self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases, self._added_state)
 
     def _restore(self, checkpoint: Optional[Checkpoint], failed: Optional[Progress] = None) -> bool:
         """Take the state of a checkpoint, or of the beginning; return whether its host calls had another size.
@@ -139,7 +155,21 @@ class _Trainer:
             self._progress.lr_factor = failed.lr_factor
             self._progress.loss_scale_factor = failed.loss_scale_factor
         apply_factors(run, self._progress)
+        state = self._restored or {}
+        if self._average is not None:
+            self._average.restore(state.get("average"))
+        self._callbacks.restore(None if self._restored is None else state.get("callbacks", {}))
+        run.eval_metrics.directions.update(state.get("directions", {}))
+        self._stop_reason = self._early_stop_reason()
         return self._progress.recount(run.plan.training)
+
+    def _added_state(self) -> Dict[str, Any]:
+        """Return what a checkpoint holds besides the state of the run."""
+        return {
+            "average": {} if self._average is None else self._average.state(),
+            "callbacks": self._callbacks.state(),
+            "directions": dict(self._run.eval_metrics.directions),
+        }
 
     def settle(self) -> None:
         """Wait for a checkpoint that is still being written."""
@@ -162,7 +192,8 @@ class _Trainer:
     def _run_from_here(self) -> Summary:
         run = self._run
         if self._progress.owes_evaluation:
-            self._saver.save_if_due(False, self._is_done(), self._evaluate())
+            improved = self._evaluate()
+            self._saver.save_if_due(False, self._is_done(), improved)
         if not self._is_done():
             self._start_training()
         while not self._is_done() and not self._interrupts.requested:
@@ -345,6 +376,9 @@ class _Trainer:
                 run.train_metrics.update(output_of(run, result), target_of(batch, run.config.loss.target))
         if run.schedule.advance(sizes.device_iterations):
             run.training_model.setOptimizer(run.optimizer)
+        if self._average is not None:
+            with self._explained("averaging the weights"), self._clock.measure("averaging"):
+                self._average.read_if_due(progress.step, progress.call)
         self._window.add(samples, seconds, self._waited, loss)
         self._report(lr, loss)
 
@@ -367,7 +401,7 @@ class _Trainer:
 
     def _report(self, lr: float, loss: float) -> None:
         run, progress, steps, window = self._run, self._progress, self._run.plan.steps, self._window
-        logged = progress.call % steps.log_every_calls == 0 or self._is_done()
+        logged = self._is_logged()
         metrics: Dict[str, float] = {}
         if logged and run.train_metrics:
             metrics = run.train_metrics.compute()
@@ -375,39 +409,58 @@ class _Trainer:
         eta = None
         if steps.total_calls is not None:
             eta = (steps.total_calls - progress.call) * self._clock.training_seconds / self._calls_here
-        self._observer.on_step(
-            StepEnd(
-                step=progress.step,
-                call=progress.call,
-                epoch=self._epochs_done(),
-                samples=progress.samples,
-                loss=window.mean_loss if logged else loss,
-                lr=lr,
-                metrics=metrics,
-                samples_per_second=window.samples_per_second,
-                call_seconds=window.call_seconds / window.calls,
-                data_wait=window.data_wait,
-                eta_seconds=eta,
-                total_steps=steps.total_updates,
-                logged=logged,
-                checkpoint=self._saver.newest_path,
-            )
+        event = StepEnd(
+            step=progress.step,
+            call=progress.call,
+            epoch=self._epochs_done(),
+            samples=progress.samples,
+            loss=window.mean_loss if logged else loss,
+            lr=lr,
+            metrics=metrics,
+            samples_per_second=window.samples_per_second,
+            call_seconds=window.call_seconds / window.calls,
+            data_wait=window.data_wait,
+            eta_seconds=eta,
+            total_steps=steps.total_updates,
+            logged=logged,
+            checkpoint=self._saver.newest_path,
         )
+        if self._callbacks:
+            event = self._callbacks.after_step(event)
+        self._observer.on_step(event)
         if logged:
             self._window = Window()
+            self._log_minutes.restart()
+
+    def _is_logged(self) -> bool:
+        """Return whether the host call that has just ended is one to log."""
+        progress, steps = self._progress, self._run.plan.steps
+        if steps.log_every_calls is not None and progress.call % steps.log_every_calls == 0:
+            return True
+        ends_epoch = progress.position == steps.calls_per_epoch  # not known for a stream
+        by_epoch = ends_epoch and falls_due(self._run.config.log_every_epochs, progress.epoch + 1)
+        return by_epoch or self._log_minutes.are_over or self._is_done()
 
     def _evaluate_and_save(self, ends_epoch: bool) -> None:
         run, progress, config = self._run, self._progress, self._run.config.eval
+        asked = self._callbacks.requests
+        self._stop_reason = self._stop_reason or asked.stop
         done = self._is_done()
         wants_eval = (
             (ends_epoch and falls_due(config.every_epochs, progress.epoch))
             or falls_due(run.plan.steps.eval_every_calls, progress.call)
             or (done and config.at_end)
+            or self._eval_minutes.are_over
+            or asked.evaluate
         )
+        asked.evaluate = False
         fresh = wants_eval and progress.evaluated_step != progress.step
         evaluates = fresh and run.eval_split is not None
         improved = evaluates and self._evaluate()
-        self._saver.save_if_due(ends_epoch, done, improved)
+        self._stop_reason = self._stop_reason or asked.stop
+        done = self._is_done()  # the evaluation may end the run
+        self._saver.save_if_due(ends_epoch, done, improved, asked.save)
+        asked.save = False
         if evaluates and not done and not self._interrupts.requested:
             with self._explained("switching the device to training"):
                 run.enter_training()
@@ -416,43 +469,103 @@ class _Trainer:
         """Evaluate, and return whether the monitored metric is the best so far."""
         run, progress = self._run, self._progress
         begun = time.perf_counter()
+        result = self._evaluation()
+        progress.owes_evaluation = result is None
+        if result is None:
+            return False
+        self._eval_minutes.restart()
+        self._clock.add("compile", result.compile_seconds)
+        self._clock.add("eval", time.perf_counter() - begun - result.compile_seconds)
+        progress.evaluated_step, progress.metrics = progress.step, dict(result.metrics)
+        value = result.metrics.get(run.monitor)
+        improved = value is not None and self._saver.note_value(value)
+        event = EvalEnd(
+            progress.step,
+            self._epochs_done(),
+            result.split,
+            result.metrics,
+            result.samples,
+            result.seconds,
+            run.monitor,
+            improved,
+            result.matrices,
+        )
+        if self._callbacks:
+            event = self._callbacks.after_eval(event)
+            progress.metrics = dict(event.metrics)
+        if value is None:  # from a callback, or of an average
+            value = self._metric("monitor", run.monitor, event.metrics)
+            improved = value is not None and self._saver.note_value(value)
+            event = replace(event, is_best=improved)
+        if value is not None and run.schedule.report(value):
+            run.training_model.setOptimizer(run.optimizer)
+        self._consider_stopping(event.metrics)
+        self._observer.on_eval(event)
+        return improved
+
+    def _evaluation(self) -> Optional[Evaluation]:
+        """Evaluate the weights, their average, or both; return None if an interrupt stopped it."""
+        average, which = self._average, self._run.config.averaging.evaluate
+        if average is None or not average.exists or which == "raw":
+            return self._one_evaluation()
+        raw = self._one_evaluation() if which == "both" else None
+        if which == "both" and raw is None:
+            return None
+        with self._explained("switching the device to inference"):
+            self._run.enter_inference()
+        with average.in_use():
+            averaged = self._one_evaluation()
+        if raw is None or averaged is None:
+            return averaged
+        prefix = self._run.config.averaging.prefix
+        return replace(
+            raw,
+            metrics={**raw.metrics, **{prefix + name: value for name, value in averaged.metrics.items()}},
+            seconds=raw.seconds + averaged.seconds,
+        )
+
+    def _one_evaluation(self) -> Optional[Evaluation]:
         # Not from the random states of training: an evaluation that an interrupt put off must not change them.
-        with self._phases.span(EVALUATION), seeded(seed_of(run.config.seed, progress.step)):
-            result = evaluate(
-                run,
+        with self._phases.span(EVALUATION), seeded(seed_of(self._run.config.seed, self._progress.step)):
+            return evaluate(
+                self._run,
                 self._observer,
                 should_stop=lambda: self._interrupts.requested,
                 explain=self._explained,
                 waiting=self._interrupts.stop_waiting,
                 phases=self._phases,
             )
-        progress.owes_evaluation = result is None
-        if result is None:
-            return False
-        self._clock.add("compile", result.compile_seconds)
-        self._clock.add("eval", time.perf_counter() - begun - result.compile_seconds)
-        progress.evaluated_step, progress.metrics = progress.step, dict(result.metrics)
-        value = result.metrics.get(run.monitor)
-        if value is None:
-            known = ", ".join(result.metrics)
-            raise RunError(f"`monitor={run.monitor}` is not one of the evaluation metrics", known=known, key="monitor")
-        improved = self._saver.note_value(value)
-        if run.schedule.report(value):
-            run.training_model.setOptimizer(run.optimizer)
-        self._observer.on_eval(
-            EvalEnd(
-                progress.step,
-                self._epochs_done(),
-                result.split,
-                result.metrics,
-                result.samples,
-                result.seconds,
-                run.monitor,
-                improved,
-                result.matrices,
-            )
-        )
-        return improved
+
+    def _consider_stopping(self, metrics: Mapping[str, float]) -> None:
+        config = self._run.config.early_stopping
+        if config.patience is None and config.threshold is None:
+            return
+        name, higher = self._stopping_metric()
+        value = self._metric("early_stopping.metric", name, metrics)
+        if value is not None:
+            note_for_stopping(config, self._progress, value, higher)
+            self._stop_reason = self._early_stop_reason() or self._stop_reason
+
+    def _metric(self, key: str, name: str, metrics: Mapping[str, float]) -> Optional[float]:
+        """Return the value of a metric of the evaluation; None for an average that has not begun."""
+        prefix = self._run.config.averaging.prefix
+        if name not in metrics and prefix and name.startswith(prefix):
+            return None
+        if name not in metrics:
+            known = ", ".join(metrics)
+            raise RunError(f"`{key}={name}` is not one of the evaluation metrics", known=known, key=key)
+        return metrics[name]
+
+    def _stopping_metric(self) -> Tuple[str, bool]:
+        """Return the metric of `early_stopping`, and whether higher values are better."""
+        config = self._run.config.early_stopping
+        name = config.metric or self._run.monitor
+        if config.mode is not None:
+            return name, config.mode == "max"
+        return name, self._run.eval_metrics.higher_is_better(name)
+
+    def _early_stop_reason(self) -> str:
+        return reason_to_stop(self._run.config.early_stopping, self._progress, *self._stopping_metric())
 
     def _finish(self, status: str) -> Summary:
         if status == "interrupted" and self._saver.is_on:
@@ -481,6 +594,7 @@ class _Trainer:
             skipped_eval_samples={name: skipped.indices(name) for name in self._run.splits if name != "train"},
             padding_share=self._run.train_loader.padding_share,
             cache={mode: _cache_record(event) for mode, event in self._observer.compiled.items() if event.cache},
+            stop_reason=self._stop_reason if status == "done" else "",
         )
         self._observer.on_end(summary)
         return summary
@@ -544,6 +658,8 @@ class _Trainer:
 
     def _is_done(self) -> bool:
         steps, config = self._run.plan.steps, self._run.config
+        if self._stop_reason:
+            return True
         if steps.total_calls is not None:
             return self._progress.call >= steps.total_calls
         return self._progress.epoch >= (config.epochs or 1)

@@ -18,8 +18,9 @@ from ipurun.training.events import CheckpointSaved, Observer
 from ipurun.training.failures import explained
 from ipurun.training.phases import CHECKPOINT, CHECKPOINT_WRITE, Phases
 from ipurun.training.state import Progress, collect_state
+from ipurun.training.when import Minutes, falls_due
 
-__all__ = ["NonfiniteError", "Saver", "falls_due"]
+__all__ = ["NonfiniteError", "Saver"]
 
 
 class NonfiniteError(RunError):
@@ -40,6 +41,7 @@ class Saver:
         clock: Measures the time they take.
         newest: The checkpoint the run was resumed from.
         phases: A profiler.
+        added_state: Returns what checkpoints hold besides the state of the run.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Saver:
         clock: Clock,
         newest: Optional[Checkpoint],
         phases: Optional[Phases] = None,
+        added_state: Callable[[], Dict[str, Any]] = dict,
     ) -> None:
         self._run = run
         self._phases = phases or Phases()
@@ -59,6 +62,8 @@ class Saver:
         self._clock = clock
         self._write: Optional[_Write] = None
         self._last_step: Optional[int] = None if newest is None else newest.step
+        self._added_state = added_state
+        self._minutes = Minutes(run.config.checkpoint.every_minutes)
         self.progress = progress
         self.newest = newest
 
@@ -77,7 +82,7 @@ class Saver:
     def is_on(self) -> bool:
         """Whether the run saves at all."""
         config = self._run.config.checkpoint
-        return bool(config.every_epochs or config.every_steps or config.at_end)
+        return bool(config.every_epochs or config.every_steps or config.every_minutes or config.at_end)
 
     @property
     def folder_path(self) -> str:
@@ -107,14 +112,16 @@ class Saver:
         progress.best, progress.best_step = value, progress.step
         return True
 
-    def save_if_due(self, ends_epoch: bool, is_done: bool, improved: bool) -> None:
-        """Save after a host call if the config asks for it."""
+    def save_if_due(self, ends_epoch: bool, is_done: bool, improved: bool, asked: bool = False) -> None:
+        """Save after a host call if the config or a callback asks for it."""
         config, progress = self._run.config.checkpoint, self.progress
         if (
             (ends_epoch and falls_due(config.every_epochs, progress.epoch))
             or falls_due(self._run.plan.steps.save_every_calls, progress.call)
             or (is_done and config.at_end)
             or (improved and self.is_on)
+            or self._minutes.are_over
+            or asked
         ):
             self.save(improved)
 
@@ -129,9 +136,10 @@ class Saver:
         if self._last_step == progress.step and not is_best:
             return
         begun = time.perf_counter()
+        self._minutes.restart()
         self.wait()
         with self._phases.span(CHECKPOINT), self._clock.measure("checkpoint"), self._explained():
-            state = collect_state(self._run, progress)
+            state = {**collect_state(self._run, progress), **self._added_state()}
             if self._run.config.nonfinite_action == "rollback":
                 _check_finite(self._weights_in(state), progress.step)
         info = {
@@ -141,11 +149,14 @@ class Saver:
             "best": progress.best,
             "best_step": progress.best_step,
         }
-        keep, step = self._run.config.checkpoint.keep, progress.step
+        keep, hours, step = self._run.config.checkpoint.keep, self._run.config.checkpoint.keep_hours, progress.step
         self._last_step = step
         self._observer.flush()  # a resumed run does not repeat the steps before its checkpoint
         self._write = _Write(
-            lambda: save(self._folder, step, state, keep=keep, info=info, is_best=is_best), step, begun, is_best
+            lambda: save(self._folder, step, state, keep=keep, keep_hours=hours, info=info, is_best=is_best),
+            step,
+            begun,
+            is_best,
         )
         self._write.start()
 
@@ -249,11 +260,6 @@ class _Write(threading.Thread):
         self._action = None  # frees the copy of the state
         self.ended = time.perf_counter()
         self.seconds = self.ended - started
-
-
-def falls_due(every: Optional[int], count: int) -> bool:
-    """Return whether an interval ends at a count; None never does."""
-    return bool(every) and count % int(every or 1) == 0
 
 
 def _check_finite(weights: Dict[str, torch.Tensor], step: int) -> None:

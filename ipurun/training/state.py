@@ -13,6 +13,7 @@ from torch import nn
 
 from ipurun.build import Run
 from ipurun.checkpoint import Checkpoint, load
+from ipurun.config.schema import AveragingConfig
 from ipurun.errors import ConfigError
 from ipurun.planning.plan import BatchSizes
 
@@ -49,6 +50,9 @@ class Progress:
         samples_per_call: Samples of each host call in `call` and `position`.
         lr_factor: Factor on the learning rate since a rollback lowered it.
         loss_scale_factor: The same for the loss scale.
+        stopping_best: Value of the metric of `early_stopping` at its last improvement.
+        stopping_last: Its last value.
+        stale_evaluations: Evaluations since the last improvement.
     """
 
     step: int = 0
@@ -65,6 +69,9 @@ class Progress:
     samples_per_call: int = 0
     lr_factor: float = 1.0
     loss_scale_factor: float = 1.0
+    stopping_best: Optional[float] = None
+    stopping_last: Optional[float] = None
+    stale_evaluations: int = 0
 
     def recount(self, sizes: BatchSizes) -> bool:
         """Convert the counts to host calls of another size, rounding down; return whether the size differed."""
@@ -212,16 +219,28 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> Progress:
-    """Load a checkpoint's weights into a model, for evaluation and prediction.
+def load_weights(model: nn.Module, checkpoint: Checkpoint, averaging: Optional[AveragingConfig] = None) -> Progress:
+    """Load a checkpoint's weights, or their average, into a model, for evaluation and prediction.
 
     Raises:
-        ConfigError: The checkpoint belongs to another model.
+        ConfigError: The checkpoint belongs to another model, or has no average.
         RunError: It is damaged.
     """
     state = load(checkpoint)
+    weights = state["model"]
+    if averaging is not None and averaging.evaluate == "average":
+        average = state.get("average")
+        if not average:
+            raise ConfigError(
+                "the checkpoint has no average of the weights",
+                where=str(checkpoint.path),
+                seen="averaging.evaluate=average",
+                fix="averaging.evaluate=raw; averaging.kind=ema or tail adds an average in training",
+                key="averaging.evaluate",
+            )
+        weights = average["model"]
     with _must_fit("model", str(checkpoint.path)):
-        model.load_state_dict(state["model"])
+        model.load_state_dict(weights)
     return Progress(**state["progress"])
 
 

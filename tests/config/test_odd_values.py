@@ -23,7 +23,18 @@ VALUES = (
     + ["{_args_:3}", "{1:2}", "{_target_:torch.nn.Linear,_args_:[1,a]}"]
 )
 INSIDE = ("_target_", "_partial_", "_convert_", "_args_", "_eval_", "groups", "on", "a")
-OPEN = ("model", "data", "optimizer", "schedule", "metrics", "logger", "options", "loss.args", "loader.sampler")
+OPEN = (
+    "model",
+    "data",
+    "optimizer",
+    "schedule",
+    "metrics",
+    "logger",
+    "callbacks",
+    "options",
+    "loss.args",
+    "loader.sampler",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -112,3 +112,25 @@ def test_the_terminal_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     text = terminal.getvalue()
     assert text.count("\x1b[?25h") >= text.count("\x1b[?25l") >= 1  # the cursor is shown again
     assert "compiled" in text
+
+
+def test_a_long_wait_is_shown_from_time_to_time() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    screen = PlainScreen(stream, interval_seconds=10, clock=lambda: now[0])
+    for second in range(25):
+        now[0] = float(second)
+        if screen.wants_waiting():
+            screen.waiting(f"eval: {second} of 25 samples", second / 25)
+    assert _lines(stream) == ["  eval: 10 of 25 samples", "  eval: 20 of 25 samples"]
+
+
+def test_a_wait_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    screen = make_screen(terminal)
+    assert screen.wants_waiting()
+    screen.waiting("eval: 5 of 10 samples", 0.5)
+    assert not screen.wants_waiting()  # a moment later
+    screen.close()
+    assert "[============            ] eval: 5 of 10 samples" in terminal.getvalue()

@@ -54,8 +54,8 @@ def test_loggers_can_be_combined():
 
 
 def test_debug_fast_shortens_any_recipe():
-    config = one(["+recipe=fashion_mnist", "debug=fast"]).config
-    assert (config.max_steps, config.checkpoint.at_end) == (2, False)
+    config = one(["+recipe=gpt", "debug=fast"]).config
+    assert (config.limit.calls, config.checkpoint.at_end, config.limit.eval_calls) == (2, False, 2)
 
 
 def test_no_group_has_the_name_of_a_key_with_plain_values():
@@ -67,3 +67,15 @@ def test_no_group_has_the_name_of_a_key_with_plain_values():
 
 def test_an_optimizer_written_into_a_recipe_inherits_no_arguments():
     assert set(one([]).config.optimizer) == {"_target_", "lr"}
+
+
+def test_debug_overfit_trains_on_one_host_call_of_any_recipe():
+    config = one(["+recipe=mnist", "debug=overfit"]).config
+    assert (config.limit.calls, config.limit.train_calls, config.eval.split) == (200, 1, "train")
+    assert not config.loader.shuffle
+
+
+def test_only_the_small_gpt_is_averaged_and_writes_text():
+    small, large = one(["+recipe=gpt"]).config, one(["+recipe=gpt", "model=gpt2_small"]).config
+    assert (small.averaging.kind, list(small.callbacks)) == ("ema", ["text_samples"])
+    assert (large.averaging.kind, list(large.callbacks)) == ("none", [])

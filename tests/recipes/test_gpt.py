@@ -153,6 +153,17 @@ def test_it_learns_to_write():
     assert_learns(["+recipe=gpt"], steps=60, falls_by=1.2)
 
 
+def test_text_is_written_at_each_evaluation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["eval.every_steps=2", "eval.max_samples=8", "callbacks.text_samples.length=5", "averaging.every_calls=1"]
+    result = ipurun.train("gpt", max_steps=4, threads=1, overrides=words, quiet=True)
+    written = sorted((result.folder / "samples").iterdir())
+    assert [file.name for file in written] == ["step-00000002.txt", "step-00000004.txt"]
+    assert all(file.read_text().startswith("Alice ") and len(file.read_text()) == 12 for file in written)
+    assert "ema_perplexity" in result.metrics
+    assert written[0].read_text() != written[1].read_text()
+
+
 def test_text_is_written_with_one_shape_and_beyond_the_window(monkeypatch):
     torch.manual_seed(0)
     model = GPT(**SMALL).eval()

@@ -1,12 +1,16 @@
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 from recipe_runs import checked_sample
 
+import ipurun
 from ipurun.config.compose import one
 from ipurun.errors import ConfigError
 from ipurun.recipes.mnist.dataset import splits
+from ipurun.recipes.mnist.digit_grid import draw_grid
 from ipurun.recipes.mnist.model import DigitNet
 
 SUBSET = Path(__file__).parents[2] / "recipes" / "mnist" / "data"
@@ -61,3 +65,22 @@ def test_eight_ipus_with_32_device_iterations_make_a_whole_step():
 
 def test_the_model_returns_one_score_per_class():
     assert DigitNet(channels=4, hidden=8)(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
+
+
+def test_a_grid_of_predicted_digits_is_drawn_at_each_evaluation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["callbacks=digit_grid", "callbacks.digit_grid.rows=2", "callbacks.digit_grid.columns=3"]
+    result = ipurun.train("mnist", max_steps=2, eval={"max_samples": 10}, overrides=words, quiet=True)
+    data = (result.folder / "digits" / "step-00000002.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (3 * 57, 2 * 57)
+    start = data.index(b"IDAT")
+    (length,) = struct.unpack(">I", data[start - 4 : start])
+    assert len(zlib.decompress(data[start + 4 : start + 4 + length])) == 2 * 57 * (1 + 3 * 3 * 57)
+
+
+def test_right_digits_are_green_and_wrong_ones_red():
+    ones, digits = torch.ones(2, 10, 10), torch.tensor([1, 7])
+    picture = draw_grid(ones, digits, torch.tensor([True, False]), columns=2, scale=1)
+    assert picture.shape == (11, 22, 3)
+    assert picture[0, 1].tolist() == [0, 200, 0] and picture[0, 11].tolist() == [255, 0, 0]

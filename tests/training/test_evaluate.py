@@ -176,3 +176,9 @@ def test_half_precision_predicts_in_half() -> None:
     found = gathered(predict(built(precision="16.16"), "eval", Recorder()))["output"]
     assert found.dtype == torch.float16
     assert torch.allclose(found.float(), _expected()[0], atol=1e-2)
+
+
+def test_the_progress_of_evaluations_is_reported() -> None:
+    run, recorder = built(inference__device_iterations=1), Recorder()
+    evaluate(run, recorder)
+    assert recorder.events["eval_progress"] == [("eval", 4, 10), ("eval", 8, 10), ("eval", 10, 10)]

@@ -8,11 +8,22 @@ from ipurun.config.schema.device import (
     TensorLocationConfig,
 )
 from ipurun.config.schema.option import Key, walk_keys
-from ipurun.config.schema.run import CustomOpsConfig, InitConfig, LoaderConfig, LossConfig, RunConfig, SweepConfig
+from ipurun.config.schema.run import (
+    AveragingConfig,
+    CustomOpsConfig,
+    EarlyStoppingConfig,
+    InitConfig,
+    LoaderConfig,
+    LossConfig,
+    RunConfig,
+    SweepConfig,
+)
 
 __all__ = [
+    "AveragingConfig",
     "CacheConfig",
     "CustomOpsConfig",
+    "EarlyStoppingConfig",
     "InitConfig",
     "Key",
     "LoaderConfig",

@@ -23,11 +23,14 @@ from ipurun.config.schema.machine import MachineConfig
 from ipurun.config.schema.option import node, option
 
 __all__ = [
+    "AveragingConfig",
     "CheckpointConfig",
     "CustomOpsConfig",
     "DebugConfig",
+    "EarlyStoppingConfig",
     "EvalConfig",
     "InitConfig",
+    "LimitConfig",
     "LoaderConfig",
     "LossConfig",
     "RecoveryConfig",
@@ -120,6 +123,7 @@ class EvalConfig:
 
     every_epochs: Optional[int] = option(1, "Evaluate every N epochs; null: only at the end.", minimum=1)
     every_steps: Optional[int] = option(None, "Also evaluate every N weight updates.", minimum=1)
+    every_minutes: Optional[float] = option(None, "Also evaluate when N minutes have passed.", positive=True)
     at_end: bool = option(True, "Evaluate when training ends.")
     split: Optional[str] = option(None, "Split to evaluate on (eval, test, train); null: eval, else test.")
     max_samples: Optional[int] = option(None, "Maximum number of samples to evaluate on.", minimum=1)
@@ -131,9 +135,69 @@ class CheckpointConfig:
 
     every_epochs: Optional[int] = option(1, "Save every N epochs; null: not by epoch.", minimum=1)
     every_steps: Optional[int] = option(None, "Also save every N weight updates.", minimum=1)
+    every_minutes: Optional[float] = option(None, "Also save when N minutes have passed.", positive=True)
     at_end: bool = option(True, "Save when training ends.")
-    keep: int = option(2, "Number of newest checkpoints to keep; 0: all.", minimum=0)
+    keep: int = option(2, "Number of newest checkpoints to keep; 0: all, or all that keep_hours allows.", minimum=0)
+    keep_hours: Optional[float] = option(
+        None, "Also keep checkpoints that are not older than N hours; null: by number only.", positive=True
+    )
     best: Optional[str] = option(None, "Metric whose best checkpoint is kept as well; null: the run's `monitor`.")
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """When a run ends before its planned end; off unless patience or threshold is set."""
+
+    metric: Optional[str] = option(None, "Metric of the evaluation; null: the run's `monitor`.")
+    mode: Optional[str] = option(
+        None, "Whether lower or higher values are better; null: as for `monitor`.", choices=("min", "max")
+    )
+    patience: Optional[int] = option(None, "Stop after N evaluations in a row without an improvement.", minimum=1)
+    min_change: float = option(0.0, "A smaller change, or one of exactly this size, is not an improvement.", minimum=0)
+    threshold: Optional[float] = option(None, "Stop when the metric reaches this value.")
+
+
+@dataclass
+class AveragingConfig:
+    """An average of the weights over training, on the host, evaluated and saved beside the weights themselves."""
+
+    kind: str = option(
+        "none", "ema: exponential moving average; tail: mean over the last part.", choices=("none", "ema", "tail")
+    )
+    decay: float = option(
+        0.999,
+        "Decay of ema for one weight update; a host call of D updates decays by decay ** D.",
+        positive=True,
+        maximum=1,
+    )
+    start_step: Optional[int] = option(
+        None, "Average after this weight update; null: ema from the first, tail after three quarters.", minimum=0
+    )
+    every_calls: int = option(
+        1, "Read the weights every N host calls, each time with a copy from the device.", minimum=1
+    )
+    evaluate: str = option(
+        "both",
+        "What is evaluated: the weights, the average, or both (ema_accuracy); `eval` and `predict` take the weights "
+        "unless it is average.",
+        choices=("raw", "average", "both"),
+    )
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of the average's metrics; empty without an average of its own."""
+        return f"{self.kind}_" if self.kind != "none" and self.evaluate == "both" else ""
+
+
+@dataclass
+class LimitConfig:
+    """Limits for a quick look; debug=fast and debug=overfit set them."""
+
+    calls: Optional[int] = option(
+        None, "Host calls of the whole training; epochs and max_steps then do not count.", minimum=1
+    )
+    train_calls: Optional[int] = option(None, "Host calls of a training epoch, at most.", minimum=1)
+    eval_calls: Optional[int] = option(None, "Host calls of an evaluation or prediction, at most.", minimum=1)
 
 
 @dataclass
@@ -274,7 +338,13 @@ class RunConfig:
     monitor: Optional[str] = option(
         None, "Metric that selects the best checkpoint and ranks a sweep; null: the first metric."
     )
-    log_every_steps: int = option(1, "Log training metrics every N weight updates.", minimum=1)
+    log_every_steps: Optional[int] = option(
+        None,
+        "Log training metrics every N weight updates; null: every host call, unless another log_every is set.",
+        minimum=1,
+    )
+    log_every_epochs: Optional[int] = option(None, "Log training metrics every N epochs.", minimum=1)
+    log_every_minutes: Optional[float] = option(None, "Log training metrics when N minutes have passed.", positive=True)
     precompiled: Optional[str] = option(
         None, "File of `ipurun compile --export`, used instead of compiling. Such a file is code: trust its source."
     )
@@ -309,6 +379,9 @@ class RunConfig:
     metrics: Dict[str, Any] = option({}, "Metric name -> `_target_` and arguments, with `on: [eval]` or [train, eval].")
     eval: EvalConfig = node(EvalConfig, "Evaluation.")
     checkpoint: CheckpointConfig = node(CheckpointConfig, "Checkpoints.")
+    early_stopping: EarlyStoppingConfig = node(EarlyStoppingConfig, "An end before the planned one.")
+    averaging: AveragingConfig = node(AveragingConfig, "An average of the weights.")
+    limit: LimitConfig = node(LimitConfig, "Limits for a quick look.")
     on_nonfinite: str = option(
         "stop",
         "When the loss becomes NaN or infinite: stop, continue, or return to the last checkpoint (see rollback).",
@@ -337,6 +410,12 @@ class RunConfig:
     custom_ops: CustomOpsConfig = node(CustomOpsConfig, "Custom operations.")
 
     logger: Dict[str, Any] = option({}, "Logger name -> `_target_` and arguments; metrics.jsonl is always written.")
+    callbacks: Dict[str, Any] = option(
+        {}, "Name -> `_target_` and arguments of an ipurun.Callback, which receives every event of the run."
+    )
+    on_callback_error: str = option(
+        "stop", "When a callback raises an error: stop the run, or continue without it.", choices=("stop", "continue")
+    )
     debug: DebugConfig = node(DebugConfig, "Debugging aids.")
     security: SecurityConfig = node(SecurityConfig, "What the config may import.")
     sweep: SweepConfig = node(SweepConfig, "Sweeps.")
