@@ -111,7 +111,7 @@ def test_weights_too_large_for_half_are_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-def _load_large(model: nn.Module, checkpoint: Any) -> Any:
+def _load_large(model: nn.Module, checkpoint: Any, *rest: Any) -> Any:
     from ipurun.training.state import load_weights
 
     progress = load_weights(model, checkpoint)

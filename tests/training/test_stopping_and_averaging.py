@@ -9,6 +9,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 from run_harness import Folder, Recorder, built, config, trained
+from run_toys import Poisoned
 
 from ipurun.checkpoint import latest, listed, load, save
 from ipurun.config.schema import AveragingConfig, EarlyStoppingConfig
@@ -312,3 +313,31 @@ def test_limited_epochs_of_a_stream(tmp_path: Path) -> None:
     with seeded(0):
         _, summary, _ = trained(tmp_path, data={"_target_": "run_toys.Stream"}, limit__train_calls=3)
     assert summary.step == 6
+
+
+def test_a_rollback_restores_average_and_patience(tmp_path: Path) -> None:
+    keys: Dict[str, Any] = {"averaging__kind": "ema", "averaging__decay": 0.9, "early_stopping__patience": 9}
+    poisoned = {"_target_": "run_toys.Poisoned", "index": 3, "times": 0}
+    again = {**poisoned, "_target_": f"{__name__}._poisoned_in_the_second_epoch"}
+    rolls = {"on_nonfinite": "rollback", "rollback__factor": 1.0, "eval__split": "train"}
+    _, _, straight = trained(tmp_path / "straight", data=poisoned, **rolls, **keys)
+    _, summary, rolled = trained(tmp_path / "rolled", data=again, **rolls, **keys)
+    assert summary.rollbacks == 1
+    assert dict(rolled.events["eval"][-1].metrics) == dict(straight.events["eval"][-1].metrics)
+    expected, found = (load(latest(Folder(tmp_path / name)))["average"] for name in ("straight", "rolled"))
+    _assert_same(found, expected)
+
+
+def _poisoned_in_the_second_epoch(index: int, times: int) -> Poisoned:
+    data = Poisoned(index, times)
+    read = Poisoned.__getitem__
+    uses = [0]
+
+    def item(self: Poisoned, number: int) -> Any:
+        if number == index:
+            uses[0] += 1
+            self.times = int(uses[0] == 4)  # inspection, training, evaluation, and training again
+        return read(self, number)
+
+    data.__class__ = type("LatePoison", (Poisoned,), {"__getitem__": item})
+    return data
