@@ -38,7 +38,9 @@ _MODULES = {
     "cat": "ipurun.cli.recipes",
     "compile": "ipurun.cli.executables",
     "cp": "ipurun.cli.recipes",
+    "export": "ipurun.cli.results",
     "import": "ipurun.cli.import_",
+    "predict": "ipurun.cli.results",
 }
 _COMPOSING = ("train", "plan", "validate", "compile")  # their words go through Hydra, so its own flags work there
 _WITH_ENGINE = (*_COMPOSING, "bench", "eval", "predict", "export", "selftest", "exec")

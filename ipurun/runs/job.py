@@ -21,10 +21,10 @@ from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, IpurunError, RunError
 from ipurun.inspect.targets import make
 from ipurun.log.console import console_for
-from ipurun.log.ipu_sensors import IpuSensors
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.screen import PlainScreen, Screen
 from ipurun.log.tracking import DroppedIfFailing
+from ipurun.profiling.ipu_sensors import IpuSensors
 from ipurun.profiling.recorders import Profiler
 from ipurun.runs.compile import with_remedies
 from ipurun.runs.folder import RunFolder

@@ -83,7 +83,7 @@ def test_ls_keys_tells_type_default_and_meaning(capsys):
     [
         ("pipeline.stra", ["pipeline.strategy"]),
         ("*.every_steps", ["eval.every_steps", "checkpoint.every_steps"]),
-        ("cache.*", ["cache.enabled", "cache.dir"]),
+        ("cache.*", ["cache.enabled", "cache.dir", "cache.max_size", "cache.min_seconds"]),
     ],
 )
 def test_ls_keys_takes_a_pattern(capsys, pattern, expected):

@@ -20,6 +20,7 @@ from ipurun.cli.main import main
 from ipurun.runs.folder import RunFolder
 
 CODE = """
+from ipurun import Callback
 from ipurun.training.events import Observer
 
 class Points(torch.utils.data.Dataset):
@@ -44,6 +45,13 @@ class Remote(Observer):
     def on_step(self, event):
         with open("sent.txt", "a") as stream:
             stream.write(self.key + " ")
+        if os.path.exists("break") and event.step > 2:
+            raise ValueError("refused: " + self.key)
+
+class Sender(Callback):
+    def __init__(self, api_key):
+        self.key = api_key
+    def on_step(self, event):
         if os.path.exists("break") and event.step > 2:
             raise ValueError("refused: " + self.key)
 """
@@ -192,6 +200,7 @@ sys.exit(main(["train", "resume=" + sys.argv[2], "max_steps=3", "optimizer.lr=0.
 
 KEY = {"MY_KEY": "topsecret-1"}
 LOGGER = "+logger.remote={_target_:recover_code.Remote,api_key:${oc.env:MY_KEY}}"
+CALLBACK = "+callbacks.sender={_target_:recover_code.Sender,api_key:${oc.env:MY_KEY}}"
 
 
 def _with(monkeypatch: pytest.MonkeyPatch, variables: Dict[str, str]) -> None:
@@ -230,9 +239,18 @@ def test_a_secret_that_was_typed_must_be_given_again(capsys: Any) -> None:
 def test_a_secret_in_a_traceback_is_not_logged(monkeypatch: Any, capsys: Any) -> None:
     _with(monkeypatch, KEY)
     Path("break").touch()
-    assert _train("+recipe=tiny", "max_steps=4", LOGGER) == 1
+    assert _train("+recipe=tiny", "max_steps=4", CALLBACK) == 1
     assert "refused: ***" in _run().log_file.read_text() and "refused: ***" in _run().summary()["reason"]
     assert "topsecret-1" not in _everything() + capsys.readouterr().err
+
+
+def test_a_secret_in_the_warning_about_a_logger_is_not_logged(monkeypatch: Any, capsys: Any) -> None:
+    _with(monkeypatch, KEY)
+    Path("break").touch()
+    assert _train("+recipe=tiny", "max_steps=4", LOGGER) == 0
+    assert "refused: ***" in _run().log_file.read_text()
+    captured = capsys.readouterr()
+    assert "topsecret-1" not in _everything() + captured.out + captured.err
 
 
 def test_a_sweep_keeps_secrets_out_of_its_files_and_its_points_have_them(monkeypatch: Any, capsys: Any) -> None:
@@ -246,7 +264,7 @@ def test_a_sweep_keeps_secrets_out_of_its_files_and_its_points_have_them(monkeyp
     assert main(["train", "-m", *words[:-1], "+data.token=typed-it-2", "resume=auto"]) == 0
     assert "2 of 2 points are finished" in capsys.readouterr().out
     Path("break").touch()
-    assert main(["train", "-m", *words, "max_steps=4"]) == 1
+    assert main(["train", "-m", *words, CALLBACK, "max_steps=4"]) == 1
     captured = capsys.readouterr()
     assert "topsecret-1" not in _everything() + captured.out + captured.err
 

@@ -1,4 +1,4 @@
-"""`ipurun predict`: write the outputs of a run for every sample of a split."""
+"""`ipurun predict` and `ipurun export`: write the outputs and the weights of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import List
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.cli.eval import run_folder_of, text
 
-__all__ = ["run"]
+__all__ = ["run_export", "run_predict"]
 
-
-_USAGE = """\
+_PREDICT_USAGE = """\
 usage: ipurun predict RUN_FOLDER [key=value ...] [flags]
 
 Loads the config and the newest checkpoint of a run and writes the model's outputs for the test split where the data has
@@ -38,12 +37,30 @@ examples
   ipurun predict runs/mnist/2024-05-01_12-30-00 --out all.npz --columns index,input,target,output
 """
 
+_EXPORT_USAGE = """\
+usage: ipurun export RUN_FOLDER [key=value ...] [flags]
 
-def run(argv: List[str]) -> int:
+Writes the weights of the newest checkpoint of a run as safetensors. Neither the data of the run nor an IPU is needed.
+
+flags
+  --out FILE.safetensors   for plain torch, with the names of the model; default: model.safetensors in the run folder
+  --out FOLDER             for transformers: model.safetensors and config.json, with which from_pretrained works
+  --checkpoint FILE        another checkpoint of the run
+  --best                   the best checkpoint instead of the newest
+  --half                   floating-point weights in float16
+  --quiet --json --debug
+
+examples
+  ipurun export runs/mnist/2024-05-01_12-30-00
+  ipurun export runs/gpt/2024-05-01_12-30-00 --best --out exported/
+"""
+
+
+def run_predict(argv: List[str]) -> int:
     """Predict with the run that the command line names."""
     flags, rest = split(argv, switches=("--best",), with_value=("--split", "--checkpoint", "--out", "--columns"))
     if flags.help:
-        print(_USAGE, end="")
+        print(_PREDICT_USAGE, end="")
         return 0
     path, words = run_folder_of(rest, "predict")
     with only_json(flags.json):
@@ -83,4 +100,32 @@ def run(argv: List[str]) -> int:
         print(f"step {result.step:,} on {result.split}: {outputs} in {file}")
         if result.left_out:
             print(f"no rows for samples that could not be read: {', '.join(map(str, result.left_out))}")
+    return 0
+
+
+def run_export(argv: List[str]) -> int:
+    """Export the run that the command line names."""
+    flags, rest = split(argv, switches=("--best", "--half"), with_value=("--checkpoint", "--out"))
+    if flags.help:
+        print(_EXPORT_USAGE, end="")
+        return 0
+    path, words = run_folder_of(rest, "export")
+    with only_json(flags.json):
+        from ipurun.interface import export
+
+        result = export(
+            path,
+            text(flags.values.get("out")),
+            text(flags.values.get("checkpoint")),
+            "best" in flags.values,
+            "half" in flags.values,
+            words,
+            quiet=flags.quiet or flags.json,
+        )
+    for warning in result.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if flags.json:
+        print_json(result.to_dict())
+    else:
+        print(result)
     return 0

@@ -8,7 +8,7 @@ from typing import Any, List
 
 import pytest
 
-from ipurun.log.ipu_sensors import IpuSensors
+from ipurun.profiling.ipu_sensors import IpuSensors
 from ipurun.training.events import Note, Observer, RunStart, Summary
 
 READING = {"cards": [{"ipus": [{"id": "0", "ipu power": "101.5 W", "average board temp": "29.6 C"}]}]}
