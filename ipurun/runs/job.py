@@ -11,14 +11,14 @@ import shutil
 import time
 import traceback
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.build import Run, build_run
 from ipurun.checkpoint import Checkpoint, latest, newest_good
 from ipurun.config.compose import Point
-from ipurun.errors import ConfigError, IpurunError, RunError
+from ipurun.errors import ConfigError, IpurunError, Problem, RunError
 from ipurun.inspect.targets import make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
@@ -180,6 +180,8 @@ def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, l
         with suppress(OSError):  # on a full disk the reason is worth more than its record
             log.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
             folder.write_summary({"status": status, "reason": reason})
+        if isinstance(error, IpurunError):
+            error.set_problems(_without_secrets(problem, point) for problem in error.problems)
         if isinstance(error, (IpurunError, KeyboardInterrupt, SystemExit)):
             raise
         if isinstance(error, OSError) and (error.errno in _NO_ROOM or not folder.path.is_dir()):
@@ -189,6 +191,11 @@ def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, l
             where=_last_line(error),
             fix=f"the whole traceback is in {folder.log_file}",
         ) from error
+
+
+def _without_secrets(problem: Problem, point: Point) -> Problem:
+    masked = {name: point.without_secrets(text) for name, text in vars(problem).items() if isinstance(text, str)}
+    return replace(problem, **masked)
 
 
 def _unwritable(folder: RunFolder, error: OSError) -> RunError:
