@@ -23,6 +23,7 @@ from ipurun.build.workers import (
     WholeBatch,
     WorkerSetup,
     children_unwatched,
+    closed_queues_ignored,
     deaths,
     kill,
     signals_held,
@@ -465,7 +466,7 @@ class _Processes:
         if self._is_asynchronous or self._started:
             return iter(loader)
         self._others = multiprocessing.active_children()
-        with signals_held(), children_unwatched():
+        with signals_held(), children_unwatched(), closed_queues_ignored():
             iterator = iter(loader)
         self._started = started_by(self._others)
         return iterator

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.queues
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -25,6 +26,7 @@ __all__ = [
     "WaitLimit",
     "WorkerSetup",
     "children_unwatched",
+    "closed_queues_ignored",
     "deaths",
     "kill",
     "signals_held",
@@ -144,6 +146,26 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def closed_queues_ignored() -> Iterator[None]:
+    """Let queues that are first used inside not report that the other end is gone; also those of forked processes.
+
+    A loader that is closed early closes its queues while batches and indices are still on their way.
+    """
+    queues: Any = multiprocessing.queues.Queue
+    usual = queues._on_queue_feeder_error
+
+    def report(error: Exception, item: Any) -> None:
+        if not isinstance(error, BrokenPipeError):
+            usual(error, item)
+
+    queues._on_queue_feeder_error = staticmethod(report)
+    try:
+        yield
+    finally:
+        queues._on_queue_feeder_error = staticmethod(usual)
 
 
 @contextlib.contextmanager

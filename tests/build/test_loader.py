@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any, Dict, List
@@ -15,7 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from ipurun import emulator
 from ipurun.build.loader import TrainLoader
-from ipurun.build.workers import AnonymousBatches, WorkerSetup
+from ipurun.build.workers import AnonymousBatches, WorkerSetup, closed_queues_ignored
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.sampling import EpochOrder, PaddedOrder, ResumableSampler, seed_of, seeded
@@ -273,3 +275,16 @@ def test_tensors_in_memory_give_the_batches_of_their_samples(kind: Any) -> None:
     assert [type(batch) for batch in seen] == [list] * 3
     for batch, wanted in zip(seen, expected):
         assert all(torch.equal(item, other) and item.dtype == other.dtype for item, other in zip(batch, wanted))
+
+
+@pytest.mark.parametrize(
+    ("context", "reported"), [(closed_queues_ignored, False), (contextlib.nullcontext, True)], ids=["ignored", "usual"]
+)
+def test_a_queue_of_a_closed_loader_reports_nothing(context: Any, reported: bool, capfd: Any) -> None:
+    queue: Any = multiprocessing.Queue()
+    queue._reader.close()
+    with context():
+        queue.put("an index")
+    queue.close()
+    queue.join_thread()
+    assert ("BrokenPipeError" in capfd.readouterr().err) == reported
