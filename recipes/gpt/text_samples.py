@@ -29,6 +29,10 @@ class TextSamples(Callback):
         self.temperature = temperature
 
     def on_eval(self, event: EvalEnd) -> None:
+        known = int(self.run.config.model["vocab_size"])
+        if known < len(CHARACTERS):
+            self.run.note(f"no text is written: there are {len(CHARACTERS)} characters, and the model knows {known}")
+            return
         text = self.prompt + self.write(event.step)
         file = self.run.folder / "samples" / f"step-{event.step:08d}.txt"
         file.parent.mkdir(exist_ok=True)

@@ -164,6 +164,14 @@ def test_text_is_written_at_each_evaluation(tmp_path, monkeypatch):
     assert written[0].read_text() != written[1].read_text()
 
 
+def test_a_model_that_knows_too_few_characters_writes_no_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["data=synthetic", "model.vocab_size=32", "model.max_positions=16", "model.hidden_size=16"]
+    result = ipurun.train("gpt", max_steps=1, threads=1, overrides=[*words, "eval.max_samples=8"], quiet=True)
+    assert "no text is written: there are 96 characters" in (result.folder / "log.txt").read_text()
+    assert not (result.folder / "samples").exists()
+
+
 def test_text_is_written_with_one_shape_and_beyond_the_window(monkeypatch):
     torch.manual_seed(0)
     model = GPT(**SMALL).eval()
