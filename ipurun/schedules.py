@@ -155,10 +155,15 @@ class Schedule:
         self._optimizer = optimizer
         self._substitute = _SubstituteOptimizer(optimizer if whole is None else whole)
         groups = self._substitute.param_groups
-        self._sources = groups if places is None else [groups[place] for place in places]
+        sources = groups if places is None else [groups[place] for place in places]
         self._scheduler = None if factory is None else factory(self._substitute)
         # Whether it advances with evaluation results instead of weight updates.
         self.waits_for_metric = isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
+        changing = _CHANGING[:1] if isinstance(self._scheduler, _Curve) else _CHANGING
+        self._followed = [
+            (source, [key for key in changing if key in source and key in group])
+            for group, source in zip(optimizer.param_groups, sources)
+        ]
         self._lr_factor = 1.0
         self._has_stepped = False
         self._copy()
@@ -208,10 +213,8 @@ class Schedule:
 
     def _copy(self) -> bool:
         changed = False
-        for group, source in zip(self._optimizer.param_groups, self._sources):
-            for key in _CHANGING:
-                if key not in source or key not in group:
-                    continue
+        for group, (source, keys) in zip(self._optimizer.param_groups, self._followed):
+            for key in keys:
                 value = source[key] * self._lr_factor if key == "lr" else source[key]
                 if group[key] != value:
                     self._check_variable(key)
