@@ -220,6 +220,8 @@ class Summary:
 class Observer:
     """Base class for observers of a run; override the methods you need."""
 
+    takes_steps_late = False  # whether `on_step` may be called some tenths of a second after short host calls
+
     def on_start(self, event: RunStart) -> None:
         """Handle the start of training."""
 
@@ -271,6 +273,9 @@ class Observers(Observer):
         self._all: Tuple[Observer, ...] = tuple(observers)
         self.before_others: Callable[[], None] = _nothing
         self.compiled: Dict[str, CompileEnd] = {}  # the last compilation of each mode
+        self.takes_steps_late = all(
+            observer.takes_steps_late or type(observer).on_step is Observer.on_step for observer in self._all
+        )
 
     def on_start(self, event: RunStart) -> None:
         self.before_others()

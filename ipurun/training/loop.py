@@ -121,7 +121,7 @@ class _HostCall(NamedTuple):
     mean_seconds: float  # of all host calls so far, with the wait for their data
     logged: bool
     checkpoint: Optional[str]
-    output: Any  # for metrics
+    result: Any  # for metrics, as the target
     target: Any
 
 
@@ -146,7 +146,7 @@ class _Trainer:
         self._window = Window()
         self._waited = 0.0
         self._unreported: List[_HostCall] = []
-        self._unreported_numbers = 0  # in their outputs
+        self._most_unreported: Optional[int] = None  # known after the first host call
         self._reported = -math.inf  # when host calls were last reported
         self._samples_here = 0
         self._calls_here = 0
@@ -410,10 +410,13 @@ class _Trainer:
         if self._average is not None:
             with self._explained("averaging the weights"), self._clock.measure("averaging"):
                 self._average.read_if_due(progress.step, progress.call)
-        self._report_later(batch, result, lr, loss, seconds)
-        if self._callbacks or ended - self._reported >= _SECONDS_BETWEEN_REPORTS or self._is_much_unreported():
+        logged = self._report_later(batch, result, lr, loss, seconds)
+        may_wait = self._observer.takes_steps_late and not self._callbacks and not self._is_much_unreported()
+        if not may_wait or ended - self._reported >= _SECONDS_BETWEEN_REPORTS:
             self._report_calls()
             self._reported = ended
+        if logged:
+            self._log_minutes.restart()
 
     def _compile(self, args: Any, kwargs: Any) -> None:
         run = self._run
@@ -432,24 +435,21 @@ class _Trainer:
             CompileEnd("training", seconds, compiled.cache, compiled.saved_seconds, compiled.why)
         )
 
-    def _report_later(self, batch: Any, result: Any, lr: float, loss: float, seconds: float) -> None:
-        """Keep what a report of the host call that has just ended needs.
+    def _report_later(self, batch: Any, result: Any, lr: float, loss: float, seconds: float) -> bool:
+        """Keep what a report of the host call that has just ended needs; return whether it is one to log.
 
         Short host calls are reported together: one at a time, their metrics and observers would find the CPU's caches
         full of the model, and take three times as long.
         """
         run, progress = self._run, self._progress
         logged = self._is_logged()
-        if logged:
-            self._log_minutes.restart()
-        output = target = None
+        target = None
         if run.train_metrics:
-            with self._explained("computing metrics"):
-                output, target = output_of(run, result), target_of(batch, run.config.loss.target)
+            target = target_of(batch, run.config.loss.target)
             if run.config.loader.mode != "sync":
                 target = map_tensors(torch.clone, target)  # PopTorch's background process writes to it again
-            if isinstance(output, torch.Tensor):
-                self._unreported_numbers += output.numel()
+        else:
+            result = None
         self._unreported.append(
             _HostCall(
                 progress.step,
@@ -463,17 +463,22 @@ class _Trainer:
                 self._clock.training_seconds / self._calls_here,
                 logged,
                 self._saver.newest_path,
-                output,
+                result,
                 target,
             )
         )
+        return logged
 
     def _is_much_unreported(self) -> bool:
-        return self._unreported_numbers > _MOST_UNREPORTED_NUMBERS or len(self._unreported) >= _MOST_UNREPORTED_CALLS
+        if self._most_unreported is None:
+            sizes: List[int] = []
+            map_tensors(lambda tensor: sizes.append(tensor.numel()), self._unreported[0].result)
+            self._most_unreported = min(_MOST_UNREPORTED_CALLS, _MOST_UNREPORTED_NUMBERS // max(sum(sizes), 1))
+        return len(self._unreported) >= self._most_unreported
 
     def _report_calls(self) -> None:
         """Report the host calls that have ended since the last report."""
-        calls, self._unreported, self._unreported_numbers = self._unreported, [], 0
+        calls, self._unreported = self._unreported, []
         for call in calls:
             self._report(call)
 
@@ -483,7 +488,7 @@ class _Trainer:
         metrics: Dict[str, float] = {}
         if run.train_metrics:
             with self._explained("computing metrics"):
-                run.train_metrics.update(call.output, call.target)
+                run.train_metrics.update(output_of(run, call.result), call.target)
             if call.logged:
                 metrics = run.train_metrics.compute()
                 run.train_metrics.reset()
