@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import contextlib
+import copy
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -313,7 +313,8 @@ def _unreadable_interpolations(detail: str) -> List[Problem]:
             for entry in read_document(path, "").entries:
                 text = entry.node.value if isinstance(entry.node, yaml.ScalarNode) else ""
                 try:
-                    parse_interpolation(text)
+                    if "${" in text:
+                        parse_interpolation(text)
                 except GrammarParseError as error:
                     what = f"`{entry.key}`: OmegaConf cannot read this interpolation"
                     seen = f"{text}: {str(error).splitlines()[0]}"
