@@ -22,6 +22,8 @@ class CsvLogger(Observer):
         folder: The run folder; a resumed run appends to the same file.
     """
 
+    takes_steps_late = True
+
     def __init__(self, folder: Union[str, Path]) -> None:
         path = Path(folder) / "metrics.csv"
         is_new = not path.exists()

@@ -24,6 +24,8 @@ class JsonlLogger(Observer):
         path: The file; a resumed run appends to it.
     """
 
+    takes_steps_late = True
+
     def __init__(self, path: Union[str, Path]) -> None:
         self._path = Path(path)
         self._stream = self._open()

@@ -33,6 +33,8 @@ class MlflowLogger(Observer):
         ConfigError: If the package is not installed.
     """
 
+    takes_steps_late = True
+
     def __init__(
         self,
         folder: Union[str, Path],

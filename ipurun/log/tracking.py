@@ -42,6 +42,7 @@ class DroppedIfFailing(Observer):
         self._name = name
         self._logger: Optional[Observer] = logger
         self._warn = warn
+        self.takes_steps_late = logger.takes_steps_late
 
     def on_start(self, event: RunStart) -> None:
         self._pass_on("on_start", event)

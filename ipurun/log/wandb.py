@@ -26,6 +26,8 @@ class WandbLogger(Observer):
         ConfigError: If the package is not installed.
     """
 
+    takes_steps_late = True
+
     def __init__(
         self,
         folder: Union[str, Path],
