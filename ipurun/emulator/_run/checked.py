@@ -13,6 +13,7 @@ from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, value
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._run.half import in_float_storage
+from ipurun.emulator._run.kernels import with_quick_kernels
 from ipurun.emulator._run.replay import Replay, generate
 
 _COMPARISONS = names_in("eq ge gt le lt ne")
@@ -45,6 +46,7 @@ class ReplayMaker(NamedTuple):
         wanted = [*graph.outputs, *graph.grads.values()] if results is None else results
         if not self.as_captured:
             graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums)
+            graph = with_quick_kernels(graph)
         return Interpreter(graph, wanted, checks=True) if self.checks else generate(graph, results=wanted)
 
 
