@@ -24,7 +24,7 @@ from ipurun.emulator._run.half import float_op, float_specs
 from ipurun.emulator._run.replay import generate
 
 # Limit for the memory of micro-batches computed at once, beyond that of a single one.
-_MEMORY_BUDGET_BYTES = 48 * 2**20
+_MEMORY_BUDGET_BYTES = 68 * 2**20
 _MOST_AT_ONCE = 32
 # The largest tensor of micro-batches computed at once should stay in the cache; beyond that, larger operations gain
 # nothing.

@@ -1,6 +1,6 @@
 """Make up for what is slow in torch on a CPU: the memory allocator's defaults, and kernels that a quicker one replaces.
 
-A replacement returns the same bits as the operation, so that it can be used anywhere.
+A replacement returns the same bits as the operation, with the same layout in memory, so that it can be used anywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import ctypes
 import dataclasses
 import functools
 import os
-from typing import Any, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import torch
 
-from ipurun.emulator._capture.graph import Graph, Node
+from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
 
 # Parameters of glibc's mallopt, and the largest values that all its versions take.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -40,15 +40,64 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _HEAP_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
-def with_quick_kernels(graph: Graph) -> Graph:
-    """Return the graph with quicker functions in place of some operations; their results are the same bits."""
-    if not any(node.op in _QUICKER for node in graph.nodes):
-        return graph
-    return dataclasses.replace(graph, nodes=[_quick(node) for node in graph.nodes])
+def with_quick_kernels(graph: Graph, results: Sequence[Value]) -> Graph:
+    """Return the graph with quicker functions in place of some operations.
+
+    Args:
+        graph: A graph to run; its nodes are left unchanged.
+        results: The values to return.
+    """
+    spare = _spare_operands(graph, results)
+    return dataclasses.replace(graph, nodes=[_quick(node, spare.get(id(node), ())) for node in graph.nodes])
 
 
-def _quick(node: Node) -> Node:
-    return dataclasses.replace(node, op=_QUICKER[node.op]) if node.op in _QUICKER else node
+def _quick(node: Node, spare: Sequence[int]) -> Node:
+    if not isinstance(node.op, torch._ops.OpOverload):
+        return node
+    if node.op in _QUICKER:
+        return dataclasses.replace(node, op=_QUICKER[node.op])
+    if node.op in _INTO_FIRST and 0 in spare:
+        return dataclasses.replace(node, op=_INTO_FIRST[node.op])
+    if node.op in _COMMUTATIVE and 1 in spare and len(node.args) == 2 and not node.kwargs:
+        return dataclasses.replace(node, op=functools.partial(_into_second, node.op, _INTO_FIRST[node.op]))
+    return node
+
+
+def _spare_operands(graph: Graph, results: Sequence[Value]) -> Dict[int, List[int]]:
+    """Return the positions of operands in whose memory a node can put its result, by the node's identity.
+
+    Such an operand has the shape and type of the result, and nothing else uses its memory from then on.
+    """
+    kept = {graph.specs[value].storage for value in results} | {graph.specs[item.value].storage for item in graph.inputs}
+    last_use: Dict[int, int] = {}
+    views: Dict[int, Set[Value]] = {}
+    for index, node in enumerate(graph.nodes):
+        for value in (*node.reads(), *values_in(node.outputs)):
+            last_use[graph.specs[value].storage] = index
+        if node.name != "detach":
+            for value in values_in(node.outputs):
+                views.setdefault(graph.specs[value].storage, set()).add(value)
+        if not hasattr(node.op, "_schema"):
+            kept.update(graph.specs[value].storage for value in node.reads())  # a function may keep its arguments
+    spare: Dict[int, List[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.op not in _INTO_FIRST or not isinstance(node.outputs, Value):
+            continue
+        result = graph.specs[node.outputs]
+        for position, value in enumerate(node.args[:2]):
+            spec = graph.specs[value] if isinstance(value, Value) else None
+            if spec is None or (spec.shape, spec.dtype) != (result.shape, result.dtype) or spec.storage in kept:
+                continue
+            if last_use[spec.storage] == index and len(views.get(spec.storage, ())) == 1:
+                spare.setdefault(id(node), []).append(position)
+    return spare
+
+
+def _into_second(
+    op: Callable[..., torch.Tensor], in_place: Callable[..., torch.Tensor], left: torch.Tensor, right: torch.Tensor
+) -> torch.Tensor:
+    """Put the result into the second operand, if it then lies in memory as that of the operation would."""
+    return in_place(right, left) if right.stride() == left.stride() else op(left, right)
 
 
 def _max_pool2d(image: torch.Tensor, *args: Any, **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -74,4 +123,24 @@ def _channels_at_once(image: torch.Tensor) -> int:
     return next((n for n in range(min(_MOST_CHANNELS, planes), _LEAST_CHANNELS - 1, -1) if planes % n == 0), 0)
 
 
-_QUICKER = {torch.ops.aten.max_pool2d_with_indices.default: _max_pool2d}
+def _into_gradient(op: Any, grad: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Put the gradient of an input into that of the output, if it then lies in memory as that of the operation would."""
+    if grad.stride() != source.stride():
+        return op.default(grad, source, *args, **kwargs)
+    return op.grad_input(grad, source, *args, grad_input=grad, **kwargs)
+
+
+_ATEN = torch.ops.aten
+_QUICKER: Dict[Any, Callable[..., Any]] = {_ATEN.max_pool2d_with_indices.default: _max_pool2d}
+_INTO_FIRST: Dict[Any, Callable[..., torch.Tensor]] = {
+    _ATEN.add.Tensor: _ATEN.add_.Tensor,
+    _ATEN.div.Scalar: _ATEN.div_.Scalar,
+    _ATEN.div.Tensor: _ATEN.div_.Tensor,
+    _ATEN.gelu_backward.default: functools.partial(_into_gradient, _ATEN.gelu_backward),
+    _ATEN.mul.Scalar: _ATEN.mul_.Scalar,
+    _ATEN.mul.Tensor: _ATEN.mul_.Tensor,
+    _ATEN.relu.default: _ATEN.relu_.default,
+    _ATEN.sub.Tensor: _ATEN.sub_.Tensor,
+    _ATEN.threshold_backward.default: functools.partial(_into_gradient, _ATEN.threshold_backward),
+}
+_COMMUTATIVE = (_ATEN.add.Tensor, _ATEN.mul.Tensor)

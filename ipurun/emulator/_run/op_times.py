@@ -162,7 +162,7 @@ def _measure(executable: Executable, options: Any, tensors: Sequence[torch.Tenso
     results = [*graph.outputs, *graph.grads.values()]
     rounds = bool(options._Popart.options.get("enableStochasticRounding", False))
     graph, results = in_float_storage(graph, results, stochastic=rounds)
-    graph = with_quick_kernels(graph)
+    graph = with_quick_kernels(graph, results)
     shortest: Dict[int, float] = {}
 
     def timed(index: int, node: Node) -> Node:
