@@ -17,6 +17,7 @@ from ipurun.emulator._run.anchors import Anchors
 from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.checked import ReplayMaker
 from ipurun.emulator._run.chunks import Block, ChunkRunner
+from ipurun.emulator._run.forms import Form
 
 Run = Tuple[int, int, int]
 _PLAIN = ReplayMaker()
@@ -182,6 +183,18 @@ class Executable:
             for item in self.graph.inputs_of("parameter", "buffer")
             if self.graph.specs[item.value].storage in written and not self.graph.persists(item)
         }
+
+    @property
+    def state(self) -> List[int]:
+        """Return what another run needs to continue: the random streams and, once chosen, the form of micro-batches."""
+        form = self.chunks.form
+        return [*self.streams.state, *([] if form is None else [form.size])]
+
+    @state.setter
+    def state(self, words: Sequence[int]) -> None:
+        self.streams.state = list(words[:2])
+        if len(words) > 2:
+            self.chunks.adopt(Form(int(words[2]), "as before the resume"))
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run one call.
