@@ -18,7 +18,7 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
-from ipurun.emulator._run.checked import ReplayMaker
+from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.folding import STACKED, CannotFold, Folding, Rows
 from ipurun.emulator._run.forms import Form, choose, program_key, recall, remember, stopwatch
 from ipurun.emulator._run.half import float_op, float_specs
@@ -311,7 +311,6 @@ class Together:
     def __init__(self, graph: Graph, size: int, arguments: Sequence[torch.Tensor], make_replay: ReplayMaker) -> None:
         self.size = size
         self._names = list(graph.grads)
-        self._num_outputs = len(graph.outputs)
         self._items = [item for item in graph.inputs if item.kind != "constant"]
         self.draws = RandomDraws(graph, arguments)
         batched, statistics = _capture_batched(graph, size, self._items, arguments, self.draws)
@@ -326,7 +325,7 @@ class Together:
     def use(self, make_replay: ReplayMaker) -> None:
         """Compute with another kind of replay from now on."""
         # Half precision would overflow in a sum over micro-batches before it does in each of them.
-        self._replay = make_replay(self._batched, sums=list(self._batched.grads.values()))
+        self._run_graph = GraphRunner(make_replay, self._batched, sums=list(self._batched.grads.values()))
         self._rounds = make_replay.rounds
 
     def run(
@@ -337,6 +336,8 @@ class Together:
         start: Callable[[int], None],
         weights: DeviceWeights,
         replicas: Sequence[int],
+        *,
+        with_outputs: bool = True,
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         """Return the outputs with a leading dimension for micro-batches, and the summed gradients.
 
@@ -347,17 +348,17 @@ class Together:
             start: Starts the random stream of a micro-batch, by its index.
             weights: The device's buffers, for running statistics.
             replicas: The replica of each micro-batch.
+            with_outputs: False if nobody reads the outputs, which may then be missing.
         """
         given = _batched_arguments(self._items, arguments, inputs, seed, self.size)
         drawn = self.draws.draw(start, self.size)
         if self._rounds and not drawn:
             start(0)
-        results = self._replay(given + drawn)
-        grads = results[self._num_outputs : self._num_outputs + len(self._names)]
-        statistics = results[self._num_outputs + len(self._names) :]
+        outputs, results = self._run_graph(given + drawn, with_outputs=with_outputs)
+        statistics = results[len(self._names) :]
         if statistics:
             self._statistics.update(weights, replicas, statistics)
-        return results[: self._num_outputs], dict(zip(self._names, grads))
+        return outputs, dict(zip(self._names, results))
 
 
 def _batched_arguments(
@@ -515,7 +516,7 @@ class ChunkRunner:
         return known if known is not None and known.size == 1 else remember(key, self._try(size, block, known))
 
     def run(
-        self, block: Block, first: int, inputs: Sequence[torch.Tensor]
+        self, block: Block, first: int, inputs: Sequence[torch.Tensor], *, with_outputs: bool = True
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         """Compute a chunk at once; see `Together.run`.
 
@@ -523,12 +524,13 @@ class ChunkRunner:
             block: The micro-batches of the weight update.
             first: The first micro-batch of the chunk.
             inputs: The inputs of the chunk with a leading dimension for micro-batches.
+            with_outputs: False if nobody reads the outputs, which may then be missing.
         """
         assert self._together is not None
-        return self._run(self._together, block, first, inputs)
+        return self._run(self._together, block, first, inputs, with_outputs=with_outputs)
 
     def _run(
-        self, together: Together, block: Block, first: int, inputs: Sequence[torch.Tensor]
+        self, together: Together, block: Block, first: int, inputs: Sequence[torch.Tensor], *, with_outputs: bool = True
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         return together.run(
             block.arguments(0, [], block.seed),
@@ -537,6 +539,7 @@ class ChunkRunner:
             lambda index: block.start(first + index),
             self._weights,
             block.replicas[first : first + together.size],
+            with_outputs=with_outputs,
         )
 
     def _try(self, size: int, block: Block, known: Optional[Form]) -> Form:
