@@ -67,7 +67,7 @@ class _WholeBatches(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: List[int]) -> WholeBatch:
         rows = torch.tensor(indices)
-        return WholeBatch(tensor[rows] for tensor in self._data.tensors)
+        return WholeBatch(tensor.index_select(0, rows) for tensor in self._data.tensors)
 
 
 def _in_whole_batches(data: Any, collate: Callable[[List[Any]], Any], workers: int) -> Any:
