@@ -121,9 +121,8 @@ class TrainLoader:
 
     @property
     def padding_share(self) -> Optional[float]:
-        """The share of padding in the batches so far, where the collate function or the data set counts it."""
-        share = getattr(self._collate, "padding_share", None)
-        return getattr(self._data, "padding_share", None) if share is None else share
+        """The share of padding in the batches so far, where the collate function counts it."""
+        return getattr(self._collate, "padding_share", None)
 
     @property
     def uses_processes(self) -> bool:

@@ -45,7 +45,7 @@ from ipurun.inspect.model import (
     written_buffers,
 )
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
-from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
+from ipurun.inspect.sampling import check_loader, grouped, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
@@ -262,7 +262,8 @@ def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Modul
 
 def _make_data(config: RunConfig, engine: Engine) -> Dict[str, Any]:
     with seeded(config.seed):
-        return make_splits(config.data, engine.module)
+        splits = make_splits(config.data, engine.module)
+        return splits if check_loader(config.loader) else grouped(splits, config.loader)
 
 
 def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]:

@@ -183,7 +183,7 @@ class Summary:
         skipped_samples: Indices of the training samples that could not be read.
         skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
         stop_reason: Why the run ended before its planned end: early stopping, or what a callback gave.
-        padding_share: Share of padding in the batches, where the collate function or the data set counts it.
+        padding_share: Share of padding in the batches, where the collate function counts it.
         cache: What the executable cache did, by mode: its ``state``, and ``saved_seconds`` or ``why`` where known.
     """
 

@@ -190,6 +190,7 @@ class _Trainer:
             self._average.restore(state.get("average"))
         self._callbacks.restore(None if self._restored is None else state.get("callbacks", {}))
         run.eval_metrics.directions.update(state.get("directions", {}))
+        self._window = Window(**state.get("window", {}))
         self._stop_reason = self._early_stop_reason()
         return self._progress.recount(run.plan.training)
 
@@ -199,6 +200,7 @@ class _Trainer:
             "average": {} if self._average is None else self._average.state(),
             "callbacks": self._callbacks.state(),
             "directions": dict(self._run.eval_metrics.directions),
+            "window": {"loss": self._window.loss, "losses": self._window.losses},
         }
 
     def settle(self) -> None:
@@ -320,8 +322,8 @@ class _Trainer:
         self._report_calls()
         self._run.rebuild(0 if self._saver.newest is None else self._saver.newest.step)
         self._restore(self._saver.newest, self._progress)
-        self._window = Window()
         self._saver.roll_back(self._progress)
+        self._observer.flush()
         self._observer.on_rollback(RolledBack(self._progress.step, self._saver.newest_path, reason))
 
     def _pause(self, seconds: float) -> None:
