@@ -82,7 +82,9 @@ def compile_model(
         log_placement(captured.graph, options)
         log_program(captured.graph, options)
         add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
-        executable = Executable(captured, weights, layout, streams, options.anchored_tensors, replay_maker(options))
+        executable = Executable(
+            captured, weights, layout, streams, options.anchored_tensors, replay_maker(options), slot.folder
+        )
         checks.check_named_buffers(options, captured.graph)
         checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
         if layout.replicas > 1:

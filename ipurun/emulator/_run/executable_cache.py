@@ -96,7 +96,7 @@ class Slot:
     """
 
     def __init__(self, folder: Optional[str], key: str, training: bool) -> None:
-        self._folder = folder
+        self.folder = folder
         self._key = key
         self._training = training
         self._digest = ""
@@ -104,7 +104,7 @@ class Slot:
 
     def look_up(self, trace: Callable[[], ForwardTrace]) -> Optional[ForwardTrace]:
         """Return the trace of the forward pass if there is an entry for it, which `use` then names."""
-        if self._folder is None:
+        if self.folder is None:
             return None
         self.use = CacheUse("miss")
         if not self._candidates():
@@ -148,7 +148,7 @@ class Slot:
 
     def observe(self, recorder: Recorder, returned: Any) -> None:
         """Find the digest of a forward pass that is being captured."""
-        if self._folder is None or self.use.state == "uncached":
+        if self.folder is None or self.use.state == "uncached":
             return
         try:
             self._digest = forward_digest(recorder, list(tensors_in(returned)))
@@ -157,7 +157,7 @@ class Slot:
 
     def prepare(self, captured: Captured) -> Optional[Dict[str, Any]]:
         """Return a captured program as data, before anything changes its graph; None if it will not be stored."""
-        if self._folder is None or self.use.state != "miss":
+        if self.folder is None or self.use.state != "miss":
             return None
         try:
             return stored_graph.to_data(captured)
@@ -205,13 +205,13 @@ class Slot:
         return f"{self._key}-{self._digest[:16]}"
 
     def _path(self, ending: str) -> str:
-        assert self._folder is not None
-        return os.path.join(self._folder, self._name + ending)
+        assert self.folder is not None
+        return os.path.join(self.folder, self._name + ending)
 
     def _candidates(self) -> List[str]:
-        assert self._folder is not None
+        assert self.folder is not None
         try:
-            names = os.listdir(self._folder)
+            names = os.listdir(self.folder)
         except OSError:
             return []
         return [name for name in names if name.startswith(f"{self._key}-") and name.endswith(_ENTRY)]
@@ -263,7 +263,7 @@ def locked(slot: Slot) -> Iterator[None]:
 
     The lock is the kernel's and ends with its process, however that ends; the file itself means nothing.
     """
-    folder = slot._folder
+    folder = slot.folder
     if folder is None:
         yield
         return
