@@ -9,7 +9,7 @@ import ctypes
 import dataclasses
 import functools
 import os
-from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -123,6 +123,14 @@ def _channels_at_once(image: torch.Tensor) -> int:
     return next((n for n in range(min(_MOST_CHANNELS, planes), _LEAST_CHANNELS - 1, -1) if planes % n == 0), 0)
 
 
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    """Look for rows of which everything is masked in the result, where they are NaN, instead of in all scores."""
+    weights = torch.softmax(scores, dim, dtype)
+    if weights.dim() and weights.numel() and bool(weights.select(dim, 0).sum().isnan()):
+        return torch.ops.aten._safe_softmax.default(scores, dim, dtype)
+    return weights
+
+
 def _into_gradient(op: Any, grad: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Put the gradient of an input into that of the output, if it then lies in memory as that of the operation would."""
     if grad.stride() != source.stride():
@@ -132,6 +140,8 @@ def _into_gradient(op: Any, grad: torch.Tensor, source: torch.Tensor, *args: Any
 
 _ATEN = torch.ops.aten
 _QUICKER: Dict[Any, Callable[..., Any]] = {_ATEN.max_pool2d_with_indices.default: _max_pool2d}
+if hasattr(_ATEN, "_safe_softmax"):  # since torch 2.5
+    _QUICKER[_ATEN._safe_softmax.default] = _safe_softmax
 _INTO_FIRST: Dict[Any, Callable[..., torch.Tensor]] = {
     _ATEN.add.Tensor: _ATEN.add_.Tensor,
     _ATEN.div.Scalar: _ATEN.div_.Scalar,
