@@ -68,7 +68,9 @@ def _spare_operands(graph: Graph, results: Sequence[Value]) -> Dict[int, List[in
 
     Such an operand has the shape and type of the result, and nothing else uses its memory from then on.
     """
-    kept = {graph.specs[value].storage for value in results} | {graph.specs[item.value].storage for item in graph.inputs}
+    kept = {graph.specs[value].storage for value in results} | {
+        graph.specs[item.value].storage for item in graph.inputs
+    }
     last_use: Dict[int, int] = {}
     views: Dict[int, Set[Value]] = {}
     for index, node in enumerate(graph.nodes):
@@ -132,7 +134,7 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: Optional[torch.dtype] =
 
 
 def _into_gradient(op: Any, grad: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Put the gradient of an input into that of the output, if it then lies in memory as that of the operation would."""
+    """Put the gradient of an input into that of the output, if both inputs lie in memory alike."""
     if grad.stride() != source.stride():
         return op.default(grad, source, *args, **kwargs)
     return op.grad_input(grad, source, *args, grad_input=grad, **kwargs)

@@ -34,8 +34,8 @@ def _bindings() -> Dict[Any, Callable[..., Any]]:
         _log_softmax.default _softmax.default add.Tensor add_.Tensor addmm.default bmm.default cat.default clone.default
         convolution.default div.Tensor exp.default expand.default index_select.default log.default mm.default mul.Tensor
         mul_.Tensor native_batch_norm.default native_group_norm.default native_layer_norm.default neg.default
-        permute.default relu.default relu_.default rsqrt.default select.int sigmoid.default sigmoid_.default sqrt.default
-        stack.default sub.Tensor sum.dim_IntList t.default tanh.default tanh_.default transpose.int unbind.int
+        permute.default relu.default relu_.default rsqrt.default select.int sigmoid.default sigmoid_.default
+        sqrt.default stack.default sub.Tensor sum.dim_IntList t.default tanh.default tanh_.default transpose.int unbind.int
         unsafe_split.Tensor unsqueeze.default view.default
     """):
         base, overload = name.split(".")
