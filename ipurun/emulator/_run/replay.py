@@ -35,8 +35,8 @@ def _bindings() -> Dict[Any, Callable[..., Any]]:
         convolution.default div.Tensor exp.default expand.default index_select.default log.default mm.default mul.Tensor
         mul_.Tensor native_batch_norm.default native_group_norm.default native_layer_norm.default neg.default
         permute.default relu.default relu_.default rsqrt.default select.int sigmoid.default sigmoid_.default
-        sqrt.default stack.default sub.Tensor sum.dim_IntList t.default tanh.default tanh_.default transpose.int unbind.int
-        unsafe_split.Tensor unsqueeze.default view.default
+        sqrt.default stack.default sub.Tensor sum.dim_IntList t.default tanh.default tanh_.default transpose.int
+        unbind.int unsafe_split.Tensor unsqueeze.default view.default
     """):
         base, overload = name.split(".")
         bound = getattr(torch, base, None) or getattr(torch.Tensor, base, None)
