@@ -228,7 +228,8 @@ class _WithLoss(Net):
 
     def forward(self, points: Any, labels: Any = None) -> Dict[str, Any]:
         scores = super().forward(points)
-        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
+        loss = {} if labels is None else {"loss": torch.nn.functional.cross_entropy(scores, labels)}
+        return {**loss, "logits": scores}
 
 
 class _InOrder(transformers.Trainer):
@@ -302,8 +303,9 @@ def test_no_decay_smoothing_and_clipping_of_hugging_face(layout, stop_at):
     optimizer = {**ADAMW, "weight_decay": 2.0, "no_decay": "norms_and_biases", "max_grad_norm": 0.1}
     run = ours(layout, stop_at, optimizer=optimizer, epochs=3, loss_args={"label_smoothing": 0.1})
     assert_same_weights(run.state["model"], _weights(trainer))
-    without = ours(layout, optimizer={**optimizer, "no_decay": None}, epochs=3, loss_args={"label_smoothing": 0.1})
-    assert not torch.allclose(without.state["model"]["body.1.weight"], _weights(trainer)["body.1.weight"], atol=1e-2)
+    assert float(run.state["model"]["body.1.weight"].abs().mean()) > 0.5 > float(
+        run.state["model"]["head.weight"].abs().mean()
+    )  # only the second decays
 
 
 @pytest.mark.parametrize("layout", ["plain", "everything"])
