@@ -111,7 +111,7 @@ class Tracker(Observer):
         split: str,
         step: int,
         values: Mapping[str, float],
-        matrices: Mapping[str, Sequence[Sequence[float]]] = {},  # noqa: B006  # never changed
+        matrices: Mapping[str, Sequence[Sequence[float]]] = {},  # never changed
     ) -> None:
         loss = values.get("loss", math.nan)
         if step > self._sent.get(split, 0) or not _same(self._earlier.get((split, step), loss), loss):

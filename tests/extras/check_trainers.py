@@ -80,7 +80,9 @@ def test_early_stopping_ends_at_the_same_step(layout, stop_at, patience, change,
     module = Module(lambda parameters: torch.optim.Adam(parameters, lr=0.05))
     trainer = theirs(module, epochs, [stopping])
     keys: Dict[str, Any] = {"metric": "loss", "min_change": change}
-    keys.update({} if patience is None else {"patience": patience}, **({} if threshold is None else {"threshold": threshold}))
+    keys.update(
+        {} if patience is None else {"patience": patience}, **({} if threshold is None else {"threshold": threshold})
+    )
     run = ours(layout, stop_at, optimizer={**ADAM, "lr": 0.05}, epochs=epochs, early_stopping=keys)
     assert run.result.step == trainer.global_step < epochs * STEPS_PER_EPOCH
     assert run.result.stop_reason.startswith("early stopping")
@@ -303,8 +305,10 @@ def test_no_decay_smoothing_and_clipping_of_hugging_face(layout, stop_at):
     optimizer = {**ADAMW, "weight_decay": 2.0, "no_decay": "norms_and_biases", "max_grad_norm": 0.1}
     run = ours(layout, stop_at, optimizer=optimizer, epochs=3, loss_args={"label_smoothing": 0.1})
     assert_same_weights(run.state["model"], _weights(trainer))
-    assert float(run.state["model"]["body.1.weight"].abs().mean()) > 0.5 > float(
-        run.state["model"]["head.weight"].abs().mean()
+    assert (
+        float(run.state["model"]["body.1.weight"].abs().mean())
+        > 0.5
+        > float(run.state["model"]["head.weight"].abs().mean())
     )  # only the second decays
 
 

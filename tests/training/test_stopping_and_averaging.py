@@ -173,7 +173,13 @@ def test_an_average_over_replicas_is_that_of_larger_batches(tmp_path: Path, kind
         assert dict(second.metrics) == pytest.approx(dict(first.metrics), rel=1e-4)
 
 
-UNFREEZE: Dict[str, Any] = {"freeze": ["first"], "unfreeze": {"first": 6}, "device_iterations": 2, "devices": 2, "epochs": 4}
+UNFREEZE: Dict[str, Any] = {
+    "freeze": ["first"],
+    "unfreeze": {"first": 6},
+    "device_iterations": 2,
+    "devices": 2,
+    "epochs": 4,
+}
 
 
 @pytest.mark.parametrize("kind", ["ema", "tail"])
