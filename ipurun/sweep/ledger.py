@@ -15,13 +15,15 @@ from ipurun.config.schema import SweepConfig
 from ipurun.errors import ConfigError
 from ipurun.files import write_atomically
 
-__all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Ledger", "Record", "find_earlier", "point_id"]
+__all__ = ["ENDED", "FAILED", "FINISHED", "INTERRUPTED", "PENDING", "PRUNED", "RUNNING", "Ledger", "Record", "find_earlier", "point_id"]
 
 PENDING = "pending"
 RUNNING = "running"
 FINISHED = "finished"
 FAILED = "failed"
 INTERRUPTED = "interrupted"
+PRUNED = "pruned"  # ended early, as what it had reached was worse than other points
+ENDED = (FINISHED, PRUNED)  # with results: not run again
 _FILE_NAME = "manifest.json"
 
 
@@ -39,6 +41,9 @@ class Record:
         reason: Why it failed, in one line.
         folder: Its run folder.
         results: Metrics and times of its summary.
+        at_once: The most points that ran at the same time as this one, itself included.
+        job: How a batch system calls its job.
+        trial: Its number in an Optuna study.
     """
 
     id: str
@@ -50,6 +55,9 @@ class Record:
     reason: str = ""
     folder: Optional[str] = None
     results: Dict[str, Any] = field(default_factory=dict)
+    at_once: int = 1
+    job: Optional[str] = None
+    trial: Optional[int] = None
 
 
 class Ledger:
@@ -104,7 +112,7 @@ class Ledger:
 
     @property
     def unfinished(self) -> List[Record]:
-        return [record for record in self.records if record.status != FINISHED]
+        return [record for record in self.records if record.status not in ENDED]
 
 
 def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Ledger]:

@@ -1,27 +1,29 @@
-"""Run the points of a sweep one after the other, and show and store the results."""
+"""Run a sweep from its check to its table."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipurun.checkpoint import latest
+from ipurun import engine as engines
 from ipurun.config.compose import Points
 from ipurun.config.secrets import mask_word
 from ipurun.errors import ConfigError
-from ipurun.log.format import count, duration, metric, plural
+from ipurun.log.format import metric, plural
 from ipurun.log.screen import Screen
-from ipurun.runs.folder import RunFolder, check_writable, new_folder, slug, timestamp
+from ipurun.runs.folder import check_writable, new_folder, slug, timestamp
 from ipurun.runs.lock import locked
 from ipurun.sweep.check import Checked, check_points
-from ipurun.sweep.child import Outcome, run_child
-from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PENDING, RUNNING, Ledger, Record, find_earlier
-from ipurun.sweep.remote import ScreenReceiver
+from ipurun.sweep.forks import ForkServer
+from ipurun.sweep.launchers import LocalLauncher
+from ipurun.sweep.ledger import FAILED, INTERRUPTED, PENDING, Ledger, Record, find_earlier
+from ipurun.sweep.pool import Pool, Source, swept_text
+from ipurun.sweep.sharing import opening_lines, points_at_once
 from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, table_lines, throughput_lines, value_of
-from ipurun.sweep.worker import job_environment, write_job
 
 __all__ = ["final_line", "run_sweep", "show_result"]
 
@@ -71,19 +73,43 @@ def run_sweep(
     Raises:
         ConfigError: If a config is wrong; nothing was started and nothing was written.
     """
-    checked = check_points(points.points)
     config = points.points[0].config
-    problems = check_writable(config.runs_dir)
-    if problems:
-        raise ConfigError(problems)
-    records = [_record(item, index) for index, item in enumerate(checked)]
-    words = [mask_word(word) for word in argv]
-    ledger = _open(points, words, records, screen)
-    with locked(ledger.folder, "sweep", screen.remark):
+    with contextlib.ExitStack() as stack:
+        forks = _fork_server(points, stack)
+        checked = check_points(points.points)
+        problems = check_writable(config.runs_dir)
+        if problems:
+            raise ConfigError(problems)
+        at_once = points_at_once(config.sweep.jobs, checked, points.points[0].where("sweep.jobs"))
+        records = [_record(item, index) for index, item in enumerate(checked)]
+        words = [mask_word(word) for word in argv]
+        ledger = _open(points, words, records, screen)
+        stack.enter_context(locked(ledger.folder, "sweep", screen.remark))
         ledger.save()
-        interrupted = _run_all(ledger, checked, screen, errors, began)
+        for line in opening_lines(checked, at_once):
+            screen.line(line)
+        launcher = LocalLauncher(at_once.jobs, forks)
+        pool = Pool(
+            ledger,
+            launcher,
+            screen,
+            errors,
+            began,
+            at_once.threads,
+            lambda: _write_table(ledger, config.sweep.rank_by) and None,
+        )
+        interrupted = pool.run(Source(ledger.records, checked))
         ranking = _write_table(ledger, config.sweep.rank_by)
     return SweepResult(ledger.folder, words, ranking, config.sweep.rank_by, interrupted)
+
+
+def _fork_server(points: Points, stack: contextlib.ExitStack) -> Optional[ForkServer]:
+    """Start the process that points are forked from, if there are several on the CPU engine."""
+    if len(points.points) < 2 or any(engines.load(point.config.engine).kind != "cpu" for point in points.points):
+        return None
+    forks = ForkServer()
+    stack.callback(forks.close)
+    return forks
 
 
 def show_result(result: SweepResult, screen: Screen) -> None:
@@ -112,7 +138,7 @@ def final_line(result: SweepResult) -> str:
         parts.append(f"{result.num_unfinished} not finished")
     best = result.ranking.best
     if best is not None:
-        parts.append(f"best {result.ranking.column} {metric(result.best_value)} with {_swept_text(best) or best.name}")
+        parts.append(f"best {result.ranking.column} {metric(result.best_value)} with {swept_text(best) or best.name}")
     return ", ".join(parts)
 
 
@@ -139,76 +165,6 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
     return ledger
 
 
-def _run_all(
-    ledger: Ledger, checked: Sequence[Checked], screen: Screen, errors: Screen, began: Optional[float]
-) -> bool:
-    """Run the unfinished points; return True if the user stopped the sweep."""
-    num_points = len(ledger.records)
-    receiver = ScreenReceiver(screen)
-    for record, item in zip(ledger.records, checked):
-        if record.status == FINISHED:
-            continue
-        label = f"[{record.index + 1}/{num_points}] {_swept_text(record)}".rstrip()
-        screen.begin(f"{label} starting")
-        try:
-            outcome = _run_one(ledger, record, item, label, screen, receiver, began)
-        except KeyboardInterrupt:
-            outcome = Outcome(INTERRUPTED, "interrupted")
-        screen.close()
-        record.status, record.reason = outcome.status, outcome.reason
-        record.folder = outcome.folder or record.folder
-        record.results = outcome.results
-        ledger.save()
-        _write_table(ledger, item.point.config.sweep.rank_by)
-        if outcome.status == INTERRUPTED:
-            return True
-        if outcome.status == FINISHED:
-            screen.line(f"{label} {_result_text(record)}")
-        elif outcome.status == FAILED:
-            errors.line(f"{label} failed\n{outcome.detail}{_log_text(record)}")
-            if item.point.config.sweep.on_error == "stop":
-                return False
-    return False
-
-
-def _run_one(
-    ledger: Ledger,
-    record: Record,
-    item: Checked,
-    label: str,
-    screen: Screen,
-    receiver: ScreenReceiver,
-    began: Optional[float],
-) -> Outcome:
-    if item.obstacle is not None or item.plan is None:
-        reason = item.obstacle.problems[0].what if item.obstacle else "it has no plan"
-        return Outcome(FAILED, reason, str(item.obstacle))
-    folder = ledger.folder / f"{record.index:03d}"
-    resume_folder = _resumable(record, folder)
-    jobs = ledger.folder / "jobs"
-    jobs.mkdir(exist_ok=True)
-    job_file = jobs / f"{record.index:03d}.json"
-    write_job(job_file, item.point, str(folder), resume_folder, began)
-    record.status, record.folder = RUNNING, str(resume_folder or folder)
-    ledger.save()
-    return run_child(
-        job_file,
-        jobs / f"{record.index:03d}.output.txt",
-        {**item.plan.environment, **job_environment(item.point)},
-        lambda message: receiver.show(message, label),
-        lambda: screen.line(f"{label} is saving before it stops; press Ctrl-C again to stop it at once"),
-        item.point.config.sweep.timeout_seconds,
-    )
-
-
-def _resumable(record: Record, folder: Path) -> Optional[str]:
-    """Return the folder of an earlier attempt that has a checkpoint."""
-    for candidate in (record.folder, str(folder)):
-        if candidate and (Path(candidate) / "config.yaml").is_file() and latest(RunFolder(candidate)):
-            return candidate
-    return None
-
-
 def _record(item: Checked, index: int) -> Record:
     words = [word for word in item.point.overrides if not word.lstrip("+").startswith("resume=")]
     return Record(
@@ -218,24 +174,6 @@ def _record(item: Checked, index: int) -> Record:
         swept=dict(item.point.swept),
         overrides=words,
     )
-
-
-def _log_text(record: Record) -> str:
-    log = RunFolder(record.folder).log_file if record.folder else None
-    return f"\n  log    {log}" if log is not None and log.is_file() else ""
-
-
-def _result_text(record: Record) -> str:
-    results = record.results
-    parts = ["finished"]
-    if results.get("best") is not None:
-        parts.append(f"best {results['monitor']} {metric(results['best'])}")
-    parts += [f"{count(results['samples_per_second'])} samples/s", duration(results["seconds"].get("total"))]
-    return ", ".join(parts)
-
-
-def _swept_text(record: Record) -> str:
-    return " ".join(f"{key}={value}" for key, value in record.swept.items())
 
 
 def _write_table(ledger: Ledger, rank_by: Optional[str]) -> Ranking:
