@@ -155,7 +155,7 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
     elif config.resume is not None:
         earlier = Ledger.load(config.resume)
     if earlier is None:
-        folder = new_folder(Path(points.sweep_dir) if points.sweep_dir else sweeps / timestamp())
+        folder = new_folder(Path(points.launching.sweep_dir) if points.launching.sweep_dir else sweeps / timestamp())
         ledger = Ledger(folder, argv, records)
     else:
         ledger = Ledger(earlier.folder, argv, records)
