@@ -438,4 +438,3 @@ def _leaves(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-

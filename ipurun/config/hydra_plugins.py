@@ -237,4 +237,3 @@ def _resolved(node: DictConfig, key: str) -> Any:
     except OmegaConfBaseException as error:
         fix = f"hydra.{key}=VALUE without it"
         raise ConfigError(f"`hydra.{key}` cannot be resolved", seen=str(error).splitlines()[0], fix=fix) from error
-

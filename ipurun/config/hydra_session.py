@@ -114,9 +114,7 @@ class Session:
         self.config_name = config_name
         self.groups = folders.groups()
 
-    def sweep(
-        self, parsed: Sequence[overrides.Parsed]
-    ) -> Tuple[hydra_plugins.Launching, List[overrides.Parsed]]:
+    def sweep(self, parsed: Sequence[overrides.Parsed]) -> Tuple[hydra_plugins.Launching, List[overrides.Parsed]]:
         """Return how points are run, and the sweeps that a config declares (``hydra.sweeper.params``).
 
         Keys of the command line are not declared again.

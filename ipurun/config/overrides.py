@@ -207,7 +207,9 @@ def _check_interval(override: Override, word: str) -> Optional[Problem]:
         return None
     what = "must be larger than 0 to be searched by magnitude" if found.low < found.high else "is empty"
     text = f"interval({found.low}, {found.high})"
-    return Problem(f"the range of `{key}` {what}", f"command line: {word}", seen=text, fix=f"{key}=interval(0.001, 0.1)")
+    return Problem(
+        f"the range of `{key}` {what}", f"command line: {word}", seen=text, fix=f"{key}=interval(0.001, 0.1)"
+    )
 
 
 def _values(override: Override) -> Tuple[str, ...]:

@@ -21,7 +21,7 @@ from ipurun.planning.plan import Plan
 from ipurun.runs.prepare import PreparedRun, prepare, prepare_job
 from ipurun.sweep.ledger import point_id
 
-__all__ = ["Checked", "check_points", "planned", "program_of"]
+__all__ = ["Checked", "check_point", "check_points", "planned", "program_of"]
 
 
 _PLENTY = 1 << 40
@@ -59,7 +59,7 @@ def check_points(points: Sequence[Point]) -> List[Checked]:
         identity = point_id(point)
         if identity not in by_id:
             try:
-                by_id[identity] = _check(point, identity)
+                by_id[identity] = check_point(point)
             except ConfigError as error:
                 problems.add(point, error)
                 continue
@@ -85,7 +85,13 @@ def planned(points: Sequence[Point]) -> List[PreparedRun]:
     return prepared
 
 
-def _check(point: Point, identity: str) -> Checked:
+def check_point(point: Point) -> Checked:
+    """Inspect and plan a point.
+
+    Raises:
+        ConfigError: Anything but its data is wrong.
+    """
+    identity = point_id(point)
     # `resume` names the sweep, not a run of this point.
     alone = replace(point, config=replace(point.config, resume=None))
     try:

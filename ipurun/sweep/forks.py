@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import gc
+import importlib
 import json
 import os
 import random
@@ -53,16 +54,19 @@ class ForkServer:
     """Starts processes of `ipurun.sweep.worker`. It ends with this process, and ends its processes then.
 
     Its start takes as long as that of one point, in the background.
+
+    Args:
+        modules: Further modules to import.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._codes: Dict[int, Optional[int]] = {}
         self._started: List[int] = []
         self.environment = dict(os.environ)  # of the processes that it starts
         with theirs:
             self._server = subprocess.Popen(
-                [*python_command("ipurun.sweep.forks.console"), str(theirs.fileno())],
+                [*python_command("ipurun.sweep.forks.console"), str(theirs.fileno()), *modules],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -129,6 +133,8 @@ def console() -> None:
     from ipurun.sweep import worker
 
     worker.import_all()
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     engine.load("cpu")
     gc.freeze()  # what is there stays: to look through it would also copy its pages in every process
     gc.enable()

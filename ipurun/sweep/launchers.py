@@ -69,6 +69,7 @@ class RunningPoint:
     """
 
     job: Optional[str] = None  # how a batch system calls it
+    is_waiting = False  # for its turn in a queue
 
     def __init__(self, task: Task) -> None:
         self.task = task

@@ -8,14 +8,26 @@ import json
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
 
 from ipurun.config.compose import Point, to_yaml
 from ipurun.config.schema import SweepConfig
 from ipurun.errors import ConfigError
 from ipurun.files import write_atomically
 
-__all__ = ["ENDED", "FAILED", "FINISHED", "INTERRUPTED", "PENDING", "PRUNED", "RUNNING", "Ledger", "Record", "find_earlier", "point_id"]
+__all__ = [
+    "ENDED",
+    "FAILED",
+    "FINISHED",
+    "INTERRUPTED",
+    "PENDING",
+    "PRUNED",
+    "RUNNING",
+    "Ledger",
+    "Record",
+    "find_earlier",
+    "point_id",
+]
 
 PENDING = "pending"
 RUNNING = "running"
@@ -25,6 +37,15 @@ INTERRUPTED = "interrupted"
 PRUNED = "pruned"  # ended early, as what it had reached was worse than other points
 ENDED = (FINISHED, PRUNED)  # with results: not run again
 _FILE_NAME = "manifest.json"
+# Words of a command that do not change what is searched.
+_OF_THE_RUN = (
+    "resume=",
+    "sweep.",
+    "hydra.sweeper.n_trials=",
+    "hydra.sweeper.n_jobs=",
+    "hydra.launcher.",
+    "hydra/launcher=",
+)
 
 
 @dataclass
@@ -117,13 +138,31 @@ class Ledger:
 
 def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Ledger]:
     """Return the sweep below a folder that has points in common with these and was started or resumed last."""
+    return _newest(sweeps, lambda ledger: bool(set(ids) & {record.id for record in ledger.records}))
+
+
+def find_same_command(sweeps: Path, argv: Sequence[str]) -> Optional[Ledger]:
+    """Return the search below a folder that was started or resumed last with the same command.
+
+    Where points run, how many, and how many trials there are may differ.
+    """
+    return _newest(sweeps, lambda ledger: _searched(ledger.argv) == _searched(argv))
+
+
+def _newest(sweeps: Path, is_wanted: Callable[[Ledger], bool]) -> Optional[Ledger]:
     found: List[Ledger] = []
     for path in sweeps.glob(f"*/{_FILE_NAME}"):
         with contextlib.suppress(ConfigError):
             found.append(Ledger.load(path.parent))
-    common = [ledger for ledger in found if set(ids) & {record.id for record in ledger.records}]
-    common.sort(key=lambda ledger: (ledger.started, ledger.folder.name))
-    return common[-1] if common else None
+    wanted = [ledger for ledger in found if is_wanted(ledger)]
+    wanted.sort(key=lambda ledger: (ledger.started, ledger.folder.name))
+    return wanted[-1] if wanted else None
+
+
+def _searched(argv: Sequence[str]) -> List[str]:
+    return sorted(
+        word for word in argv if not word.lstrip("+").startswith(_OF_THE_RUN) and word not in ("-m", "--multirun")
+    )
 
 
 def point_id(point: Point) -> str:

@@ -64,6 +64,7 @@ class _Active:
     item: Checked
     label: str
     is_compiling: bool = True
+    is_shown: bool = False
 
 
 class Pool:
@@ -128,7 +129,12 @@ class Pool:
             return False
         self._launcher.wait(list(self._active))
         for running, active in list(self._active.items()):
-            for message in running.poll():
+            messages = running.poll()
+            if not running.is_waiting and not active.is_shown:
+                active.is_shown = True
+                self._display.begin(active.label)
+                self._count_neighbours()
+            for message in messages:
                 active.is_compiling = active.is_compiling and not _is_training(message)
                 self._display.show(message, active.label)
             if running.outcome is not None:
@@ -158,11 +164,15 @@ class Pool:
         for active, running in zip(chosen, self._launcher.start(tasks)):
             active.record.job = running.job
             self._active[running] = active
-            self._display.begin(active.label)
-        if not self._launcher.is_elsewhere:
-            for active in self._active.values():
-                active.record.at_once = max(active.record.at_once, len(self._active))
         self._ledger.save()
+
+    def _count_neighbours(self) -> None:
+        """Record for each point how many ran beside it on the same machine."""
+        if self._launcher.is_elsewhere:
+            return
+        running = [active for active in self._active.values() if active.is_shown]
+        for active in running:
+            active.record.at_once = max(active.record.at_once, len(running))
 
     def _task(self, record: Record, item: Checked, trial: Optional[Dict[str, object]]) -> Task:
         assert item.plan is not None
@@ -212,14 +222,17 @@ class Pool:
             else:
                 with contextlib.suppress(ProcessLookupError):
                     running.interrupt()
-                self._screen.line(f"{active.label} is saving before it stops; press Ctrl-C again to stop it at once")
+                if running.outcome is None:
+                    then = "press Ctrl-C again to stop it at once"
+                    self._screen.line(f"{active.label} is saving before it stops; {then}")
 
     def _label(self, record: Record, source: Source) -> str:
         return f"[{record.index + 1}/{source.total}] {swept_text(record)}".rstrip()
 
     def _counts(self, source: Source) -> str:
         states = [record.status for record in self._ledger.records]
-        waiting = source.total - len(self._active) - sum(state in (*ENDED, FAILED, INTERRUPTED) for state in states)
+        shown = sum(active.is_shown for active in self._active.values())
+        waiting = source.total - shown - sum(state in (*ENDED, FAILED, INTERRUPTED) for state in states)
         parts = [f"{sum(state == FINISHED for state in states)} of {source.total} finished"]
         for state in (PRUNED, FAILED):
             if state in states:

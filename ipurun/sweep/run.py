@@ -11,19 +11,22 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from ipurun import engine as engines
 from ipurun.config.compose import Points
+from ipurun.config.hydra_plugins import BASIC
 from ipurun.config.secrets import mask_word
 from ipurun.errors import ConfigError
 from ipurun.log.format import metric, plural
 from ipurun.log.screen import Screen
 from ipurun.runs.folder import check_writable, new_folder, slug, timestamp
 from ipurun.runs.lock import locked
+from ipurun.sweep.batch import JoblibLauncher, SubmititLauncher
 from ipurun.sweep.check import Checked, check_points
 from ipurun.sweep.forks import ForkServer
-from ipurun.sweep.launchers import LocalLauncher
-from ipurun.sweep.ledger import FAILED, INTERRUPTED, PENDING, Ledger, Record, find_earlier
+from ipurun.sweep.launchers import Launcher, LocalLauncher
+from ipurun.sweep.ledger import FAILED, FINISHED, PRUNED, Ledger, Record, find_earlier, find_same_command
 from ipurun.sweep.pool import Pool, Source, swept_text
+from ipurun.sweep.search import Search, TrialSource
 from ipurun.sweep.sharing import opening_lines, points_at_once
-from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, table_lines, throughput_lines, value_of
+from ipurun.sweep.table import Ranking, chart_lines, csv_text, rank, rows_as_data, table_lines, value_of
 
 __all__ = ["final_line", "run_sweep", "show_result"]
 
@@ -39,6 +42,7 @@ class SweepResult:
     ranking: Ranking
     rank_by: Optional[str]  # of the config
     interrupted: bool
+    num_points: int
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the sweep as JSON-ready data."""
@@ -54,8 +58,16 @@ class SweepResult:
         return sum(record.status == FAILED for record in self.ranking.records)
 
     @property
+    def num_pruned(self) -> int:
+        return sum(record.status == PRUNED for record in self.ranking.records)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(record.status == FINISHED for record in self.ranking.records)
+
+    @property
     def num_unfinished(self) -> int:
-        return sum(record.status in (PENDING, INTERRUPTED) for record in self.ranking.records)
+        return self.num_points - self.num_finished - self.num_failed - self.num_pruned
 
 
 def run_sweep(
@@ -75,51 +87,73 @@ def run_sweep(
     """
     config = points.points[0].config
     with contextlib.ExitStack() as stack:
-        forks = _fork_server(points, stack)
+        search = _search(points)
+        forks = _fork_server(points, search is not None, stack)
         checked = check_points(points.points)
         problems = check_writable(config.runs_dir)
         if problems:
             raise ConfigError(problems)
-        at_once = points_at_once(config.sweep.jobs, checked, points.points[0].where("sweep.jobs"))
-        records = [_record(item, index) for index, item in enumerate(checked)]
+        at_once = points_at_once(points, checked, search)
+        records = [] if search else [_record(item, index) for index, item in enumerate(checked)]
         words = [mask_word(word) for word in argv]
         ledger = _open(points, words, records, screen)
         stack.enter_context(locked(ledger.folder, "sweep", screen.remark))
+        launcher = _launcher(points, at_once.jobs, ledger.folder, forks)
         ledger.save()
-        for line in opening_lines(checked, at_once):
+        for line in opening_lines(checked, at_once, search):
             screen.line(line)
-        launcher = LocalLauncher(at_once.jobs, forks)
-        pool = Pool(
-            ledger,
-            launcher,
-            screen,
-            errors,
-            began,
-            at_once.threads,
-            lambda: _write_table(ledger, config.sweep.rank_by) and None,
-        )
-        interrupted = pool.run(Source(ledger.records, checked))
-        ranking = _write_table(ledger, config.sweep.rank_by)
-    return SweepResult(ledger.folder, words, ranking, config.sweep.rank_by, interrupted)
+        higher = None if search is None else search.direction == "maximize"
+
+        def write_table() -> Ranking:
+            return _write_table(ledger, search.metric if search else config.sweep.rank_by, higher)
+
+        pool = Pool(ledger, launcher, screen, errors, began, at_once.threads, write_table)
+        source = TrialSource(points, search, ledger) if search else Source(ledger.records, checked)
+        interrupted = pool.run(source)
+        ranking = write_table()
+    return SweepResult(ledger.folder, words, ranking, config.sweep.rank_by, interrupted, source.total)
 
 
-def _fork_server(points: Points, stack: contextlib.ExitStack) -> Optional[ForkServer]:
-    """Start the process that points are forked from, if there are several on the CPU engine."""
-    if len(points.points) < 2 or any(engines.load(point.config.engine).kind != "cpu" for point in points.points):
+def _search(points: Points) -> Optional[Search]:
+    return None if points.composer is None else Search(points)
+
+
+def _fork_server(points: Points, searches: bool, stack: contextlib.ExitStack) -> Optional[ForkServer]:
+    """Start the process that points are forked from, if there are several on the CPU engine of this machine."""
+    several = len(points.points) > 1 or searches
+    if not several or points.launching.launcher != BASIC:
         return None
-    forks = ForkServer()
+    if any(engines.load(point.config.engine).kind != "cpu" for point in points.points):
+        return None
+    forks = ForkServer(("optuna",) if searches else ())
     stack.callback(forks.close)
     return forks
 
 
+def _launcher(points: Points, at_once: int, folder: Path, forks: Optional[ForkServer]) -> Launcher:
+    name, keys = points.launching.launcher, points.launching.launcher_keys
+    if name == BASIC:
+        return LocalLauncher(at_once, forks)
+    hidden = sorted({key for point in points.points for key in point.hidden})
+    if hidden:
+        raise ConfigError(
+            f"`hydra/launcher={name}` would write secrets of the config to files",
+            seen=", ".join(hidden),
+            fix="leave them out of the config and set the variables that the libraries read, such as WANDB_API_KEY",
+        )
+    if name == "joblib":
+        return JoblibLauncher(keys, at_once)
+    return SubmititLauncher(name, keys, folder, points.points[0].config.name or "run", at_once)
+
+
 def show_result(result: SweepResult, screen: Screen) -> None:
-    """Show the table, throughput against the swept key, and what to type next."""
+    """Show the table, the ranked value against the swept keys, and what to type next."""
     lines = [""]
     wanted = result.rank_by
     if wanted is not None and wanted != result.ranking.column and result.ranking.best is not None:
         lines.append(f"note: no result has sweep.rank_by={wanted}; ranked by {result.ranking.column}")
-    throughput = throughput_lines(result.ranking.records)
-    lines += [*table_lines(result.ranking), *([""] if throughput else []), *throughput, "", final_line(result)]
+    chart = chart_lines(result.ranking)
+    lines += [*table_lines(result.ranking), *([""] if chart else []), *chart, "", final_line(result)]
     for line in [*lines, f"table: {result.folder / 'sweep.csv'} and sweep.json"]:
         screen.line(line)
     if result.num_failed or result.num_unfinished:
@@ -129,9 +163,9 @@ def show_result(result: SweepResult, screen: Screen) -> None:
 
 def final_line(result: SweepResult) -> str:
     """Return the result of a sweep in one line."""
-    records = result.ranking.records
-    done = len(records) - result.num_failed - result.num_unfinished
-    parts = [f"{done} of {plural(len(records), 'point')} finished"]
+    parts = [f"{result.num_finished} of {plural(result.num_points, 'point')} finished"]
+    if result.num_pruned:
+        parts.append(f"{result.num_pruned} pruned")
     if result.num_failed:
         parts.append(f"{result.num_failed} failed")
     if result.num_unfinished:
@@ -145,11 +179,14 @@ def final_line(result: SweepResult) -> str:
 def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Screen) -> Ledger:
     """Return a new ledger, or one that continues an earlier sweep."""
     config = points.points[0].config
-    names = sorted({record.name for record in records})
+    names = sorted({point.config.name or "run" for point in points.points})
     sweeps = Path(config.runs_dir) / slug(names[0] if len(names) == 1 else "sweep") / "sweeps"
     earlier: Optional[Ledger] = None
     if config.resume == _AUTO:
-        earlier = find_earlier(sweeps, [record.id for record in records])
+        if points.composer is None:
+            earlier = find_earlier(sweeps, [record.id for record in records])
+        else:
+            earlier = find_same_command(sweeps, argv)
         if earlier is None:
             screen.line(f"note: resume=auto found no sweep of these points in {sweeps}; running all of them")
     elif config.resume is not None:
@@ -159,9 +196,13 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
         ledger = Ledger(folder, argv, records)
     else:
         ledger = Ledger(earlier.folder, argv, records)
-        ledger.adopt(earlier)
-        done = len(records) - len(ledger.unfinished)
-        screen.line(f"resuming {earlier.folder}: {done} of {len(records)} points are finished")
+        if points.composer is None:
+            ledger.adopt(earlier)
+        else:
+            ledger.records = earlier.records
+        done = len(ledger.records) - len(ledger.unfinished)
+        total = len(records) or points.launching.sweeper_keys["n_trials"]
+        screen.line(f"resuming {earlier.folder}: {done} of {total} points are finished")
     return ledger
 
 
@@ -176,8 +217,8 @@ def _record(item: Checked, index: int) -> Record:
     )
 
 
-def _write_table(ledger: Ledger, rank_by: Optional[str]) -> Ranking:
-    ranking = rank(ledger.records, rank_by)
+def _write_table(ledger: Ledger, rank_by: Optional[str], higher_is_better: Optional[bool]) -> Ranking:
+    ranking = rank(ledger.records, rank_by, higher_is_better)
     ledger.write("sweep.csv", csv_text(rows_as_data(ranking)))
     document = _document(ranking, ledger.argv, ledger.folder)
     ledger.write("sweep.json", json.dumps(document, indent=2, default=str) + "\n")

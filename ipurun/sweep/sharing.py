@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 from ipurun import engine as engines
+from ipurun.config.compose import Points
 from ipurun.errors import ConfigError
 from ipurun.log.format import plural
+from ipurun.sweep.batch import JoblibLauncher
 from ipurun.sweep.check import Checked
 from ipurun.sweep.launchers import cores
+from ipurun.sweep.search import Search
 
 __all__ = ["AtOnce", "compilations_text", "opening_lines", "points_at_once"]
 
@@ -32,17 +35,23 @@ class AtOnce:
     room: str
 
 
-def points_at_once(asked: Union[int, str], checked: Sequence[Checked], where: str) -> AtOnce:
+def points_at_once(points: Points, checked: Sequence[Checked], search: Optional[Search]) -> AtOnce:
     """Return how many points of a sweep run at the same time.
 
     Args:
-        asked: `sweep.jobs`.
+        points: The command line.
         checked: The points.
-        where: Where `sweep.jobs` was set.
+        search: What chooses the points, if they are not listed.
 
     Raises:
         ConfigError: Not a number of points, or there are not as many IPUs.
     """
+    total = len(checked) if search is None else search.num_trials
+    launcher, keys = points.launching.launcher, points.launching.launcher_keys
+    asked, key = _asked(points, search)
+    if launcher == "submitit_slurm":  # the queue knows what there is room for
+        number = _number(asked, key, total, points, total) if search or key != "sweep.jobs" else total
+        return AtOnce(max(min(number, keys["array_parallelism"], total), 1), None, 1, "")
     plans = [item.plan for item in checked if item.plan is not None]
     on_ipus = [plan for plan in plans if plan.engine == "ipu"]
     if on_ipus:
@@ -52,25 +61,43 @@ def points_at_once(asked: Union[int, str], checked: Sequence[Checked], where: st
         fitting = max(available // largest, 1)
     else:
         room, fitting = plural(cores(), "core"), cores()
-    would_fit = max(min(fitting, len(checked)), 1)
-    text = str(asked).strip().lower()
-    if text != "auto" and not (text.isdigit() and int(text) > 0):
-        what, fix = "`sweep.jobs` takes a number of points, or auto", f"sweep.jobs={would_fit} or sweep.jobs=auto"
-        raise ConfigError(what, where, seen=str(asked), fix=fix, key="sweep.jobs")
-    jobs = would_fit if text == "auto" else int(text)
+    would_fit = max(min(fitting, total), 1)
+    if launcher == "submitit_local" and points.points[0].given is not None and key not in points.points[0].given:
+        asked = "auto"
+    jobs = _number(asked, key, would_fit, points, total)
     if on_ipus and jobs > fitting:
-        what = "`sweep.jobs` asks for more points at the same time than there are IPUs for"
-        raise ConfigError(what, where, seen=f"{asked}; {room}", fix=f"sweep.jobs={fitting}", key="sweep.jobs")
-    jobs = min(jobs, max(len(checked), 1))
+        what = f"`{key}` asks for more points at the same time than there are IPUs for"
+        where = points.points[0].where(key)
+        raise ConfigError(what, where, seen=f"{jobs}; {room}", fix=f"{key}={fitting}", key=key)
     threads = None
     if jobs > 1 and not on_ipus and "OMP_NUM_THREADS" not in os.environ:
         threads = max(cores() // jobs, 1)
     return AtOnce(jobs, threads, would_fit, room)
 
 
-def opening_lines(checked: Sequence[Checked], at_once: AtOnce) -> List[str]:
+def _asked(points: Points, search: Optional[Search]) -> Tuple[Union[int, str], str]:
+    """Return how many points are asked for, and with which key."""
+    if points.launching.launcher == "joblib":
+        return JoblibLauncher.num_jobs(points.launching.launcher_keys), "hydra.launcher.n_jobs"
+    if search is not None and search.num_jobs is not None:
+        return search.num_jobs, "hydra.sweeper.n_jobs"
+    return points.points[0].config.sweep.jobs, "sweep.jobs"
+
+
+def _number(asked: Union[int, str], key: str, automatic: int, points: Points, total: int) -> int:
+    text = str(asked).strip().lower()
+    if text != "auto" and not (text.isdigit() and int(text) > 0):
+        what, fix = f"`{key}` takes a number of points, or auto", f"{key}={automatic} or {key}=auto"
+        raise ConfigError(what, points.points[0].where(key), seen=str(asked), fix=fix, key=key)
+    return max(min(automatic if text == "auto" else int(text), total), 1)
+
+
+def opening_lines(checked: Sequence[Checked], at_once: AtOnce, search: Optional[Search] = None) -> List[str]:
     """Return what a sweep says before its first point."""
     lines = [f"{plural(len(checked), 'point')}, {compilations_text(checked)}"]
+    if search is not None:
+        keys = ", ".join(search.distributions)
+        lines = [f"{plural(search.num_trials, 'trial')}: Optuna searches {keys} to {search.direction} {search.metric}"]
     if at_once.jobs > 1:
         threads = f", {plural(at_once.threads, 'thread')} each" if at_once.threads else ""
         lines[0] += f", {at_once.jobs} at a time{threads}"
