@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -84,10 +85,8 @@ class Child:
 
     def __exit__(self, *exception: object) -> None:
         """End what is left of the process and of those that it has started."""
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         self._process.wait()
         os.close(self._reader)
 
@@ -123,10 +122,8 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal to the process and to those that it has started, such as the workers of a loader."""
         if self._process.poll() is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                return
 
     def end(self, number: int) -> None:
         """Ask it to end with a signal, and end it if it does not."""

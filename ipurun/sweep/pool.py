@@ -16,6 +16,7 @@ from ipurun.sweep.child import Outcome
 from ipurun.sweep.launchers import Launcher, RunningPoint, Task
 from ipurun.sweep.ledger import ENDED, FAILED, FINISHED, INTERRUPTED, PRUNED, RUNNING, Ledger, Record
 from ipurun.sweep.remote import ScreenReceiver, TableReceiver, read_message
+from ipurun.sweep.table import short
 from ipurun.sweep.worker import Job, job_environment, write_job
 
 __all__ = ["Pool", "Source", "swept_text"]
@@ -242,7 +243,7 @@ class Pool:
 
 def swept_text(record: Record) -> str:
     """Return the swept keys of a point with its values."""
-    return " ".join(f"{key}={value}" for key, value in record.swept.items())
+    return " ".join(f"{key}={short(value)}" for key, value in record.swept.items())
 
 
 def _is_training(message: str) -> bool:

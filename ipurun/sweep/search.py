@@ -218,7 +218,7 @@ class TrialReport(Callback):
         self._trial = optuna.trial.Trial(study, stored._trial_id)
         self._metric = trial["metric"]
         self._pruner = type(study.pruner).__name__
-        self.pruned = False
+        self.pruned = ""  # when and by which pruner
 
     def on_eval(self, event: EvalEnd) -> None:
         value = event.metrics.get(self._metric)
@@ -226,8 +226,8 @@ class TrialReport(Callback):
             return
         self._trial.report(float(value), event.step)
         if self._trial.should_prune():
-            self.pruned = True
-            self.run.stop(f"{self._pruner} pruned it at step {event.step}")
+            self.pruned = f"{self._pruner} stopped it at step {event.step}"
+            self.run.stop(self.pruned)
 
 
 def _storage(where: str) -> Any:

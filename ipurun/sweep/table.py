@@ -19,6 +19,7 @@ __all__ = [
     "is_smaller_better",
     "rank",
     "rows_as_data",
+    "short",
     "table_lines",
     "value_of",
 ]
@@ -28,6 +29,7 @@ _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer"
 _BAR_WIDTH = 30
 _LONGEST_REASON = 60
 _SIDE_BY_SIDE = " *"  # marks the speed of points that ran at the same time
+_LONGEST_NUMBER = 9
 _MOST_BARS = 40
 _MOST_COLUMNS = 12
 
@@ -113,7 +115,7 @@ def table_lines(ranking: Ranking) -> List[str]:
     for place, record in enumerate(ranking.records, 1):
         done = record.status == FINISHED
         results = record.results
-        cells = [str(place) if done else "-", *(record.swept.get(key, "") for key in swept), record.status]
+        cells = [str(place) if done else "-", *(short(record.swept.get(key, "")) for key in swept), record.status]
         cells += ["-" if value is None else metric(value) for value in (value_of(record, name) for name in columns)]
         beside = _SIDE_BY_SIDE if results and record.at_once > 1 else ""
         cells += [count(results.get(SPEED)) + beside, duration(results.get("seconds", {}).get("total"))]
@@ -122,6 +124,12 @@ def table_lines(ranking: Ranking) -> List[str]:
     marked = any(record.results and record.at_once > 1 for record in ranking.records)
     note = [f"{_SIDE_BY_SIDE.strip()} measured beside other points: speeds do not compare; sweep.jobs=1 measures alone"]
     return _aligned(header, body) + (note if marked else [])
+
+
+def short(value: str) -> str:
+    """Return a swept value for people: a number that a search has chosen with all its digits becomes readable."""
+    number = _number(value) if len(value) > _LONGEST_NUMBER else None
+    return value if number is None else f"{number:.4g}"
 
 
 def chart_lines(ranking: Ranking) -> List[str]:
@@ -146,6 +154,7 @@ def _bars(bars: Sequence[Tuple[str, float]], column: str) -> List[str]:
         bars = [bar for _, bar in sorted(zip(numbers, bars), key=lambda pair: pair[0] or 0.0)]
     left_out = len(bars) - _MOST_BARS
     bars = bars[:_MOST_BARS]
+    bars = [(short(label), value) for label, value in bars]
     longest = max(len(label) for label, _ in bars)
     values = [value for _, value in bars]
     # Metrics that hardly differ would all have a full bar: it begins below the smallest, and the ends are given.
@@ -165,7 +174,8 @@ def _grid(rows: str, columns: str, cells: Dict[Tuple[str, str], float], ranking:
     """Return a table of the values, the best of them marked."""
     downward = _in_order([row for row, _ in cells])
     across = _in_order([column for _, column in cells])
-    if len(across) > _MOST_COLUMNS < len(downward):
+    is_sparse = 2 * len(cells) < len(downward) * len(across)  # values that a search has chosen
+    if is_sparse or len(across) > _MOST_COLUMNS < len(downward):
         return []
     if len(across) > _MOST_COLUMNS:
         rows, columns, downward, across = columns, rows, across, downward
@@ -178,8 +188,8 @@ def _grid(rows: str, columns: str, cells: Dict[Tuple[str, str], float], ranking:
             value = cells.get((row, column))
             is_best = best.get(rows) == row and best.get(columns) == column
             texts.append("-" if value is None else _shown(value, ranking.column) + (" <" if is_best else ""))
-        body.append([row, *texts])
-    header = [f"{rows} \\ {columns}", *across]
+        body.append([short(row), *texts])
+    header = [f"{rows} \\ {columns}", *map(short, across)]
     return [f"{ranking.column} by {rows} and {columns}", *(f"  {line}" for line in _aligned(header, body))]
 
 

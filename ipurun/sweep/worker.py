@@ -164,8 +164,8 @@ def _run(job: Job, messages: int) -> Dict[str, Any]:
     if finished.summary.status == "interrupted":
         return {"status": "interrupted", "folder": str(finished.folder), "code": EXIT_INTERRUPTED}
     results = {**finished.summary.to_dict(), "higher_is_better": finished.higher_is_better}
-    pruned = any(callback.pruned for callback in callbacks.values())
-    status = {"status": "pruned", "reason": finished.summary.stop_reason} if pruned else {"status": "finished"}
+    pruned = "".join(callback.pruned for callback in callbacks.values())
+    status = {"status": "pruned", "reason": pruned} if pruned else {"status": "finished"}
     return {**status, "folder": str(finished.folder), "results": results, "code": 0}
 
 
