@@ -296,7 +296,8 @@ class SubmititLauncher(Launcher):
         self.is_elsewhere = name == "submitit_slurm"
         self._timeout_min = keys["timeout_min"]
         self._queue = _SlurmQueue() if self.is_elsewhere else None
-        logs = keys.get("submitit_folder") or str(folder.absolute() / ".submitit" / "%j")
+        self._job_class = submitit.SlurmJob
+        self._logs = logs = keys.get("submitit_folder") or str(folder.absolute() / ".submitit" / "%j")
         given = {"name": job_name, **{key: value for key, value in keys.items() if value is not None}}
         for not_submitits in ("_target_", "submitit_folder", "max_num_timeout"):
             given.pop(not_submitits, None)
@@ -319,6 +320,20 @@ class SubmititLauncher(Launcher):
             reason = f"the job cannot be submitted: {str(error).splitlines()[-1]}"
             return [_NotSubmitted(task, reason) for task in tasks]
         return [_SubmititJob(task, job, self._queue, self._timeout_min) for task, job in zip(tasks, jobs)]
+
+    def find(self, task: Task, job: str) -> Optional[RunningPoint]:
+        if self._queue is None:
+            return None
+        found = _SubmititJob(task, self._job_class(self._logs, job), self._queue, self._timeout_min)
+        has_ended = any((read_message(line) or {}).get("do") == "ended" for line in _lines(task.messages_file))
+        return found if has_ended or self._queue.state(job) in _LIVING else None
+
+
+def _lines(file: Path) -> List[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _for_submitit(keys: Mapping[str, Any], name: str) -> Dict[str, Any]:

@@ -105,6 +105,10 @@ class Launcher:
         """Start points."""
         raise NotImplementedError
 
+    def find(self, task: Task, job: str) -> Optional[RunningPoint]:
+        """Return a point that an earlier process of this sweep has started and that runs or has ended since."""
+        return None
+
     def wait(self, running: Sequence[RunningPoint]) -> None:
         """Wait until there may be something new, a moment at most."""
         time.sleep(_POLL_SECONDS)

@@ -158,6 +158,10 @@ class Pool:
                 reason = item.obstacle.problems[0].what if item.obstacle else "it has no plan"
                 self._end(active, Outcome(FAILED, reason, str(item.obstacle)), source)
                 continue
+            earlier = self._found(record, item)
+            if earlier is not None:
+                self._active[earlier] = active
+                continue
             chosen.append(active)
             tasks.append(self._task(record, item, source.trial(record)))
         if not tasks:
@@ -175,20 +179,29 @@ class Pool:
         for active in running:
             active.record.at_once = max(active.record.at_once, len(running))
 
-    def _task(self, record: Record, item: Checked, trial: Optional[Dict[str, object]]) -> Task:
+    def _found(self, record: Record, item: Checked) -> Optional[RunningPoint]:
+        """Return a job that outlived an earlier process of this sweep."""
+        if record.status != RUNNING or record.job is None:
+            return None
+        return self._launcher.find(self._described(record, item), record.job)
+
+    def _described(self, record: Record, item: Checked) -> Task:
         assert item.plan is not None
-        folder = self._ledger.folder / f"{record.index:03d}"
         jobs = self._ledger.folder / "jobs"
         jobs.mkdir(exist_ok=True)
-        earlier = [record.folder] if record.folder else []
-        point = self._with_threads(item.point)
-        task = Task(
+        return Task(
             jobs / f"{record.index:03d}",
             item.plan.environment,
-            job_environment(point),
+            job_environment(item.point),
             can_be_forked=item.plan.engine == "cpu",
             timeout_seconds=item.point.config.sweep.timeout_seconds,
         )
+
+    def _task(self, record: Record, item: Checked, trial: Optional[Dict[str, object]]) -> Task:
+        folder = self._ledger.folder / f"{record.index:03d}"
+        earlier = [record.folder] if record.folder else []
+        point = self._with_threads(item.point)
+        task = self._described(record, item)
         write_job(task.job_file, Job(point, str(folder), earlier, self._began, trial))
         record.status, record.folder, record.at_once = RUNNING, record.folder or str(folder), 1
         return task
