@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.errors import ConfigError, Problem, nearest
 
-__all__ = ["BASIC", "Launching", "check_choice", "check_key", "is_open", "read_launching", "register"]
+__all__ = ["BASIC", "Launching", "check_choice", "check_key", "is_open", "read_launching", "register", "resolved"]
 
 BASIC = "basic"
 _DOCS = "docs/how-to/sweeps.md"
@@ -220,20 +220,25 @@ def read_launching(node: DictConfig) -> Launching:
     if any(problems):
         raise ConfigError([problem for problem in problems if problem])
     launcher, sweeper = chosen["hydra/launcher"], chosen["hydra/sweeper"]
-    sweep_dir = _resolved(node, "sweep.dir")
+    sweep_dir = resolved(node, "sweep.dir")
     return Launching(
         launcher,
-        {} if launcher == BASIC else _resolved(node, "launcher"),
+        {} if launcher == BASIC else resolved(node, "launcher"),
         sweeper,
-        {} if sweeper == BASIC else _resolved(node, "sweeper"),
+        {} if sweeper == BASIC else resolved(node, "sweeper"),
         None if sweep_dir == "." else sweep_dir,
     )
 
 
-def _resolved(node: DictConfig, key: str) -> Any:
+def resolved(node: DictConfig, key: str) -> Any:
+    """Return a value of the `hydra` node as plain data.
+
+    Raises:
+        ConfigError: It refers to something that does not exist.
+    """
     try:
         value = OmegaConf.select(node, key)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
-        fix = f"hydra.{key}=VALUE without it"
-        raise ConfigError(f"`hydra.{key}` cannot be resolved", seen=str(error).splitlines()[0], fix=fix) from error
+        what, fix = f"`hydra.{key}` cannot be resolved", f"hydra.{key}=VALUE without it"
+        raise ConfigError(what, seen=str(error).splitlines()[0], fix=fix, key=f"hydra.{key}") from error

@@ -155,8 +155,12 @@ class Session:
             return Composed(None, _recipes(documents), tuple(documents), tuple(error.problems))
         except _COMPOSE_ERRORS as error:
             return Composed(None, documents=tuple(documents), problems=tuple(_explain(error, self.groups, chosen)))
+        try:
+            run_dir = hydra_plugins.resolved(config.hydra, "run.dir")
+        except ConfigError as error:
+            return Composed(None, _recipes(documents), tuple(documents), tuple(error.problems))
         with open_dict(config):
-            run_dir = config.pop("hydra").run.get("dir")
+            config.pop("hydra")
         explicit = [override for override, _ in chosen if override.is_group]
         for choice in explicit:
             self._let_choice_win(config, choice, explicit, texts, documents)

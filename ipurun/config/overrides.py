@@ -83,7 +83,8 @@ class Parsed:
             return [""]
         if self.prefix == "~":
             return ["~" + self.key + (f"={self.values[0]}" if self.values[0] else "")]
-        return [f"{self.prefix}{self.key}={value}" for value in self.values]
+        values = self.values or (str(self.interval.low),) if self.interval is not None else self.values
+        return [f"{self.prefix}{self.key}={value}" for value in values]
 
 
 def parse(
@@ -190,12 +191,9 @@ def _interval(override: Override) -> Optional[Interval]:
         assert sweep.start is not None and sweep.end is not None
         return Interval(sweep.start, sweep.end, "log" in sweep.tags)
     if isinstance(sweep, RangeSweep):
-        numbers = [float(number) for number in sweep.range()]
+        numbers = list(sweep.range())
         if numbers:
-            whole = all(isinstance(number, int) for number in sweep.range())
-            low, high = min(numbers), max(numbers)
-            step = abs(float(sweep.step or 1))
-            return Interval(*((int(low), int(high)) if whole else (low, high)), "log" in sweep.tags, step)
+            return Interval(min(numbers), max(numbers), "log" in sweep.tags, abs(float(sweep.step or 1)))
     return None
 
 

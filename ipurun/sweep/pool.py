@@ -89,7 +89,7 @@ class Pool:
         errors: Screen,
         began: Optional[float],
         threads: Optional[int],
-        on_change: Callable[[], None],
+        on_change: Callable[[], object],
     ) -> None:
         self._ledger = ledger
         self._launcher = launcher

@@ -159,7 +159,9 @@ def _bars(bars: Sequence[Tuple[str, float]], column: str) -> List[str]:
     values = [value for _, value in bars]
     # Metrics that hardly differ would all have a full bar: it begins below the smallest, and the ends are given.
     low, high = min(values), max(values)
-    begin = 0.0 if low >= 0 and (low < high / 2 or column == SPEED) else low - (high - low) / 4
+    begin = low - (high - low) / 4
+    if low == high or (low >= 0 and (low < high / 2 or column == SPEED)):
+        begin = min(low, 0.0)
     lines = []
     for label, value in bars:
         share = 1.0 if high == begin else (value - begin) / (high - begin)
