@@ -189,12 +189,19 @@ def _interval(override: Override) -> Optional[Interval]:
     sweep = override.value() if override.is_sweep_override() else None
     if isinstance(sweep, IntervalSweep):
         assert sweep.start is not None and sweep.end is not None
-        return Interval(sweep.start, sweep.end, "log" in sweep.tags)
+        return Interval(*_whole(str(override.key_or_group), sweep.start, sweep.end), "log" in sweep.tags)
     if isinstance(sweep, RangeSweep):
         numbers = list(sweep.range())
         if numbers:
             return Interval(min(numbers), max(numbers), "log" in sweep.tags, abs(float(sweep.step or 1)))
     return None
+
+
+def _whole(key: str, low: float, high: float) -> Tuple[float, float]:
+    """Return ends as integers where a key takes only those: Hydra reads ``interval(1, 8)`` as floats."""
+    ends = (int(low), int(high))
+    takes_floats = keys.type_problem(key, float(low)) is None
+    return (low, high) if takes_floats or ends != (low, high) or keys.type_problem(key, ends[0]) else ends
 
 
 def _check_interval(override: Override, word: str) -> Optional[Problem]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, Iterator, List
 
 import pytest
 from user_project import enter_project
@@ -32,9 +32,12 @@ _SECONDS = 240
 
 
 @pytest.fixture(autouse=True)
-def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     enter_project(tmp_path, monkeypatch, "queued_code", CODE)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    subprocess.run(["scancel", "--user=root", "--signal=KILL"], check=False)
+    subprocess.run(["scancel", "--user=root"], check=False)
 
 
 def _start(*words: str) -> subprocess.Popen:
@@ -76,19 +79,21 @@ def test_points_are_jobs_and_end_in_the_table() -> None:
 
 
 def test_a_time_out_saves_and_requeues_and_the_job_resumes() -> None:
-    words = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=40", "hydra.launcher.max_num_timeout=5")
-    process = _start("seed=1", "epochs=60", "+data.slow=0.05", "checkpoint.every_epochs=null", *words)
+    words = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=40", "hydra.launcher.max_num_timeout=20")
+    process = _start("seed=1", "epochs=20", "+data.slow=0.05", "checkpoint.every_epochs=null", *words)
     _until(lambda: [message for message in _messages(0) if message["do"] == "requeued"], process)
-    job = _records()[0]["job"]
-    # SLURM lets a job that was put into the queue again wait for two minutes.
-    _until(lambda: "PENDING" in _queue("%T"), process)
-    subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)
-    assert process.wait(_SECONDS) == 0, Path("output.txt").read_text()
+    deadline = time.monotonic() + _SECONDS
+    while process.poll() is None:
+        assert time.monotonic() < deadline, Path("output.txt").read_text()
+        if "PENDING" in _queue("%T"):  # SLURM lets a job that was put into the queue again wait for two minutes
+            subprocess.run(["scontrol", "update", f"jobid={_records()[0]['job']}", "StartTime=now"], check=True)
+        time.sleep(1)
+    assert process.returncode == 0, Path("output.txt").read_text()
     assert [message["do"] for message in _messages(0)].count("job") >= 2
     (log,) = Path("runs/tiny/sweeps").glob("*/000/log.txt")
     assert "resuming after step" in log.read_text()
     summary = json.loads((log.parent / "summary.json").read_text())
-    assert summary["status"] == "done" and summary["step"] == 240
+    assert summary["status"] == "done" and summary["step"] == 80
 
 
 def test_a_killed_sweep_finds_its_jobs() -> None:
