@@ -166,7 +166,7 @@ class TrialSource(Source):
         assert record.trial is not None
         states = importlib.import_module("optuna").trial.TrialState
         value = value_of(record, self._search.metric) if record.results else None
-        # ValueError: it was told before the sweep was ended. RuntimeError: a grid is exhausted and wants to stop a loop.
+        # ValueError: it was told before the sweep was ended. RuntimeError: a grid is complete and wants to end a loop.
         with contextlib.suppress(ValueError, RuntimeError):
             if record.status == FINISHED and value is not None and math.isfinite(value):
                 self._study.tell(record.trial, value)
