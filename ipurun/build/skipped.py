@@ -245,8 +245,8 @@ class _SkippingStream(torch.utils.data.IterableDataset):
                 if failed is not None and position != length_of(self._data):
                     raise RuntimeError(
                         f"sample {position - 1} of the split `{self._split}` cannot be skipped, because the iterator "
-                        f"ended with its error ({type(failed).__name__}: {failed}): give the data set `read(start, stop)` or "
-                        "make it readable by index"
+                        f"ended with its error ({type(failed).__name__}: {failed}): give the data set "
+                        "`read(start, stop)` or make it readable by index"
                     ) from failed
                 return
             except Exception as error:  # of any kind: the user's code reads the sample
