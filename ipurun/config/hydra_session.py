@@ -327,7 +327,7 @@ def _explain(
 
 
 def _unreadable_interpolations(detail: str) -> List[Problem]:
-    """Return a problem for each value of the user's files that looks like an interpolation and cannot be read as one."""
+    """Return a problem for each value of the user's files that looks like an interpolation and cannot be read."""
     fix = "write ${key}, ${.neighbour} or ${resolver:argument}; a computed name is a whole part: ${data.${name}}"
     problems: List[Problem] = []
     for path in (path for folder in folders.user_folders() for path in folders.files(folder)):
