@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ipurun.config import folders, hydra_plugins, keys, overrides
+from ipurun.config import folders, keys, overrides
 from ipurun.config.argv import CommandLine
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import (
@@ -38,6 +38,7 @@ from ipurun.config.documents import (
     yaml_problem,
 )
 from ipurun.config.folders import builtin_folder
+from ipurun.config.schema import hydra_plugins
 from ipurun.errors import ConfigError, Problem, listing, nearest
 
 __all__ = ["CONFIG_PATH", "Composed", "Session", "open_hydra", "prepare_hydra", "with_overrides"]
