@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 import torch
 
 from ipurun.errors import ConfigError, Problem
+from ipurun.inspect.lightning.data import Splits, has_loaders, splits_of
 from ipurun.inspect.targets import check_node, make
 
 __all__ = [
@@ -78,20 +79,24 @@ def check_sample(sample: Any) -> List[Problem]:
     ]
 
 
-def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> Dict[str, Any]:
+def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> Splits:
     """Make the data sets.
 
     The target is a map-style or iterable data set, or a function that returns one, a tuple ``(train, eval)`` or
-    ``(train, eval, test)``, or a mapping of splits. ``_eval_`` and ``_test_`` hold arguments that differ for another
+    ``(train, eval, test)``, a mapping of splits, or an object with ``train_dataloader`` and the like. ``_eval_`` and ``_test_`` hold arguments that differ for another
     split made by the same target.
 
     Raises:
         ConfigError: The target failed, or did not return data.
     """
-    splits: Dict[str, Any] = {}
+    splits = Splits({})
     for name, arguments in _variants(node).items():
         key = "data" if name == "train" else f"data._{name}_"
-        made = _as_splits(make(arguments, key, engine_module=engine_module), name, key)
+        target = make(arguments, key, engine_module=engine_module)
+        if has_loaders(target):
+            splits = splits_of(target, key)
+            continue
+        made = _as_splits(target, name, key)
         splits.update(made if name == "train" else {name: made[name]})
     if "train" not in splits:
         raise ConfigError(

@@ -15,6 +15,7 @@ from torch.nn import functional
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.inspect.batch_items import pick, split_target, with_loss
+from ipurun.inspect.lightning.steps import Steps
 from ipurun.inspect.precision import HalfWeights
 from ipurun.inspect.targets import check_arguments, check_named, locate
 
@@ -145,6 +146,8 @@ class ModelWithLoss(nn.Module):
             combine several, and PopTorch must know which tensor to differentiate.
         tracing_flag: Shared by all wrappers of one model.
         half_weights: Whether operations read float32 weights in half precision (``precision=16.32``).
+        steps: The steps of a LightningModule, one of which runs in place of `forward`.
+        step: Which one: training, validation, test or predict.
     """
 
     def __init__(
@@ -156,9 +159,13 @@ class ModelWithLoss(nn.Module):
         identity_loss: Optional[Callable[..., torch.Tensor]] = None,
         tracing_flag: Optional[TracingFlag] = None,
         half_weights: bool = False,
+        steps: Optional[Steps] = None,
+        step: str = "training",
     ) -> None:
         super().__init__()
         self.model = model
+        self.step = step
+        self._steps = steps
         self.tracing_flag = tracing_flag or TracingFlag()
         self.loss = loss.function if loss is not None and isinstance(loss.function, nn.Module) else None
         self._apply_loss = loss
@@ -175,6 +182,10 @@ class ModelWithLoss(nn.Module):
             return self._run(items, named)
 
     def _run(self, items: Tuple[Any, ...], named: Dict[str, Any]) -> Any:
+        if self._steps is not None:
+            with self.tracing_flag.set():
+                output = self._steps.run(self.step, items, named, self._target)
+            return output if self.step == "predict" else self._own_loss(output)
         if self._apply_loss is None:
             with self.tracing_flag.set():
                 output = self.model(*items, **named)

@@ -124,10 +124,10 @@ def check_loader(config: LoaderConfig) -> List[Problem]:
     return problems
 
 
-def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
-    """Return the function that makes a batch from a list of samples."""
+def make_collate(config: LoaderConfig, own: Optional[Callable[[List[Any]], Any]] = None) -> Callable[[List[Any]], Any]:
+    """Return the function that makes a batch from a list of samples; `own` is that of the data's own loader."""
     if config.collate is None:
-        return default_collate
+        return own or default_collate
     target = locate(config.collate, "loader.collate")
     if not inspect.isclass(target):
         return functools.partial(target, **config.collate_args) if config.collate_args else target
@@ -135,14 +135,14 @@ def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
     return made
 
 
-def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Any:
-    """Make the sampler or batch sampler of a config, by default an `EpochOrder`."""
+def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int, own: Any = None) -> Any:
+    """Make the sampler or batch sampler of a config, by default that of the data's own loader or an `EpochOrder`."""
     order = EpochOrder(len(data), seed, config.shuffle)
     node, key = config.sampler, "loader.sampler"
     if config.batch_sampler:
         node, key = config.batch_sampler, "loader.batch_sampler"
     if not node:
-        return order
+        return order if own is None else own
     positional, given = _filled_in(node, key)
     values: Dict[str, Any] = {"batch_size": micro_batch_size, "drop_last": True}
     first: List[Any] = []
@@ -151,10 +151,12 @@ def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: i
     return make(node, key, *first, **{name: values[name] for name in given})
 
 
-def samples_drawn(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Optional[int]:
+def samples_drawn(
+    config: LoaderConfig, data: Any, seed: int, micro_batch_size: int, own: Any = None
+) -> Optional[int]:
     """Return how many samples one training epoch draws, None for a stream without a length."""
     if is_stream(data) or not (config.sampler or config.batch_sampler):
-        return length_of(data)
+        return length_of(data if own is None else own)
     length = length_of(make_sampler(config, data, seed, micro_batch_size))
     return length if length is None or config.sampler else length * micro_batch_size
 

@@ -75,13 +75,13 @@ def make_plan(
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
     profile = plan_profile(config.profile, name, environ, found, facts.engine)
     variables = plan_variables(config, profile, settings, environ, found)
-    mode, every = output_mode(config, settings, sizes.training.device_iterations, found)
+    mode, every = output_mode(config, facts, settings, sizes.training.device_iterations, found)
     folders = folder_calls(config.cache, name, profile, settings, environ, found)
     folders.chosen[:0] = variables.calls
     training = training_options(config, facts, sizes, settings, folders, (mode, every), found)
     inference = inference_options(config, facts, sizes, settings, folders, found)
     updates = sizes.training.device_iterations
-    if config.schedule and updates > 1:
+    if (config.schedule or facts.has_own_schedule) and updates > 1:
         found.note(f"the learning rate changes once per host call, that is every {updates} weight updates")
     _check_attachable(training, facts.purpose, found)
     check_overlap(config, mode, training, found)
@@ -130,6 +130,8 @@ def make_plan(
         module_proportions=proportions,
         overlap_io=config.memory.overlap_io,
         is_left_whole=facts.is_left_whole,
+        own_optimizer=bool(facts.own_optimizer),
+        logged=facts.logged,
     )
 
 

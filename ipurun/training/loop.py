@@ -134,6 +134,7 @@ class _Trainer:
         self._progress = Progress()
         self._average = WeightAverage(run) if run.config.averaging.kind != "none" else None
         self._stop_reason = ""
+        self._epoch_values: Dict[str, float] = {}  # of an epoch whose end was not known in advance
         self._eval_minutes = Minutes(run.config.eval.every_minutes)
         self._log_minutes = Minutes(run.config.log_every_minutes)
         self._calls_differ = self._restore(resume_from)
@@ -160,6 +161,7 @@ class _Trainer:
             self._average.restore(state.get("average"))
         self._callbacks.restore(None if self._restored is None else state.get("callbacks", {}))
         run.eval_metrics.directions.update(state.get("directions", {}))
+        run.train_metrics.restore(state.get("logged", {}))
         self._stop_reason = self._early_stop_reason()
         return self._progress.recount(run.plan.training)
 
@@ -169,6 +171,7 @@ class _Trainer:
             "average": {} if self._average is None else self._average.state(),
             "callbacks": self._callbacks.state(),
             "directions": dict(self._run.eval_metrics.directions),
+            "logged": self._run.train_metrics.state(),
         }
 
     def settle(self) -> None:
@@ -317,8 +320,13 @@ class _Trainer:
         self._evaluate_and_save(ends_epoch=True)
 
     def _count_epoch(self) -> None:
-        self._progress.epoch += 1
-        self._progress.position = 0
+        run, progress = self._run, self._progress
+        if run.train_metrics.has_epoch_values and progress.position != run.plan.steps.calls_per_epoch:
+            self._epoch_values = run.train_metrics.end_epoch(progress.epoch)
+        progress.epoch += 1
+        progress.position = 0
+        if run.schedule.end_epoch():
+            run.training_model.setOptimizer(run.optimizer)
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
         reading = self._explained("reading the training data")
@@ -401,11 +409,16 @@ class _Trainer:
 
     def _report(self, lr: float, loss: float) -> None:
         run, progress, steps, window = self._run, self._progress, self._run.plan.steps, self._window
-        logged = self._is_logged()
+        ends_epoch = progress.position == steps.calls_per_epoch
+        logged = self._is_logged() or (ends_epoch and run.train_metrics.has_epoch_values)
         metrics: Dict[str, float] = {}
         if logged and run.train_metrics:
-            metrics = run.train_metrics.compute()
+            with self._explained("computing metrics"):
+                metrics = {**self._epoch_values, **run.train_metrics.compute()}
+                if ends_epoch:
+                    metrics.update(run.train_metrics.end_epoch(progress.epoch))
             run.train_metrics.reset()
+            self._epoch_values = {}
         eta = None
         if steps.total_calls is not None:
             eta = (steps.total_calls - progress.call) * self._clock.training_seconds / self._calls_here
@@ -497,7 +510,7 @@ class _Trainer:
             value = self._metric("monitor", run.monitor, event.metrics)
             improved = value is not None and self._saver.note_value(value)
             event = replace(event, is_best=improved)
-        if value is not None and run.schedule.report(value):
+        if run.schedule.report(value, event.metrics):
             run.training_model.setOptimizer(run.optimizer)
         self._consider_stopping(event.metrics)
         self._observer.on_eval(event)
