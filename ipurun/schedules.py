@@ -232,7 +232,7 @@ class Schedule:
             part.scheduler.step()
         return bool(due) and self._copy()
 
-    def report(self, value: Optional[float], metrics: Mapping[str, float] = {}) -> bool:  # noqa: B006 - only read
+    def report(self, value: Optional[float], metrics: Mapping[str, float] = {}) -> bool:
         """Pass metrics to what waits for one, and return whether the optimizer's values changed.
 
         Args:

@@ -83,8 +83,8 @@ def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = N
     """Make the data sets.
 
     The target is a map-style or iterable data set, or a function that returns one, a tuple ``(train, eval)`` or
-    ``(train, eval, test)``, a mapping of splits, or an object with ``train_dataloader`` and the like. ``_eval_`` and ``_test_`` hold arguments that differ for another
-    split made by the same target.
+    ``(train, eval, test)``, a mapping of splits, or an object with ``train_dataloader`` and the like. ``_eval_`` and
+    ``_test_`` hold arguments that differ for another split made by the same target.
 
     Raises:
         ConfigError: The target failed, or did not return data.

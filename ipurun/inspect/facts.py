@@ -88,6 +88,7 @@ class LoggedValue:
         reduction: mean, sum, min or max.
         metric: Name of the metric object in the model that computes it on the host; None: the step computes it.
         metric_key: Its name in a collection of metrics.
+        by_batch: Whether the object computes a value for each micro-batch, which are then reduced.
     """
 
     name: str
@@ -96,6 +97,7 @@ class LoggedValue:
     reduction: str
     metric: Optional[str] = None
     metric_key: Optional[str] = None
+    by_batch: bool = False
 
     @property
     def needs_all(self) -> bool:

@@ -151,9 +151,7 @@ def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: i
     return make(node, key, *first, **{name: values[name] for name in given})
 
 
-def samples_drawn(
-    config: LoaderConfig, data: Any, seed: int, micro_batch_size: int, own: Any = None
-) -> Optional[int]:
+def samples_drawn(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int, own: Any = None) -> Optional[int]:
     """Return how many samples one training epoch draws, None for a stream without a length."""
     if is_stream(data) or not (config.sampler or config.batch_sampler):
         return length_of(data if own is None else own)

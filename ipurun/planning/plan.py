@@ -199,4 +199,4 @@ class Plan:
     is_left_whole: bool = False  # no split fits: the plan shows the model on one IPU
     environment_origins: Mapping[str, str] = field(default_factory=dict)  # variable -> its key, and where that was set
     own_optimizer: bool = False  # the optimizer and its schedule are those that a LightningModule configures
-    logged: Mapping[str, Mapping[str, LoggedValue]] = field(default_factory=dict)  # kind of step -> name -> what it logs
+    logged: Mapping[str, Mapping[str, LoggedValue]] = field(default_factory=dict)  # kind of step -> name -> value

@@ -144,9 +144,7 @@ def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = (
             "index": _numbers(first, call.real, run.eval_loaders[split].left_out),
             "input": _without_padding(inputs, call.real, rows),
             "target": _without_padding(target, call.real, rows),
-            "output": _without_padding(
-                _prediction(run, call.result), call.real, rows
-            ),
+            "output": _without_padding(_prediction(run, call.result), call.real, rows),
         }
         first = int(found["index"][-1]) + 1
         yield {

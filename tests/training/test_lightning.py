@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def run(model="Lit", data="Loaders", words=(), **keys):
         quiet=True,
         **keys,
     )
-    lines = [json.loads(line) for line in open("run/metrics.jsonl", encoding="utf-8")]
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return lines, done
 
 
@@ -112,7 +113,7 @@ def test_values_between_log_lines_are_reported_under_their_own_name():
 
 
 def test_maxima_and_metric_objects_take_every_micro_batch():
-    lines, done = run("Peaks", epochs=1, device_iterations=2, gradient_accumulation=2, log_every_steps=2)
+    lines, _ = run("Peaks", epochs=1, device_iterations=2, gradient_accumulation=2, log_every_steps=2)
     data = Loaders()
     data.setup("fit")
     assert lines_with(lines, "peak")[-1]["peak"] == pytest.approx(float(data.train.tensors[0].max()))

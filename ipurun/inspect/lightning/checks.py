@@ -79,7 +79,8 @@ def check_lightning(model: nn.Module, splits: Mapping[str, Any], config: RunConf
     if any(names.values()):
         found.notes.append("; ".join(f"{kind}_step logs {text}" for kind, text in names.items() if text))
     found.notes += [
-        f"a step reads {name} ({place}): a compiled step keeps the value of its start" for name, place in trainer.reads.items()
+        f"a step reads {name} ({place}): a compiled step keeps the value of its start"
+        for name, place in trainer.reads.items()
     ]
     if "eval" in splits and not (steps.has("validation") or steps.has("test")):
         found.notes.append(f"{type(model).__name__} has no validation_step: nothing is evaluated")
@@ -254,8 +255,8 @@ def _compare_branches(
     first, second = results
     if first is not None and second is not None and _equal(first, second):
         found.notes.append(
-            f"{kind}_step decides by batch_idx ({listing(uses)}) about something that is not computed on the device: it "
-            "happens once, when the step is compiled, if at all"
+            f"{kind}_step decides by batch_idx ({listing(uses)}) about something that is not computed on the device: "
+            "it happens once, when the step is compiled, if at all"
         )
         return
     found.problems.append(

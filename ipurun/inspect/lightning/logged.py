@@ -1,4 +1,4 @@
-"""What the steps of a LightningModule logged, reduced on the host over micro-batches, replicas, iterations and epochs."""
+"""What the steps of a LightningModule logged, reduced over micro-batches, replicas, iterations and epochs."""
 
 from __future__ import annotations
 
@@ -114,10 +114,12 @@ class LoggedValues(MetricSet):
                 scale = 1.0 if self._sums else self._micro_batches / max(found.numel(), 1)
                 weights = torch.ones_like(found)
                 self._add(name[len(LOG) :], found, weights, scale)
-        self._update_objects(outputs)
+        self._update_objects(outputs, [1] * self._micro_batches)
         self._keep(outputs, self._micro_batches, self._micro_batches)
 
-    def add_weighted(self, outputs: Mapping[str, Any], rows: torch.Tensor, keep: Any, partial: Mapping[str, Any]) -> None:
+    def add_weighted(
+        self, outputs: Mapping[str, Any], rows: torch.Tensor, keep: Any, partial: Mapping[str, Any]
+    ) -> None:
         """Add the outputs of a host call of evaluation.
 
         Args:
@@ -139,7 +141,8 @@ class LoggedValues(MetricSet):
             if self._reduction(name[len(LOG) :]) == "sum":
                 weights = torch.ones_like(weights)
             self._add(name[len(LOG) :], found[used], weights, 1.0)
-        self._update_objects({name: keep(value) for name, value in outputs.items() if name.startswith(METRIC)})
+        kept = {name: keep(value) for name, value in outputs.items() if name.startswith(METRIC)}
+        self._update_objects(kept, [int(row) for row in rows if row])
         self._keep(outputs, rows.numel(), int((rows > 0).sum()), keep)
 
     def compute(self) -> Dict[str, float]:
@@ -201,7 +204,8 @@ class LoggedValues(MetricSet):
         for kept in (self._window, self._epoch):
             kept.setdefault(name, _Reduced()).add(values, weights, scale, self._updates)
 
-    def _update_objects(self, outputs: Mapping[str, Any]) -> None:
+    def _update_objects(self, outputs: Mapping[str, Any], weights: List[int]) -> None:
+        """Pass what the metric objects received to them; `weights` are those of the micro-batches."""
         calls: Dict[Tuple[str, str], Dict[str, Any]] = {}
         for name, value in outputs.items():
             if name.startswith(METRIC):
@@ -219,6 +223,27 @@ class LoggedValues(MetricSet):
                 metrics.append(self._window_objects[path])
             for metric in metrics:
                 metric.update(*positional, **named)
+            self._add_batch_values(path, positional, named, weights)
+
+    def _add_batch_values(self, path: str, positional: List[Any], named: Dict[str, Any], weights: List[int]) -> None:
+        """Add what a metric object computes for each micro-batch alone, where that was logged."""
+        specs = [spec for spec in self._specs.values() if spec.metric == path and spec.by_batch]
+        if not specs:
+            return
+        rows = [*positional, *named.values()][0].shape[0] // sum(weights)
+        sizes = [rows * weight for weight in weights]
+        parts = [
+            [value.split(sizes) for value in positional],
+            {key: value.split(sizes) for key, value in named.items()},
+        ]
+        for number, weight in enumerate(weights):
+            metric = copy.deepcopy(self._objects[path])
+            metric.reset()
+            metric.update(*(part[number] for part in parts[0]), **{key: part[number] for key, part in parts[1].items()})
+            found = metric.compute()
+            for spec in specs:
+                value = torch.as_tensor(found[spec.metric_key] if spec.metric_key is not None else found).double()
+                self._add(spec.name, value.reshape(1), torch.tensor([float(weight)], dtype=torch.float64), 1.0)
 
     def _keep(self, outputs: Mapping[str, Any], micro_batches: int, real: int, keep: Any = lambda value: value) -> None:
         """Append to the model's own lists what its step appended to them, for each micro-batch."""
@@ -238,7 +263,7 @@ class LoggedValues(MetricSet):
                 getattr(self._steps.model, attribute).append(item[""] if set(item) == {""} else item)
 
     def _value(self, spec: LoggedValue, kept: Mapping[str, _Reduced], by_update: bool = False) -> float:
-        if spec.metric is None:
+        if spec.metric is None or spec.by_batch:
             reduced = kept.get(spec.name)
             return math.nan if reduced is None else reduced.value(spec.reduction, by_update)
         metric: Optional[Any] = (self._window_objects if by_update else self._objects).get(spec.metric)

@@ -103,7 +103,9 @@ def optimizer_node(own: ConfiguredOptimizer, model: nn.Module) -> Tuple[Dict[str
     groups = []
     for group in trained[1:]:
         values = {key: value for key, value in _values(group, name, moves).items() if key in _BY_GROUP}
-        groups.append({"match": [named[id(p)] for p in group["params"] if p.requires_grad and id(p) in named], **values})
+        groups.append(
+            {"match": [named[id(p)] for p in group["params"] if p.requires_grad and id(p) in named], **values}
+        )
     if groups:
         node["groups"] = groups
     covered: Set[int] = {id(p) for group in optimizer.param_groups for p in group["params"]}

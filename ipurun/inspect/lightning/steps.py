@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import numbers
+import sys
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -85,6 +86,7 @@ class HostValue(NamedTuple):
 
     path: str
     key: Optional[str] = None  # of a collection
+    by_batch: bool = False  # what `forward` returns: the value of this batch alone
 
 
 class _Unusable:
@@ -227,7 +229,7 @@ class _Recorder:
         """Record inside."""
         changed: List[Tuple[Dict[str, Any], str, Any]] = []
 
-        def put(module: nn.Module, name: str, value: Any) -> None:
+        def put(module: Any, name: str, value: Any) -> None:
             own = vars(module)
             changed.append((own, name, own.get(name, _MISSING)))
             own[name] = value
@@ -241,6 +243,11 @@ class _Recorder:
             put(metric, "update", self._receiver(path, metric, returns=False))
             put(metric, "compute", lambda path=path, metric=metric: self._value(path, metric))
             put(metric, "reset", lambda: None)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchmetrics.functional"):
+                # They read the values that they check, which a compiled step cannot.
+                for check in [check for check in vars(module) if check.endswith("_tensor_validation")]:
+                    put(module, check, lambda *args, **kwargs: None)
         try:
             yield
         finally:
@@ -289,7 +296,7 @@ class _Recorder:
         reduction = _reduction(reduce_fx, name)
         host = self._host_value(value)
         if host is not None:
-            self.logged[name] = LoggedValue(name, on_step, on_epoch, reduction, host.path, host.key)
+            self.logged[name] = LoggedValue(name, on_step, on_epoch, reduction, *host)
             return
         self.logged[name] = LoggedValue(name, on_step, on_epoch, reduction)
         self.outputs[LOG + name] = _scalar(value, name, self._model)
@@ -313,10 +320,10 @@ class _Recorder:
                         return HostValue(path, str(key))
         return None
 
-    def _value(self, path: str, metric: nn.Module) -> Any:
+    def _value(self, path: str, metric: nn.Module, by_batch: bool = False) -> Any:
         if isinstance(metric, nn.ModuleDict):
-            return {str(key): _Unusable(HostValue(path, str(key))) for key in metric.keys()}
-        return _Unusable(HostValue(path))
+            return {str(key): _Unusable(HostValue(path, str(key), by_batch)) for key in list(metric.keys())}
+        return _Unusable(HostValue(path, None, by_batch))
 
     def _receiver(self, path: str, metric: nn.Module, returns: bool) -> Callable[..., Any]:
         def receive(*args: Any, **kwargs: Any) -> Any:
@@ -329,7 +336,7 @@ class _Recorder:
                         "step only tensors reach the host"
                     )
                 self.outputs[f"{METRIC}{path}:{number}:{key}"] = value.detach()
-            return self._value(path, metric) if returns else None
+            return self._value(path, metric, by_batch=True) if returns else None
 
         return receive
 
