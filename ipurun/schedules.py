@@ -32,7 +32,11 @@ _FROM_LENGTH = (*_LENGTHS, "_schedule_phases")
 
 
 def cosine(
-    optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then follow half a cosine down to a share of the optimizer's learning rate.
 
@@ -41,23 +45,28 @@ def cosine(
         total_steps: Weight updates of the whole run, filled in by ipurun.
         warmup_steps: Weight updates of the warm-up.
         final_factor: Share of the learning rate that remains at the end.
+        warmup_share: Share of the run that is warm-up, in place of `warmup_steps`.
     """
 
     def factor(done: float) -> float:
         return final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * done))
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def linear(
-    optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then fall linearly to a share of the optimizer's learning rate; arguments as for `cosine`."""
 
     def factor(done: float) -> float:
         return 1 - (1 - final_factor) * done
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def constant(optimizer: torch.optim.Optimizer, warmup_steps: int = 0) -> lr_scheduler.LambdaLR:
@@ -71,6 +80,7 @@ def polynomial(
     warmup_steps: int = 0,
     power: float = 2.0,
     final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then fall by a power of the share of the run that is left.
 
@@ -80,12 +90,13 @@ def polynomial(
         warmup_steps: Weight updates of the warm-up.
         power: 1 is a straight line; above 1, most of the fall comes first.
         final_factor: Share of the learning rate that remains at the end.
+        warmup_share: Share of the run that is warm-up, in place of `warmup_steps`.
     """
 
     def factor(done: float) -> float:
         return final_factor + (1 - final_factor) * (1 - done) ** power
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def warm_restarts(
@@ -95,6 +106,7 @@ def warm_restarts(
     cycles: int = 4,
     cycle_growth: float = 1.0,
     final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then follow several half cosines, each from the full learning rate.
 
@@ -105,6 +117,7 @@ def warm_restarts(
         cycles: Number of half cosines.
         cycle_growth: Length of each cycle, relative to the one before.
         final_factor: Share of the learning rate that remains at the end of each.
+        warmup_share: Share of the run that is warm-up, in place of `warmup_steps`.
     """
     if cycles < 1 or cycle_growth <= 0:
         raise ValueError("cycles must be 1 or more, and cycle_growth above 0")
@@ -121,7 +134,7 @@ def warm_restarts(
         share = min(max(position / length, 0.0), 1.0)
         return final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * share))
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def lengths_to_fill(target: Any, given: Mapping[str, Any]) -> List[str]:
@@ -319,6 +332,15 @@ class _SubstituteOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is nothing to update
         """Do nothing: schedulers expect a call before they advance."""
+
+
+def _warmup(total_steps: int, steps: int, share: float) -> int:
+    """Return the weight updates of a warm-up, which is given as a number or as a share of the run."""
+    if not share:
+        return steps
+    if not 0 < share < 1:
+        raise ValueError(f"warmup_share is a share of the run between 0 and 1, not {share}")
+    return math.ceil(total_steps * share)
 
 
 def _after_warmup(

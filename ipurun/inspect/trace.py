@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.api.calls import Call, construct, last_call
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import RunConfig, canonical_precision
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.emulator.graph import Captured, Node, Placement, Recorder, active_recorder, capture, is_supported
 from ipurun.errors import ConfigError, Problem
@@ -110,7 +110,7 @@ def _attempts(
 
     def tiny() -> Optional[nn.Module]:
         # torch's kernels for meta tensors take seconds to load, which a tiny model can do without.
-        is_plain = model is None and config.precision in ("32", "32.32")
+        is_plain = model is None and canonical_precision(config.precision) == "32.32"
         return _small_model(config, largest=_TINY_MODEL) if is_plain else None
 
     def without_memory() -> nn.Module:
@@ -183,7 +183,7 @@ def _trace(
     strategy: Any,
     training_mode: bool,
 ) -> TracedModel:
-    precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
+    precision = canonical_precision(config.precision)
     stop_caching(model)
     cast_weights(model, precision, rules)
     # Any module may end a block, so each one gets a hook; in a run `Annotations` hooks only those that do.

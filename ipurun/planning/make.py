@@ -9,7 +9,7 @@ from ipurun.api.calls import Call, last_call
 from ipurun.api.conf_file import read_conf
 from ipurun.api.options import read_setters
 from ipurun.config.checks import check_values, with_valid_values
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import RunConfig, canonical_precision
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.planning.artifacts import folder_calls, plan_profile, plan_saving
@@ -31,8 +31,6 @@ from ipurun.planning.steps import check_end_and_average, count_evaluation, count
 from ipurun.planning.user_settings import UserSettings, unlike_defaults
 
 __all__ = ["make_plan"]
-
-_SHORT_PRECISIONS = {"16": "16.16", "32": "32.32"}
 
 
 def make_plan(
@@ -68,7 +66,12 @@ def make_plan(
     steps = count_steps(config, sizes.training, facts.train_samples, found)
     check_loading(config.loader, sizes.training, found)
     check_end_and_average(config, sizes.training, steps, found)
-    precision = _SHORT_PRECISIONS.get(config.precision, config.precision)
+    precision = canonical_precision(config.precision)
+    if config.precision == "16":
+        found.note(
+            "precision=16 means 16.32 (half operations, float32 weights), as in Lightning; until the last release it "
+            "meant 16.16, which precision=16.16 still gives"
+        )
     optimizer, groups = plan_optimizer(config, found)
     no_decay = plan_no_decay(config, facts, found)
     frozen = frozen_parts(config, facts, sizes.training, steps, found)
