@@ -16,6 +16,7 @@ from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.inspect.batch_items import pick, split_target, with_loss
 from ipurun.inspect.lightning.steps import Steps
+from ipurun.inspect.model import drops_layers
 from ipurun.inspect.precision import HalfWeights
 from ipurun.inspect.targets import check_arguments, check_named, locate
 
@@ -89,11 +90,18 @@ class TracingFlag:
     of transformers and timm check it before they look for a short cut in an attention mask or keep a tensor for the
     next call. When it is True they skip both and compute the same. A few also expect sizes to be tensors, as in
     torch.jit, and fail: `retry` captures those with PopTorch's own value.
+
+    Speech models of transformers also compare one random number with their `layerdrop` before each layer, even if it is
+    0. Which layers run is compiled in, so that number is 1 here: no layer is dropped.
+
+    Args:
+        model: The model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Optional[nn.Module] = None) -> None:
         self._value = True
         self._was_read = False
+        self._drops_layers = model is not None and drops_layers(model)
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
@@ -105,6 +113,9 @@ class TracingFlag:
             return self._value
 
         torch.jit.is_tracing = is_tracing
+        rand = torch.rand
+        if self._drops_layers:
+            torch.rand = lambda *size, **kwargs: rand(*size, **kwargs) if any(size) else 1.0  # type: ignore[assignment]
         try:
             yield
         except Exception:
@@ -112,6 +123,7 @@ class TracingFlag:
             raise
         finally:
             torch.jit.is_tracing = before
+            torch.rand = rand
 
     def retry(self, capture: Callable[[], _Result]) -> _Result:
         """Run a capture, and run it again with the other value if the model read the flag and then failed.
@@ -166,7 +178,7 @@ class ModelWithLoss(nn.Module):
         self.model = model
         self.step = step
         self._steps = steps
-        self.tracing_flag = tracing_flag or TracingFlag()
+        self.tracing_flag = tracing_flag or TracingFlag(model)
         self.loss = loss.function if loss is not None and isinstance(loss.function, nn.Module) else None
         self._apply_loss = loss
         self._target = config.target

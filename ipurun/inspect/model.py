@@ -34,6 +34,8 @@ __all__ = [
     "check_returned_loss",
     "count_parameters",
     "cut_modules",
+    "drops_layers",
+    "host_randomness",
     "make_meta_model",
     "make_model",
     "model_structure",
@@ -263,6 +265,32 @@ def stop_caching(model: nn.Module) -> bool:
     for config in caching:
         config.use_cache = False
     return bool(caching)
+
+
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether a model of transformers may skip layers at random, as its speech models do."""
+    return any(
+        hasattr(module, "layerdrop") or hasattr(getattr(module, "config", None), "layerdrop")
+        for module in model.modules()
+    )
+
+
+def host_randomness(model: nn.Module) -> Tuple[str, ...]:
+    """Return notes on what models of transformers draw on the host, which would be the same at every step."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    shares = [
+        getattr(module, "layerdrop", 0) or getattr(config, "layerdrop", 0) or getattr(config, "encoder_layerdrop", 0)
+        for module, config in zip(model.modules(), configs)
+    ]
+    notes = []
+    if any(isinstance(share, float) and share > 0 for share in shares):
+        notes.append("the model's layerdrop is off: which layers run is compiled in")
+    if any(getattr(config, "apply_spec_augment", False) and getattr(config, "mask_time_prob", 0) for config in configs):
+        notes.append(
+            "the model draws the masks of SpecAugment on the host, so that one mask is compiled in for all steps: set "
+            "apply_spec_augment: false in its config, and mask in the data set"
+        )
+    return tuple(notes)
 
 
 def batch_norms(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from ipurun.inspect.batch_items import as_call
 from ipurun.inspect.data import (
     check_data,
     check_sample,
+    check_shapes,
     first_sample,
     is_read_by_position,
     is_stream,
@@ -42,6 +43,7 @@ from ipurun.inspect.model import (
     check_forward,
     check_returned_loss,
     count_parameters,
+    host_randomness,
     make_meta_model,
     make_model,
     model_structure,
@@ -368,12 +370,15 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
     if not stream and config.loader.collate is None and own_collate(splits, "train") is None:
         with seeded(config.seed):
             problems += check_sample(first_sample(splits["train"]))
+    if not stream and not problems:
+        with seeded(config.seed):
+            problems += check_shapes(splits["train"], make_collate(config.loader, own_collate(splits, "train")))
     return problems
 
 
 def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose) -> Facts:
     cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
-    own_notes = notes_of(*splits.values(), splits, model)
+    own_notes = (*notes_of(*splits.values(), splits, model), *host_randomness(model))
     return Facts(
         engine=engine.kind,
         engine_version=engine.version,
