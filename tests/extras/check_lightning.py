@@ -206,3 +206,23 @@ def test_test_and_predict_steps():
     predicted = torch.cat(trainer.predict(model, data.test_dataloader()))
     found = ipurun.predict("run", split="test", quiet=True)
     torch.testing.assert_close(found.outputs, predicted, atol=1e-4, rtol=1e-3)
+
+
+def test_checkpoints_come_over_and_go_back():
+    _, model, trainer = with_lightning(Classifier)
+    trainer.save_checkpoint("theirs.ckpt")
+    ipurun.train(
+        model={"_target_": "check_lightning.Classifier"},
+        data={"_target_": "check_lightning.Data"},
+        init_from="theirs.ckpt",
+        max_steps=1,
+        optimizer={"_target_": "poptorch.optim.SGD", "lr": 0.0},
+        overrides=["hydra.run.dir=run"],
+        quiet=True,
+    )
+    exported = ipurun.export("run", "ours.ckpt", lightning=True, quiet=True)
+    assert str(exported.files[0]) == "ours.ckpt"
+    back = Classifier.load_from_checkpoint("ours.ckpt")
+    assert back.hparams.lr == 0.01
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(back.state_dict()[name], value)

@@ -231,3 +231,15 @@ def test_a_loss_metrics_and_an_unknown_monitor_are_refused(capsys):
     assert "self.log" in refusal(capsys, lit, "+metrics.accuracy={}")
     said = refusal(capsys, lit, "monitor=val_los")
     assert "try    monitor=val_loss" in said
+
+
+def test_weights_are_exported_as_a_lightning_checkpoint(capsys):
+    run(max_steps=2)
+    assert main(["export", "run", "--lightning"]) == 0
+    content = torch.load("run/model.ckpt", weights_only=True)
+    assert content["global_step"] == 2
+    assert torch.equal(content["state_dict"]["head.weight"], ipurun.load("run").model.head.weight)
+    words = ["model._target_=lightning_duck.Lit", "data._target_=lightning_duck.Loaders", "init_from=run/model.ckpt"]
+    assert main(["plan", *words]) == 0
+    assert "Lightning checkpoint of step 2" in capsys.readouterr().out
+    assert main(["export", "run", "--lightning", "--out", "weights.safetensors"]) == 2

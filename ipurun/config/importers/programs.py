@@ -16,7 +16,16 @@ from ipurun.errors import ConfigError, listing, nearest
 __all__ = ["import_application", "import_command", "import_lightning", "import_training_arguments", "is_lightning_cli"]
 
 # Arguments of transformers that a run of ipurun has in another form, or that say nothing about it.
-_SILENT = ("do_train", "do_eval", "do_predict", "overwrite_output_dir", "logging_dir", "hub_", "push_to_hub", "fsdp")
+_SILENT: Tuple[str, ...] = (
+    "do_train",
+    "do_eval",
+    "do_predict",
+    "overwrite_output_dir",
+    "logging_dir",
+    "hub_",
+    "push_to_hub",
+    "fsdp",
+)
 _SILENT += (
     "deepspeed",
     "_n_gpu",
@@ -27,7 +36,7 @@ _SILENT += (
     "accelerator_config",
     "past_index",
 )
-_EMPTY = (None, False, "", [], {}, 0, "none", "None", "no", "passive", "auto", "no_deprecated_warning")
+_EMPTY: Tuple[Any, ...] = (None, False, "", [], {}, 0, "none", "None", "no", "passive", "auto", "no_deprecated_warning")
 _DEFAULTS: Mapping[str, Any] = {  # of TrainingArguments: a file has all of them
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,

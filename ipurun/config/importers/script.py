@@ -10,9 +10,26 @@ from ipurun.config.importers.recipe import Recipe
 
 __all__ = ["import_program"]
 
-_OPTIMIZER_VALUES = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "centered")
+_OPTIMIZER_VALUES: Tuple[str, ...] = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "betas",
+    "eps",
+    "dampening",
+    "nesterov",
+    "alpha",
+    "centered",
+)
 # What the optimizers have where nothing was passed.
-_USUAL = {"momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e-08, "dampening": 0.0, "nesterov": False, "alpha": 0.99}
+_USUAL: Dict[str, Any] = {
+    "momentum": 0.0,
+    "betas": [0.9, 0.999],
+    "eps": 1e-08,
+    "dampening": 0.0,
+    "nesterov": False,
+    "alpha": 0.99,
+}
 _USUAL.update({"centered": False, "loss_scaling": 1.0, "max_grad_norm": float("inf"), "bias_correction": True})
 _USUAL["use_combined_accum"] = False
 _OPTIMIZER_VALUES += ("loss_scaling", "max_grad_norm", "bias_correction", "max_weight_norm", "use_combined_accum")

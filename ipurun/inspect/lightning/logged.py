@@ -232,14 +232,14 @@ class LoggedValues(MetricSet):
             return
         rows = [*positional, *named.values()][0].shape[0] // sum(weights)
         sizes = [rows * weight for weight in weights]
-        parts = [
-            [value.split(sizes) for value in positional],
-            {key: value.split(sizes) for key, value in named.items()},
-        ]
+        by_position = [value.split(sizes) for value in positional]
+        by_name = {key: value.split(sizes) for key, value in named.items()}
         for number, weight in enumerate(weights):
             metric = copy.deepcopy(self._objects[path])
             metric.reset()
-            metric.update(*(part[number] for part in parts[0]), **{key: part[number] for key, part in parts[1].items()})
+            metric.update(
+                *(parts[number] for parts in by_position), **{key: parts[number] for key, parts in by_name.items()}
+            )
             found = metric.compute()
             for spec in specs:
                 value = torch.as_tensor(found[spec.metric_key] if spec.metric_key is not None else found).double()
@@ -258,8 +258,8 @@ class LoggedValues(MetricSet):
                     parts = list(keep(value).split(size))
                 items.setdefault((attribute, number), {})[key] = parts
         for (attribute, _), by_key in items.items():
-            for number in range(real):
-                item = {key: parts[number] for key, parts in by_key.items() if number < len(parts)}
+            for place in range(real):
+                item = {key: parts[place] for key, parts in by_key.items() if place < len(parts)}
                 getattr(self._steps.model, attribute).append(item[""] if set(item) == {""} else item)
 
     def _value(self, spec: LoggedValue, kept: Mapping[str, _Reduced], by_update: bool = False) -> float:
