@@ -38,6 +38,7 @@ __all__ = [
 
 _CPU_FOLDER, _ABOUT_FOLDER = "cpu", "about"
 _CPU_ENDING, _IPU_ENDING = ".graph", ".popef"
+_CHOICE_ENDING = ".form"  # what the CPU engine chose by measuring, for a program that may be too quick to be stored
 _CPU_MAGIC = b"ipurun executable "
 _OLD_PLACEHOLDER = b'{"operations": '
 _LEFTOVERS = (".broken", ".partial", ".lock")
@@ -323,6 +324,10 @@ def clear(folder: Union[str, Path]) -> Tuple[List[Entry], int]:
         with contextlib.suppress(OSError):
             path.unlink()
             others += 1
+    for path in _listed(Path(folder) / _CPU_FOLDER):
+        if path.suffix == _CHOICE_ENDING:
+            with contextlib.suppress(OSError):
+                path.unlink()
     for name in (_CPU_FOLDER, _ABOUT_FOLDER):
         with contextlib.suppress(OSError):
             (Path(folder) / name).rmdir()

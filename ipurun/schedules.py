@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import inspect
 import math
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch.optim import lr_scheduler
@@ -29,6 +29,7 @@ _LENGTHS = ("total_steps", "T_max")
 _CHANGING = ("lr", "momentum", "betas", "weight_decay")
 # What a scheduler derives from the length of the run: that of the present config holds, also after a resume.
 _FROM_LENGTH = (*_LENGTHS, "_schedule_phases")
+_TABULATED = 256  # values of a curve that are computed at a time
 
 
 def cosine(
@@ -204,11 +205,18 @@ class Schedule:
         groups = self._substitute.param_groups
         if own is not None:  # those without anything to train are not groups of the engine's optimizer
             groups = [group for group in groups if any(p.requires_grad for p in group["params"])]
-        self._sources = groups if places is None else [groups[place] for place in places]
+        sources = groups if places is None else [groups[place] for place in places]
         self._parts = list(schedulers) if factory is None else [TimedScheduler(factory(self._substitute))]
         self._by_update = [part for part in self._parts if part.interval == "step" and not part.waits_for_metric]
         # Whether it advances with evaluation results instead of weight updates.
         self.waits_for_metric = any(part.waits_for_metric for part in self._parts)
+        only = self._parts[0].scheduler if len(self._parts) == 1 else None
+        self._curve = only if isinstance(only, _Curve) else None
+        changing = _CHANGING[:1] if self._curve is not None else _CHANGING
+        self._followed = [
+            (source, [key for key in changing if key in source and key in group])
+            for group, source in zip(optimizer.param_groups, sources)
+        ]
         self._lr_factor = 1.0
         self._updates = 0
         self._epochs = 0
@@ -226,6 +234,9 @@ class Schedule:
         """Advance by a number of weight updates, and return whether the optimizer's values changed."""
         if not self._by_update:
             return False
+        if self._curve is not None:
+            self._curve.advance(updates)
+            return self._copy()
         for _ in range(updates):
             self._updates += 1
             for part in self._by_update:
@@ -291,10 +302,8 @@ class Schedule:
 
     def _copy(self) -> bool:
         changed = False
-        for group, source in zip(self._optimizer.param_groups, self._sources):
-            for key in _CHANGING:
-                if key not in source or key not in group:
-                    continue
+        for group, (source, keys) in zip(self._optimizer.param_groups, self._followed):
+            for key in keys:
                 value = source[key] * self._lr_factor if key == "lr" else source[key]
                 if group[key] != value:
                     self._check_variable(key)
@@ -351,7 +360,20 @@ def _after_warmup(
             return (step + 1) / (warmup_steps + 1)
         return float(factor(min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)))
 
-    return _Curve(optimizer, scale)
+    return _Curve(optimizer, _tabulated(scale))
+
+
+def _tabulated(curve: Callable[[int], float]) -> Callable[[int], float]:
+    """Return a curve that computes its values many at a time: one at a time, every step would find the caches cold."""
+    first, values = 0, [curve(0)]
+
+    def value(step: int) -> float:
+        nonlocal first, values
+        if not 0 <= step - first < len(values):
+            first, values = step, [curve(number) for number in range(step, step + _TABULATED)]
+        return values[step - first]
+
+    return value
 
 
 class _Curve(lr_scheduler.LambdaLR):
@@ -361,9 +383,13 @@ class _Curve(lr_scheduler.LambdaLR):
         """Advance by one weight update."""
         if epoch is not None or self._step_count < 1:  # also the first call, by the constructor
             super().step(epoch)
-            return
-        self._step_count += 1
-        self.last_epoch += 1
+        else:
+            self.advance(1)
+
+    def advance(self, updates: int) -> None:
+        """Advance by a number of weight updates."""
+        self._step_count += updates
+        self.last_epoch += updates
         self._last_lr = [rate * curve(self.last_epoch) for rate, curve in zip(self.base_lrs, self.lr_lambdas)]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr):
             group["lr"] = lr

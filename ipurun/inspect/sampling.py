@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import is_stream, length_of
+from ipurun.inspect.lightning.data import Splits
 from ipurun.inspect.targets import arguments_of, check_node, first_parameter, locate, make
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "RandomStates",
     "ResumableSampler",
     "check_loader",
+    "grouped",
     "make_collate",
     "make_sampler",
     "rows_to_fill",
@@ -133,6 +135,36 @@ def make_collate(config: LoaderConfig, own: Optional[Callable[[List[Any]], Any]]
         return functools.partial(target, **config.collate_args) if config.collate_args else target
     made: Callable[[List[Any]], Any] = make({"_target_": config.collate, **config.collate_args}, "loader.collate_args")
     return made
+
+
+def grouped(splits: Splits, config: LoaderConfig) -> Splits:
+    """Return the data as the collate function wants to read it: one that packs samples groups them first.
+
+    Raises:
+        ConfigError: The data cannot be grouped.
+    """
+    group = getattr(make_collate(config), "group", None)
+    if group is None:
+        return splits
+    found = Splits({}, splits.traits, splits.notes)
+    for name, data in splits.items():
+        if is_stream(data):
+            raise ConfigError(
+                f"`loader.collate={config.collate}` packs data that is read by index",
+                seen=f"the split `{name}` is iterable",
+                fix="a data set with __getitem__ and __len__, or loader.collate=ipurun.datasets.collate.Pad",
+                key="loader.collate",
+            )
+        try:
+            found[name] = group(data)
+        except ValueError as error:
+            raise ConfigError(
+                f"the split `{name}` cannot be packed",
+                seen=str(error),
+                fix="other loader.collate_args",
+                key="loader.collate_args",
+            ) from error
+    return found
 
 
 def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int, own: Any = None) -> Any:
