@@ -48,13 +48,20 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _NOT_COMPILED = frozenset(
     [
         "cache",
+        "callbacks",
         "checkpoint",
         "debug",
+        "early_stopping",
         "engine",
         "epochs",
         "eval",
+        "init",
+        "init_from",
         "interrupt_exit_code",
+        "limit",
         "loader",
+        "log_every_epochs",
+        "log_every_minutes",
         "log_every_steps",
         "logger",
         "machine",
@@ -63,6 +70,7 @@ _NOT_COMPILED = frozenset(
         "metrics",
         "monitor",
         "name",
+        "on_callback_error",
         "on_nonfinite",
         "optimizer.lr",
         "options.connectionType",
@@ -81,7 +89,9 @@ _NOT_COMPILED = frozenset(
         "rollback",
         "runs_dir",
         "schedule",
+        "security",
         "seed",
+        "sweep",
         "threads",
     ]
 )

@@ -182,7 +182,9 @@ class PoplarExecutor:
     def __getstate__(self) -> Dict[str, Any]:
         """Leave out the compiled state: a copy compiles at its first call. Use `save` to write files."""
         kept = dict(self.__dict__)
-        kept.update(_executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False, _export=None)
+        kept.update(
+            _executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False, _export=None
+        )
         return kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
