@@ -437,6 +437,7 @@ def export(
     half: bool = False,
     overrides: Sequence[str] = (),
     quiet: bool = False,
+    lightning: bool = False,
 ) -> Exported:
     """Write the weights of a run as safetensors, as `ipurun export` does; neither data nor devices are needed.
 
@@ -448,6 +449,7 @@ def export(
         half: Write floating-point weights in float16.
         overrides: Changes to the config of the run.
         quiet: Show nothing on standard output.
+        lightning: Write a checkpoint that a LightningModule loads, a ``.ckpt`` file, in place of safetensors.
     """
     with _one_call(overrides):
         from ipurun.log.screen import make_screen
@@ -466,6 +468,7 @@ def export(
                 best,
                 half,
                 lambda written, total: screen.phase("", written / max(total, 1)),
+                lightning,
             )
         finally:
             screen.close()

@@ -299,6 +299,22 @@ class MetricSet:
                 values[name] = float(value)
         return values
 
+    @property
+    def has_epoch_values(self) -> bool:
+        """Whether the end of a training epoch has values."""
+        return False
+
+    def end_epoch(self, epoch: int) -> Dict[str, float]:
+        """Return the values of a training epoch, and begin the next one."""
+        return {}
+
+    def state(self) -> Dict[str, Any]:
+        """Return what a checkpoint keeps of the epoch so far."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a checkpoint."""
+
     def higher_is_better(self, name: str) -> bool:
         """Return the direction of a metric: as it declares, else higher is better, except for the loss."""
         if name in self.directions:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import collections
 import inspect
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch.optim import lr_scheduler
 
 from ipurun.errors import ConfigError
 
-__all__ = ["Schedule", "constant", "cosine", "lengths_to_fill", "linear", "polynomial", "warm_restarts"]
+__all__ = [
+    "Schedule",
+    "TimedScheduler",
+    "constant",
+    "cosine",
+    "lengths_to_fill",
+    "linear",
+    "polynomial",
+    "warm_restarts",
+]
 
 # Parameters of schedulers that mean the length of the run, filled in from the plan if the config does not set them.
 _LENGTHS = ("total_steps", "T_max")
@@ -24,7 +33,11 @@ _TABULATED = 256  # values of a curve that are computed at a time
 
 
 def cosine(
-    optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then follow half a cosine down to a share of the optimizer's learning rate.
 
@@ -33,23 +46,28 @@ def cosine(
         total_steps: Weight updates of the whole run, filled in by ipurun.
         warmup_steps: Weight updates of the warm-up.
         final_factor: Share of the learning rate that remains at the end.
+        warmup_share: Share of the run that is warm-up, in place of `warmup_steps`.
     """
 
     def factor(done: float) -> float:
         return final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * done))
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def linear(
-    optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, final_factor: float = 0.0
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then fall linearly to a share of the optimizer's learning rate; arguments as for `cosine`."""
 
     def factor(done: float) -> float:
         return 1 - (1 - final_factor) * done
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def constant(optimizer: torch.optim.Optimizer, warmup_steps: int = 0) -> lr_scheduler.LambdaLR:
@@ -63,6 +81,7 @@ def polynomial(
     warmup_steps: int = 0,
     power: float = 2.0,
     final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then fall by a power of the share of the run that is left.
 
@@ -72,12 +91,13 @@ def polynomial(
         warmup_steps: Weight updates of the warm-up.
         power: 1 is a straight line; above 1, most of the fall comes first.
         final_factor: Share of the learning rate that remains at the end.
+        warmup_share: Share of the run that is warm-up, in place of `warmup_steps`.
     """
 
     def factor(done: float) -> float:
         return final_factor + (1 - final_factor) * (1 - done) ** power
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def warm_restarts(
@@ -87,6 +107,7 @@ def warm_restarts(
     cycles: int = 4,
     cycle_growth: float = 1.0,
     final_factor: float = 0.0,
+    warmup_share: float = 0.0,
 ) -> lr_scheduler.LambdaLR:
     """Warm up linearly, then follow several half cosines, each from the full learning rate.
 
@@ -97,6 +118,7 @@ def warm_restarts(
         cycles: Number of half cosines.
         cycle_growth: Length of each cycle, relative to the one before.
         final_factor: Share of the learning rate that remains at the end of each.
+        warmup_share: Share of the run that is warm-up, in place of `warmup_steps`.
     """
     if cycles < 1 or cycle_growth <= 0:
         raise ValueError("cycles must be 1 or more, and cycle_growth above 0")
@@ -113,7 +135,7 @@ def warm_restarts(
         share = min(max(position / length, 0.0), 1.0)
         return final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * share))
 
-    return _after_warmup(optimizer, total_steps, warmup_steps, factor)
+    return _after_warmup(optimizer, total_steps, _warmup(total_steps, warmup_steps, warmup_share), factor)
 
 
 def lengths_to_fill(target: Any, given: Mapping[str, Any]) -> List[str]:
@@ -133,6 +155,27 @@ def lengths_to_fill(target: Any, given: Mapping[str, Any]) -> List[str]:
     ]
 
 
+class TimedScheduler(NamedTuple):
+    """A scheduler and when it is stepped.
+
+    Args:
+        scheduler: A scheduler of torch.
+        interval: step (weight updates) or epoch.
+        frequency: Number of these between two steps of it.
+        monitor: Metric that it waits for; None: the run's.
+    """
+
+    scheduler: Any
+    interval: str = "step"
+    frequency: int = 1
+    monitor: Optional[str] = None
+
+    @property
+    def waits_for_metric(self) -> bool:
+        """Whether it advances with evaluation results."""
+        return isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+
+
 class Schedule:
     """A scheduler that advances once per weight update without touching the engine's optimizer.
 
@@ -144,6 +187,8 @@ class Schedule:
         factory: Makes the scheduler from the substitute; None keeps all values constant.
         whole: An optimizer with all groups that are trained at some time; None: the same one.
         places: Of those, the groups that `optimizer` has; None: all.
+        own: The optimizer that the model's code made with its schedulers, whose groups are those of `whole`.
+        schedulers: Its schedulers, in place of a factory.
     """
 
     def __init__(
@@ -152,21 +197,32 @@ class Schedule:
         factory: Optional[Any] = None,
         whole: Optional[torch.optim.Optimizer] = None,
         places: Optional[Sequence[int]] = None,
+        own: Optional[torch.optim.Optimizer] = None,
+        schedulers: Sequence[TimedScheduler] = (),
     ) -> None:
         self._optimizer = optimizer
-        self._substitute = _SubstituteOptimizer(optimizer if whole is None else whole)
+        self._substitute = own or _SubstituteOptimizer(optimizer if whole is None else whole)
         groups = self._substitute.param_groups
+        if own is not None:  # those without anything to train are not groups of the engine's optimizer
+            groups = [group for group in groups if any(p.requires_grad for p in group["params"])]
         sources = groups if places is None else [groups[place] for place in places]
-        self._scheduler = None if factory is None else factory(self._substitute)
+        self._parts = list(schedulers) if factory is None else [TimedScheduler(factory(self._substitute))]
+        self._by_update = [part for part in self._parts if part.interval == "step" and not part.waits_for_metric]
         # Whether it advances with evaluation results instead of weight updates.
-        self.waits_for_metric = isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
-        changing = _CHANGING[:1] if isinstance(self._scheduler, _Curve) else _CHANGING
+        self.waits_for_metric = any(part.waits_for_metric for part in self._parts)
+        only = self._parts[0].scheduler if len(self._parts) == 1 else None
+        self._curve = only if isinstance(only, _Curve) else None
+        changing = _CHANGING[:1] if self._curve is not None else _CHANGING
         self._followed = [
             (source, [key for key in changing if key in source and key in group])
             for group, source in zip(optimizer.param_groups, sources)
         ]
         self._lr_factor = 1.0
-        self._has_stepped = False
+        self._updates = 0
+        self._epochs = 0
+        # Schedulers check that their optimizer made a step, which torch counts in one of these.
+        self._substitute._opt_called = True  # type: ignore[attr-defined]
+        self._substitute._step_count = 1  # type: ignore[attr-defined]
         self._copy()
 
     @property
@@ -176,24 +232,42 @@ class Schedule:
 
     def advance(self, updates: int) -> bool:
         """Advance by a number of weight updates, and return whether the optimizer's values changed."""
-        if self._scheduler is None or self.waits_for_metric:
+        if not self._by_update:
             return False
-        if not self._has_stepped:
-            self._substitute.step()  # schedulers check once that it was called
-            self._has_stepped = True
-        if isinstance(self._scheduler, _Curve):
-            self._scheduler.advance(updates)
-        else:
-            for _ in range(updates):
-                self._scheduler.step()
+        if self._curve is not None:
+            self._curve.advance(updates)
+            return self._copy()
+        for _ in range(updates):
+            self._updates += 1
+            for part in self._by_update:
+                if self._updates % part.frequency == 0:
+                    part.scheduler.step()
         return self._copy()
 
-    def report(self, value: float) -> bool:
-        """Pass a metric to a schedule that waits for one, and return whether the optimizer's values changed."""
-        if self._scheduler is None or not self.waits_for_metric:
-            return False
-        self._scheduler.step(value)
-        return self._copy()
+    def end_epoch(self) -> bool:
+        """Advance what advances by epochs, and return whether the optimizer's values changed."""
+        self._epochs += 1
+        due = [
+            part
+            for part in self._parts
+            if part.interval == "epoch" and not part.waits_for_metric and self._epochs % part.frequency == 0
+        ]
+        for part in due:
+            part.scheduler.step()
+        return bool(due) and self._copy()
+
+    def report(self, value: Optional[float], metrics: Mapping[str, float] = {}) -> bool:
+        """Pass metrics to what waits for one, and return whether the optimizer's values changed.
+
+        Args:
+            value: The run's monitored metric, None if the evaluation has none.
+            metrics: All metrics of the evaluation.
+        """
+        for part in self._parts:
+            found = value if part.monitor is None else metrics.get(part.monitor, value)
+            if part.waits_for_metric and found is not None:
+                part.scheduler.step(found)
+        return self.waits_for_metric and self._copy()
 
     def scale_lr(self, factor: float) -> None:
         """Multiply all learning rates, now and later, by a factor in place of the one set before."""
@@ -202,15 +276,26 @@ class Schedule:
 
     def state_dict(self) -> Dict[str, Any]:
         """Return the plain values of the state; the scheduler's constructor recreates the rest."""
-        if self._scheduler is None:
+        if not self._parts:
             return {}
-        return {"scheduler": _plain_part(self._scheduler.state_dict()), "groups": self._substitute.values()}
+        first, *others = (_plain_part(part.scheduler.state_dict()) for part in self._parts)
+        return {
+            "scheduler": first,
+            "others": others,
+            "updates": self._updates,
+            "epochs": self._epochs,
+            "groups": [
+                {name: group[name] for name in _CHANGING if name in group} for group in self._substitute.param_groups
+            ],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state."""
-        if self._scheduler is None or not state:
+        if not self._parts or not state:
             return
-        self._scheduler.load_state_dict(_without_lengths(state["scheduler"]))
+        for part, own in zip(self._parts, [state["scheduler"], *state.get("others", ())]):
+            part.scheduler.load_state_dict(_without_lengths(own))
+        self._updates, self._epochs = state.get("updates", 0), state.get("epochs", 0)
         for group, values in zip(self._substitute.param_groups, state["groups"]):
             group.update(values)
         self._copy()
@@ -257,9 +342,14 @@ class _SubstituteOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is nothing to update
         """Do nothing: schedulers expect a call before they advance."""
 
-    def values(self) -> List[Dict[str, Any]]:
-        """Return the values that schedulers may change, by group."""
-        return [{name: group[name] for name in _CHANGING if name in group} for group in self.param_groups]
+
+def _warmup(total_steps: int, steps: int, share: float) -> int:
+    """Return the weight updates of a warm-up, which is given as a number or as a share of the run."""
+    if not share:
+        return steps
+    if not 0 < share < 1:
+        raise ValueError(f"warmup_share is a share of the run between 0 and 1, not {share}")
+    return math.ceil(total_steps * share)
 
 
 def _after_warmup(

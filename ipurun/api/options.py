@@ -165,6 +165,14 @@ def _unknown(path: str, key: str, value: Any) -> Problem:
             fix=_INSTEAD[name],
             key=f"{key}.{path}",
         )
+    if "autocast" in name.lower():
+        return Problem(
+            f"`{key}.{path}`: PopTorch has no autocast since 3.1",
+            seen=str(value),
+            fix="precision: 16-mixed (operations in half, weights in float32), and in place of a policy "
+            "precision_rules: {'*.norm': 32, head: 32}, by module; a script that uses it: ipurun exec script.py",
+            key=f"{key}.{path}",
+        )
     dotted = next(iter(flatten({path: value}))) if isinstance(value, Mapping) and value else path
     close = nearest(path, option_setters()) or nearest(dotted, option_setters())
     prefix = path.partition(".")[0] + "."

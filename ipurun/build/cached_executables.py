@@ -284,7 +284,7 @@ def _prospects(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: E
         model = make_model(config, engine.module)
         run = build_run(config, plan, ModelAndData(model, inspected.splits, inspected.facts), engine)
         try:
-            collate = collate_of(config, plan)
+            collate = collate_of(config, plan, inspected.splits)
             run.enter_training()
             training = _prospect(run.training_model, collate(_samples(inspected, "train", plan.training)))
             run.enter_inference()

@@ -90,6 +90,7 @@ class TrainLoader:
         collate: Makes a batch of samples.
         skipped: Where samples that cannot be read are counted; None: they raise an error.
         times: Records when samples are read; None: nothing does.
+        sampler: That of the data's own loader, which one of the config replaces.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class TrainLoader:
         collate: Callable[[List[Any]], Any],
         skipped: Optional[SkippedSamples] = None,
         times: Optional[ReadingTimes] = None,
+        sampler: Any = None,
     ) -> None:
+        self._sampler = sampler
         self._engine = engine_module
         self._options = options
         self._data = data
@@ -157,7 +160,7 @@ class TrainLoader:
             is_batched = bool(self._config.batch_sampler)
             items_per_call = self._micro_batches_per_call() * (1 if is_batched else self._sizes.micro_batch_size)
             named["batch_sampler" if is_batched else "sampler"] = ResumableSampler(
-                make_sampler(self._config, data, self._seed, self._sizes.micro_batch_size),
+                make_sampler(self._config, data, self._seed, self._sizes.micro_batch_size, self._sampler),
                 self._seed,
                 epoch,
                 skip_calls * items_per_call,

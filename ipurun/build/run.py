@@ -20,10 +20,15 @@ from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
+from ipurun.inspect.lightning.checks import evaluating_step, planned_trainer, takes_tensor
+from ipurun.inspect.lightning.data import Splits
+from ipurun.inspect.lightning.logged import LoggedValues, logged_monitor
+from ipurun.inspect.lightning.optimizers import ConfiguredOptimizer, configured_optimizer
+from ipurun.inspect.lightning.steps import Steps, steps_of
 from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
 from ipurun.inspect.model import stop_caching
-from ipurun.inspect.model_and_data import ModelAndData, make_model_alone
+from ipurun.inspect.model_and_data import ModelAndData, make_model_alone, own_collate
 from ipurun.inspect.optimizer import make_schedule
 from ipurun.inspect.precision import CastingCollate, cast_weights
 from ipurun.inspect.sampling import make_collate
@@ -64,6 +69,8 @@ class Run:
         skipped: Samples that could not be read.
         built_for_step: Weight updates done when it was built: which frozen parameters are trained depends on it.
         reading_times: When training samples are read, with ``profile=trace``.
+        inference_wrapper: The model with its loss, as inference runs it.
+        steps: The steps of a LightningModule; None for other models.
     """
 
     config: RunConfig
@@ -87,8 +94,10 @@ class Run:
     inference_options: Any
     splits: Dict[str, Any]
     skipped: SkippedSamples
+    inference_wrapper: ModelWithLoss
     built_for_step: int = 0
     reading_times: Optional[ReadingTimes] = None
+    steps: Optional[Steps] = None
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -103,6 +112,19 @@ class Run:
         if not self.inference_model.isCompiled():
             self.annotations.install(self.plan.inference_placements)
         self.user_model.eval()
+
+    def use_step(self, split: str, predicts: bool = False) -> None:
+        """Choose the step of a LightningModule that inference runs; a program for another one is given up."""
+        if self.steps is None:
+            return
+        step = "predict" if predicts else evaluating_step(self.user_model, split) or "validation"
+        if step == self.inference_wrapper.step:
+            return
+        _abandon(self.inference_model)
+        self.inference_wrapper.step = step
+        self.inference_model = self.engine.module.inferenceModel(self.inference_wrapper, self.inference_options)
+        if step != "predict":
+            self.eval_metrics = LoggedValues(self.steps, step, self.plan.logged.get(step, {}))
 
     def close_loaders(self) -> None:
         """End the processes that read the data."""
@@ -166,7 +188,7 @@ def _build(
     splits: Dict[str, Any],
     engine: Engine,
     skipped: SkippedSamples,
-    step: int = 0,
+    done: int = 0,
     times: Optional[ReadingTimes] = None,
 ) -> Run:
     module = engine.module
@@ -183,6 +205,27 @@ def _build(
     )
     loss = make_loss(config.loss, module)
     train_metrics = make_metrics(config.metrics, "train", module)
+    eval_metrics = make_metrics(config.metrics, "eval", module)
+    eval_split = split_for_eval(splits, config.eval.split)
+    monitor = monitored(config.monitor, config.metrics)
+    collate = collate_of(config, plan, splits)
+    trainer = planned_trainer(config, plan.steps.total_updates)
+    steps = steps_of(model, trainer)
+    step = evaluating_step(model, eval_split) or "validation"
+    if steps is not None:
+        sizes = plan.training
+        steps.takes_tensor = takes_tensor(splits["train"], collate)
+        eval_split = eval_split if evaluating_step(model, eval_split) else None
+        train_metrics = LoggedValues(
+            steps,
+            "training",
+            plan.logged.get("training", {}),
+            sizes.device_iterations * sizes.gradient_accumulation * sizes.replicas,
+            sizes.device_iterations,
+            sums=plan.output_mode == "sum",
+        )
+        eval_metrics = LoggedValues(steps, step, plan.logged.get(step, {}))
+        monitor = config.monitor or logged_monitor(plan.logged.get(step, {}))
     half_weights = plan.precision == "16.32"
     for_training = ModelWithLoss(
         model,
@@ -191,6 +234,7 @@ def _build(
         returns_output=bool(train_metrics),
         identity_loss=module.identity_loss,
         half_weights=half_weights,
+        steps=steps,
     )
     for_inference = ModelWithLoss(
         model,
@@ -199,14 +243,18 @@ def _build(
         returns_output=True,
         tracing_flag=for_training.tracing_flag,
         half_weights=half_weights,
+        steps=steps,
+        step=step,
     )
     for executed in (for_training, for_inference):
         overlap_io(executed, module, plan.overlap_io)
     training_options = apply_calls(module.Options(), plan.training_options, module)
     inference_options = apply_calls(module.Options(), plan.inference_options, module)
-    _set_trained(model, plan, step)
-    optimizer, schedule = _make_optimizer_and_schedule(config, plan, for_training, module)
-    collate = collate_of(config, plan)
+    own = configured_optimizer(model, trainer) if steps is not None and plan.own_optimizer else None
+    if own is not None:
+        _freeze_left_out(model, own)
+    _set_trained(model, plan, done)
+    optimizer, schedule = _make_optimizer_and_schedule(config, plan, for_training, module, own)
     train_loader = TrainLoader(
         module,
         training_options,
@@ -217,6 +265,7 @@ def _build(
         collate,
         skipped if skipped.covers("train") else None,
         times,
+        splits.traits["train"].sampler if isinstance(splits, Splits) and "train" in splits.traits else None,
     )
     eval_loaders = {
         name: EvalLoader(
@@ -226,7 +275,7 @@ def _build(
             data,
             config.loader,
             plan.inference,
-            collate,
+            collate_of(config, plan, splits, name),
             most_eval_samples(config, plan.inference),
             skipped if skipped.covers(name) else None,
         )
@@ -251,25 +300,37 @@ def _build(
         optimizer=optimizer,
         schedule=schedule,
         train_metrics=train_metrics,
-        eval_metrics=make_metrics(config.metrics, "eval", module),
-        monitor=config.checkpoint.best or monitored(config.monitor, config.metrics),
-        eval_split=split_for_eval(splits, config.eval.split),
+        eval_metrics=eval_metrics,
+        monitor=config.checkpoint.best or monitor,
+        eval_split=eval_split,
         annotations=annotations,
         training_options=training_options,
         inference_options=inference_options,
         splits=splits,
         skipped=skipped,
-        built_for_step=step,
+        inference_wrapper=for_inference,
+        built_for_step=done,
         reading_times=times,
+        steps=steps,
     )
 
 
-def collate_of(config: RunConfig, plan: Plan) -> Callable[[List[Any]], Any]:
-    """Return the function that makes a micro-batch from samples, in the precision of the run."""
-    collate = make_collate(config.loader)
+def collate_of(
+    config: RunConfig, plan: Plan, splits: Mapping[str, Any], split: str = "train"
+) -> Callable[[List[Any]], Any]:
+    """Return the function that makes a micro-batch from samples of a split, in the precision of the run."""
+    collate = make_collate(config.loader, own_collate(splits, split))
     if not plan.precision.startswith("16"):
         return collate
     return CastingCollate(collate, has_target=config.loss.name is not None, target=config.loss.target)
+
+
+def _freeze_left_out(model: nn.Module, own: ConfiguredOptimizer) -> None:
+    """Freeze the parameters that the model's own optimizer does not have."""
+    trained = {id(parameter) for group in own.optimizer.param_groups for parameter in group["params"]}
+    for parameter in model.parameters():
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
 
 
 def _set_trained(model: nn.Module, plan: Plan, step: int) -> None:
@@ -282,7 +343,11 @@ def _set_trained(model: nn.Module, plan: Plan, step: int) -> None:
 
 
 def _make_optimizer_and_schedule(
-    config: RunConfig, plan: Plan, wrapped: nn.Module, engine_module: ModuleType
+    config: RunConfig,
+    plan: Plan,
+    wrapped: nn.Module,
+    engine_module: ModuleType,
+    own: Optional[ConfiguredOptimizer] = None,
 ) -> Tuple[Any, Schedule]:
     """Make the optimizer of what is trained now, and the schedule of everything that is trained at some time."""
     groups = _optimizer_groups(plan, wrapped, engine_module)
@@ -293,6 +358,8 @@ def _make_optimizer_and_schedule(
     if not places:
         raise ConfigError("`freeze` leaves no parameter to train", fix="a shorter list", key="freeze")
     optimizer = _make_optimizer(plan, [trained[place] for place in places], engine_module)
+    if own is not None and not config.schedule:
+        return optimizer, Schedule(optimizer, own=own.optimizer, schedulers=own.schedulers)
     whole = None if len(places) == len(groups) else _make_optimizer(plan, groups, engine_module)
     schedule = make_schedule(config.schedule, optimizer, plan.steps.total_updates, engine_module, whole, places)
     return optimizer, schedule

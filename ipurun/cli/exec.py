@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import List
+import traceback
+from typing import Any, List
 
 from ipurun.errors import ConfigError
 
-__all__ = ["run"]
+__all__ = ["recorded_program", "run"]
 
 
 _USAGE = """\
@@ -42,3 +43,29 @@ def run(argv: List[str]) -> int:
     if real is not None:
         print(f"note: poptorch is ipurun.emulator here, not the one installed at {real}", file=sys.stderr)
     return (run_module if is_module else run_script)(program[0], program[1:])
+
+
+def recorded_program(path: str, args: List[str]) -> Any:
+    """Run a PopTorch program up to its first compiled model, and return what it made (`RecordedProgram`).
+
+    Raises:
+        ConfigError: The program failed, or compiles no model.
+    """
+    from ipurun.emulator.exec import record_script
+
+    try:
+        recorded = record_script(path, args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the program
+        frames = traceback.extract_tb(error.__traceback__)
+        raise ConfigError(
+            "the program failed before it compiled a model",
+            f"{frames[-1].filename}:{frames[-1].lineno}" if frames else path,
+            seen=f"{type(error).__name__}: {error}",
+            fix=f"ipurun exec {path} shows the traceback; its arguments go after --: ipurun import {path} -- ARGS",
+        ) from error
+    if recorded.model is None:
+        fix = "give a script that calls poptorch.trainingModel(...) and its model"
+        raise ConfigError("the program ended without compiling a model", path, fix=fix)
+    return recorded

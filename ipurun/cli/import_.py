@@ -1,4 +1,4 @@
-"""`ipurun import`: make a recipe out of optimum's ipu_config.json."""
+"""`ipurun import`: make a recipe out of the files, command lines and programs of other tools."""
 
 from __future__ import annotations
 
@@ -6,40 +6,69 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import List
+from typing import Any, Dict, List, Mapping, Optional
+
+import yaml
 
 from ipurun.cli.common import split
 from ipurun.config.catalog import recipes
-from ipurun.config.optimum import Imported, import_config
+from ipurun.config.importers.optimum import import_config
+from ipurun.config.importers.programs import (
+    import_application,
+    import_command,
+    import_lightning,
+    import_training_arguments,
+    is_lightning_cli,
+)
+from ipurun.config.importers.recipe import Recipe
+from ipurun.config.importers.script import import_program
 from ipurun.errors import ConfigError
 
 __all__ = ["run"]
 
 
 _USAGE = """\
-usage: ipurun import FILE [NAME] [--layers MODULE]
+usage: ipurun import FILE [NAME] [flags]
+       ipurun import FILE ARGUMENTS [NAME]
+       ipurun import 'COMMAND LINE' [NAME]
+       ipurun import SCRIPT.py [NAME] [-- ARGS ...]
 
-Writes conf/recipe/NAME.yaml from an ipu_config.json of optimum. What has no counterpart is listed at the top of
-the recipe, never dropped. Nothing is overwritten. NAME is the folder's or file's name unless given.
+Writes conf/recipe/NAME.yaml. What has no counterpart is listed at the top of the recipe, never dropped. Nothing is
+overwritten. NAME is the folder's or file's name unless given. What was imported is planned at once.
+
+sources
+  ipu_config.json  of optimum, or its folder; with a JSON file or a command line of TrainingArguments after it
+  training_args    HF's TrainingArguments as JSON
+  configs.yml      of Graphcore's applications, with --section
+  config.yaml      of Lightning's CLI (trainer, model, data)
+  'poprun ...'     or the command line of a training script, in quotes
+  SCRIPT.py        a PopTorch program, run up to its first compiled model
 
 flags
   --layers MODULE  the model's list of layers, such as bert.encoder.layer; needed where it has several
+  --section NAME   the section of a configs.yml
   --json           one JSON document on standard output
 
-example
+examples
   ipurun import ipu_config.json my_bert --layers bert.encoder.layer
+  ipurun import configs.yml my_resnet --section resnet50_mk2
+  ipurun import 'poprun --num-replicas 4 python train.py --learning_rate 3e-5' my_run
 """
 
 
 def run(argv: List[str]) -> int:
-    """Import one file and say what was made."""
-    flags, words = split(argv, with_value=("--layers",))
+    """Import one source and say what was made."""
+    program_arguments: List[str] = []
+    if "--" in argv:
+        place = argv.index("--")
+        argv, program_arguments = argv[:place], argv[place + 1 :]
+    flags, words = split(argv, with_value=("--layers", "--section"))
     if flags.help:
         print(_USAGE, end="")
         return 0
-    if len(words) not in (1, 2) or any(word.startswith("-") for word in words):
+    if not 1 <= len(words) <= 3 or any(word.startswith("-") for word in words):
         raise ConfigError(
-            "`import` takes a file and the name of the recipe",
+            "`import` takes a file or a command line, and the name of the recipe",
             "command line",
             seen=" ".join(words),
             fix="ipurun import ipu_config.json my_recipe",
@@ -47,18 +76,99 @@ def run(argv: List[str]) -> int:
     source = Path(words[0])
     if os.path.isdir(source):  # false for a name that is too long, where pathlib raises
         source = source / "ipu_config.json"
-    layers = flags.values.get("layers")
-    imported = import_config(_read(source), str(layers) if layers else None)
-    name = words[1] if len(words) == 2 else _name_of(source)
-    made = _write(name, imported, source)
+    layers, section = flags.values.get("layers"), flags.values.get("section")
+    imported = _imported(
+        words[0], source, str(layers) if layers else None, str(section) if section else None, program_arguments
+    )
+    rest = words[1:]
+    if rest and (rest[0].endswith(".json") or " " in rest[0]):
+        more = _training_arguments(rest.pop(0))
+        _merge(imported, more)
+    is_command = " " in words[0] and not source.exists()
+    name = rest[0] if rest else "imported" if is_command else _name_of(source)
+    made = _write(name, imported, "the command line" if is_command else source.name, words[0])
+    plan = _planned(name)
     if flags.json:
-        print(json.dumps({"recipe": name, "made": [str(made)], "notes": imported.notes}, indent=2))
+        document = {"recipe": name, "made": [str(made)], "notes": imported.notes, "plan": plan}
+        print(json.dumps(document, indent=2))
     elif not flags.quiet:
         print(f"made  {made}")
         for note in imported.notes:
             print(f"note  {note}")
-        print(f"next  add model, data, loss and optimizer to it, then: ipurun plan +recipe={name}")
+        for line in plan:
+            print(f"plan  {line}")
+        lacks = f"add {imported.lacks} to it, then: " if imported.lacks else ""
+        print(f"next  {lacks}ipurun plan +recipe={name}")
     return 0
+
+
+def _imported(word: str, source: Path, layers: Optional[str], section: Optional[str], arguments: List[str]) -> Recipe:
+    """Read a source, whose kind its name and content tell."""
+    if " " in word and not source.exists():
+        return import_command(word)
+    if source.suffix == ".py":
+        return _program(source, arguments)
+    text = _read(source)
+    if source.suffix in (".yml", ".yaml"):
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            seen = str(error).splitlines()[0]
+            raise ConfigError("the file is not YAML", str(source), seen=seen, fix="check the file") from error
+        if not isinstance(values, dict):
+            raise ConfigError("the file is not a mapping of names and values", str(source), fix="check the file")
+        return import_lightning(values) if is_lightning_cli(values) else import_application(values, section)
+    if text.lstrip().startswith("{") and ('"per_device_train_batch_size"' in text or '"num_train_epochs"' in text):
+        return import_training_arguments(json.loads(text))
+    return import_config(text, layers)
+
+
+def _training_arguments(word: str) -> Recipe:
+    if " " in word and not Path(word).exists():
+        return import_command(word)
+    try:
+        return import_training_arguments(json.loads(_read(Path(word))))
+    except ValueError as error:
+        raise ConfigError("the training arguments are not JSON", word, seen=str(error), fix="check the file") from error
+
+
+def _merge(recipe: Recipe, more: Recipe) -> None:
+    """Add what another source of the same run has; the first one wins."""
+
+    def added(ours: Dict[str, Any], theirs: Mapping[str, Any]) -> None:
+        for key, value in theirs.items():
+            if isinstance(value, dict) and isinstance(ours.get(key), dict):
+                added(ours[key], value)
+            else:
+                ours.setdefault(key, value)
+
+    added(recipe.keys, more.keys)
+    recipe.notes += more.notes
+    recipe.lacks = more.lacks
+
+
+def _program(source: Path, arguments: List[str]) -> Recipe:
+    if not source.is_file():
+        raise ConfigError("the file cannot be read", str(source), seen="no such file", fix="ipurun import train.py")
+    from ipurun.cli.exec import recorded_program
+    from ipurun.inspect.model import user_blocks
+
+    recorded = recorded_program(str(source), arguments)
+    blocks = {str(block.module): block.ipu for block in user_blocks(recorded.model)}
+    return import_program(recorded, source.stem, blocks)
+
+
+def _planned(name: str) -> List[str]:
+    """Plan what was imported, and return the result in a few lines."""
+    from ipurun.interface import plan_words
+
+    try:
+        (report,) = plan_words([f"+recipe={name}"])
+    except ConfigError as error:
+        return [f"not yet: {problem.what}" for problem in error.problems]
+    lines = str(report).splitlines()
+    kept = [line.strip() for line in lines[1:] if line.startswith("  ")][:8]
+    return kept + [line for line in lines if line.startswith("estimate for")]
 
 
 def _read(source: Path) -> str:
@@ -76,7 +186,7 @@ def _name_of(source: Path) -> str:
     return re.sub(r"[^0-9A-Za-z_]+", "_", stem).strip("_") or "imported"
 
 
-def _write(name: str, imported: Imported, source: Path) -> Path:
+def _write(name: str, imported: Recipe, described: str, source: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise ConfigError(
             f"`{name}` cannot name a recipe",
@@ -92,7 +202,7 @@ def _write(name: str, imported: Imported, source: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
-            file.write(imported.text(name, source.name))
+            file.write(imported.text(name, described))
     except FileExistsError as error:
         raise ConfigError(
             f"recipe `{name}` is there already", str(path), fix=f"ipurun import {source} ANOTHER_NAME"

@@ -26,7 +26,7 @@ COMMANDS = {
     "ls": "List recipes; `ls keys` lists every config key.",
     "cat": "Print a recipe.",
     "cp": "Copy a recipe, YAML and code, into the working folder to edit.",
-    "import": "Turn an ipu_config.json (optimum) into a recipe.",
+    "import": "Turn configs, command lines and scripts of other tools into a recipe.",
     "compile": "Compile a config without a device, into the cache or a file.",
     "cache": "See and manage compiled executables: ls, show, why, prune, verify, clear.",
     "selftest": "Compare an engine with another way to compute the same, in small runs.",

@@ -48,6 +48,7 @@ flags
   --checkpoint FILE        another checkpoint of the run
   --best                   the best checkpoint instead of the newest
   --half                   floating-point weights in float16
+  --lightning              a checkpoint of Lightning instead, model.ckpt, for load_from_checkpoint
   --quiet --json --debug
 
 examples
@@ -105,7 +106,7 @@ def run_predict(argv: List[str]) -> int:
 
 def run_export(argv: List[str]) -> int:
     """Export the run that the command line names."""
-    flags, rest = split(argv, switches=("--best", "--half"), with_value=("--checkpoint", "--out"))
+    flags, rest = split(argv, switches=("--best", "--half", "--lightning"), with_value=("--checkpoint", "--out"))
     if flags.help:
         print(_EXPORT_USAGE, end="")
         return 0
@@ -121,6 +122,7 @@ def run_export(argv: List[str]) -> int:
             "half" in flags.values,
             words,
             quiet=flags.quiet or flags.json,
+            lightning="lightning" in flags.values,
         )
     for warning in result.warnings:
         print(f"warning: {warning}", file=sys.stderr)

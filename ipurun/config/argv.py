@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
+from ipurun.config.foreign import explain
 from ipurun.config.keys import is_known, suggest
 from ipurun.errors import ConfigError, Problem
 
@@ -98,7 +99,7 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
             known = "--multirun (-m), --cfg, --resolve, --info, --config-dir, --quiet, --json, --debug, --help"
             key = flag.lstrip("-")
             close = (key,) if is_known(key) else suggest(key).keys
-            fix = f"{close[0]}={value or 'VALUE'}, without dashes" if close else ""
+            fix = f"{close[0]}={value or 'VALUE'}, without dashes" if close else explain(key)
             problems.append(Problem(f"unknown flag `{word}`", "command line", known=known, fix=fix))
         elif word.startswith("hydra.mode="):  # Hydra's other way to write -m
             multirun = multirun or word.partition("=")[2].upper() == "MULTIRUN"

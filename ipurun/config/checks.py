@@ -225,6 +225,8 @@ def _check(key: Key, value: Any) -> Optional[Tuple[Problem, Any]]:
     if key.choices and value is not None and str(value) not in key.choices:
         close = nearest(str(value), key.choices, most=1)
         fix = f"{path}={close[0] if close else key.choices[0]}"
+        if path == "precision" and "bf16" in str(value):
+            fix = "precision=16-mixed: IPUs have no bfloat16"
         return Problem(f"`{path}` cannot be `{value}`", known=listing(key.choices), fix=fix, key=path), key.default
     if not isinstance(value, (int, float)):
         return None

@@ -12,6 +12,7 @@ import yaml
 
 from ipurun.config import keys
 from ipurun.config.folders import builtin_folder
+from ipurun.config.foreign import explain
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.errors import Problem
 
@@ -259,7 +260,7 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
             value = entry.value
             suggestion = keys.suggest(entry.key, value)
             known = ", ".join(suggestion.keys) if suggestion.keys else "run `ipurun ls keys` to see every key"
-            fix = _advice(suggestion, value, groups)
+            fix = _advice(suggestion, value, groups) or explain(entry.key)
             if entry.key in groups:
                 known, fix = "", _choose(entry.key, "NAME")
             problems.append(

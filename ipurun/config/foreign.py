@@ -8,13 +8,14 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from ipurun.api.setters import option_setters
 
-__all__ = ["translate"]
+__all__ = ["explain", "translate"]
 
 
 @dataclass(frozen=True)
 class _Meaning:
     key: str
     convert: Callable[[Any], Any] = lambda value: value  # None: ipurun does not have such a value
+    choose: Optional[Callable[[Any], Optional[Tuple[str, Any]]]] = None  # where the value decides about the key
 
 
 def _if_true(key: str, value: Any) -> _Meaning:
@@ -36,6 +37,36 @@ def _whole(key: str) -> _Meaning:
     return _Meaning(key, convert)
 
 
+def _batches(key: str) -> _Meaning:
+    """A number of batches, where the other tool also takes true for a single one."""
+
+    def choose(given: Any) -> Optional[Tuple[str, Any]]:
+        if given is True:
+            return "debug", "fast"
+        is_number = isinstance(given, int) and not isinstance(given, bool) and given > 0
+        return (key, given) if is_number else None
+
+    return _Meaning("debug", lambda given: None, choose)
+
+
+def _when(node: str) -> _Meaning:
+    """A strategy of transformers: no, epoch or steps."""
+
+    def choose(given: Any) -> Optional[Tuple[str, Any]]:
+        word = str(given).lower()
+        if word in ("no", "false"):  # YAML reads a bare `no` as false
+            return f"{node}.every_epochs", "null"
+        return {"epoch": (f"{node}.every_epochs", 1), "steps": (f"{node}.every_steps", 500)}.get(word)
+
+    return _Meaning(f"{node}.every_epochs", lambda given: None, choose)
+
+
+def _adam(given: Any) -> Optional[str]:
+    word = str(given).lower().rpartition(".")[2]
+    known = {"adamw": "adamw", "adamw_torch": "adamw", "adamw_hf": "adamw", "adam": "adam", "sgd": "sgd"}
+    return {**known, "lamb": "lamb", "rmsprop": "rmsprop", "adamw_torch_fused": "adamw"}.get(word)
+
+
 def _ipus_of_pod(given: Any) -> Optional[int]:
     pod = re.fullmatch(r"(?:bow-)?pod-?(\d+)", str(given).lower())
     return int(pod.group(1)) if pod else None
@@ -50,6 +81,15 @@ def _as_list(given: Any) -> Optional[list]:
     return given if isinstance(given, list) else [given] if isinstance(given, str) else None
 
 
+def _minutes(given: Any) -> Optional[float]:
+    """Read a time as days:hours:minutes:seconds."""
+    parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(given))
+    if parts is None:
+        return None
+    days, hours, minutes, seconds = map(int, parts.groups())
+    return days * 1440 + hours * 60 + minutes + seconds / 60
+
+
 def _is_false(given: Any) -> Optional[bool]:
     return not given if isinstance(given, bool) else None
 
@@ -57,7 +97,7 @@ def _is_false(given: Any) -> Optional[bool]:
 _LIGHTNING: Dict[str, _Meaning] = {
     "accelerator": _words("engine", {"ipu": "ipu", "cpu": "cpu", "auto": "auto"}),
     "ipus": _Meaning("devices"),
-    "strategy": _words("engine", {"ipu": "ipu", "ipu_strategy": "ipu"}),
+    "strategy": _words("engine", {"ipu": "ipu", "ipu_strategy": "ipu", "ipustrategy": "ipu"}),
     "accumulate_grad_batches": _Meaning("gradient_accumulation"),
     "gradient_clip_val": _Meaning("optimizer.max_grad_norm"),
     "max_epochs": _Meaning("epochs"),
@@ -69,10 +109,19 @@ _LIGHTNING: Dict[str, _Meaning] = {
     "min_delta": _Meaning("early_stopping.min_change"),
     "stopping_threshold": _Meaning("early_stopping.threshold"),
     "ema_decay": _Meaning("averaging.decay"),
-    "fast_dev_run": _if_true("debug", "fast"),
+    "fast_dev_run": _batches("limit.train_calls"),
+    "limit_test_batches": _whole("limit.eval_calls"),
+    "limit_predict_batches": _whole("limit.eval_calls"),
+    "enable_checkpointing": _Meaning("checkpoint.at_end", lambda given: False if given is False else None),
+    "profiler": _words("profile.kind", {"simple": "trace", "advanced": "trace", "pytorch": "torch"}),
+    "max_time": _Meaning("max_minutes", _minutes),
+    "save_top_k": _whole("checkpoint.keep"),
+    "every_n_train_steps": _Meaning("checkpoint.every_steps"),
+    "every_n_epochs": _Meaning("checkpoint.every_epochs"),
+    "ckpt_dir": _Meaning("runs_dir"),
     "autoreport": _if_true("profile.kind", "graph"),
     "autoreport_dir": _Meaning("profile.dir"),
-    "convert_model_to_half": _if_true("precision", "16.16"),
+    "convert_model_to_half": _if_true("precision", "16-true"),
     "training_opts": _Meaning("options"),
     "inference_opts": _Meaning("inference.options"),
     "check_val_every_n_epoch": _Meaning("eval.every_epochs"),
@@ -91,7 +140,23 @@ _TRANSFORMERS: Dict[str, _Meaning] = {
     "weight_decay": _Meaning("optimizer.weight_decay"),
     "max_grad_norm": _Meaning("optimizer.max_grad_norm"),
     "num_train_epochs": _whole("epochs"),
-    "warmup_ratio": _Meaning("schedule.warmup_steps", lambda given: None),  # a share of a total that is not known yet
+    "warmup_ratio": _Meaning("schedule.warmup_share"),
+    "num_warmup_steps": _Meaning("schedule.warmup_steps"),
+    "adam_beta1": _Meaning("optimizer.betas", lambda given: [given, 0.999]),
+    "adam_beta2": _Meaning("optimizer.betas", lambda given: [0.9, given]),
+    "adam_epsilon": _Meaning("optimizer.eps"),
+    "optim": _Meaning("optimizer", _adam),
+    "fp16": _if_true("precision", "16-mixed"),
+    "evaluation_strategy": _when("eval"),
+    "eval_strategy": _when("eval"),
+    "save_strategy": _when("checkpoint"),
+    "gradient_checkpointing": _if_true("recompute.every", "block"),
+    "report_to": _words("logger", {word: word for word in ("wandb", "tensorboard", "mlflow")}),
+    "train_batch_size": _Meaning("micro_batch_size"),
+    "eval_batch_size": _Meaning("inference.micro_batch_size"),
+    "max_train_steps": _Meaning("max_steps"),
+    "data_seed": _Meaning("seed"),
+    "loss_scaling_value": _Meaning("loss_scaling"),
     "warmup_steps": _Meaning("schedule.warmup_steps"),
     "lr_scheduler_type": _words(
         "schedule",
@@ -171,7 +236,36 @@ _POPTORCH: Dict[str, _Meaning] = {
 }
 _LAUNCHERS: Dict[str, _Meaning] = {  # torchrun and poprun
     "nproc_per_node": _Meaning("devices"),
+    "num_processes": _Meaning("devices"),  # of accelerate
+    "mixed_precision": _words("precision", {"fp16": "16-mixed", "no": "32-true", "false": "32-true"}),
     "num_replicas": _Meaning("replication.factor"),
+}
+# Words that no key of ipurun means, and why.
+_WITHOUT: Dict[str, str] = {
+    **dict.fromkeys(
+        ("num_nodes", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "sync_batchnorm")
+        + ("local_rank", "ddp_backend", "ddp_find_unused_parameters", "use_distributed_sampler"),
+        "one process drives all IPUs: devices=N; several hosts are started with poprun",
+    ),
+    "num_instances": "one process drives all IPUs; several are started with poprun",
+    **dict.fromkeys(("bf16", "bf16_full_eval"), "IPUs have no bfloat16: precision=16-mixed"),
+    **dict.fromkeys(("tf32", "benchmark", "deterministic"), "a compiled program is the same at every step"),
+    **dict.fromkeys(("torch_compile", "compile", "jit_mode_eval"), "PopTorch compiles every model"),
+    **dict.fromkeys(("gpus", "tpu_cores", "no_cuda", "use_cpu"), "engine=cpu or engine=ipu, and devices=N"),
+    **dict.fromkeys(
+        ("autocast", "autocast_enabled", "autocast_policy", "autocastEnabled", "autocastPolicy", "enable_autocast"),
+        "PopTorch has no autocast since 3.1: precision=16-mixed, and modules apart in precision_rules: {'*.norm': 32}",
+    ),
+    "num_sanity_val_steps": "a run is checked before it begins, and debug=fast tries all of it",
+    "gradient_clip_algorithm": "PopTorch clips by norm: optimizer.max_grad_norm",
+    "enable_progress_bar": "--quiet hides it",
+    "enable_model_summary": "ipurun plan shows the model",
+    "inference_mode": "evaluation never computes gradients",
+    "remove_unused_columns": "batches have what loader.collate returns",
+    "group_by_length": "all batches have one shape on an IPU: pad to a fixed length",
+    "pin_memory": "PopTorch copies batches to the IPU itself",
+    "dataloader_pin_memory": "PopTorch copies batches to the IPU itself",
+    "reload_dataloaders_every_n_epochs": "the data set may have set_epoch, which is called for each epoch",
 }
 _MEANINGS = {**_LIGHTNING, **_TRANSFORMERS, **_OPTIMUM, **_OPTIMIZING, **_POPTORCH, **_LAUNCHERS}
 
@@ -187,7 +281,25 @@ def translate(key: str, value: Any = None) -> Optional[Tuple[str, Any]]:
         ipurun's key (or group, such as ``debug``) and value, None if no value means the same. None for an unknown key.
     """
     name = key.replace("-", "_").rpartition(".")[2]
+    if key.startswith(("inference_opts.", "inference_options.")):
+        return _for_inference(translate(name, value))
     if name in _MEANINGS:
-        return _MEANINGS[name].key, _MEANINGS[name].convert(value)
+        meaning = _MEANINGS[name]
+        chosen = None if meaning.choose is None or value is None else meaning.choose(value)
+        return chosen or (meaning.key, meaning.convert(value))
     setter = next((path for path in option_setters() if path.rpartition(".")[2] == name), None)
     return None if setter is None else (f"options.{setter}", value)
+
+
+def explain(key: str) -> str:
+    """Return why a key of another tool has no counterpart; empty if it is not known or has one."""
+    return _WITHOUT.get(key.replace("-", "_").rpartition(".")[2], "")
+
+
+def _for_inference(translated: Optional[Tuple[str, Any]]) -> Optional[Tuple[str, Any]]:
+    """Return an option of training as the one of inference."""
+    if translated is None:
+        return None
+    key, value = translated
+    own = {"device_iterations": "inference.device_iterations", "replication.factor": "inference.replicas"}
+    return own.get(key, f"inference.{key}" if key.startswith("options.") else key), value

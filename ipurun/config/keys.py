@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ipurun.config.foreign import translate
+from ipurun.config.foreign import explain, translate
 from ipurun.config.schema import Key, RunConfig, walk_keys
 from ipurun.errors import Problem, nearest
 
@@ -86,6 +86,8 @@ def suggest(path: str, value: Any = None) -> Suggestion:
         path: The unknown key.
         value: The value it was set to; None: any.
     """
+    if explain(path):
+        return Suggestion()
     key, translated = translate(path, value) or ("", None)
     if key and (value is None or (translated is not None and (translated != value or _takes(key, translated)))):
         return Suggestion((key,), translated)

@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 
 from ipurun.config import keys
 from ipurun.config.documents import load_text
+from ipurun.config.foreign import explain, translate
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.config.schema import hydra_plugins
 from ipurun.errors import ConfigError, Problem, listing, nearest
@@ -350,12 +351,28 @@ def _unknown_key(override: Override, word: str, words: Sequence[str], command: s
     fix = ""
     if found.keys and (value is None or found.value is not None):
         text = text if found.value is None or repr(found.value) == repr(value) else _as_typed(found.value)
-        better = [f"{found.keys[0]}={text}" if other == word else other for other in words]
+        better = [f"{found.keys[0]}={text}" if other == word else _translated(other) for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
     else:
-        fix = f"remove {word}"
+        why = explain(key)
+        fix = f"remove {word}" + (f": {why}" if why else "")
     known = ", ".join(found.keys) if found.keys else "run `ipurun ls keys` to see every key"
     return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)
+
+
+def _translated(word: str) -> str:
+    """Return a word as ipurun has it, if it is one of another tool, so that the advice mends all of them at once."""
+    key, equals, text = word.partition("=")
+    if not equals or keys.is_known(key.lstrip("+~")):
+        return word
+    try:
+        value = load_text(text)
+    except yaml.YAMLError:
+        return word
+    found = translate(key.lstrip("+~"), value)
+    if found is None or found[1] is None:
+        return word
+    return f"{found[0]}={text if repr(found[1]) == repr(value) else _as_typed(found[1])}"
 
 
 def _as_typed(value: Any) -> str:

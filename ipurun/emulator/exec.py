@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import io
@@ -12,11 +14,11 @@ import shutil
 import sys
 import types
 import zipfile
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipurun.emulator.install import install, load_whole_objects
 
-__all__ = ["run_module", "run_script"]
+__all__ = ["RecordedProgram", "record_script", "run_module", "run_script"]
 
 _INTERRUPTED = 130
 _IMPORT_SYSTEM = ("<frozen importlib", importlib.util.__file__)
@@ -154,3 +156,120 @@ def _report(error: BaseException, own_file: str) -> None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith((own_file, *_IMPORT_SYSTEM)):
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+
+
+class RecordedProgram:
+    """What a program made up to its first compiled model.
+
+    Attributes:
+        setters: Calls of option setters in order, as (path, arguments): ``("Training.gradientAccumulation", (8,))``.
+        model: The user's model.
+        optimizer: The optimizer of a training model.
+        training: Whether the first compiled model is trained.
+        loaders: Arguments of the data loaders, by name, the data set under ``dataset``.
+    """
+
+    def __init__(self) -> None:
+        self.setters: List[Tuple[str, Tuple[Any, ...]]] = []
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.training = False
+        self.loaders: List[Dict[str, Any]] = []
+
+
+class _FirstModel(BaseException):
+    """Ends a recorded program; not an Exception, so that the program does not handle it."""
+
+
+def record_script(path: str, args: Sequence[str]) -> RecordedProgram:
+    """Run a program up to its first compiled model, with its output on standard error.
+
+    Args:
+        path: The Python file.
+        args: Arguments of the program, for sys.argv.
+
+    Returns:
+        What it made; without a model if it compiles none.
+
+    Raises:
+        BaseException: That of the program.
+    """
+    from ipurun.emulator import DataLoader, Options
+    from ipurun.emulator._poplar_executor import PoplarExecutor
+
+    recorded = RecordedProgram()
+    own_words, own_path = sys.argv, list(sys.path)
+    _prepare(os.path.dirname(os.path.realpath(path)))
+    sys.argv = [path, *args]
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(contextlib.redirect_stdout(sys.stderr))
+        options = Options()
+        groups = [("", options)]
+        groups += [
+            (f"{name}.", getattr(options, name)) for name in ("Training", "Precision", "TensorLocations", "_Popart")
+        ]
+        for prefix, group in groups:
+            for name in [name for name in dir(type(group)) if not name.startswith("_") and name not in _NOT_SETTERS]:
+                setter = getattr(type(group), name)
+                if isinstance(setter, types.FunctionType):
+                    patches.enter_context(_patched(type(group), name, _recording(setter, prefix + name, recorded)))
+        made = PoplarExecutor.__init__
+
+        def remember(executor: Any, *given: Any, **named: Any) -> None:
+            made(executor, *given, **named)
+            vars(executor)["_given_optimizer"] = named.get("optimizer")
+            vars(executor)["_is_training"] = named.get("training", given[2] if len(given) > 2 else False)
+
+        def stop(executor: Any, *_: Any, **__: Any) -> None:
+            recorded.model = vars(executor)["_user_model"]
+            recorded.optimizer = vars(executor)["_given_optimizer"]
+            recorded.training = bool(vars(executor)["_is_training"])
+            raise _FirstModel
+
+        loads = DataLoader.__init__
+
+        def load(loader: Any, options: Any, dataset: Any, batch_size: int = 1, *given: Any, **named: Any) -> None:
+            recorded.loaders.append({"dataset": dataset, "batch_size": batch_size, **named})
+            loads(loader, options, dataset, batch_size, *given, **named)
+
+        patches.enter_context(_patched(PoplarExecutor, "__init__", remember))
+        patches.enter_context(_patched(PoplarExecutor, "__call__", stop))
+        patches.enter_context(_patched(PoplarExecutor, "compile", stop))
+        patches.enter_context(_patched(DataLoader, "__init__", load))
+        try:
+            _execute_file(path)
+        except _FirstModel:
+            pass
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path[:] = own_words, own_path
+    return recorded
+
+
+_NOT_SETTERS = ("toDict", "clone", "loadFromFile", "defaultOutputMode")
+
+
+@contextlib.contextmanager
+def _patched(owner: type, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _recording(setter: Callable[..., Any], path: str, recorded: RecordedProgram) -> Callable[..., Any]:
+    @functools.wraps(setter)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        result = setter(group, *args, **kwargs)
+        if not str(sys._getframe(1).f_globals.get("__name__", "")).startswith("ipurun.emulator"):
+            recorded.setters.append((path, (*args, *kwargs.values())))  # not what setters and loaders call
+        return result
+
+    return call

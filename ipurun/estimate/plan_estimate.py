@@ -23,7 +23,7 @@ from ipurun.estimate.types import EstimatedModel, Trial, Verdict
 from ipurun.inspect.data import first_sample, is_stream
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model import cut_modules
-from ipurun.inspect.model_and_data import ModelAndData, TraceKey
+from ipurun.inspect.model_and_data import ModelAndData, TraceKey, own_collate
 from ipurun.inspect.sampling import seeded
 from ipurun.inspect.trace import strategy_of, trace_model
 from ipurun.inspect.traced_model import TracedModel
@@ -395,6 +395,7 @@ def _trace(config: RunConfig, inspected: ModelAndData, plan: Plan, *, training: 
                 training=training,
                 module_precision=plan.module_precision,
                 strategy=strategy_of(options),
+                collate=own_collate(inspected.splits, "train"),
             )
     return inspected.traces[key]
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from types import ModuleType
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 
 from ipurun.errors import ConfigError, Problem
+from ipurun.inspect.lightning.data import Splits, has_loaders, splits_of
 from ipurun.inspect.targets import check_node, make
 
 __all__ = [
     "can_be_skipped",
     "check_data",
     "check_sample",
+    "check_shapes",
     "first_sample",
     "is_read_by_position",
     "is_stream",
@@ -26,6 +28,7 @@ __all__ = [
 
 _OVERRIDES = {"_eval_": "eval", "_test_": "test"}
 _ORDER = ("train", "eval", "test")
+_PROBES = 4  # samples whose shapes are compared
 _SYNONYMS = {
     "training": "train",
     "validation": "eval",
@@ -67,6 +70,17 @@ def check_data(node: Mapping[str, Any], engine_module: Optional[ModuleType] = No
 
 def check_sample(sample: Any) -> List[Problem]:
     """Return the problems of a sample that torch can collate but no device can take."""
+    named = sample.items() if isinstance(sample, Mapping) else ()
+    lists = [name for name, value in named if _is_list_of_numbers(value)]
+    if lists:
+        return [
+            Problem(
+                "`data` returns lists of numbers, of which torch makes a list of tensors, one for each position",
+                seen=f"{', '.join(map(str, lists))} in the first sample",
+                fix="loader.collate=transformers.default_data_collator, or data.set_format('torch') where it is made",
+                key="data",
+            )
+        ]
     unfit = sorted({type(leaf).__name__ for leaf in _leaves(sample) if isinstance(leaf, (str, bytes))})
     if not unfit:
         return []
@@ -80,20 +94,61 @@ def check_sample(sample: Any) -> List[Problem]:
     ]
 
 
-def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> Dict[str, Any]:
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(item, (int, float)) for item in value)
+
+
+def check_shapes(data: Any, collate: Callable[[List[Any]], Any]) -> List[Problem]:
+    """Return the problem of named batches whose shapes vary: a compiled model takes one.
+
+    Args:
+        data: A map-style data set, of which a few samples are read.
+        collate: Makes a batch of them.
+    """
+    try:
+        if not isinstance(data[0], Mapping):
+            return []
+        places = [len(data) * part // _PROBES for part in range(_PROBES)]
+        samples = [data[place] for place in places]
+        batches = [collate([sample, sample]) for sample in samples]
+        found = [{name: tuple(value.shape) for name, value in batch.items()} for batch in batches]
+    except Exception:  # any error of the user's code: loading will report it
+        return []
+    varying = [name for name in found[0] if len({shapes.get(name) for shapes in found}) > 1]
+    if not varying:
+        return []
+    name = varying[0]
+    seen = sorted({shapes[name][1:] for shapes in found if name in shapes})
+    longest = max(max(shape, default=0) for shape in seen)
+    return [
+        Problem(
+            f"`data`: batches of `{name}` have different shapes, but a compiled model takes one",
+            seen="samples of shape " + ", ".join(str(list(shape)) for shape in seen),
+            fix="pad all samples to one length: tokenizer(..., padding='max_length', max_length=N, truncation=True), "
+            f"or loader.collate=ipurun.datasets.collate.Pad loader.collate_args.length={longest}",
+            key="data",
+        )
+    ]
+
+
+def make_splits(node: Mapping[str, Any], engine_module: Optional[ModuleType] = None) -> Splits:
     """Make the data sets.
 
     The target is a map-style or iterable data set, or a function that returns one, a tuple ``(train, eval)`` or
-    ``(train, eval, test)``, or a mapping of splits. ``_eval_`` and ``_test_`` hold arguments that differ for another
-    split made by the same target.
+    ``(train, eval, test)``, a mapping of splits, or an object with ``train_dataloader`` and the like. ``_eval_`` and
+    ``_test_`` hold arguments that differ for another split made by the same target.
 
     Raises:
         ConfigError: The target failed, or did not return data.
     """
-    splits: Dict[str, Any] = {}
+    splits = Splits({})
     for name, arguments in _variants(node).items():
         key = "data" if name == "train" else f"data._{name}_"
-        made = _as_splits(make(arguments, key, engine_module=engine_module), name, key)
+        target = make(arguments, key, engine_module=engine_module)
+        if has_loaders(target):
+            splits = splits_of(target, key)
+            continue
+        made = _as_splits(target, name, key)
         splits.update(made if name == "train" else {name: made[name]})
     if "train" not in splits:
         raise ConfigError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Mapping, Optional, Tuple
+from typing import Any, Mapping, Optional, Tuple
 
-__all__ = ["EndedBlock", "Facts", "InitialWeights", "ModuleCall", "Purpose", "UserBlock"]
+__all__ = ["EndedBlock", "Facts", "InitialWeights", "LoggedValue", "ModuleCall", "Purpose", "UserBlock"]
 
 
 class Purpose(enum.Enum):
@@ -78,6 +78,34 @@ class InitialWeights:
 
 
 @dataclass(frozen=True)
+class LoggedValue:
+    """A value that a step of a LightningModule logs with ``self.log``.
+
+    Args:
+        name: Its name.
+        on_step: Whether it is reported while training.
+        on_epoch: Whether it is reported for a whole epoch.
+        reduction: mean, sum, min or max.
+        metric: Name of the metric object in the model that computes it on the host; None: the step computes it.
+        metric_key: Its name in a collection of metrics.
+        by_batch: Whether the object computes a value for each micro-batch, which are then reduced.
+    """
+
+    name: str
+    on_step: bool
+    on_epoch: bool
+    reduction: str
+    metric: Optional[str] = None
+    metric_key: Optional[str] = None
+    by_batch: bool = False
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it needs the outputs of every micro-batch, rather than their sum."""
+        return self.metric is not None or self.reduction in ("min", "max")
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a plan needs beyond the config, read from the engine, the data and the model.
 
@@ -107,6 +135,9 @@ class Facts:
         is_left_whole: Whether no split fits and the plan shows the unsplit model instead.
         purpose: What the plan is made for.
         initial_weights: What `init_from` loads; None if the model's code gives all values, or a checkpoint.
+        own_optimizer: The optimizer that a LightningModule configures, as a node; empty if the config has one.
+        has_own_schedule: Whether the model configures a learning-rate schedule.
+        logged: Kind of step -> name -> what a LightningModule logs there.
     """
 
     engine: str
@@ -134,3 +165,6 @@ class Facts:
     is_left_whole: bool = False
     purpose: Purpose = Purpose.RUN
     initial_weights: Optional[InitialWeights] = None
+    own_optimizer: Mapping[str, Any] = field(default_factory=dict)
+    has_own_schedule: bool = False
+    logged: Mapping[str, Mapping[str, LoggedValue]] = field(default_factory=dict)

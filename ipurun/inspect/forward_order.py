@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -38,19 +38,22 @@ class ForwardOrder:
     ended: List[EndedBlock] = field(default_factory=list)
 
 
-def trace_forward_order(config: RunConfig, sample: Any = None) -> Tuple[Optional[ForwardOrder], str]:
+def trace_forward_order(
+    config: RunConfig, sample: Any = None, collate: Optional[Callable[[List[Any]], Any]] = None
+) -> Tuple[Optional[ForwardOrder], str]:
     """Trace the model of a config with its loss; return its forward order, or None and the reason.
 
     Args:
         config: The run. Its `sample` gives the shapes when no item of the data is passed.
         sample: One item of the data set.
+        collate: The collate function of the data's own loader.
     """
     if sample is None and not config.sample:
         return None, "the model cannot be traced without an item of the data"
     blocks = BlockRecorder()
     try:
         with seeded(config.seed), _recording(blocks.requested_ipus) as order:
-            trace_model(config, sample=sample, training=False, strategy=blocks)
+            trace_model(config, sample=sample, training=False, strategy=blocks, collate=collate)
     except ConfigError as error:
         problem = error.problems[0]
         return None, f"{problem.what} ({problem.where}: {problem.seen})"

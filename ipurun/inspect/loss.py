@@ -15,6 +15,8 @@ from torch.nn import functional
 from ipurun.config.schema import LossConfig
 from ipurun.errors import ConfigError, Problem, nearest
 from ipurun.inspect.batch_items import pick, split_target, with_loss
+from ipurun.inspect.lightning.steps import Steps
+from ipurun.inspect.model import drops_layers
 from ipurun.inspect.precision import HalfWeights
 from ipurun.inspect.targets import check_arguments, check_named, locate
 
@@ -88,11 +90,18 @@ class TracingFlag:
     of transformers and timm check it before they look for a short cut in an attention mask or keep a tensor for the
     next call. When it is True they skip both and compute the same. A few also expect sizes to be tensors, as in
     torch.jit, and fail: `retry` captures those with PopTorch's own value.
+
+    Speech models of transformers also compare one random number with their `layerdrop` before each layer, even if it is
+    0. Which layers run is compiled in, so that number is 1 here: no layer is dropped.
+
+    Args:
+        model: The model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Optional[nn.Module] = None) -> None:
         self._value = True
         self._was_read = False
+        self._drops_layers = model is not None and drops_layers(model)
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
@@ -104,6 +113,9 @@ class TracingFlag:
             return self._value
 
         torch.jit.is_tracing = is_tracing
+        rand = torch.rand
+        if self._drops_layers:
+            torch.rand = lambda *size, **kwargs: rand(*size, **kwargs) if any(size) else 1.0  # type: ignore[assignment]
         try:
             yield
         except Exception:
@@ -111,6 +123,7 @@ class TracingFlag:
             raise
         finally:
             torch.jit.is_tracing = before
+            torch.rand = rand
 
     def retry(self, capture: Callable[[], _Result]) -> _Result:
         """Run a capture, and run it again with the other value if the model read the flag and then failed.
@@ -145,6 +158,8 @@ class ModelWithLoss(nn.Module):
             combine several, and PopTorch must know which tensor to differentiate.
         tracing_flag: Shared by all wrappers of one model.
         half_weights: Whether operations read float32 weights in half precision (``precision=16.32``).
+        steps: The steps of a LightningModule, one of which runs in place of `forward`.
+        step: Which one: training, validation, test or predict.
     """
 
     def __init__(
@@ -156,10 +171,14 @@ class ModelWithLoss(nn.Module):
         identity_loss: Optional[Callable[..., torch.Tensor]] = None,
         tracing_flag: Optional[TracingFlag] = None,
         half_weights: bool = False,
+        steps: Optional[Steps] = None,
+        step: str = "training",
     ) -> None:
         super().__init__()
         self.model = model
-        self.tracing_flag = tracing_flag or TracingFlag()
+        self.step = step
+        self._steps = steps
+        self.tracing_flag = tracing_flag or TracingFlag(model)
         self.loss = loss.function if loss is not None and isinstance(loss.function, nn.Module) else None
         self._apply_loss = loss
         self._target = config.target
@@ -175,6 +194,10 @@ class ModelWithLoss(nn.Module):
             return self._run(items, named)
 
     def _run(self, items: Tuple[Any, ...], named: Dict[str, Any]) -> Any:
+        if self._steps is not None:
+            with self.tracing_flag.set():
+                output = self._steps.run(self.step, items, named, self._target)
+            return output if self.step == "predict" else self._own_loss(output)
         if self._apply_loss is None:
             with self.tracing_flag.set():
                 output = self.model(*items, **named)

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 from types import ModuleType
-from typing import Any, Dict, FrozenSet, Iterator, List, Set, Tuple, Type, Union
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target
 from ipurun.inspect.data import is_stream
 from ipurun.inspect.facts import UserBlock
+from ipurun.inspect.lightning.trainer import is_lightning, set_up
 from ipurun.inspect.sampling import make_collate, seeded
 from ipurun.inspect.targets import make
 
@@ -33,10 +34,15 @@ __all__ = [
     "check_returned_loss",
     "count_parameters",
     "cut_modules",
+    "drops_layers",
+    "host_randomness",
     "make_meta_model",
     "make_model",
     "model_structure",
+    "restored",
     "stop_caching",
+    "tried",
+    "two_samples",
     "user_blocks",
     "uses_poptorch",
     "written_buffers",
@@ -62,6 +68,8 @@ def make_model(config: RunConfig, engine_module: ModuleType) -> nn.Module:
             fix="model._target_=module.Net, a class or function that makes a module",
             key="model._target_",
         )
+    if is_lightning(model):
+        set_up(model)
     freeze(model, config)
     return model
 
@@ -76,7 +84,7 @@ def freeze(model: nn.Module, config: RunConfig) -> None:
 
 def check_forward(model: nn.Module) -> List[Problem]:
     """Return the problem of a model that computes nothing."""
-    if type(model).forward is not nn.Module.forward or "forward" in vars(model):
+    if type(model).forward is not nn.Module.forward or "forward" in vars(model) or is_lightning(model):
         return []
     name = type(model).__name__
     return [
@@ -89,7 +97,9 @@ def check_forward(model: nn.Module) -> List[Problem]:
     ]
 
 
-def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[Problem]:
+def check_returned_loss(
+    model: nn.Module, data: Any, config: RunConfig, collate: Optional[Callable[[List[Any]], Any]] = None
+) -> List[Problem]:
     """Return the problem of a model without a loss: neither `loss.name` nor its `forward` computes one.
 
     To find out, the model runs once on two samples, a large one without memory, on the meta device. If that fails in
@@ -99,10 +109,11 @@ def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[
         model: The model. Its buffers, its mode and the random states are restored.
         data: A data set to take samples from. A stream is begun: pass a copy of one that is still to be read.
         config: The run; its `loss.name` is not set.
+        collate: The collate function of the data's own loader.
     """
     try:
         with seeded(config.seed):
-            batch = make_collate(config.loader)(_two_samples(data))
+            batch = make_collate(config.loader, collate)(two_samples(data))
         args, kwargs = as_call(batch)
         signature = inspect.signature(model.forward)
     except Exception:  # loading reports it
@@ -112,9 +123,9 @@ def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[
     except TypeError as error:
         return [_no_loss(f"{type(model).__name__}.forward{signature}, called with all items of a batch: {error}")]
     try:
-        with seeded(config.seed), torch.no_grad(), _restored(model):
+        with seeded(config.seed), torch.no_grad(), restored(model):
             model.train()
-            output = _tried(model, args, kwargs)
+            output = tried(model, args, kwargs)
     except Exception:  # any error of the user's code: compiling will report it
         return []
     try:
@@ -131,7 +142,8 @@ def check_returned_loss(model: nn.Module, data: Any, config: RunConfig) -> List[
     return []
 
 
-def _two_samples(data: Any) -> List[Any]:
+def two_samples(data: Any) -> List[Any]:
+    """Return two samples of a data set to try a model on."""
     if not is_stream(data):
         return [data[index % len(data)] for index in range(2)]
     items = iter(data)
@@ -140,7 +152,7 @@ def _two_samples(data: Any) -> List[Any]:
     return [next(items)] * 2
 
 
-def _tried(model: nn.Module, args: Any, kwargs: Any) -> Any:
+def tried(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return what a model returns; a large one, or one without values, gets tensors without values."""
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if not is_empty and count_parameters(model) <= LARGEST_TRIED:
@@ -255,6 +267,32 @@ def stop_caching(model: nn.Module) -> bool:
     return bool(caching)
 
 
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether a model of transformers may skip layers at random, as its speech models do."""
+    return any(
+        hasattr(module, "layerdrop") or hasattr(getattr(module, "config", None), "layerdrop")
+        for module in model.modules()
+    )
+
+
+def host_randomness(model: nn.Module) -> Tuple[str, ...]:
+    """Return notes on what models of transformers draw on the host, which would be the same at every step."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    shares = [
+        getattr(module, "layerdrop", 0) or getattr(config, "layerdrop", 0) or getattr(config, "encoder_layerdrop", 0)
+        for module, config in zip(model.modules(), configs)
+    ]
+    notes = []
+    if any(isinstance(share, float) and share > 0 for share in shares):
+        notes.append("the model's layerdrop is off: which layers run is compiled in")
+    if any(getattr(config, "apply_spec_augment", False) and getattr(config, "mask_time_prob", 0) for config in configs):
+        notes.append(
+            "the model draws the masks of SpecAugment on the host, so that one mask is compiled in for all steps: set "
+            "apply_spec_augment: false in its config, and mask in the data set"
+        )
+    return tuple(notes)
+
+
 def batch_norms(model: nn.Module) -> int:
     """Return the number of batch norm layers with running statistics."""
     return sum(module.running_mean is not None for module in model.modules() if isinstance(module, _BatchNorm))
@@ -310,7 +348,7 @@ class _WrittenMemory(TorchDispatchMode):
 def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) -> set:
     before: Dict[str, torch.Tensor] = dict(model.named_buffers())
     try:
-        with seeded(seed), torch.no_grad(), _restored(model):
+        with seeded(seed), torch.no_grad(), restored(model):
             batch = default_collate([data[index % len(data)] for index in range(2)])
             args, kwargs = as_call(batch)
             if loss.name is not None:
@@ -328,7 +366,7 @@ def _written_in_trial(model: nn.Module, data: Any, loss: LossConfig, seed: int) 
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Restore the buffers and the mode of a model afterwards."""
     before: Dict[str, torch.Tensor] = dict(model.named_buffers())
     values = {name: buffer.clone() for name, buffer in before.items()}

@@ -7,6 +7,7 @@ import ctypes
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+import torch
 from torch import nn
 
 from ipurun.config.patterns import frozen_until
@@ -14,10 +15,12 @@ from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
+from ipurun.inspect.batch_items import as_call
 from ipurun.inspect.data import (
     can_be_skipped,
     check_data,
     check_sample,
+    check_shapes,
     first_sample,
     is_read_by_position,
     is_stream,
@@ -28,6 +31,10 @@ from ipurun.inspect.data import (
 )
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.forward_order import trace_forward_order
+from ipurun.inspect.lightning.checks import StepFindings, check_lightning, evaluating_step
+from ipurun.inspect.lightning.data import LoaderTraits, Splits, splits_of
+from ipurun.inspect.lightning.steps import Steps
+from ipurun.inspect.lightning.trainer import is_lightning, overrides
 from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
 from ipurun.inspect.model import (
@@ -37,15 +44,19 @@ from ipurun.inspect.model import (
     check_forward,
     check_returned_loss,
     count_parameters,
+    host_randomness,
     make_meta_model,
     make_model,
     model_structure,
+    restored,
     stop_caching,
+    tried,
+    two_samples,
     uses_poptorch,
     written_buffers,
 )
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
-from ipurun.inspect.sampling import check_loader, grouped, samples_drawn, seeded
+from ipurun.inspect.sampling import check_loader, grouped, make_collate, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
@@ -58,6 +69,7 @@ __all__ = [
     "inspect_again",
     "load_custom_ops",
     "make_model_alone",
+    "own_collate",
 ]
 
 # Keys of `pipeline` whose placement depends on the order in which modules run.
@@ -108,18 +120,80 @@ def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -
     """
     problems: List[Problem] = []
     model = _checked_model(config, engine, purpose, problems)
-    wrong_data = check_data(config.data, engine.module)
+    own_data = "_target_" not in config.data and is_lightning(model) and overrides(model, "train_dataloader")
+    wrong_data = [] if own_data else check_data(config.data, engine.module)
     problems += wrong_data
-    splits = None if wrong_data else _collect(problems, _make_data, config, engine)
+    splits = None if wrong_data else _collect(problems, _make_data, config, engine, model if own_data else None)
     if splits is not None:
         problems += _check_splits(config, splits)
-    if model is not None and splits is not None and not problems and config.loss.name is None:
-        problems += check_returned_loss(model, _to_try(splits["train"], purpose), config)
+    steps = StepFindings()
+    if model is not None and is_lightning(model):
+        steps = check_lightning(model, splits or {}, config, _Trials(config, splits or {}, purpose))
+        problems += steps.problems + _monitor_problems(config, steps)
+    elif model is not None and splits is not None and not problems and config.loss.name is None:
+        problems += check_returned_loss(model, _to_try(splits["train"], purpose), config, own_collate(splits, "train"))
     if problems or model is None or splits is None:
         raise ConfigError(problems)
-    facts = _facts(config, engine, model, splits, purpose)
+    facts = _with_steps(_facts(config, engine, model, splits, purpose), steps, model)
     ordered = _with_order(facts, config, splits) if _order_matters(config, engine, model) else None
     return ModelAndData(model, splits, ordered or facts, ordered=ordered)
+
+
+class _Trials:
+    """Runs a module on two samples of a split, without memory for a large one."""
+
+    def __init__(self, config: RunConfig, splits: Mapping[str, Any], purpose: Purpose) -> None:
+        self._config = config
+        self._splits = splits
+        self._purpose = purpose
+
+    def __call__(self, module: nn.Module, split: str, steps: Steps) -> Optional[Dict[str, Any]]:
+        """Return the output, None if the user's code failed, which compiling will report."""
+        config = self._config
+        try:
+            data = _to_try(self._splits[split], self._purpose)
+            with seeded(config.seed):
+                batch = make_collate(config.loader, own_collate(self._splits, split))(two_samples(data))
+            steps.takes_tensor = isinstance(batch, torch.Tensor)
+            args, kwargs = as_call(batch)
+            with seeded(config.seed), torch.no_grad(), restored(module):
+                module.train(split == "train")
+                return dict(tried(module, args, kwargs))
+        except ConfigError:
+            raise
+        except Exception:
+            return None
+
+
+def own_collate(splits: Mapping[str, Any], split: str) -> Optional[Callable[[List[Any]], Any]]:
+    """Return the collate function of the data's own loader of a split, None if it has none."""
+    return splits.collate(split) if isinstance(splits, Splits) else None
+
+
+def _with_steps(facts: Facts, steps: StepFindings, model: nn.Module) -> Facts:
+    """Return the facts with what the steps of a LightningModule add."""
+    if not is_lightning(model):
+        return facts
+    return replace(
+        facts,
+        notes=(*facts.notes, *steps.notes),
+        own_optimizer=steps.optimizer,
+        has_own_schedule=steps.has_schedule,
+        logged=steps.logged,
+        eval_split=facts.eval_split if evaluating_step(model, facts.eval_split) else None,
+    )
+
+
+def _monitor_problems(config: RunConfig, steps: StepFindings) -> List[Problem]:
+    """Check the monitored values of a model that logs them, where the trial found which they are."""
+    known = {name for kind in ("validation", "test") for name in steps.logged.get(kind, {})}
+    if not known or config.callbacks:
+        return []
+    nodes = dict.fromkeys([*known, *(f"{name}_epoch" for name in known)])
+    problems: List[Problem] = []
+    for key, name in _monitors(config).items():
+        problems += check_monitor(key, name, {name: {} for name in nodes}, config.averaging.prefix)
+    return problems
 
 
 def inspect_again(config: RunConfig, engine: Engine, before: RunConfig, inspected: ModelAndData) -> ModelAndData:
@@ -136,7 +210,8 @@ def inspect_again(config: RunConfig, engine: Engine, before: RunConfig, inspecte
     """
     if _made_from(config) != _made_from(before):
         return inspect(config, engine, inspected.facts.purpose)
-    problems = _check_targets(config, engine) + _group_problems(config, inspected.model)
+    logs_itself = is_lightning(inspected.model)
+    problems = _check_targets(config, engine, logs_itself) + _group_problems(config, inspected.model)
     if problems:
         raise ConfigError(problems)
     facts = inspected.facts
@@ -197,8 +272,8 @@ def _checked_model(config: RunConfig, engine: Engine, purpose: Purpose, problems
     """Check every target except the data and make the model if possible; add what is wrong to the problems."""
     problems += load_custom_ops(config.custom_ops, engine)
     found = _model_problems(config, engine)
-    problems += found + _check_targets(config, engine)
     model = None if found else _collect(problems, _make_model, config, engine, purpose)
+    problems += found + _check_targets(config, engine, logs_itself=is_lightning(model))
     if model is not None:
         problems += check_forward(model) + _group_problems(config, model)
     return model
@@ -227,15 +302,22 @@ def _model_problems(config: RunConfig, engine: Engine) -> List[Problem]:
     return [Problem("no model: `model._target_` is not set", fix=fix, key="model._target_")]
 
 
-def _check_targets(config: RunConfig, engine: Engine) -> List[Problem]:
+def _monitors(config: RunConfig) -> Dict[str, Optional[str]]:
+    return {
+        "monitor": config.monitor,
+        "checkpoint.best": config.checkpoint.best,
+        "early_stopping.metric": config.early_stopping.metric,
+    }
+
+
+def _check_targets(config: RunConfig, engine: Engine, logs_itself: bool = False) -> List[Problem]:
     problems: List[Problem] = []
     problems += check_loss(config.loss, engine.module)
     problems += check_optimizer(config.optimizer, engine.module)
     problems += check_schedule(config.schedule, engine.module)
     problems += check_metrics(config.metrics, engine.module)
-    monitors = {"monitor": config.monitor, "checkpoint.best": config.checkpoint.best}
-    for key, name in {**monitors, "early_stopping.metric": config.early_stopping.metric}.items():
-        if not config.callbacks:  # which may add metrics
+    for key, name in _monitors(config).items():
+        if not config.callbacks and not logs_itself:  # which may add metrics
             problems += check_monitor(key, name, config.metrics, config.averaging.prefix)
     problems += check_loader(config.loader)
     if config.sample:  # also where the data needs none: the planner may
@@ -260,8 +342,10 @@ def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Modul
         return make_model(config, engine.module)
 
 
-def _make_data(config: RunConfig, engine: Engine) -> Dict[str, Any]:
+def _make_data(config: RunConfig, engine: Engine, model: Optional[nn.Module] = None) -> Dict[str, Any]:
     with seeded(config.seed):
+        if model is not None:
+            return splits_of(model, "model", is_set_up=True)
         splits = make_splits(config.data, engine.module)
         return splits if check_loader(config.loader) else grouped(splits, config.loader)
 
@@ -288,15 +372,18 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
                 key="loader.on_error",
             )
         )
-    if not stream and config.loader.collate is None:
+    if not stream and config.loader.collate is None and own_collate(splits, "train") is None:
         with seeded(config.seed):
             problems += check_sample(first_sample(splits["train"]))
+    if not stream and not problems:
+        with seeded(config.seed):
+            problems += check_shapes(splits["train"], make_collate(config.loader, own_collate(splits, "train")))
     return problems
 
 
 def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose) -> Facts:
     cache_notes = (CACHE_NOTE,) if stop_caching(model) else ()
-    own_notes = notes_of(*splits.values(), model)
+    own_notes = (*notes_of(*splits.values(), splits, model), *host_randomness(model))
     return Facts(
         engine=engine.kind,
         engine_version=engine.version,
@@ -317,7 +404,9 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
 def _train_samples(config: RunConfig, splits: Mapping[str, Any]) -> Optional[int]:
     if "train" not in splits:
         return None
-    return samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size)
+    traits: Mapping[str, LoaderTraits] = splits.traits if isinstance(splits, Splits) else {}
+    own = traits["train"].sampler if "train" in traits else None
+    return samples_drawn(config.loader, splits["train"], config.seed, config.micro_batch_size, own)
 
 
 def _indexed(splits: Mapping[str, Any]) -> Any:
@@ -330,7 +419,7 @@ def _with_order(facts: Facts, config: RunConfig, splits: Mapping[str, Any]) -> F
     data = _indexed(splits)
     with seeded(config.seed):  # a sample may be drawn at random
         sample = None if data is None else first_sample(data)
-    order, failure = trace_forward_order(config, sample)
+    order, failure = trace_forward_order(config, sample, own_collate(splits, "train"))
     facts = replace(facts, notes=(*facts.notes, *_trace_notes(failure)))
     if order is None:
         return facts

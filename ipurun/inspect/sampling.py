@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import random
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import is_stream, length_of
+from ipurun.inspect.lightning.data import Splits
 from ipurun.inspect.targets import arguments_of, check_node, first_parameter, locate, make
 
 __all__ = [
@@ -125,10 +126,10 @@ def check_loader(config: LoaderConfig) -> List[Problem]:
     return problems
 
 
-def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
-    """Return the function that makes a batch from a list of samples."""
+def make_collate(config: LoaderConfig, own: Optional[Callable[[List[Any]], Any]] = None) -> Callable[[List[Any]], Any]:
+    """Return the function that makes a batch from a list of samples; `own` is that of the data's own loader."""
     if config.collate is None:
-        return default_collate
+        return own or default_collate
     target = locate(config.collate, "loader.collate")
     if not inspect.isclass(target):
         return functools.partial(target, **config.collate_args) if config.collate_args else target
@@ -136,7 +137,7 @@ def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
     return made
 
 
-def grouped(splits: Mapping[str, Any], config: LoaderConfig) -> Dict[str, Any]:
+def grouped(splits: Splits, config: LoaderConfig) -> Splits:
     """Return the data as the collate function wants to read it: one that packs samples groups them first.
 
     Raises:
@@ -144,8 +145,8 @@ def grouped(splits: Mapping[str, Any], config: LoaderConfig) -> Dict[str, Any]:
     """
     group = getattr(make_collate(config), "group", None)
     if group is None:
-        return dict(splits)
-    found = {}
+        return splits
+    found = Splits({}, splits.traits, splits.notes)
     for name, data in splits.items():
         if is_stream(data):
             raise ConfigError(
@@ -166,14 +167,14 @@ def grouped(splits: Mapping[str, Any], config: LoaderConfig) -> Dict[str, Any]:
     return found
 
 
-def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Any:
-    """Make the sampler or batch sampler of a config, by default an `EpochOrder`."""
+def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int, own: Any = None) -> Any:
+    """Make the sampler or batch sampler of a config, by default that of the data's own loader or an `EpochOrder`."""
     order = EpochOrder(len(data), seed, config.shuffle)
     node, key = config.sampler, "loader.sampler"
     if config.batch_sampler:
         node, key = config.batch_sampler, "loader.batch_sampler"
     if not node:
-        return order
+        return order if own is None else own
     positional, given = _filled_in(node, key)
     values: Dict[str, Any] = {"batch_size": micro_batch_size, "drop_last": True}
     first: List[Any] = []
@@ -182,10 +183,10 @@ def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: i
     return make(node, key, *first, **{name: values[name] for name in given})
 
 
-def samples_drawn(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Optional[int]:
+def samples_drawn(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int, own: Any = None) -> Optional[int]:
     """Return how many samples one training epoch draws, None for a stream without a length."""
     if is_stream(data) or not (config.sampler or config.batch_sampler):
-        return length_of(data)
+        return length_of(data if own is None else own)
     length = length_of(make_sampler(config, data, seed, micro_batch_size))
     return length if length is None or config.sampler else length * micro_batch_size
 

@@ -12,11 +12,12 @@ from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.api.calls import Call, construct, last_call
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import RunConfig, canonical_precision
 from ipurun.datasets.synthetic import parse_sample
 from ipurun.emulator.graph import Captured, Node, Placement, Recorder, active_recorder, capture, is_supported
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors
+from ipurun.inspect.lightning.steps import steps_of
 from ipurun.inspect.loss import ModelWithLoss, make_loss
 from ipurun.inspect.model import count_parameters, make_meta_model, make_model, stop_caching
 from ipurun.inspect.precision import cast_hooks, cast_weights, half_inputs
@@ -42,6 +43,7 @@ def trace_model(
     training: bool = True,
     module_precision: Optional[Mapping[str, str]] = None,
     strategy: Any = None,
+    collate: Optional[Callable[[List[Any]], Any]] = None,
 ) -> TracedModel:
     """Trace the model of a config with its loss on one micro-batch.
 
@@ -53,6 +55,7 @@ def trace_model(
         module_precision: Module name -> 16 or 32, patterns resolved (`Plan.module_precision`).
         strategy: The emulator's execution strategy, which places the blocks of the model's own code. None means
             PopTorch's default.
+        collate: The collate function of the data's own loader.
 
     Raises:
         ConfigError: The model cannot be traced, with the operation and the line in the model's file.
@@ -69,7 +72,7 @@ def trace_model(
             if attempted is None:
                 continue
             count = min(size, samples) if samples else size
-            batch = _micro_batch(config, sample, count, device)
+            batch = _micro_batch(config, sample, count, device, collate)
             try:
                 traced = _trace(config, attempted, batch, count, training, rules, strategy, training_mode)
             except ConfigError as error:
@@ -107,7 +110,7 @@ def _attempts(
 
     def tiny() -> Optional[nn.Module]:
         # torch's kernels for meta tensors take seconds to load, which a tiny model can do without.
-        is_plain = model is None and config.precision in ("32", "32.32")
+        is_plain = model is None and canonical_precision(config.precision) == "32.32"
         return _small_model(config, largest=_TINY_MODEL) if is_plain else None
 
     def without_memory() -> nn.Module:
@@ -135,10 +138,12 @@ def _small_model(config: RunConfig, largest: int = _LARGEST_REAL_MODEL) -> Optio
         return None
 
 
-def _micro_batch(config: RunConfig, sample: Any, size: int, device: str) -> Any:
+def _micro_batch(
+    config: RunConfig, sample: Any, size: int, device: str, own: Optional[Callable[[List[Any]], Any]] = None
+) -> Any:
     collate: Callable[[List[Any]], Any] = default_collate
     if sample is not None:
-        collate = make_collate(config.loader)
+        collate = make_collate(config.loader, own)
     else:
         items = parse_sample(config.sample)
         generator = torch.Generator().manual_seed(config.seed)
@@ -178,7 +183,7 @@ def _trace(
     strategy: Any,
     training_mode: bool,
 ) -> TracedModel:
-    precision = {"16": "16.16", "32": "32.32"}.get(config.precision, config.precision)
+    precision = canonical_precision(config.precision)
     stop_caching(model)
     cast_weights(model, precision, rules)
     # Any module may end a block, so each one gets a hook; in a run `Annotations` hooks only those that do.
@@ -187,7 +192,16 @@ def _trace(
     if precision.startswith("16"):
         batch = half_inputs(batch, config.loss.name is not None, config.loss.target)
     loss = make_loss(config.loss, emulator)
-    wrapped = ModelWithLoss(model, loss, config.loss, returns_output=not training, half_weights=precision == "16.32")
+    steps = steps_of(model, takes_tensor=isinstance(batch, torch.Tensor))
+    wrapped = ModelWithLoss(
+        model,
+        loss,
+        config.loss,
+        returns_output=not training,
+        half_weights=precision == "16.32",
+        steps=steps,
+        step="training" if training or steps is None or not steps.has("validation") else "validation",
+    )
     wrapped.train(training_mode)
     progress = _Progress()
     try:

@@ -8,6 +8,7 @@ from typing import List, Mapping, Sequence, Tuple
 from ipurun.api.calls import Call, Symbol, last_call
 from ipurun.config.schema import LoaderConfig, RunConfig
 from ipurun.errors import Findings
+from ipurun.inspect.facts import Facts
 from ipurun.planning.plan import BatchSizes
 from ipurun.planning.user_settings import TWINS, UserSettings
 
@@ -44,16 +45,20 @@ def check_loading(loader: LoaderConfig, batch: BatchSizes, found: Findings) -> N
         )
 
 
-def output_mode(config: RunConfig, settings: UserSettings, device_iterations: int, found: Findings) -> Tuple[str, int]:
+def output_mode(
+    config: RunConfig, facts: Facts, settings: UserSettings, device_iterations: int, found: Findings
+) -> Tuple[str, int]:
     """Return the output mode of training (final, all, sum, every_n) and the period of every_n.
 
     Args:
         config: The config.
+        facts: What the model logs.
         settings: What the user set: `output.mode`, else ``outputMode`` under `options` or in poptorch.conf, counts.
         device_iterations: Weight updates per host call.
         found: Takes the problems.
     """
     metrics = _training_metrics(config)
+    metrics += [name for name, value in facts.logged.get("training", {}).items() if value.needs_all]
     mode, every = config.output.mode, config.output.every
     written = last_call("outputMode", settings.options, settings.file)
     if written is not None and not settings.has("output.mode"):

@@ -9,7 +9,7 @@ from ipurun.api.calls import Call, last_call
 from ipurun.api.conf_file import read_conf
 from ipurun.api.options import read_setters
 from ipurun.config.checks import check_values, with_valid_values
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import RunConfig, canonical_precision
 from ipurun.errors import ConfigError, Findings
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.planning.artifacts import folder_calls, plan_profile, plan_saving
@@ -31,8 +31,6 @@ from ipurun.planning.steps import check_end_and_average, count_evaluation, count
 from ipurun.planning.user_settings import UserSettings, unlike_defaults
 
 __all__ = ["make_plan"]
-
-_SHORT_PRECISIONS = {"16": "16.16", "32": "32.32"}
 
 
 def make_plan(
@@ -68,20 +66,25 @@ def make_plan(
     steps = count_steps(config, sizes.training, facts.train_samples, found)
     check_loading(config.loader, sizes.training, found)
     check_end_and_average(config, sizes.training, steps, found)
-    precision = _SHORT_PRECISIONS.get(config.precision, config.precision)
+    precision = canonical_precision(config.precision)
+    if config.precision == "16":
+        found.note(
+            "precision=16 means 16.32 (half operations, float32 weights), as in Lightning; until the last release it "
+            "meant 16.16, which precision=16.16 still gives"
+        )
     optimizer, groups = plan_optimizer(config, found)
     no_decay = plan_no_decay(config, facts, found)
     frozen = frozen_parts(config, facts, sizes.training, steps, found)
     note_loss_scale(config, precision, optimizer.kwargs.get("loss_scaling"), found)
     profile = plan_profile(config.profile, name, environ, found, facts.engine)
     variables = plan_variables(config, profile, settings, environ, found)
-    mode, every = output_mode(config, settings, sizes.training.device_iterations, found)
+    mode, every = output_mode(config, facts, settings, sizes.training.device_iterations, found)
     folders = folder_calls(config.cache, name, profile, settings, environ, found)
     folders.chosen[:0] = variables.calls
     training = training_options(config, facts, sizes, settings, folders, (mode, every), found)
     inference = inference_options(config, facts, sizes, settings, folders, found)
     updates = sizes.training.device_iterations
-    if config.schedule and updates > 1:
+    if (config.schedule or facts.has_own_schedule) and updates > 1:
         found.note(f"the learning rate changes once per host call, that is every {updates} weight updates")
     _check_attachable(training, facts.purpose, found)
     check_overlap(config, mode, training, found)
@@ -130,6 +133,8 @@ def make_plan(
         module_proportions=proportions,
         overlap_io=config.memory.overlap_io,
         is_left_whole=facts.is_left_whole,
+        own_optimizer=bool(facts.own_optimizer),
+        logged=facts.logged,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Tuple
 
 from ipurun.api.calls import Call
-from ipurun.inspect.facts import EndedBlock, InitialWeights, UserBlock
+from ipurun.inspect.facts import EndedBlock, InitialWeights, LoggedValue, UserBlock
 
 __all__ = [
     "BatchSizes",
@@ -198,3 +198,5 @@ class Plan:
     overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
     is_left_whole: bool = False  # no split fits: the plan shows the model on one IPU
     environment_origins: Mapping[str, str] = field(default_factory=dict)  # variable -> its key, and where that was set
+    own_optimizer: bool = False  # the optimizer and its schedule are those that a LightningModule configures
+    logged: Mapping[str, Mapping[str, LoggedValue]] = field(default_factory=dict)  # kind of step -> name -> value

@@ -1,4 +1,4 @@
-"""Export the weights of a run as safetensors, which plain torch and transformers load without running code."""
+"""Export the weights of a run: as safetensors for torch and transformers, or as a checkpoint for Lightning."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from ipurun.errors import ConfigError, RunError, listing, underlying_os_error
 from ipurun.files import replacing, write_atomically
+from ipurun.inspect.lightning.trainer import call_hook, is_lightning
 from ipurun.runs.folder import RunFolder
 from ipurun.runs.reload import LoadedModel, load_model
 
@@ -22,6 +23,8 @@ __all__ = ["ExportedWeights", "export_run", "write_safetensors"]
 _ENDING = ".safetensors"
 _FILE = f"model{_ENDING}"
 _CONFIG_FILE = "config.json"
+_LIGHTNING_FILE = "model.ckpt"
+_LIGHTNING_VERSION = "2.0.0"  # of the form of the file, which later versions read
 _ALIGNMENT = 8
 _TYPES = {
     torch.float64: "F64",
@@ -70,6 +73,7 @@ def export_run(
     use_best: bool = False,
     half: bool = False,
     progress: Optional[Progress] = None,
+    lightning: bool = False,
 ) -> ExportedWeights:
     """Write the weights of a run to a file, or to a folder that transformers loads.
 
@@ -81,11 +85,14 @@ def export_run(
         use_best: Take the best checkpoint instead of the newest.
         half: Write floating-point weights in float16.
         progress: Called with the bytes written and their total.
+        lightning: Write a checkpoint of Lightning, a ``.ckpt`` file, in place of safetensors.
 
     Raises:
         ConfigError: Invalid config, place or checkpoint, or a folder for a model that transformers does not have.
         RunError: The weights cannot be written, or do not fit float16.
     """
+    if lightning:
+        return _export_for_lightning(folder, argv, out, checkpoint_file, use_best, half)
     for_transformers, file = _place(folder, out)
     loaded = load_model(folder, argv, checkpoint_file, use_best)
     document: Optional[Dict[str, Any]] = None
@@ -111,6 +118,63 @@ def export_run(
         fix = "--out FILE in a writable folder with enough free space"
         raise RunError("the weights could not be written", str(file), seen=seen, fix=fix) from error
     return _report(loaded, files, weights, size, warnings)
+
+
+def _export_for_lightning(
+    folder: RunFolder, argv: Sequence[str], out: Optional[str], checkpoint_file: Optional[str], best: bool, half: bool
+) -> ExportedWeights:
+    """Write what `LightningModule.load_from_checkpoint` reads: weights and hyperparameters, without optimizer state."""
+    file = folder.path / _LIGHTNING_FILE if out is None else Path(out).expanduser()
+    if file.is_dir():
+        file = file / _LIGHTNING_FILE
+    if file.suffix != ".ckpt" or not file.parent.is_dir():
+        raise ConfigError(
+            f"`{file}` cannot be written", "--out", seen=str(out), fix="--out FILE.ckpt in a folder that exists"
+        )
+    loaded = load_model(folder, argv, checkpoint_file, best)
+    model = loaded.model
+    if not is_lightning(model):
+        raise ConfigError(
+            f"{type(model).__name__} is not a LightningModule",
+            "--lightning",
+            seen="it has no training_step and configure_optimizers",
+            fix=f"leave --lightning out: --out FILE{_ENDING} for plain torch",
+        )
+    weights = _tensors_of(model.state_dict())
+    warnings = _warnings(weights)
+    weights = _halved(weights) if half else weights
+    hparams = getattr(model, "hparams", None)
+    plain = {key: value for key, value in dict(hparams or {}).items() if _is_plain(value)}
+    content: Dict[str, Any] = {
+        "state_dict": weights,
+        "global_step": loaded.step,
+        "epoch": 0,
+        "pytorch-lightning_version": _LIGHTNING_VERSION,
+        "loops": {},
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        "hparams_name": "kwargs",
+        "hyper_parameters": plain,
+    }
+    call_hook(model, "on_save_checkpoint", "model", content)
+    try:
+        with replacing(file) as stream:
+            torch.save(content, stream)
+    except OSError as error:
+        seen = str(underlying_os_error(error))
+        raise RunError(
+            "the weights could not be written", str(file), seen=seen, fix="--out FILE.ckpt elsewhere"
+        ) from error
+    return _report(loaded, [file], weights, file.stat().st_size, warnings)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def write_safetensors(

@@ -123,11 +123,13 @@ class RunFolder:
     def describe(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> None:
         """Write down what is going to run; a resumed run may have other keys than when it began."""
         from ipurun.config.compose import to_yaml
+        from ipurun.config.schema import canonical_precision
 
         # `resume` says how this process began and is not part of the run: a stored run never points at another.
         words = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
+        stored = replace(config, resume=None, precision=canonical_precision(config.precision))
         texts = {
-            self.config_file: to_yaml(replace(config, resume=None), point.hidden),
+            self.config_file: to_yaml(stored, point.hidden),
             self.overrides_file: _yaml(words),
             self.plan_file: "\n".join(plan_lines(plan)) + "\n",
             self.env_file: json.dumps(_environment(engine, plan), indent=2) + "\n",

@@ -13,6 +13,7 @@ from ipurun.checkpoint import broken, latest
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.facts import Facts, Purpose
+from ipurun.inspect.lightning.checks import adopt
 from ipurun.inspect.model_and_data import ModelAndData, inspect, inspect_again
 from ipurun.inspect.targets import check_node
 from ipurun.planning import make_plan
@@ -61,6 +62,8 @@ def prepare(
         else:
             inspected = inspect_again(config, engine, before.point.config, before.inspected)
         facts = inspected.facts
+        config, facts = adopt(config, facts, inspected.splits, point.given)
+        point, inspected = replace(point, config=config), replace(inspected, facts=facts)
         if config.init_from and not has_checkpoint and facts.initial_weights is None:
             initial = load_initial_weights(config, inspected.model, copies=purpose is Purpose.RUN)
             facts = replace(facts, initial_weights=initial)

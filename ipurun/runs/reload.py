@@ -60,6 +60,10 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     if folder.schema == 1:
         stored = _with_new_paths(stored)
         _keep_matching(stored.get("optimizer") or {})
+    words_then = folder.overrides()
+    if str(stored.get("precision")) == "16":  # runs of this release store what it means
+        stored["precision"] = "16.16"
+        words_then = ["precision=16.16" if word.lstrip("+") == "precision=16" else word for word in words_then]
     if not command.startswith("train"):
         for unused in ("logger", "callbacks"):
             stored.pop(unused, None)  # its secrets need not be given again
@@ -85,7 +89,7 @@ def stored_point(folder: RunFolder, argv: Sequence[str], command: str = "train")
     set_now = {key: origin for key, origin in (point.given or {}).items() if not origin.startswith(stored_in)}
     given = {**{key: set_then[key] for key in point.given or {} if key in set_then}, **set_now}
     # The words of a group that is chosen again no longer describe the run.
-    still = [word for word in folder.overrides() if word.lstrip("+~").partition("=")[0].split(".")[0] not in chosen]
+    still = [word for word in words_then if word.lstrip("+~").partition("=")[0].split(".")[0] not in chosen]
     return replace(
         point,
         overrides=each_key_once([*still, *point.overrides]),

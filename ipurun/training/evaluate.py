@@ -14,6 +14,7 @@ from ipurun.build import Run
 from ipurun.build.cached_executables import compile_and_report
 from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
+from ipurun.inspect.lightning.logged import LoggedValues
 from ipurun.metrics import Matrix
 from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, EvalProgress, Note, Observer
 from ipurun.training.failures import explained, when_free
@@ -70,6 +71,7 @@ def evaluate(
     begun = time.perf_counter()
     compiling, samples = 0.0, 0
     total_loss, total_weight = 0.0, 0.0
+    run.use_step(str(name))
     run.eval_metrics.reset()
     explain = explain or _explainer(run)
     phases = phases or Phases()
@@ -79,16 +81,23 @@ def evaluate(
         compiling += call.compile_seconds
         samples += call.real
         observer.on_eval_progress(EvalProgress(str(name), samples, run.eval_loaders[str(name)].most_samples))
-        loss, weight = _loss_of(run, call)
+        if isinstance(run.eval_metrics, LoggedValues):
+            with explain("computing metrics"):
+                loss, weight = _add_logged(run, call, run.eval_metrics)
+        else:
+            loss, weight = _loss_of(run, call)
         total_loss += loss
         total_weight += weight
-        if run.eval_metrics:
+        if run.eval_metrics and not isinstance(run.eval_metrics, LoggedValues):
             rows = run.plan.inference.samples_per_call
             outputs = _without_padding(output_of(run, call.result), call.real, rows)
             targets = _without_padding(target_of(call.batch, run.config.loss.target), call.real, rows)
             with explain("computing metrics"):
                 run.eval_metrics.update(outputs, targets)
-    values = {"loss": total_loss / total_weight if total_weight else float("nan"), **run.eval_metrics.compute()}
+    with explain("computing metrics"):
+        values = run.eval_metrics.compute()
+    if total_weight or run.steps is None:
+        values = {"loss": total_loss / total_weight if total_weight else float("nan"), **values}
     report_skipped(run, observer)
     left_out = run.eval_loaders[str(name)].left_out
     seconds = time.perf_counter() - begun - compiling
@@ -128,15 +137,14 @@ def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = (
         RunError: Compiling or running failed.
     """
     rows, first = run.plan.inference.samples_per_call, 0
+    run.use_step(split, predicts=True)
     for call in _inference_calls(run, observer, split, _explainer(run), Phases()):
         inputs, target = _inputs_and_target(call.batch, run.config.loss.target)
         found = {
             "index": _numbers(first, call.real, run.eval_loaders[split].left_out),
             "input": _without_padding(inputs, call.real, rows),
             "target": _without_padding(target, call.real, rows),
-            "output": _without_padding(
-                call.result[0] if run.loss is not None else _without_loss(run, call.result), call.real, rows
-            ),
+            "output": _without_padding(_prediction(run, call.result), call.real, rows),
         }
         first = int(found["index"][-1]) + 1
         yield {
@@ -154,7 +162,9 @@ def gathered(parts: Iterator[Any]) -> Any:
 
 
 def output_of(run: Run, result: Any) -> Any:
-    """Return the part of an executor's result that metrics compare with the target."""
+    """Return the part of an executor's result that metrics compare with the target; all of what steps log."""
+    if run.steps is not None:
+        return result
     return pick(result[0], run.config.loss.output) if run.loss is not None else pick(result, None)
 
 
@@ -272,6 +282,41 @@ def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:
         if "sum" in (config.args.get("reduction"), run.loss.reduction):
             return total + partial * size, weight + left
     return total + partial * left, weight + left
+
+
+def _add_logged(run: Run, call: _InferenceCall, logged: LoggedValues) -> Tuple[float, float]:
+    """Add what the step of a LightningModule logged; return the weighted sum of its losses, and the weights.
+
+    The host computes the micro-batch that is partly padding again without it, if it can: as Lightning does.
+    """
+    rows, size = run.plan.inference.samples_per_call, run.plan.inference.micro_batch_size
+    real = torch.tensor([min(max(call.real - first, 0), size) for first in range(0, rows, size)])
+    partial: Mapping[str, Any] = {}
+    whole, left = divmod(call.real, size)
+    if left and run.plan.precision == "32.32":
+        part = map_tensors(lambda t: t[whole * size : call.real] if t.dim() else t, call.batch)
+        args, kwargs = as_call(part)
+        try:
+            with torch.no_grad():
+                partial = run.inference_wrapper(*args, **kwargs)
+        except Exception:  # custom operations exist only on the device: the share of real rows is the weight then
+            partial = {}
+    logged.add_weighted(call.result, real, lambda value: _without_padding(value, call.real, rows), partial)
+    if "loss" not in call.result:
+        return 0.0, 0.0
+    losses = call.result["loss"].float().reshape(-1).clone()
+    if losses.numel() != real.numel():
+        return float(losses.mean()) * call.real, float(call.real)
+    if "loss" in partial:
+        losses[whole] = float(partial["loss"])
+    return float((losses * real).sum()), float(real.sum())
+
+
+def _prediction(run: Run, result: Any) -> Any:
+    """Return what a model predicts, without the loss."""
+    if run.steps is not None:
+        return result
+    return result[0] if run.loss is not None else _without_loss(run, result)
 
 
 def _numbers(first: int, count: int, left_out: Sequence[int]) -> torch.Tensor:

@@ -123,6 +123,7 @@ class _HostCall(NamedTuple):
     checkpoint: Optional[str]
     result: Any  # for metrics, as the target
     target: Any
+    ended_epoch: Optional[int] = None  # number of the epoch whose last one it is
 
 
 class _Trainer:
@@ -162,6 +163,7 @@ class _Trainer:
         self._progress = Progress()
         self._average = WeightAverage(run) if run.config.averaging.kind != "none" else None
         self._stop_reason = ""
+        self._epoch_values: Dict[str, float] = {}  # of an epoch whose end was not known in advance
         self._eval_minutes = Minutes(run.config.eval.every_minutes)
         self._log_minutes = Minutes(run.config.log_every_minutes)
         self._calls_differ = self._restore(resume_from)
@@ -190,6 +192,7 @@ class _Trainer:
             self._average.restore(state.get("average"))
         self._callbacks.restore(None if self._restored is None else state.get("callbacks", {}))
         run.eval_metrics.directions.update(state.get("directions", {}))
+        run.train_metrics.restore(state.get("logged", {}))
         self._window = Window(**state.get("window", {}))
         self._stop_reason = self._early_stop_reason()
         return self._progress.recount(run.plan.training)
@@ -201,6 +204,7 @@ class _Trainer:
             "average": {} if self._average is None else self._average.state(),
             "callbacks": self._callbacks.state(),
             "directions": dict(self._run.eval_metrics.directions),
+            "logged": self._run.train_metrics.state(),
             "window": {"loss": self._window.loss, "losses": self._window.losses},
         }
 
@@ -352,8 +356,14 @@ class _Trainer:
         self._evaluate_and_save(ends_epoch=True)
 
     def _count_epoch(self) -> None:
-        self._progress.epoch += 1
-        self._progress.position = 0
+        run, progress = self._run, self._progress
+        if run.train_metrics.has_epoch_values and progress.position != run.plan.steps.calls_per_epoch:
+            self._report_calls()
+            self._epoch_values = run.train_metrics.end_epoch(progress.epoch)
+        progress.epoch += 1
+        progress.position = 0
+        if run.schedule.end_epoch():
+            run.training_model.setOptimizer(run.optimizer)
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
         reading = self._reading
@@ -445,7 +455,8 @@ class _Trainer:
         full of the model, and take three times as long.
         """
         run, progress = self._run, self._progress
-        logged = self._is_logged()
+        ends_epoch = progress.position == run.plan.steps.calls_per_epoch
+        logged = self._is_logged() or (ends_epoch and run.train_metrics.has_epoch_values)
         target = None
         if run.train_metrics:
             target = target_of(batch, run.config.loss.target)
@@ -468,6 +479,7 @@ class _Trainer:
                 self._saver.newest_path,
                 result,
                 target,
+                progress.epoch if ends_epoch else None,
             )
         )
         return logged
@@ -493,8 +505,12 @@ class _Trainer:
             with self._explained("computing metrics"):
                 run.train_metrics.update(output_of(run, call.result), call.target)
             if call.logged:
-                metrics = run.train_metrics.compute()
+                with self._explained("computing metrics"):
+                    metrics = {**self._epoch_values, **run.train_metrics.compute()}
+                    if call.ended_epoch is not None:
+                        metrics.update(run.train_metrics.end_epoch(call.ended_epoch))
                 run.train_metrics.reset()
+                self._epoch_values = {}
         eta = None if steps.total_calls is None else (steps.total_calls - call.call) * call.mean_seconds
         event = StepEnd(
             step=call.step,
@@ -554,6 +570,7 @@ class _Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, and return whether the monitored metric is the best so far."""
         run, progress = self._run, self._progress
+        self._report_calls()  # metric objects of a LightningModule may serve training and evaluation
         begun = time.perf_counter()
         result = self._evaluation()
         progress.owes_evaluation = result is None
@@ -583,7 +600,7 @@ class _Trainer:
             value = self._metric("monitor", run.monitor, event.metrics)
             improved = value is not None and self._saver.note_value(value)
             event = replace(event, is_best=improved)
-        if value is not None and run.schedule.report(value):
+        if run.schedule.report(value, event.metrics):
             run.training_model.setOptimizer(run.optimizer)
         self._consider_stopping(event.metrics)
         self._observer.on_eval(event)

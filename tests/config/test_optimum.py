@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ipurun.cli.main import main
-from ipurun.config.optimum import import_config
+from ipurun.config.importers.optimum import import_config
 from ipurun.errors import ConfigError
 
 BERT = {

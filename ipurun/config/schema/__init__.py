@@ -17,6 +17,7 @@ from ipurun.config.schema.run import (
     LossConfig,
     RunConfig,
     SweepConfig,
+    canonical_precision,
 )
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "RunConfig",
     "SweepConfig",
     "TensorLocationConfig",
+    "canonical_precision",
     "walk_keys",
 ]

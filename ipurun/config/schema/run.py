@@ -38,7 +38,24 @@ __all__ = [
     "RunConfig",
     "SecurityConfig",
     "SweepConfig",
+    "canonical_precision",
 ]
+
+
+# Other words for a precision: Lightning's, and short ones.
+_PRECISIONS = {
+    "16-mixed": "16.32",
+    "16-true": "16.16",
+    "32-true": "32.32",
+    "half": "16.16",
+    "16": "16.32",
+    "32": "32.32",
+}
+
+
+def canonical_precision(word: str) -> str:
+    """Return a precision as <operations>.<weights>."""
+    return _PRECISIONS.get(word, word)
 
 
 @dataclass
@@ -302,8 +319,9 @@ class RunConfig:
     )
     precision: str = option(
         "32.32",
-        "<operations>.<weights>; 16 and 32 mean 16.16 and 32.32.",
-        choices=("32.32", "16.32", "16.16", "16", "32"),
+        "<operations>.<weights>; Lightning's words are taken, too: 16-mixed and 16 mean 16.32, 16-true and half 16.16, "
+        "32-true and 32 mean 32.32.",
+        choices=("32.32", "16.32", "16.16", *_PRECISIONS),
     )
     precision_rules: Dict[str, str] = option(
         {},

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from ipurun.config.foreign import translate
+from ipurun.config.importers.recipe import Recipe
 from ipurun.errors import ConfigError
 
 __all__ = ["Imported", "import_config"]
@@ -31,7 +32,7 @@ _FIX = "give the ipu_config.json of an Optimum model, a JSON object of names and
 _REST = -1  # a count of layers: an equal share of the rest
 
 
-class Imported:
+class Imported(Recipe):
     """A recipe under construction.
 
     Args:
@@ -40,32 +41,10 @@ class Imported:
     """
 
     def __init__(self, source: Mapping[str, Any], layers: Optional[str] = None) -> None:
-        self.keys: Dict[str, Any] = {}
-        self.notes: List[str] = []
-        self.versions: List[str] = []
+        super().__init__()
         self._source = {**_DEFAULTS, **source}
         self._layers = layers
         self._convert()
-
-    def set(self, key: str, value: Any) -> None:
-        """Set a dotted key of ipurun."""
-        node = self.keys
-        *groups, last = key.split(".")
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = value
-
-    def text(self, name: str, file_name: str) -> str:
-        """Return the recipe as YAML."""
-        lines = [
-            "# @package _global_",
-            f"# {name}: imported from {file_name}{' (' + ', '.join(self.versions) + ')' if self.versions else ''}.",
-            "# Add model, data, loss and optimizer, which the file does not describe.",
-        ]
-        if self.notes:
-            lines += ["#", "# Not imported:"]
-            lines += [f"# - {note}" for note in self.notes]
-        return "\n".join([*lines, "", *_yaml(self.keys)]) + "\n"
 
     def _convert(self) -> None:
         for key, value in self._source.items():
@@ -202,17 +181,6 @@ _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
         for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")
     },
 }
-
-
-def _yaml(node: Mapping[str, Any], indent: str = "") -> List[str]:
-    """Format nested keys in block style; the leaves are JSON, which is YAML."""
-    lines = []
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value and not str(key).startswith("set"):
-            lines += [f"{indent}{key}:", *_yaml(value, indent + "  ")]
-        else:
-            lines.append(f"{indent}{key}: {json.dumps(value)}")
-    return lines
 
 
 @dataclass(frozen=True)

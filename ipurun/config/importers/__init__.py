@@ -1,0 +1,1 @@
+"""Recipes out of the files and command lines of other tools."""

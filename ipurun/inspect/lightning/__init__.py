@@ -1,0 +1,1 @@
+"""LightningModules and LightningDataModules as models and data, recognised by their methods: Lightning is optional."""

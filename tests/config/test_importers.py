@@ -1,0 +1,167 @@
+"""`ipurun import` of what other tools are configured and started with."""
+
+import json
+import textwrap
+
+import pytest
+import yaml
+
+from ipurun.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def recipe(*words, name="made"):
+    assert main(["import", *words, "--quiet"]) == 0
+    with open(f"conf/recipe/{name}.yaml", encoding="utf-8") as file:
+        text = file.read()
+    return yaml.safe_load(text), text
+
+
+def write(name, text):
+    with open(name, "w", encoding="utf-8") as file:
+        file.write(textwrap.dedent(text))
+
+
+def test_a_section_of_an_applications_configs(capsys):
+    write(
+        "configs.yml",
+        """
+        defaults: &all {replicas: 4, seed: 0}
+        resnet50_mk2:
+          <<: *all
+          model: resnet50
+          optimizer: sgd
+          lr: 1.0
+          micro-batch-size: 4
+          gradient-accumulation: 16
+          precision: "16.16"
+          pipeline-splits: [layer1/0, layer2/2]
+          half-partial: true
+          lr-schedule: cosine
+          mixup-alpha: 0.2
+        """,
+    )
+    keys, text = recipe("configs.yml", "made", "--section", "resnet50_mk2")
+    assert keys == {
+        "defaults": [{"override /optimizer": "sgd"}, {"override /schedule": "cosine"}],
+        "replication": {"factor": 4},
+        "optimizer": {"lr": 1.0},
+        "micro_batch_size": 4,
+        "gradient_accumulation": 16,
+        "precision": "16.16",
+        "pipeline": {"split": ["layer1.0", "layer2.2"]},
+        "partials": "half",
+    }
+    assert "mixup-alpha: 0.2" in text
+    assert main(["import", "configs.yml", "other", "--section", "resnet50"]) == 2
+    assert "--section resnet50_mk2" in capsys.readouterr().err
+
+
+def test_training_arguments_and_an_ipu_config(capsys):
+    write("ipu_config.json", json.dumps({"layers_per_ipu": [3, 3], "ipus_per_replica": 2}))
+    arguments = {"per_device_train_batch_size": 2, "learning_rate": 3e-5, "num_train_epochs": 3.0, "warmup_ratio": 0.1}
+    write("training_args.json", json.dumps({**arguments, "adam_beta1": 0.9, "fp16": True, "push_to_hub": False}))
+    keys, _ = recipe("ipu_config.json", "training_args.json", "made")
+    assert keys["pipeline"] == {"layers_per_ipu": [3, 3]}
+    assert (keys["micro_batch_size"], keys["epochs"], keys["precision"]) == (2, 3, "16-mixed")
+    assert keys["optimizer"] == {"lr": 3e-05}
+    assert keys["schedule"] == {"warmup_share": 0.1}
+    assert keys["defaults"] == [{"override /optimizer": "adamw"}, {"override /schedule": "linear"}]
+
+
+def test_a_command_line_of_poprun():
+    command = (
+        "poprun --num-replicas=4 --ipus-per-replica 2 --num-instances 2 python train.py --learning-rate 1e-3 --odd 1"
+    )
+    keys, text = recipe(command, "made")
+    assert keys["replication"] == {"factor": 4}
+    assert keys["pipeline"] == {"ipus": 2}
+    assert keys["optimizer"] == {"lr": 0.001}
+    assert "--odd: 1: has no counterpart" in text
+
+
+def test_a_config_of_lightnings_cli_is_planned_at_once(capsys):
+    write(
+        "cli.yaml",
+        """
+        seed_everything: 3
+        trainer:
+          accelerator: ipu
+          devices: 2
+          max_epochs: 2
+          precision: 16-mixed
+          callbacks:
+            - class_path: lightning.pytorch.callbacks.EarlyStopping
+              init_args: {monitor: val_loss, patience: 3, mode: min}
+        model: {class_path: lightning_duck.Lit, init_args: {lr: 0.02}}
+        data: {class_path: lightning_duck.Loaders}
+        """,
+    )
+    assert main(["import", "cli.yaml", "made", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["notes"] == []
+    assert any(line.startswith("devices    2 IPUs = 2 replicas") for line in document["plan"])
+    assert main(["train", "+recipe=made", "--quiet"]) == 0
+
+
+SCRIPT = """
+    import sys, torch, poptorch
+
+    class Net(torch.nn.Module):
+        def __init__(self, width=8):
+            super().__init__()
+            self.width = width
+            self.first = torch.nn.Linear(4, width)
+            self.last = poptorch.BeginBlock(torch.nn.Linear(width, 3), ipu_id=1)
+
+        def forward(self, inputs, target):
+            scores = self.last(self.first(inputs))
+            return scores, torch.nn.functional.cross_entropy(scores, target)
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return torch.ones(4) * index, torch.tensor(index % 3)
+
+    if __name__ == "__main__":
+        options = poptorch.Options()
+        options.deviceIterations(2)
+        options.Training.gradientAccumulation(8)
+        options.TensorLocations.numIOTiles(32)
+        loader = poptorch.DataLoader(options, Data(), batch_size=2)
+        net = Net(int(sys.argv[1]))
+        model = poptorch.trainingModel(net, options, poptorch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        for batch in loader:
+            model(*batch)
+        raise SystemExit("it went on")
+"""
+
+
+def test_a_script_is_run_up_to_its_first_model(capsys):
+    write("tool_of_old.py", SCRIPT)
+    assert main(["import", "tool_of_old.py", "made", "--json", "--", "16"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    with open("conf/recipe/made.yaml", encoding="utf-8") as file:
+        keys = yaml.safe_load(file)
+    assert keys["model"] == {"_target_": "tool_of_old.Net", "width": 16}
+    assert keys["data"] == {"_target_": "tool_of_old.Data"}
+    assert (keys["micro_batch_size"], keys["device_iterations"], keys["gradient_accumulation"]) == (2, 2, 8)
+    assert keys["optimizer"] == {"_target_": "poptorch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+    assert any("last on IPU 1" in note for note in document["notes"])
+
+
+def test_a_script_that_fails_or_compiles_nothing_is_reported(capsys):
+    write("broken.py", "import poptorch\nraise ValueError('no data')\n")
+    write("idle.py", "import poptorch\n")
+    assert main(["import", "broken.py", "made"]) == 2
+    said = capsys.readouterr().err
+    assert "broken.py:2" in said
+    assert "ValueError: no data" in said
+    assert main(["import", "idle.py", "made"]) == 2
+    assert "without compiling a model" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""Classes with the methods of Lightning's, written without it."""
+
+from __future__ import annotations
+
+from typing import Any, List
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+
+def tensors(first: int, last: int) -> TensorDataset:
+    inputs = torch.randn(200, 4, generator=torch.Generator().manual_seed(5))
+    return TensorDataset(inputs[first:last], inputs[first:last, :3].argmax(dim=1))
+
+
+class Loaders:
+    """As a LightningDataModule."""
+
+    def __init__(self, batch_size: int = 8, shuffle: bool = False, samples: int = 64) -> None:
+        self.batch_size, self.shuffle, self.samples = batch_size, shuffle, samples
+
+    def setup(self, stage: str) -> None:
+        self.train = tensors(0, self.samples)
+        self.val = tensors(100, 121)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=self.shuffle)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, self.batch_size)
+
+
+class Rows:
+    """A data set whose samples are dicts, and a loader that joins them itself."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = tensors(0, 32)[index]
+        return {"x": inputs, "y": target}
+
+
+def join(rows: List[Any]) -> Any:
+    return {"x": torch.stack([row["x"] for row in rows]) * 2, "labels": torch.stack([row["y"] for row in rows])}
+
+
+class NamedLoaders:
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(), 4, collate_fn=join, sampler=WeightedRandomSampler([1.0] * 32, 16))  # type: ignore[arg-type]
+
+
+class Count(nn.Module):
+    """A metric object, as torchmetrics makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.right, self.total = 0, 0
+
+    def update(self, scores: torch.Tensor, targets: torch.Tensor) -> None:
+        self.right += int((scores.argmax(dim=1) == targets).sum())
+        self.total += len(targets)
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(self.right / max(self.total, 1))
+
+    def forward(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.update(scores, targets)
+        return self.compute()
+
+
+class Lit(nn.Module):
+    """As a LightningModule."""
+
+    def __init__(self, lr: float = 0.1, interval: str = "epoch", frequency: int = 1) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.accuracy = Count()
+        self.lr, self.interval, self.frequency = lr, interval, frequency
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(torch.relu(self.body(inputs)))
+        return scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        scores = self(inputs)
+        loss = functional.cross_entropy(scores, target)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("right", (scores.argmax(dim=1) == target).float().sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, target = batch
+        scores = self(inputs)
+        self.accuracy(scores, target)
+        self.log_dict({"val_loss": functional.cross_entropy(scores, target), "val_acc": self.accuracy})
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.body.parameters()}, {"params": self.head.parameters(), "lr": self.lr / 2}]
+        optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        timed = {"scheduler": scheduler, "interval": self.interval, "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": timed}
+
+
+class Peaks(Lit):
+    """Logs what needs every micro-batch, and a metric object while training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        scores = self(inputs)
+        self.accuracy.update(scores, target)
+        self.log("acc", self.accuracy, on_step=True, on_epoch=True)
+        self.log("peak", inputs.max(), on_step=False, on_epoch=True, reduce_fx=torch.max)
+        return functional.cross_entropy(scores, target)
+
+
+class Lists(Lit):
+    """Keeps outputs in a list of its own until the end of the epoch, as Lightning 2 recommends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: List[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        loss = functional.cross_entropy(self(inputs), target)
+        self.kept.append({"loss": loss, "target": target})
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("kept_loss", torch.stack([item["loss"] for item in self.kept]).mean())
+        self.log("rows", float(sum(len(item["target"]) for item in self.kept)))
+        self.kept.clear()
+
+
+class Named(Lit):
+    """Takes batches by name, and trains only its head."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return functional.cross_entropy(self(batch["x"]), batch["labels"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.head.parameters(), lr=self.lr)
+
+
+class OneCycle(Lit):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Plateau(Lit):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.1, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class Returns(Lit):
+    """Returns nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+class Manual(Lit):
+    automatic_optimization = False
+
+
+class Two(Lit):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
+
+
+class Clips(Lit):
+    def configure_gradient_clipping(self, *args: Any) -> None: ...
+
+    def optimizer_step(self, *args: Any) -> None: ...
+
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+    def transfer_batch_to_device(self, *args: Any) -> None: ...
+
+
+class Watches(Lit):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+    def transfer_batch_to_device(self, *args: Any) -> None: ...
+
+
+class Alternates(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * 2 if batch_idx % 2 == 0 else loss
+
+
+class Shows(Lit):
+    """Looks at the first batch only, without a change to the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0:
+            self.trainer.logger.experiment.add_image("first", batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class Epochs(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * (1 + self.trainer.current_epoch)

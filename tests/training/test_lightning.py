@@ -1,0 +1,245 @@
+"""LightningModules and LightningDataModules as model and data, recognised by their methods."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from lightning_duck import Count, Lit, Loaders
+from torch.nn import functional
+
+import ipurun
+from ipurun.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(model="Lit", data="Loaders", words=(), **keys):
+    """Train; return the logged lines of the run, and the run."""
+    done = ipurun.train(
+        model={"_target_": f"lightning_duck.{model}", **keys.pop("arguments", {})},
+        data={"_target_": f"lightning_duck.{data}"},
+        cache={"enabled": False},
+        overrides=["hydra.run.dir=run", *words],
+        quiet=True,
+        **keys,
+    )
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return lines, done
+
+
+def refusal(capsys, *words):
+    assert main(["validate", "data._target_=lightning_duck.Loaders", *words]) == 2
+    return capsys.readouterr().err
+
+
+def by_hand(epochs, accumulation=1, replicas=1, samples=64):
+    """Train in plain torch what Lightning would; return the values of each epoch, and the model."""
+    torch.manual_seed(0)
+    model, data = Lit(), Loaders(samples=samples)
+    data.setup("fit")
+    made = model.configure_optimizers()
+    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    found = []
+    for _ in range(epochs):
+        losses, right = [], 0
+        batches = list(data.train_dataloader())
+        size = accumulation * replicas
+        for first in range(0, len(batches) - size + 1, size):
+            optimizer.zero_grad()
+            for inputs, target in batches[first : first + size]:
+                scores = model(inputs)
+                loss = functional.cross_entropy(scores, target)
+                (loss / size).backward()
+                losses.append(loss.item())
+                right += int((scores.argmax(dim=1) == target).sum())
+            optimizer.step()
+        scheduler.step()
+        count, total, rows = Count(), 0.0, 0
+        with torch.no_grad():
+            for inputs, target in data.val_dataloader():
+                total += functional.cross_entropy(model(inputs), target).item() * len(target)
+                rows += len(target)
+                count.update(model(inputs), target)
+        found.append(
+            {
+                "train_loss_epoch": sum(losses) / len(losses),
+                "right": right,
+                "val_loss": total / rows,
+                "val_acc": float(count.compute()),
+            }
+        )
+    return found, model
+
+
+def values_by_epoch(lines):
+    epochs = [{**line} for line in lines if "train_loss_epoch" in line]
+    evals = [line for line in lines if "val_loss" in line]
+    return [{**first, **second} for first, second in zip(epochs, evals)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"gradient_accumulation": 2},
+        {"device_iterations": 2},
+        {"devices": 2, "gradient_accumulation": 2, "device_iterations": 2, "inference": {"device_iterations": 1}},
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_a_plain_loop(sizes):
+    lines, _ = run(epochs=3, **sizes)
+    expected, model = by_hand(3, sizes.get("gradient_accumulation", 1), sizes.get("devices", 1))
+    found = values_by_epoch(lines)
+    assert len(found) == 3
+    for ours, theirs in zip(found, expected):
+        for name, value in theirs.items():
+            assert math.isclose(ours[name], value, rel_tol=1e-4), name
+    weights = ipurun.load("run").model.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_values_between_log_lines_are_reported_under_their_own_name():
+    lines, _ = run(epochs=1, log_every_steps=4)
+    steps = [line for line in lines if "train_loss_step" in line]
+    assert [line["step"] for line in steps] == [4, 8]
+    assert steps[0]["train_loss_step"] == pytest.approx(steps[0]["loss"], rel=1e-5)
+
+
+def test_maxima_and_metric_objects_take_every_micro_batch():
+    lines, _ = run("Peaks", epochs=1, device_iterations=2, gradient_accumulation=2, log_every_steps=2)
+    data = Loaders()
+    data.setup("fit")
+    assert lines_with(lines, "peak")[-1]["peak"] == pytest.approx(float(data.train.tensors[0].max()))
+    steps = [line["acc_step"] for line in lines_with(lines, "acc_step")]
+    assert lines_with(lines, "acc_epoch")[-1]["acc_epoch"] == pytest.approx(sum(steps) / len(steps))
+
+
+def lines_with(lines, name):
+    return [line for line in lines if name in line]
+
+
+def test_lists_and_epoch_ends_are_kept_on_the_host():
+    lines, _ = run("Lists", epochs=1)
+    found = lines_with(lines, "kept_loss")[-1]
+    assert found["rows"] == 21
+    assert found["kept_loss"] > 0
+
+
+def test_batches_by_name_with_their_own_collate_function_and_sampler():
+    _, done = run("Named", "NamedLoaders", epochs=1)
+    assert done.step == 4
+    torch.manual_seed(0)
+    start, end = Lit(), ipurun.load("run").model
+    assert torch.equal(start.body.weight, end.body.weight)
+    assert not torch.equal(start.head.weight, end.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("interval", "frequency", "expected"),
+    [("epoch", 1, [0.1, 0.05, 0.025]), ("epoch", 2, [0.1, 0.1, 0.05]), ("step", 8, [0.1, 0.05, 0.025])],
+)
+def test_schedulers_step_as_their_interval_and_frequency_say(interval, frequency, expected):
+    lines, _ = run(epochs=3, arguments={"interval": interval, "frequency": frequency}, log_every_steps=8)
+    assert [line["lr"] for line in lines_with(lines, "lr")] == pytest.approx(expected)
+
+
+def test_a_schedule_knows_the_length_of_the_run_and_moves_betas():
+    lines, _ = run("OneCycle", max_steps=10, log_every_steps=1)
+    rates = [line["lr"] for line in lines_with(lines, "lr")]
+    assert rates[0] == pytest.approx(0.1 / 25)
+    assert max(rates) == pytest.approx(0.1, rel=0.05)
+    assert rates[-1] < 0.01
+
+
+def test_a_plateau_waits_for_the_value_that_it_names():
+    lines, _ = run("Plateau", epochs=4, log_every_epochs=1)
+    assert lines_with(lines, "lr")[-1]["lr"] < 0.1  # val_loss falls, which mode=max takes for no progress
+
+
+def test_a_run_resumes_in_its_schedule():
+    run(epochs=3)
+    whole = ipurun.load("run").model.state_dict()
+    ipurun.train(
+        model={"_target_": "lightning_duck.Lit"},
+        data={"_target_": "lightning_duck.Loaders"},
+        epochs=1,
+        overrides=["hydra.run.dir=part"],
+        quiet=True,
+    )
+    assert main(["train", "resume=part", "epochs=3", "--quiet"]) == 0
+    for name, value in ipurun.load("part").model.state_dict().items():
+        torch.testing.assert_close(value, whole[name], atol=1e-6, rtol=1e-5)
+
+
+def test_the_config_may_replace_the_optimizer(capsys):
+    words = ["model._target_=lightning_duck.Lit", "data._target_=lightning_duck.Loaders"]
+    assert main(["plan", *words, "optimizer=adam", "optimizer.lr=0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "poptorch.optim.Adam(" in shown
+    assert "not that of configure_optimizers" in shown
+    assert main(["plan", *words, "micro_batch_size=4"]) == 0
+    assert "micro-batch 4 " in capsys.readouterr().out
+    assert main(["validate", *words, "optimizer.lr=0.5"]) == 2
+    assert "whose scheduler changes it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("Returns", "training_step must return a loss"),
+        ("Manual", "manual optimization"),
+        ("Two", "several optimizers"),
+        ("Clips", "optimizer.max_grad_norm"),
+        ("Alternates", "depending on batch_idx"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(capsys, model, says):
+    said = refusal(capsys, f"model._target_=lightning_duck.{model}")
+    assert says in said
+    assert "Traceback" not in said
+
+
+def test_a_decision_on_batch_idx_names_its_line(capsys):
+    assert "lightning_duck.py:" in refusal(capsys, "model._target_=lightning_duck.Alternates")
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("Watches", "on_train_batch_end is not called"),
+        ("Watches", "PopTorch moves batches itself"),
+        ("Shows", "happens once"),
+        ("Epochs", "reads current_epoch"),
+    ],
+)
+def test_what_is_ignored_is_reported(capsys, model, says):
+    words = [f"model._target_=lightning_duck.{model}", "data._target_=lightning_duck.Loaders"]
+    assert main(["plan", *words]) == 0
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_loss_metrics_and_an_unknown_monitor_are_refused(capsys):
+    lit = "model._target_=lightning_duck.Lit"
+    assert "training_step returns the loss" in refusal(capsys, lit, "loss.name=MSELoss")
+    assert "self.log" in refusal(capsys, lit, "+metrics.accuracy={}")
+    said = refusal(capsys, lit, "monitor=val_los")
+    assert "try    monitor=val_loss" in said
+
+
+def test_weights_are_exported_as_a_lightning_checkpoint(capsys):
+    run(max_steps=2)
+    assert main(["export", "run", "--lightning"]) == 0
+    content = torch.load("run/model.ckpt", weights_only=True)
+    assert content["global_step"] == 2
+    assert torch.equal(content["state_dict"]["head.weight"], ipurun.load("run").model.head.weight)
+    words = ["model._target_=lightning_duck.Lit", "data._target_=lightning_duck.Loaders", "init_from=run/model.ckpt"]
+    assert main(["plan", *words]) == 0
+    assert "Lightning checkpoint of step 2" in capsys.readouterr().out
+    assert main(["export", "run", "--lightning", "--out", "weights.safetensors"]) == 2
