@@ -386,16 +386,21 @@ def _trace(config: RunConfig, inspected: ModelAndData, plan: Plan, *, training: 
     options = plan.training_options if training else plan.inference_options
     key = _trace_key(plan, training=training)
     if key not in inspected.traces:
-        data = inspected.splits.get("train")
-        sample = None if data is None or is_stream(data) else first_sample(data)
-        with seeded(config.seed):
-            inspected.traces[key] = trace_model(
-                config,
-                sample=sample,
-                training=training,
-                module_precision=plan.module_precision,
-                strategy=strategy_of(options),
-            )
+        profiles = inspected.profiles
+        found = None if profiles is None else profiles.trace(key)
+        if found is None:
+            data = inspected.splits.get("train")
+            with seeded(config.seed):
+                found = trace_model(
+                    config,
+                    sample=None if data is None or is_stream(data) else first_sample(data),
+                    training=training,
+                    module_precision=plan.module_precision,
+                    strategy=strategy_of(options),
+                )
+            if profiles is not None:
+                profiles.keep_trace(found, key)
+        inspected.traces[key] = found
     return inspected.traces[key]
 
 

@@ -20,6 +20,8 @@ from ipurun.inspect.trace import ended_block, trace_model
 
 __all__ = ["ForwardOrder", "trace_forward_order"]
 
+_PREFIX = "model."  # of the names of the user's modules in `ModelWithLoss`
+
 
 @dataclass
 class ForwardOrder:
@@ -76,12 +78,9 @@ def _recording(requested_ipus: Mapping[str, Optional[int]]) -> Iterator[ForwardO
             return
         if isinstance(module, ModelWithLoss):
             module.train()
-            order.calls.clear()
             order.ended.clear()
             names.clear()
             names.update({id(part): name for name, part in module.model.named_modules()})
-        elif id(module) in names:
-            order.calls.append(ModuleCall(names[id(module)], len(recorder.graph.nodes)))
 
     def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
         recorder = active_recorder()
@@ -93,6 +92,11 @@ def _recording(requested_ipus: Mapping[str, Optional[int]]) -> Iterator[ForwardO
                 order.ended.append(EndedBlock(names[id(module)], place.block_id, requested_ipus[place.block_id]))
             return
         order.operations = len(recorder.graph.nodes)
+        order.calls = [
+            ModuleCall(path[len(_PREFIX) :], position)
+            for path, position in recorder.calls
+            if path.startswith(_PREFIX) or path == _PREFIX[:-1]
+        ]
         at_modules = {block.block_id for block in user_blocks(module.model)}
         begun = [(e.info["placement"], e.position) for e in recorder.graph.events if e.kind == "begin_block"]
         order.blocks = [

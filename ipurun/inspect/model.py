@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
 from types import ModuleType
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
@@ -39,6 +41,7 @@ __all__ = [
     "stop_caching",
     "user_blocks",
     "uses_poptorch",
+    "without_compiler",
     "written_buffers",
 ]
 
@@ -147,7 +150,7 @@ def _tried(model: nn.Module, args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
     args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with torch.device("meta"):
+    with without_compiler(), torch.device("meta"):
         return torch.func.functional_call(model, map_tensors(lambda value: value.to("meta"), state), args, kwargs)
 
 
@@ -170,10 +173,70 @@ def make_meta_model(config: RunConfig) -> nn.Module:
         ConfigError: It cannot be made, or is not a module.
     """
     try:
-        with torch.device("meta"):
+        with without_compiler(), torch.device("meta"), _WithoutValues():
             return make_model(config, emulator)
     except ConfigError:
         return make_model(config, emulator).to("meta")
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Does not set the values of tensors that have none: for a large model that takes longer than anything else."""
+
+    _setters = frozenset(
+        [
+            *(function for name, function in vars(nn.init).items() if name.endswith("_") and callable(function)),
+            *(getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "clamp_", "erfinv_")),
+        ]
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = args[0] if args else kwargs.get("tensor")
+        if func in self._setters and isinstance(given, torch.Tensor) and given.is_meta:
+            return given
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keep torch from loading its compiler, which takes more than a second, to run operations without values.
+
+    Torch's kernels for the meta device ask `torch._dynamo` once not to compile them. Anything else that is asked of the
+    stand-in loads the compiler after all.
+    """
+    name = "torch._dynamo"
+    if name in sys.modules or not hasattr(torch, "_check_with"):
+        yield
+        return
+    stand_in = ModuleType(name)
+
+    def leave() -> None:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+        if vars(torch).get("_dynamo") is stand_in:
+            del torch._dynamo
+
+    def load(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        leave()
+        return getattr(importlib.import_module(name), attribute)
+
+    stand_in.disable = lambda function=None, *args, **kwargs: function  # type: ignore[attr-defined]  # a new module
+    stand_in.__getattr__ = load  # type: ignore[method-assign]  # of a module, not of its class
+    sys.modules[name] = torch._dynamo = stand_in
+    check = torch._check_with  # loads sympy to find out that a condition is not symbolic
+    torch._check_with = _check_plainly
+    try:
+        yield
+    finally:
+        torch._check_with = check
+        leave()
+
+
+def _check_plainly(error_type: Type[Exception], condition: Any, message: Any = None) -> None:
+    if not condition:
+        raise error_type(message() if callable(message) else "Expected cond to be True, but got False")
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -44,6 +44,7 @@ from ipurun.inspect.model import (
     written_buffers,
 )
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
+from ipurun.inspect.profiles import Profiles
 from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.traced_model import TracedModel
@@ -90,6 +91,7 @@ class ModelAndData:
         facts: The facts.
         traces: Traces of the model, kept by what they depend on.
         ordered: The facts with the order in which modules run; None: not traced yet.
+        profiles: Traces of earlier commands; None if this one is to run, not to plan.
     """
 
     model: nn.Module
@@ -97,6 +99,7 @@ class ModelAndData:
     facts: Facts
     traces: Dict[TraceKey, TracedModel] = field(default_factory=dict, repr=False)
     ordered: Optional[Facts] = field(default=None, repr=False)
+    profiles: Optional[Profiles] = field(default=None, repr=False)
 
 
 def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -> ModelAndData:
@@ -112,13 +115,15 @@ def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -
     splits = None if wrong_data else _collect(problems, _make_data, config, engine)
     if splits is not None:
         problems += _check_splits(config, splits)
-    if model is not None and splits is not None and not problems and config.loss.name is None:
-        problems += check_returned_loss(model, _to_try(splits["train"], purpose), config)
+    profiles = None
+    if model is not None and splits is not None and not problems:
+        profiles = _profiles(config, model, splits) if purpose in (Purpose.PLAN, Purpose.CHECK) else None
+        problems += _loss_problems(config, model, splits, purpose, profiles)
     if problems or model is None or splits is None:
         raise ConfigError(problems)
     facts = _facts(config, engine, model, splits, purpose)
-    ordered = _with_order(facts, config, splits) if _order_matters(config, engine, model) else None
-    return ModelAndData(model, splits, ordered or facts, ordered=ordered)
+    ordered = _with_order(facts, config, splits, profiles) if _order_matters(config, engine, model) else None
+    return ModelAndData(model, splits, ordered or facts, ordered=ordered, profiles=profiles)
 
 
 def inspect_again(config: RunConfig, engine: Engine, before: RunConfig, inspected: ModelAndData) -> ModelAndData:
@@ -140,7 +145,7 @@ def inspect_again(config: RunConfig, engine: Engine, before: RunConfig, inspecte
         raise ConfigError(problems)
     facts = inspected.facts
     if _order_matters(config, engine, inspected.model):
-        inspected.ordered = inspected.ordered or _with_order(facts, config, inspected.splits)
+        inspected.ordered = inspected.ordered or _with_order(facts, config, inspected.splits, inspected.profiles)
         facts = inspected.ordered
     return replace(inspected, facts=replace(facts, train_samples=_train_samples(config, inspected.splits)))
 
@@ -322,12 +327,42 @@ def _indexed(splits: Mapping[str, Any]) -> Any:
     return splits["train"] if "train" in splits and not is_stream(splits["train"]) else None
 
 
-def _with_order(facts: Facts, config: RunConfig, splits: Mapping[str, Any]) -> Facts:
-    """Return the facts with the order in which modules run, which takes a trace of the model."""
+def _profiles(config: RunConfig, model: nn.Module, splits: Mapping[str, Any]) -> Optional[Profiles]:
+    """Return the stored traces of a model; None if the data has no first sample, which planning reports."""
+    try:
+        return Profiles(config, model, _first_sample(config, splits))
+    except Exception:  # the user's data can raise anything
+        return None
+
+
+def _first_sample(config: RunConfig, splits: Mapping[str, Any]) -> Any:
     data = _indexed(splits)
     with seeded(config.seed):  # a sample may be drawn at random
-        sample = None if data is None else first_sample(data)
-    order, failure = trace_forward_order(config, sample)
+        return None if data is None else first_sample(data)
+
+
+def _loss_problems(
+    config: RunConfig, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose, profiles: Optional[Profiles]
+) -> List[Problem]:
+    """Return the problem of a model that should return its loss and does not."""
+    if config.loss.name is not None or (profiles is not None and profiles.has_loss()):
+        return []
+    problems = check_returned_loss(model, _to_try(splits["train"], purpose), config)
+    if profiles is not None and not problems:
+        profiles.keep_loss()
+    return problems
+
+
+def _with_order(
+    facts: Facts, config: RunConfig, splits: Mapping[str, Any], profiles: Optional[Profiles] = None
+) -> Facts:
+    """Return the facts with the order in which modules run, which takes a trace of the model."""
+    found = None if profiles is None else profiles.order()
+    if found is None:
+        found = trace_forward_order(config, _first_sample(config, splits))
+        if profiles is not None:
+            profiles.keep_order(*found)
+    order, failure = found
     facts = replace(facts, notes=(*facts.notes, *_trace_notes(failure)))
     if order is None:
         return facts

@@ -18,7 +18,7 @@ from ipurun.emulator.graph import Captured, Node, Placement, Recorder, active_re
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors
 from ipurun.inspect.loss import ModelWithLoss, make_loss
-from ipurun.inspect.model import count_parameters, make_meta_model, make_model, stop_caching
+from ipurun.inspect.model import count_parameters, make_meta_model, make_model, stop_caching, without_compiler
 from ipurun.inspect.precision import cast_hooks, cast_weights, half_inputs
 from ipurun.inspect.sampling import make_collate
 from ipurun.inspect.targets import innermost_line
@@ -191,7 +191,8 @@ def _trace(
     wrapped.train(training_mode)
     progress = _Progress()
     try:
-        captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
+        with without_compiler():
+            captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
     except Exception as error:  # the user's code can raise anything
         raise ConfigError(_problem(error, progress.last)) from error
     finally:
@@ -214,6 +215,7 @@ def _reopen_ended_block(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Progress, strategy: Any) -> Captured:
+    copy_layers = all(parameter.is_meta for parameter in wrapped.parameters())
     options = emulator.Options()
     if strategy is not None:
         options.setExecutionStrategy(strategy)
@@ -237,6 +239,8 @@ def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Prog
         options=options,
         modules=dict(wrapped.named_modules()),
         check_op=progress.see,
+        forward_only=True,
+        copy_layers=copy_layers,
     )
 
 

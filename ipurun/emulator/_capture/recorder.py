@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +73,23 @@ class TensorNumbers:
         assert found is not None, f"the tensor number {int(value)} is gone"
         return found
 
+    def counts(self) -> Tuple[int, int]:
+        """Return how many tensors and storages have a number."""
+        return len(self._references), self._num_storages
+
+    def reserve(self, values: int, storages: int) -> None:
+        """Use up the next numbers for tensors that do not exist."""
+        self._references += [_nothing] * values
+        self._num_storages += storages
+
+    def assign(self, tensor: torch.Tensor, value: Value, storage: int) -> None:
+        """Give a tensor a reserved number, and its memory that of a storage."""
+        address = tensor.untyped_storage()._cdata
+        self._storage_of[address] = storage
+        self._storage_users[address] = 1
+        self._value_of[id(tensor)] = value
+        self._references[value] = weakref.ref(tensor, functools.partial(self._forget, id(tensor), address))
+
     def clear(self) -> None:
         """Forget all tensors."""
         self._value_of.clear()
@@ -88,6 +105,21 @@ class TensorNumbers:
         else:
             self._storage_users.pop(address, None)
             self._storage_of.pop(address, None)
+
+
+def _nothing() -> None:
+    """Stand in for the reference to a tensor that does not exist."""
+
+
+class Counts(NamedTuple):
+    """How much a recorder has recorded so far."""
+
+    nodes: int
+    events: Tuple[int, int]
+    values: int
+    storages: int
+    saved: int
+    calls: int
 
 
 _active: List[Recorder] = []
@@ -114,6 +146,7 @@ class Recorder(TorchDispatchMode):
         self.graph = Graph()
         self.in_backward = False
         self.module_stack: List[str] = [""]
+        self.calls: List[Tuple[str, int]] = []  # module that was called, number of operations before it
         self.host = HostTensors()
         self._check_op = check_op
         self._numbers = TensorNumbers()
@@ -235,6 +268,62 @@ class Recorder(TorchDispatchMode):
             self.graph.constants[value] = tensor.detach().clone()
         self.graph.inputs.append(GraphInput("constant", f"constant_{int(value)}", value))
         return value
+
+    def number_of(self, tensor: torch.Tensor) -> Optional[Value]:
+        """Return the number of a tensor, None if it is not known."""
+        return self._numbers.find(tensor)
+
+    def mask_of(self, value: Value) -> int:
+        """Return what a value depends on, as bits."""
+        return self._mask_of(value)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the next operation runs."""
+        return self._placement or Placement()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether an operation may run now: not after a block that has ended."""
+        return self._placement is not None
+
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that autograd saves."""
+        if self._numbers.has_storage(tensor):
+            self.graph.saved.append(self._numbers.storage_of(tensor))
+
+    def counts(self) -> Counts:
+        """Return how much is recorded."""
+        values, storages = self._numbers.counts()
+        events = (len(self.graph.events), len(self.loss_values))
+        return Counts(len(self.graph.nodes), events, values, storages, len(self.graph.saved), len(self.calls))
+
+    def add_copy(self, original: Value, copy: Value, spec: TensorSpec) -> None:
+        """Declare a value that is like another one; its number has to be reserved."""
+        self.graph.specs[copy] = spec
+        self._masks[copy] = self._masks[original]
+        self._placement_of[copy] = self.placement
+        before = self.graph.specs[original]
+        if before.storage in self._storage_masks:
+            self._storage_masks[spec.storage] = self._storage_masks[before.storage]
+        if self.host.holds(before):
+            self.host.made([spec])
+
+    def reserve(self, values: int, storages: int) -> None:
+        """Use up the next numbers of values and storages for copies."""
+        self._numbers.reserve(values, storages)
+
+    def adopt(self, value: Value, stride: Tuple[int, ...], needs_gradient: bool) -> torch.Tensor:
+        """Return an empty tensor for a copied value."""
+        spec = self.graph.specs[value]
+        with self.paused():
+            tensor = torch.empty_strided(spec.shape, stride, dtype=spec.dtype, device=self._kept[0].device)
+            if needs_gradient:
+                # The result of an operation: a leaf could not be changed in place.
+                tensor = tensor.requires_grad_() * 1
+        self._numbers.assign(tensor, value, spec.storage)
+        self._kept.append(tensor)
+        return tensor
 
     def tensor_of(self, value: Value) -> torch.Tensor:
         """Return the tensor with this number."""
