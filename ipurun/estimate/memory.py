@@ -182,15 +182,9 @@ def _of_largest_phase(
 
 def op_bytes(traced: TracedModel, op: TracedOp, settings: Settings, costs: Sequence[OpCost]) -> float:
     """Return the bytes an operation needs while it runs: operands, results, gradients and temporaries."""
-    if op.kind == "view":
-        return 0.0
-    operands = max((traced.ops[index].output_bytes for index in op.inputs), default=0)
-    # Elementwise operations overwrite their operands.
-    live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
-    gradient = 0
-    if settings.training and op.gradients:
-        gradient = sum(traced.trained_bytes.get(name, 0) for name in op.parameters)
-    return live + gradient / serial_parts(op, settings) + costs[op.index].temporary
+    live, gradient = traced.working_bytes[op.index]
+    parts = serial_parts(op, settings) if settings.serialized else 1
+    return live + (gradient / parts if settings.training else 0) + costs[op.index].temporary
 
 
 def _transfers(traced: TracedModel, layout: StageLayout, settings: Settings, stages: List[int]) -> int:

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 import ipurun.emulator as emulator
 from ipurun.config.patterns import frozen_until
 from ipurun.config.schema import LossConfig, RunConfig
+from ipurun.emulator.graph import answered_layers
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target
 from ipurun.inspect.data import is_stream
@@ -150,7 +151,7 @@ def _tried(model: nn.Module, args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
     args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with without_compiler(), torch.device("meta"):
+    with without_compiler(), torch.device("meta"), answered_layers(model):
         return torch.func.functional_call(model, map_tensors(lambda value: value.to("meta"), state), args, kwargs)
 
 

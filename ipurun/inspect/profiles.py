@@ -180,9 +180,9 @@ def _files(model: nn.Module) -> Iterator[Tuple[str, int, int]]:
     paths = {str(path) for folder in _OWN_FILES for path in (_PACKAGE / folder).glob("*.py")}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if not path or name.startswith("torch.") and name not in classes:
+        if not path or (name.startswith("torch.") and name not in classes):
             continue
-        is_own = not path.startswith(installed) and "site-packages" not in path and not name.startswith("ipurun.")
+        is_own = name != "__main__" and not path.startswith(installed) and "site-packages" not in path and not name.startswith("ipurun.")
         if name in classes or is_own:
             paths.add(path)
     for path in paths:

@@ -43,6 +43,36 @@ def repeated_layers(recorder: Recorder, modules: Dict[str, nn.Module]) -> Iterat
             del layer.forward
 
 
+@contextlib.contextmanager
+def answered_layers(model: nn.Module) -> Iterator[None]:
+    """Answer calls of layers that equal an earlier one with empty tensors, to find the shapes of a model's results."""
+    answers: Dict[Hashable, Tuple[Any, List[torch.Tensor]]] = {}
+
+    def wrapper(layer: nn.Module, structure: Hashable) -> Callable[..., Any]:
+        original = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tensors = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((args, kwargs))]
+            key = (structure, tuple(tensors), repr(_plain((args, kwargs))))
+            if key not in answers:
+                returned = original(*args, **kwargs)
+                answers[key] = returned, list(tensors_in(returned))
+                return returned
+            returned, results = answers[key]
+            return rebuild(returned, (torch.empty_like(result) for result in results))
+
+        return forward
+
+    wrapped = [(layer, wrapper(layer, structure)) for _, layer, structure in _equal_layers(dict(model.named_modules()))]
+    for layer, forward in wrapped:
+        layer.forward = forward  # type: ignore[method-assign]  # until the end
+    try:
+        yield
+    finally:
+        for layer, _ in wrapped:
+            vars(layer).pop("forward", None)
+
+
 def _equal_layers(modules: Dict[str, nn.Module]) -> Iterator[Tuple[str, nn.Module, Hashable]]:
     """Yield the name, the module and the structure of every layer that has an equal in its list."""
     for name, several in modules.items():
