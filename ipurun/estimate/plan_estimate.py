@@ -13,7 +13,7 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Uni
 from ipurun.api.calls import last_call
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
-from ipurun.estimate.advice import PlanEstimate, remedies_for
+from ipurun.estimate.advice import PlanEstimate, Remedy, remedies_for
 from ipurun.estimate.calibration import FREE, Measurement, calibrate_to_run, measured_throughput
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.search import MOST_SOLUTIONS, Goal, Search, Solution, powers_up_to, ranked, variants_of
@@ -130,19 +130,33 @@ def estimate_plan(planned: PlannedConfig, promises: Promises) -> PlanEstimate:
         block_checkpoints(training.traced, stacks(inspected.facts)),
         resets_of(config),
     )
-    remedies = remedies_for(
-        now,
-        search,
-        promises.planned,
-        is_batch_free=_is_batch_free(config),
-        is_placed_in_code=bool(plan.user_blocks),
-    )
+    remedies = _remedies(planned, now, search, promises)
     requirements = None
     verdicts = [training.estimate.verdict, *(remedy.verdict for remedy in remedies)]
     if all(verdict is Verdict.DOES_NOT_FIT for verdict in verdicts):
         variant = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints)[-1]
         requirements = search.requirements(variant, plan.devices.total, promises.solution_or_none)
     return PlanEstimate(training, now.inference, search, tuple(remedies), requirements)
+
+
+def _remedies(planned: PlannedConfig, now: Trial, search: Search, promises: Promises) -> List[Remedy]:
+    """Return changes that help; those that an earlier command found for the same estimate are only planned again."""
+    profiles, training = planned.inspected.profiles, now.training
+    own = (training.settings, training.layout, training.machine, search.resets, planned.plan.devices)
+    inference = None if now.inference is None else (now.inference.settings, now.inference.layout)
+    key = (own, inference, _is_batch_free(planned.config), planned.config.data)
+    known = None if profiles is None else profiles.suggestions(key)
+    found = remedies_for(
+        now,
+        search,
+        promises.planned,
+        is_batch_free=_is_batch_free(planned.config),
+        is_placed_in_code=bool(planned.plan.user_blocks),
+        known=known,
+    )
+    if profiles is not None and known is None:
+        profiles.keep_suggestions([(remedy.title, remedy.overrides) for remedy in found], key)
+    return found
 
 
 def _trial(planned: PlannedConfig) -> Trial:

@@ -32,7 +32,7 @@ __all__ = ["Profiles"]
 
 _MOST_FILES = 256
 _PACKAGE = Path(__file__).resolve().parents[1]
-_OWN_FILES = ("inspect", os.path.join("emulator", "_capture"), os.path.join("emulator", "_ops"))
+_OWN_FILES = ("estimate", "inspect", "planning", os.path.join("emulator", "_capture"), os.path.join("emulator", "_ops"))
 
 
 class Profiles:
@@ -90,6 +90,15 @@ class Profiles:
                 "ended": [dataclasses.asdict(block) for block in order.ended],
             }
         self._write("order", (), {"order": plain, "reason": reason})
+
+    def suggestions(self, *what: object) -> Optional[List[Tuple[str, Tuple[str, ...]]]]:
+        """Return the stored titles and overrides of changes that helped, for an estimate under some conditions."""
+        found = self._read("suggestions", what)
+        return None if found is None else [(title, tuple(overrides)) for title, overrides in found["suggestions"]]
+
+    def keep_suggestions(self, suggestions: Sequence[Tuple[str, Sequence[str]]], *what: object) -> None:
+        """Store changes that help."""
+        self._write("suggestions", what, {"suggestions": [[title, list(words)] for title, words in suggestions]})
 
     def has_loss(self) -> bool:
         """Return whether the model is known to return its loss."""
