@@ -36,10 +36,12 @@ __all__ = [
     "check_returned_loss",
     "count_parameters",
     "cut_modules",
+    "emptied",
     "make_meta_model",
     "make_model",
     "model_structure",
     "stop_caching",
+    "stop_skipping",
     "user_blocks",
     "uses_poptorch",
     "without_compiler",
@@ -177,7 +179,23 @@ def make_meta_model(config: RunConfig) -> nn.Module:
         with without_compiler(), torch.device("meta"), _WithoutValues():
             return make_model(config, emulator)
     except ConfigError:
-        return make_model(config, emulator).to("meta")
+        return emptied(make_model(config, emulator))
+
+
+def emptied(model: nn.Module) -> nn.Module:
+    """Move a model to the meta device. Shared weights stay shared, unlike with `Module.to`."""
+    moved: Dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = moved[id(tensor)]
+    return model
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -317,6 +335,22 @@ def stop_caching(model: nn.Module) -> bool:
     for config in caching:
         config.use_cache = False
     return bool(caching)
+
+
+def stop_skipping(model: nn.Module) -> List[str]:
+    """Set the rate at which a model skips its layers at random to 0, so that all are counted; return what was set.
+
+    Models of transformers call it layerdrop, and compare it with a random number in Python, which PopTorch refuses.
+    """
+    found: Dict[str, None] = {}
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                rate = getattr(owner, name, None)
+                if isinstance(rate, float) and rate > 0:
+                    found[f"{name}={rate:g}"] = None
+                    setattr(owner, name, 0.0)
+    return list(found)
 
 
 def batch_norms(model: nn.Module) -> int:

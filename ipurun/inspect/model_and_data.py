@@ -26,7 +26,6 @@ from ipurun.inspect.data import (
     split_for_eval,
 )
 from ipurun.inspect.facts import Facts, Purpose
-from ipurun.inspect.forward_order import trace_forward_order
 from ipurun.inspect.loss import check_loss
 from ipurun.inspect.metrics import check_metrics, check_monitor
 from ipurun.inspect.model import (
@@ -47,6 +46,7 @@ from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedu
 from ipurun.inspect.profiles import Profiles
 from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
+from ipurun.inspect.trace import trace_forward_order
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
 

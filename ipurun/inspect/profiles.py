@@ -1,8 +1,8 @@
 """Traces of models, kept on disk by model and config, so that a further plan does not trace again.
 
-A profile is used only if nothing has changed that it depends on: the config keys of model, loss and precision, the shapes
-of a sample, the parameters, torch, the files that define the model's classes, and every other module outside of installed
-packages.
+A profile is used only if nothing has changed that it depends on: the config keys of model, loss and precision, the
+shapes of a sample, the parameters, torch, the files that define the model's classes, and every other module outside of
+installed packages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ipurun.executables import cache_root
 from ipurun.files import write_atomically
 from ipurun.inspect.batch_items import map_tensors
 from ipurun.inspect.facts import EndedBlock, ModuleCall, UserBlock
-from ipurun.inspect.forward_order import ForwardOrder
+from ipurun.inspect.trace import ForwardOrder
 from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 __all__ = ["Profiles"]
@@ -191,7 +191,12 @@ def _files(model: nn.Module) -> Iterator[Tuple[str, int, int]]:
         path = getattr(module, "__file__", None)
         if not path or (name.startswith("torch.") and name not in classes):
             continue
-        is_own = name != "__main__" and not path.startswith(installed) and "site-packages" not in path and not name.startswith("ipurun.")
+        is_own = (
+            name != "__main__"
+            and not path.startswith(installed)
+            and "site-packages" not in path
+            and not name.startswith("ipurun.")
+        )
         if name in classes or is_own:
             paths.add(path)
     for path in paths:

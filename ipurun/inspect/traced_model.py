@@ -92,7 +92,7 @@ class TracedModel:
         micro_batch_size: Samples of the micro-batch that was traced.
         training: Whether the backward pass was traced.
         unsupported: Operations that PopTorch may not support, with the line that calls them.
-        refused: If it was traced in evaluation mode only: why it cannot be captured in training mode.
+        refused: What an IPU would refuse in it, if the trace went past something.
     """
 
     ops: Tuple[TracedOp, ...]

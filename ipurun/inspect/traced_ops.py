@@ -40,7 +40,13 @@ _DEVICE_BYTES = {torch.int64: 4, torch.float64: 4}
 
 
 def read_graph(
-    graph: Graph, *, micro_batch_size: int, prefix: str, training: bool, unsupported: Tuple[str, ...] = ()
+    graph: Graph,
+    *,
+    micro_batch_size: int,
+    prefix: str,
+    training: bool,
+    unsupported: Tuple[str, ...] = (),
+    refused: str = "",
 ) -> TracedModel:
     """Return what a captured forward pass does, and what its backward pass needs.
 
@@ -50,8 +56,10 @@ def read_graph(
         prefix: Leading part of module and parameter names that ipurun adds, such as ``model.``.
         training: Whether the graph has a backward pass.
         unsupported: Operations that PopTorch is not known to support.
+        refused: What an IPU would refuse.
     """
-    return _GraphReader(graph, prefix, training).read(micro_batch_size, unsupported)
+    traced = _GraphReader(graph, prefix, training).read(micro_batch_size, unsupported)
+    return replace(traced, refused=refused)
 
 
 class _GraphReader:

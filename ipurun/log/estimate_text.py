@@ -45,7 +45,7 @@ def estimate_lines(plan_estimate: PlanEstimate, cache: CacheState) -> List[str]:
     lines = [f"estimate for {training.machine.name}: {_verdict_text(found)}"]
     if training.traced.refused:
         lines += [
-            "  but PopTorch would refuse to train the model; it was traced in evaluation mode. The reason:",
+            "  but PopTorch would refuse the model; it was traced past the reason:",
             f"  {training.traced.refused}",
         ]
     rows = _rows(training)

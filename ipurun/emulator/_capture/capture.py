@@ -98,6 +98,7 @@ def capture(
     before_backward: Optional[Callable[[Recorder, Any], None]] = None,
     forward_only: bool = False,
     copy_layers: bool = False,
+    refusals: Optional[Dict[str, str]] = None,
 ) -> Captured:
     """Run a model once and return what it did as a graph.
 
@@ -114,11 +115,12 @@ def capture(
         forward_only: Whether to leave out the backward pass in training. `Graph.grads` then has the trained parameters
             themselves; `Graph.saved` tells what the backward pass would read.
         copy_layers: Whether to copy the operations of equal layers instead of running each: no value is right then.
+        refusals: Where to note what an IPU would refuse, with its line, instead of raising it.
 
     Raises:
         Error: If a graph cannot represent what the model does, or if training finds no loss.
     """
-    recorder = Recorder(training, options, check_op)
+    recorder = Recorder(training, options, check_op, refusals)
     declare_inputs(recorder, parameters, buffers, inputs)
     with capturing(recorder, modules or {}):
         copying = repeated_layers(recorder, modules or {}) if copy_layers else contextlib.nullcontext()
@@ -224,9 +226,9 @@ def _trained(recorder: Recorder, parameters: Dict[str, torch.Tensor]) -> Dict[st
     assert graph.loss is not None
     reached = {graph.specs[graph.loss].storage}
     for node in reversed(graph.nodes):
-        if node.grad_enabled and node.name != "detach":
-            if any(graph.specs[value].storage in reached for value in node.writes()):
-                reached.update(graph.specs[value].storage for value in node.reads())
+        has_gradient = node.grad_enabled and node.name != "detach"
+        if has_gradient and any(graph.specs[value].storage in reached for value in node.writes()):
+            reached.update(graph.specs[value].storage for value in node.reads())
     values = {name: recorder.value_of(tensor) for name, tensor in parameters.items() if tensor.requires_grad}
     return {name: parameters[name] for name, value in values.items() if graph.specs[value].storage in reached}
 

@@ -74,9 +74,7 @@ def attention_of_torch_2_0(
             f"{attn_mask.dtype} and query.dtype: {query.dtype} instead."
         )
     if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
-        )
+        raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
@@ -245,10 +243,12 @@ class FunctionWatcher(TorchFunctionMode):
     def _call(self, func: Callable[..., Any], args: Tuple[Any, ...], given: Dict[str, Any]) -> Any:
         kwargs = _on_cpu(given)
         if func in _LEAVES_GRAPH and any(self._recorder.varies(t) for t in tensors_in(args)):
-            raise createPoptorchError(
-                f"{_LEAVES_GRAPH[func]} was called on a tensor of the model at {calling_line()}: the values are "
-                "on the device while the model runs. Return the tensor and use it on the host instead."
-            )
+            with self._recorder.refusing():
+                raise createPoptorchError(
+                    f"{_LEAVES_GRAPH[func]} was called on a tensor of the model at {calling_line()}: the values are "
+                    "on the device while the model runs. Return the tensor and use it on the host instead."
+                )
+            args = (args[0].detach(), *args[1:])  # noted, not raised
         if func is torch.Tensor.backward and not self._recorder.in_backward:
             refuse_backward()
         if func in _MARKS_LEAF or kwargs.get("requires_grad"):

@@ -81,7 +81,9 @@ def _equal_layers(modules: Dict[str, nn.Module]) -> Iterator[Tuple[str, nn.Modul
         alike: Dict[Hashable, List[Tuple[str, nn.Module]]] = {}
         for index, layer in enumerate(several):
             if next(layer.children(), None) is not None:  # a single operation is as quick to run as to copy
-                alike.setdefault(_structure(layer, index), []).append((f"{name}.{index}" if name else str(index), layer))
+                alike.setdefault(_structure(layer, index), []).append(
+                    (f"{name}.{index}" if name else str(index), layer)
+                )
         for structure, layers in alike.items():
             if len(layers) > 1:
                 yield from ((own, layer, structure) for own, layer in layers)
@@ -91,9 +93,7 @@ def _structure(layer: nn.Module, index: int) -> Hashable:
     """Return a value that is equal for layers which run the same operations on arguments of the same shapes."""
     parts: List[Hashable] = []
     for name, module in layer.named_modules():
-        own = sorted(
-            (key, _attribute(key, value, index)) for key, value in vars(module).items() if key not in _NOT_OWN
-        )
+        own = sorted((key, _attribute(key, value, index)) for key, value in vars(module).items() if key not in _NOT_OWN)
         tensors = [
             (key, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
             for key, value in (*module._parameters.items(), *module._buffers.items())
@@ -229,7 +229,11 @@ class _Copier:
             arguments,
             weights,
             rebuild(returned, (torch.empty(0) for _ in results)),
-            [(value, tensor.stride(), tensor.requires_grad) for value, tensor in zip(known, results) if value is not None],
+            [
+                (value, tensor.stride(), tensor.requires_grad)
+                for value, tensor in zip(known, results)
+                if value is not None
+            ],
             recorder.graph.saved[before.saved : after.saved],
             [(module, at - before.nodes) for module, at in recorder.calls[before.calls : after.calls]],
         )
