@@ -107,6 +107,7 @@ class Facts:
         is_left_whole: Whether no split fits and the plan shows the unsplit model instead.
         purpose: What the plan is made for.
         initial_weights: What `init_from` loads; None if the model's code gives all values, or a checkpoint.
+        is_synthetic: Whether the training data is made up, so that there could be any number of samples.
     """
 
     engine: str
@@ -134,3 +135,4 @@ class Facts:
     is_left_whole: bool = False
     purpose: Purpose = Purpose.RUN
     initial_weights: Optional[InitialWeights] = None
+    is_synthetic: bool = False

@@ -11,7 +11,7 @@ from torch import nn
 
 from ipurun.config.patterns import frozen_until
 from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
-from ipurun.datasets.synthetic import parse_sample
+from ipurun.datasets.synthetic import SyntheticData, parse_sample
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import (
@@ -312,6 +312,7 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         returns_loss=config.loss.name is None,
         notes=(*own_notes, *_worker_notes(config, splits), *cache_notes, *_moved_notes(config)),
         purpose=purpose,
+        is_synthetic=isinstance(splits.get("train"), SyntheticData),
         **model_structure(model),
     )
 
