@@ -19,6 +19,7 @@ __all__ = [
     "costs_by_ipu",
     "forward_shape",
     "op_costs",
+    "parts_of_module",
     "plan_product",
     "proportion_of",
     "serial_parts",
@@ -158,15 +159,13 @@ def _serialised(shape: Shape, parts: int) -> Shape:
 
 def serial_parts(op: TracedOp, settings: Settings) -> int:
     """Return the number of parts of a serialised matmul."""
-    if not op.dims:
-        return 1
+    return parts_of_module(op.module, settings) if op.dims else 1
+
+
+def parts_of_module(name: str, settings: Settings) -> int:
+    """Return the number of parts in which a module computes, or a parameter of it is updated."""
     return next(
-        (
-            parts
-            for module, parts in settings.serialized.items()
-            if op.module == module or op.module.startswith(module + ".")
-        ),
-        1,
+        (parts for module, parts in settings.serialized.items() if name == module or name.startswith(module + ".")), 1
     )
 
 
@@ -280,17 +279,19 @@ def _on_a_tile(
     row_bytes = part.rows * part.depth * element_bytes
     column_bytes = part.columns * part.depth * weights * element_bytes
     result_bytes = part.rows * part.columns * results * (partials_bytes if is_partial else element_bytes)
-    needed = row_bytes + column_bytes + result_bytes
+    away = 1 - 1 / split[0] if part.is_weight_at_home else 1.0
+    # Results that are not partial sums are those of the operation, which are counted with it.
+    needed = row_bytes + column_bytes * away + (result_bytes if is_partial else 0)
     # A part that does not fit is done in turns, each with some of the rows and all columns.
     turns = 1
     if needed > limit:
-        turns = math.ceil((needed - column_bytes) / max(limit - column_bytes, 0.1 * limit))
+        copied = column_bytes * away
+        turns = math.ceil((needed - copied) / max(limit - copied, 0.1 * limit))
     # A kernel over few channels is laid out along the depth, so that it fills the blocks.
     depth_blocks = min(math.ceil(part.depth / _BLOCK) * part.kernel, math.ceil(part.depth * part.kernel / _BLOCK))
     blocks = math.ceil(part.columns / _BLOCK) * depth_blocks
     multiply = _BLOCK * _BLOCK * part.rows / (macs * machine.product_efficiency)
     compute = blocks * (multiply + turns * machine.block_load_cycles)
-    away = 1 - 1 / split[0] if part.is_weight_at_home else 1.0
     received = _received(row_bytes, turns * column_bytes * away, split, machine.exchange_pair)
     moved = received + (result_bytes if is_partial else 0)
     exchange = machine.exchange_bytes_per_cycle * machine.exchange_efficiency

@@ -185,7 +185,9 @@ def _estimated(
     """Estimate training, or evaluation and prediction: no backward pass, no optimizer, and all outputs."""
     config, plan = planned.config, planned.plan
     traced = traced or _trace(config, planned.inspected, plan, training=training)
-    machine, settings = machine_of(config), settings_of(plan, training=training)
+    machine, workers = machine_of(config), config.loader.workers
+    loaded = machine.host_samples_per_second * max(1, workers) or None
+    settings = settings_of(plan, training=training, host_samples_per_second=loaded, workers=workers)
     layout = layout_of_plan(traced, plan, training=training)
     return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))
 

@@ -255,7 +255,7 @@ def _pinned_cells(splitter: Splitter, cells: Sequence[Cell], cuts: CutOptions) -
         backward=sum(part.backward for part in parts),
         again=sum(part.again for part in parts),
         tail=parts[-1].tail if is_last else 0.0,
-        fixed=share_of(own, settings).on_chip,
+        fixed=share_of(own, settings, traced).on_chip,
         received=sum(part.received for part in parts),
         kept=sum(part.kept * in_flight(stage, stages, settings) for part, stage in zip(parts, at_least)),
         run=max(part.run for part in parts),

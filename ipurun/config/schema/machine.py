@@ -52,6 +52,13 @@ class MachineConfig:
         8e9, "Bandwidth from the host to a machine, in bytes per second.", positive=True
     )
     host_call_seconds: float = option(3.7e-3, "Overhead of one host call, in seconds.", minimum=0)
+    host_samples_per_second: float = option(
+        0.0, "Samples that one worker loads per second, as `ipurun bench` measures them; 0: any number.", minimum=0
+    )
+    ipus_per_domain: int = option(64, "IPUs that IPU-Links connect; gateways connect such domains.", minimum=1)
+    gateway_bytes_per_second: float = option(
+        25e9, "Bandwidth of a machine to another domain, in bytes per second.", positive=True
+    )
     machine_loss: float = option(
         0.008, "Share by which each machine beyond the first lengthens a pipeline cycle.", minimum=0
     )
