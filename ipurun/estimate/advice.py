@@ -277,7 +277,11 @@ def _serialisation(model: EstimatedModel) -> Iterator[_Change]:
 
 def _parts_of(op: TracedOp) -> Optional[int]:
     """Return a number of equal parts that a matmul can be split into."""
-    return next((parts for parts in _PARTS if op.dims and op.dims[2] % parts == 0), None)
+    for side in op.dims[2:4]:  # its columns, or else its depth: no small number divides a vocabulary of 50,257
+        found = next((parts for parts in _PARTS if side % parts == 0), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _batches(model: EstimatedModel, resets: Sequence[str]) -> Iterator[_Change]:
