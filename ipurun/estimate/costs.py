@@ -280,8 +280,7 @@ def _on_a_tile(
     column_bytes = part.columns * part.depth * weights * element_bytes
     result_bytes = part.rows * part.columns * results * (partials_bytes if is_partial else element_bytes)
     away = 1 - 1 / split[0] if part.is_weight_at_home else 1.0
-    # Results that are not partial sums are those of the operation, which are counted with it.
-    needed = row_bytes + column_bytes * away + (result_bytes if is_partial else 0)
+    needed = row_bytes + column_bytes * away + result_bytes
     # A part that does not fit is done in turns, each with some of the rows and all columns.
     turns = 1
     if needed > limit:

@@ -45,7 +45,7 @@ class Machine:
     code_bytes_per_call: float = 42.0
     tile_imbalance_bytes: float = 36_000.0
     default_proportion: float = 0.6
-    tight_margin: float = 0.18
+    tight_margin: float = 0.13
     over_margin: float = 0.08
 
     @property

@@ -260,6 +260,7 @@ class TimeEstimate:
         host: Overhead of host calls that is not overlapped, per update.
         host_input: Time the host connection and the workers need for the data of one update; it overlaps with compute.
         loading: Time the training process spends loading data for one update, if there are no workers.
+        error: Factor that the throughput may be wrong by, in either direction.
         total: Seconds of one update.
         samples_per_second: Throughput of all replicas.
         host_bound: Whether the host, not the device, limits throughput.
@@ -285,6 +286,12 @@ class TimeEstimate:
     link_bytes: int
     host_bytes_per_second: float
     loading: float = 0.0
+    error: float = 1.5
+
+    @property
+    def range(self) -> Tuple[float, float]:
+        """Lowest and highest throughput within the error."""
+        return self.samples_per_second / self.error, self.samples_per_second * self.error
 
     @property
     def device(self) -> float:

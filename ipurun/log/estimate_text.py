@@ -93,7 +93,10 @@ def _rows(model: EstimatedModel) -> List[Tuple[str, str]]:
     if time.loading:
         parts.append(f"loading {_ms(time.loading)}")
     parts.append(f"host {_ms(time.host)}")
-    speed = f"{count_short(time.samples_per_second)} samples/s, {time.flops_share:.1%} of peak (estimate)"
+    low, high = map(count_short, time.range)
+    speed = (
+        f"{count_short(time.samples_per_second)} samples/s ({low} to {high}), {time.flops_share:.1%} of peak (estimate)"
+    )
     return [
         ("throughput", speed),
         ("one update" if settings.training else "one batch", f"{_ms(time.total)} = {' + '.join(parts)} (estimate)"),

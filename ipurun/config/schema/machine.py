@@ -69,5 +69,5 @@ class MachineConfig:
     code_bytes_per_call: float = option(42.0, "Control code per call of an operation on a tile, in bytes.", minimum=0)
     tile_imbalance_bytes: float = option(36000.0, "Memory of the fullest tile above the average, in bytes.", minimum=0)
     default_proportion: float = option(0.6, "Default share of a tile for matmul temporaries.", positive=True)
-    tight_margin: float = option(0.18, "A model this share below the memory limit or closer is a tight fit.", minimum=0)
+    tight_margin: float = option(0.13, "A model this share below the memory limit or closer is a tight fit.", minimum=0)
     over_margin: float = option(0.08, "A model this share above the memory limit or further does not fit.", minimum=0)
