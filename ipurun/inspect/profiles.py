@@ -15,7 +15,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 __all__ = ["Profiles"]
 
+_Result = TypeVar("_Result")
 _MOST_FILES = 256
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OWN_FILES = ("estimate", "inspect", "planning", os.path.join("emulator", "_capture"), os.path.join("emulator", "_ops"))
@@ -54,8 +55,7 @@ class Profiles:
 
     def trace(self, *what: object) -> Optional[TracedModel]:
         """Return the stored trace of the model under some conditions."""
-        found = self._read("trace", what)
-        return None if found is None else _traced_model(found)
+        return self._read("trace", what, _traced_model)
 
     def keep_trace(self, traced: TracedModel, *what: object) -> None:
         """Store a trace."""
@@ -63,21 +63,7 @@ class Profiles:
 
     def order(self) -> Optional[Tuple[Optional[ForwardOrder], str]]:
         """Return the stored forward order, or None in its place and the reason why there is none."""
-        found = self._read("order", ())
-        if found is None:
-            return None
-        if found["order"] is None:
-            return None, found["reason"]
-        order = found["order"]
-        return (
-            ForwardOrder(
-                [ModuleCall(*call) for call in order["calls"]],
-                order["operations"],
-                [UserBlock(**block) for block in order["blocks"]],
-                [EndedBlock(**block) for block in order["ended"]],
-            ),
-            found["reason"],
-        )
+        return self._read("order", (), _forward_order)
 
     def keep_order(self, order: Optional[ForwardOrder], reason: str) -> None:
         """Store a forward order."""
@@ -93,8 +79,7 @@ class Profiles:
 
     def suggestions(self, *what: object) -> Optional[List[Tuple[str, Tuple[str, ...]]]]:
         """Return the stored titles and overrides of changes that helped, for an estimate under some conditions."""
-        found = self._read("suggestions", what)
-        return None if found is None else [(title, tuple(overrides)) for title, overrides in found["suggestions"]]
+        return self._read("suggestions", what, lambda found: [(t, tuple(words)) for t, words in found["suggestions"]])
 
     def keep_suggestions(self, suggestions: Sequence[Tuple[str, Sequence[str]]], *what: object) -> None:
         """Store changes that help."""
@@ -102,25 +87,26 @@ class Profiles:
 
     def has_loss(self) -> bool:
         """Return whether the model is known to return its loss."""
-        return self._read("loss", ()) is not None
+        return self._read("loss", (), lambda found: found["has_loss"]) is True
 
     def keep_loss(self) -> None:
         """Store that the model returns its loss."""
-        self._write("loss", (), {})
+        self._write("loss", (), {"has_loss": True})
 
     def _path(self, kind: str, what: Sequence[object]) -> Path:
         self._fingerprint = self._fingerprint or _fingerprint(*self._about)
         name = hashlib.sha256(repr((self._fingerprint, kind, what)).encode()).hexdigest()[:32]
         return self._folder / f"{name}.json"
 
-    def _read(self, kind: str, what: Sequence[object]) -> Optional[Dict[str, Any]]:
+    def _read(self, kind: str, what: Sequence[object], understood: Callable[[Any], _Result]) -> Optional[_Result]:
+        """Return what a file holds; None if there is none, or it is not what this version of ipurun writes."""
         try:
             path = self._path(kind, what)
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = understood(json.loads(path.read_text(encoding="utf-8")))
             os.utime(path)  # the files that were not used for longest are deleted first
-        except (OSError, ValueError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found if isinstance(found, dict) else None
+        return found
 
     def _write(self, kind: str, what: Sequence[object], document: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
@@ -133,7 +119,6 @@ class Profiles:
 
 _OP_FIELDS = tuple(field.name for field in dataclasses.fields(TracedOp))
 _PARAMETER_FIELDS = tuple(field.name for field in dataclasses.fields(TracedParameter))
-_LISTS = ("parameters", "inputs", "dims", "ops")
 
 
 def _document(traced: TracedModel) -> Dict[str, Any]:
@@ -148,12 +133,25 @@ def _traced_model(document: Mapping[str, Any]) -> Optional[TracedModel]:
     if document.get("fields") != [list(_OP_FIELDS), list(_PARAMETER_FIELDS)]:
         return None
     plain = dict(document["traced"])
-    plain["ops"] = tuple(TracedOp(*_row(row, _OP_FIELDS)) for row in plain["ops"])
-    plain["parameters"] = tuple(TracedParameter(*_row(row, _PARAMETER_FIELDS)) for row in plain["parameters"])
+    plain["ops"] = tuple(TracedOp(*_row(row)) for row in plain["ops"])
+    plain["parameters"] = tuple(TracedParameter(*_row(row)) for row in plain["parameters"])
     return TracedModel(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
 
 
-def _row(row: List[Any], names: Sequence[str]) -> List[Any]:
+def _forward_order(document: Mapping[str, Any]) -> Tuple[Optional[ForwardOrder], str]:
+    order = document["order"]
+    if order is None:
+        return None, document["reason"]
+    found = ForwardOrder(
+        [ModuleCall(*call) for call in order["calls"]],
+        order["operations"],
+        [UserBlock(**block) for block in order["blocks"]],
+        [EndedBlock(**block) for block in order["ended"]],
+    )
+    return found, document["reason"]
+
+
+def _row(row: List[Any]) -> List[Any]:
     return [tuple(value) if isinstance(value, list) else value for value in row]
 
 
