@@ -135,7 +135,8 @@ def _traced_model(document: Mapping[str, Any]) -> Optional[TracedModel]:
     plain = dict(document["traced"])
     plain["ops"] = tuple(TracedOp(*_row(row)) for row in plain["ops"])
     plain["parameters"] = tuple(TracedParameter(*_row(row)) for row in plain["parameters"])
-    return TracedModel(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+    fields: Dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+    return TracedModel(**fields)
 
 
 def _forward_order(document: Mapping[str, Any]) -> Tuple[Optional[ForwardOrder], str]:

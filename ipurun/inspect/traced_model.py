@@ -127,8 +127,9 @@ class TracedModel:
         first: List[int] = []
         kinds: List[int] = []
         for op in self.ops:
-            key = (op.name, op.kind, op.signature, op.gradients, op.traffic_bytes, op.dims, bool(op.parameters))
-            key += (op.is_batched, op.index in self.dropout_masks, not self.dropout_masks.isdisjoint(op.inputs))
+            dropout = (op.index in self.dropout_masks, not self.dropout_masks.isdisjoint(op.inputs))
+            costs = (op.gradients, op.traffic_bytes, op.dims, bool(op.parameters), op.is_batched)
+            key = (op.name, op.kind, op.signature, costs, dropout)
             if key not in numbers:
                 numbers[key] = len(first)
                 first.append(op.index)
