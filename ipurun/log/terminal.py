@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import IO, List, Optional, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
@@ -83,13 +83,29 @@ class TerminalScreen(Screen):
 
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
         self._last_live = time.monotonic()
-        text = Text(fit(parts, self._console.width), no_wrap=True, overflow="ellipsis")
+        self._draw(Text(fit(parts, self._console.width), no_wrap=True, overflow="ellipsis"))
+
+    def live_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
+        if time.monotonic() - self._last_live < 1 / _LIVE_PER_SECOND and self._live is not None:
+            return
+        self._last_live = time.monotonic()
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for place, name in enumerate(header):
+            last = place == len(header) - 1
+            table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if last else None)
+        most = max(1, self._console.height - 4)  # what does not fit on the screen would scroll it at every refresh
+        for row in rows[:most]:
+            table.add_row(*map(Text, row))
+        more = f"and {len(rows) - most} more; " if len(rows) > most else ""
+        self._draw(Group(table, Text(more + note, style="dim")))
+
+    def _draw(self, shown: RenderableType) -> None:
         if self._live is None:
             self.close()
-            self._live = Live(text, console=self._console, refresh_per_second=_LIVE_PER_SECOND, transient=True)
+            self._live = Live(shown, console=self._console, refresh_per_second=_LIVE_PER_SECOND, transient=True)
             self._live.start()
         else:
-            self._live.update(text)
+            self._live.update(shown)
 
     def wants_waiting(self) -> bool:
         return time.monotonic() - self._last_live >= 1 / _LIVE_PER_SECOND

@@ -106,7 +106,7 @@ class LoaderConfig:
     collate_args: Dict[str, Any] = option({}, "Arguments of the collate function, such as length for padding.")
     on_error: str = option(
         "raise",
-        "When a sample cannot be read: raise: stop; skip: train on the next one, evaluate without it (not iterables).",
+        "When a sample cannot be read: raise: stop; skip: train on the next one, evaluate without it (not generators).",
         choices=("raise", "skip"),
     )
     max_errors: int = option(
@@ -268,6 +268,11 @@ class SecurityConfig:
 class SweepConfig:
     """How the points of `-m` are run."""
 
+    jobs: Union[int, str] = option(
+        1,
+        "Points that run at the same time; auto: as many as there are IPUs for, on the CPU engine one for each core. "
+        "Side by side they disturb each other's speed.",
+    )
     on_error: str = option(
         "continue", "Whether the sweep continues after a failed point.", choices=("continue", "stop")
     )

@@ -73,13 +73,24 @@ def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSetti
     threading.Thread(target=_stop_with_parent, args=(ring,), daemon=True).start()
     feeder = _Feeder(dataset, ring, settings)
     try:
-        layout = feeder.load_first()
+        first: Any = (feeder.load_first(), ring.buffers)
     except Exception:
         traceback.print_exc()
-        connection.send(None)
-        return
-    connection.send((layout, ring.buffers))
-    feeder.run()
+        first = None
+    try:
+        connection.send(first)
+    except OSError:
+        if _is_abandoned():
+            return
+        raise
+    if first is not None:
+        feeder.run()
+
+
+def _is_abandoned() -> bool:
+    """Return whether nobody waits for the data any more: the accessor's process has ended, or is about to."""
+    parent = multiprocessing.parent_process()
+    return parent is None or bool(wait([parent.sentinel], _SECONDS_TO_STOP_AFTER_PARENT))
 
 
 def _exit_on_signal(number: int, frame: Optional[FrameType]) -> None:
