@@ -357,7 +357,10 @@ def test_what_autograd_saves_is_what_the_backward_pass_reads() -> None:
     ).graph
     made = {graph.specs[v].storage for node in graph.nodes if not node.is_backward for v in values_in(node.outputs)}
     read = {graph.specs[v].storage for node in graph.nodes if node.is_backward for v in node.reads()}
-    assert made & read == made & set(graph.saved)
+    saved = made & set(graph.saved)
+    assert made & read <= saved
+    # Torch 2.0 also saves one tensor that its backward pass does not read.
+    assert len(saved - read) <= (1 if torch.__version__.startswith("2.0.") else 0)
 
 
 class TiedByName(Tied):
