@@ -19,8 +19,9 @@ _USAGE = """\
 usage: ipurun plan +recipe=NAME [key=value ...] [flags]
 
 Shows the devices, the batch equation, the steps, what is rounded or dropped, and the PopTorch calls of a config; then
-an estimate of memory and speed on IPUs, from a trace of the model. Nothing is compiled or written. With -m it shows
-every point of a sweep. The exit code is 3 if a config is estimated not to fit.
+an estimate of memory and speed on IPUs, from a trace of the model, which is kept in ipurun's cache folder for the next
+plan. Nothing else is written, and nothing is compiled. With -m it shows every point of a
+sweep. The exit code is 3 if a config is estimated not to fit.
 
 flags
   --inference     also show memory and speed of evaluation and prediction in full

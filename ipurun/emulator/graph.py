@@ -14,6 +14,7 @@ from ipurun.emulator._capture.graph import Graph, Node, Placement, TensorSpec, V
 from ipurun.emulator._capture.op_kinds import is_supported
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.recorder import current as active_recorder
+from ipurun.emulator._capture.repeated import answered_layers
 from ipurun.emulator._ops.blocks import adopt_blocks
 from ipurun.emulator._options.strategies import PipelinedExecution, _DefaultStageManager
 from ipurun.emulator._options_impl import Placement as StagePlacement
@@ -33,6 +34,7 @@ __all__ = [
     "Value",
     "active_recorder",
     "adopt_blocks",
+    "answered_layers",
     "cache_prospect",
     "cache_use",
     "cache_versions",

@@ -88,6 +88,7 @@ def remedies_for(
     *,
     is_batch_free: bool = False,
     is_placed_in_code: bool = False,
+    known: Optional[Sequence[Tuple[str, Tuple[str, ...]]]] = None,
 ) -> List[Remedy]:
     """Return changes that help, best first; those that need more IPUs come last.
 
@@ -101,6 +102,7 @@ def remedies_for(
         planned: Plans the config with some overrides as if they had been typed; None: it is refused.
         is_batch_free: Whether the config leaves the global batch open.
         is_placed_in_code: Whether the model's code begins blocks, so that no override can change the split.
+        known: Titles and overrides of the changes that an earlier search found; None: search.
     """
     model = now.training
     before = model.estimate
@@ -121,6 +123,10 @@ def remedies_for(
                 titles.add(found.title)
                 yield found
 
+    if known is not None:
+        trials = [(title, overrides, planned(overrides)) for title, overrides in known]
+        again = (_remedy(title, words, before, trial.training) for title, words, trial in trials if trial is not None)
+        return sorted_by_rank(again)
     found = list(itertools.islice(kept(_estimated(model, _changes(model, search, is_placed_in_code))), _MOST_REMEDIES))
     can_fit = before.verdict is Verdict.FITS or any(remedy.verdict is Verdict.FITS for remedy in found)
     if not can_fit and not is_placed_in_code:
@@ -271,7 +277,11 @@ def _serialisation(model: EstimatedModel) -> Iterator[_Change]:
 
 def _parts_of(op: TracedOp) -> Optional[int]:
     """Return a number of equal parts that a matmul can be split into."""
-    return next((parts for parts in _PARTS if op.dims and op.dims[2] % parts == 0), None)
+    for side in op.dims[2:4]:  # its columns, or else its depth: no small number divides a vocabulary of 50,257
+        found = next((parts for parts in _PARTS if side % parts == 0), None)
+        if found is not None:
+            return found
+    return None
 
 
 def _batches(model: EstimatedModel, resets: Sequence[str]) -> Iterator[_Change]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.types import Settings
@@ -19,6 +19,7 @@ __all__ = [
     "costs_by_ipu",
     "forward_shape",
     "op_costs",
+    "parts_of_module",
     "plan_product",
     "proportion_of",
     "serial_parts",
@@ -79,30 +80,24 @@ def op_costs(traced: TracedModel, machine: Machine, settings: Settings, proporti
         settings: Precision, serialisation, and shares of tile memory by module.
         proportion: Share of tile memory for temporaries of other matmuls and convolutions.
     """
-    known: Dict[Tuple[str, int, int, int, float, bool, bool], OpCost] = {}
-    masks = _dropout_masks(traced)
-    costs = []
-    for op in traced.ops:
-        if op.kind == "view" or op.index in masks or op.name in _REARRANGEMENTS:
-            costs.append(_FREE)
-            continue
-        is_dropout = not masks.isdisjoint(op.inputs)
-        share = settings.module_proportions.get(op.module, proportion)
-        parts = serial_parts(op, settings)
-        key = (op.signature, op.gradients, op.traffic_bytes, parts, share, is_dropout, op.is_batched)
-        if key not in known:
-            known[key] = _cost(op, machine, settings, share, is_dropout)
-        costs.append(known[key])
-    return costs
+    apart = _costed_apart(traced, settings)
+    key = (machine, settings.training, settings.partials_bytes, proportion, tuple(apart.items()))
+    if key not in traced.known_costs:
+        kinds, first = traced.kinds
+        by_kind = [_cost(traced, traced.ops[index], machine, settings, proportion, 1) for index in first]
+        costs = [by_kind[kind] for kind in kinds]
+        for index, (share, parts) in apart.items():
+            costs[index] = _cost(traced, traced.ops[index], machine, settings, share or proportion, parts)
+        traced.known_costs[key] = costs
+    return traced.known_costs[key]
 
 
-def _dropout_masks(traced: TracedModel) -> Set[int]:
-    """Return the operations that draw and scale dropout masks: the device does both while it multiplies."""
-    masks: Set[int] = set()
-    for op in traced.ops:
-        if op.name == "bernoulli_" or (op.name == "div_" and op.index - 1 in masks):
-            masks.add(op.index)
-    return masks
+def _costed_apart(traced: TracedModel, settings: Settings) -> Dict[int, Tuple[Optional[float], int]]:
+    """Return the operations with a share of tile memory of their own, or in parts; the share is None if it is not."""
+    if not settings.module_proportions and not settings.serialized:
+        return {}
+    found = {op.index: (settings.module_proportions.get(op.module), serial_parts(op, settings)) for op in traced.ops}
+    return {index: apart for index, apart in found.items() if apart != (None, 1)}
 
 
 def costs_by_ipu(traced: TracedModel, machine: Machine, settings: Settings, num_ipus: int) -> List[List[OpCost]]:
@@ -123,10 +118,15 @@ def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
     return given[min(ipu, len(given) - 1)] if given else machine.default_proportion
 
 
-def _cost(op: TracedOp, machine: Machine, settings: Settings, proportion: float, is_dropout: bool) -> OpCost:
+def _cost(
+    traced: TracedModel, op: TracedOp, machine: Machine, settings: Settings, proportion: float, parts: int
+) -> OpCost:
+    if op.kind == "view" or op.index in traced.dropout_masks or op.name in _REARRANGEMENTS:
+        return _FREE
     overhead = machine.op_cycles / machine.clock_hz
     if op.dims:
-        return _product_cost(op, machine, settings, proportion, overhead)
+        return _product_cost(op, machine, settings, proportion, parts)
+    is_dropout = not traced.dropout_masks.isdisjoint(op.inputs)
     forward, backward = _DROPOUT if is_dropout else _WORK_BY_NAME.get(op.name, _WORK[op.kind])
     moving = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
     rate = moving if op.kind in ("copy", "gather") else machine.vector_bytes_per_cycle
@@ -137,8 +137,8 @@ def _cost(op: TracedOp, machine: Machine, settings: Settings, proportion: float,
     return OpCost(forward * once + overhead, back, 0.0)
 
 
-def _product_cost(op: TracedOp, machine: Machine, settings: Settings, proportion: float, overhead: float) -> OpCost:
-    parts = serial_parts(op, settings)
+def _product_cost(op: TracedOp, machine: Machine, settings: Settings, proportion: float, parts: int) -> OpCost:
+    overhead = machine.op_cycles / machine.clock_hz
     has_weight = bool(op.parameters)
     wanted = [forward_shape(op.dims, has_weight)]
     if settings.training and op.gradients:
@@ -159,15 +159,13 @@ def _serialised(shape: Shape, parts: int) -> Shape:
 
 def serial_parts(op: TracedOp, settings: Settings) -> int:
     """Return the number of parts of a serialised matmul."""
-    if not op.dims:
-        return 1
+    return parts_of_module(op.module, settings) if op.dims else 1
+
+
+def parts_of_module(name: str, settings: Settings) -> int:
+    """Return the number of parts in which a module computes, or a parameter of it is updated."""
     return next(
-        (
-            parts
-            for module, parts in settings.serialized.items()
-            if op.module == module or op.module.startswith(module + ".")
-        ),
-        1,
+        (parts for module, parts in settings.serialized.items() if name == module or name.startswith(module + ".")), 1
     )
 
 
@@ -281,17 +279,18 @@ def _on_a_tile(
     row_bytes = part.rows * part.depth * element_bytes
     column_bytes = part.columns * part.depth * weights * element_bytes
     result_bytes = part.rows * part.columns * results * (partials_bytes if is_partial else element_bytes)
-    needed = row_bytes + column_bytes + result_bytes
+    away = 1 - 1 / split[0] if part.is_weight_at_home else 1.0
+    needed = row_bytes + column_bytes * away + result_bytes
     # A part that does not fit is done in turns, each with some of the rows and all columns.
     turns = 1
     if needed > limit:
-        turns = math.ceil((needed - column_bytes) / max(limit - column_bytes, 0.1 * limit))
+        copied = column_bytes * away
+        turns = math.ceil((needed - copied) / max(limit - copied, 0.1 * limit))
     # A kernel over few channels is laid out along the depth, so that it fills the blocks.
     depth_blocks = min(math.ceil(part.depth / _BLOCK) * part.kernel, math.ceil(part.depth * part.kernel / _BLOCK))
     blocks = math.ceil(part.columns / _BLOCK) * depth_blocks
     multiply = _BLOCK * _BLOCK * part.rows / (macs * machine.product_efficiency)
     compute = blocks * (multiply + turns * machine.block_load_cycles)
-    away = 1 - 1 / split[0] if part.is_weight_at_home else 1.0
     received = _received(row_bytes, turns * column_bytes * away, split, machine.exchange_pair)
     moved = received + (result_bytes if is_partial else 0)
     exchange = machine.exchange_bytes_per_cycle * machine.exchange_efficiency

@@ -23,7 +23,7 @@ __all__ = [
     "cut_points",
     "segment_memory",
     "segment_of",
-    "segments_ending_at",
+    "segments_of",
 ]
 
 
@@ -244,7 +244,6 @@ class Segment:
     """Neighbouring cells as one stage.
 
     Args:
-        begin: Its first cell.
         forward: Seconds.
         backward: Seconds.
         again: Seconds of recomputation, if it is not the last stage.
@@ -258,7 +257,6 @@ class Segment:
         update: Bytes that the weight update needs once activations are freed.
     """
 
-    begin: int
     forward: float
     backward: float
     again: float
@@ -295,7 +293,57 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning
     return stays + stash + max(run + peak, update - stash)
 
 
-def segments_ending_at(
+def segments_of(
+    cells: List[Cell],
+    traced: TracedModel,
+    settings: Settings,
+    machine: Machine,
+    limit: float = math.inf,
+    longest: float = math.inf,
+) -> List[List[Segment]]:
+    """Return for each cell, and for the end, all stages that end before it, shortest first.
+
+    Where the cells before one are like those before an earlier one, in equal layers, their stages are the same.
+
+    Args:
+        cells: The cells.
+        traced: The model.
+        settings: How it runs.
+        machine: The device.
+        limit: Bytes beyond which a stage is not tried.
+        longest: Seconds beyond which a stage is not tried.
+    """
+    kinds: Dict[Tuple[object, ...], int] = {}
+    alike = [kinds.setdefault(_kind_of(cell), len(kinds)) for cell in cells]
+    tables: List[List[Segment]] = []
+    ends: Dict[int, List[int]] = {}
+    for end in range(len(cells) + 1):
+        same = ends.setdefault(alike[end - 1] if end else -1, [])
+        equal = next((before for before in same if _ends_alike(alike, before, end, len(tables[before]))), None)
+        if equal is None:
+            same.append(end)
+            tables.append(_segments_ending_at(end, cells, traced, settings, machine, limit, longest))
+        else:
+            tables.append(tables[equal])
+    return tables
+
+
+def _kind_of(cell: Cell) -> Tuple[object, ...]:
+    """Return what stages depend on; results of operations far before a cell, such as a mask, are the same for all."""
+    near = 4 * (cell.end - cell.first) + 64
+    reads = frozenset(cell.first - index if cell.first - index < near else -index for index in cell.reads)
+    share = (cell.share.on_chip, cell.share.update)
+    costs = (cell.forward, cell.backward, cell.temporary, cell.tail, cell.saved, cell.kept, cell.calls, cell.runs)
+    return cell.end - cell.first, share, costs, cell.code, reads
+
+
+def _ends_alike(alike: Sequence[int], before: int, end: int, tried: int) -> bool:
+    """Return whether the cells that decided on the stages before one cell are also before another."""
+    # One more cell was looked at, and was too much; at the beginning of the model there is none.
+    return tried < before and alike[before - tried - 1 : before] == alike[end - tried - 1 : end]
+
+
+def _segments_ending_at(
     end: int,
     cells: List[Cell],
     traced: TracedModel,
@@ -341,7 +389,6 @@ def segments_ending_at(
         stays = (kept if recomputes else saved) + received if settings.training else 0
         again, tail_seconds = (forward, tail) if recomputes else (0.0, 0.0)
         segment = Segment(
-            begin=number,
             forward=forward,
             backward=backward,
             again=again,
@@ -365,4 +412,4 @@ def segments_ending_at(
 
 def segment_of(cell: Cell, traced: TracedModel, settings: Settings, machine: Machine) -> Segment:
     """Return a stage that has one cell."""
-    return segments_ending_at(1, [cell], traced, settings, machine)[0]
+    return _segments_ending_at(1, [cell], traced, settings, machine)[0]

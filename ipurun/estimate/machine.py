@@ -36,13 +36,16 @@ class Machine:
     transfer_seconds: float = 69e-6
     host_bytes_per_second: float = 8e9
     host_call_seconds: float = 3.7e-3
+    host_samples_per_second: float = 0.0
+    ipus_per_domain: int = 64
+    gateway_bytes_per_second: float = 25e9
     machine_loss: float = 0.008
     code_bytes_per_tile: float = 16_600.0
     code_bytes_per_op: float = 150.0
     code_bytes_per_call: float = 42.0
     tile_imbalance_bytes: float = 36_000.0
     default_proportion: float = 0.6
-    tight_margin: float = 0.18
+    tight_margin: float = 0.13
     over_margin: float = 0.08
 
     @property
@@ -55,6 +58,10 @@ class Machine:
         if element_bytes != 2:
             return self.single_macs_per_cycle
         return self.half_macs_per_cycle if partials_bytes == 2 else self.mixed_macs_per_cycle
+
+    def domains(self, ipus: int) -> int:
+        """Return the number of IPU-Link domains that hold this many IPUs; gateways connect them."""
+        return math.ceil(ipus / self.ipus_per_domain)
 
     def machines(self, ipus: int) -> int:
         """Return the number of machines that hold this many IPUs."""
@@ -78,6 +85,6 @@ def machine_from(values: Mapping[str, Any]) -> Machine:
     plain: Dict[str, Any] = {
         key: given["value"] if isinstance(given, Mapping) else given for key, given in values.items()
     }
-    whole = ("tiles", "tile_bytes", "ipus_per_machine", "exchange_pair")
+    whole = ("tiles", "tile_bytes", "ipus_per_machine", "ipus_per_domain", "exchange_pair")
     plain.update({key: int(given) for key, given in plain.items() if key in whole})
     return Machine(**plain)

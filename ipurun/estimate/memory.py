@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Dict, List, Mapping, Sequence, Set, Tuple
 
-from ipurun.estimate.costs import OpCost, costs_by_ipu, serial_parts
+from ipurun.estimate.costs import OpCost, costs_by_ipu, parts_of_module, serial_parts
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.stages import boundary_values, ops_of_stage, received_values
 from ipurun.estimate.types import IpuMemory, Settings, StageLayout
@@ -65,10 +65,18 @@ def parameter_shares(traced: TracedModel, layout: StageLayout, settings: Setting
     for parameter in traced.parameters:
         for ipu in {layout.ipu_of_op(op) for op in parameter.ops}:
             owned[ipu].append(parameter)
-    return [share_of(parameters, settings) for parameters in owned]
+    return [share_of(parameters, settings, traced) for parameters in owned]
 
 
-def share_of(parameters: Sequence[TracedParameter], settings: Settings) -> ParameterShare:
+def _update_parts(parameter: TracedParameter, settings: Settings, traced: TracedModel) -> int:
+    """Return the number of parts in which a parameter is updated: those of a serialised matmul or embedding."""
+    if not settings.serialized:
+        return 1
+    readers = [traced.ops[op].module for op in parameter.ops]
+    return max(parts_of_module(name, settings) for name in (parameter.name, *readers))
+
+
+def share_of(parameters: Sequence[TracedParameter], settings: Settings, traced: TracedModel) -> ParameterShare:
     """Return the memory and traffic of parameters on one IPU."""
     names = ("weights", "gradients", "state", "streaming", "streamed", "transfers", "fetched", "fetches")
     totals: Dict[str, float] = dict.fromkeys(names, 0.0)
@@ -103,9 +111,10 @@ def share_of(parameters: Sequence[TracedParameter], settings: Settings) -> Param
             totals["state"] += state
         else:
             totals["streaming"] += state
+            update_parts = _update_parts(parameter, settings, traced)
             totals["streamed"] += 2 * state
-            totals["transfers"] += 2 * settings.state_tensors
-            update = max(update, state)
+            totals["transfers"] += 2 * settings.state_tensors * update_parts
+            update = max(update, state / update_parts)
     return ParameterShare(trained=trained, update=round(update), **{name: round(size) for name, size in totals.items()})
 
 
@@ -182,15 +191,11 @@ def _of_largest_phase(
 
 def op_bytes(traced: TracedModel, op: TracedOp, settings: Settings, costs: Sequence[OpCost]) -> float:
     """Return the bytes an operation needs while it runs: operands, results, gradients and temporaries."""
-    if op.kind == "view":
-        return 0.0
-    operands = max((traced.ops[index].output_bytes for index in op.inputs), default=0)
-    # Elementwise operations overwrite their operands.
-    live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
-    gradient = 0
-    if settings.training and op.gradients:
-        gradient = sum(traced.trained_bytes.get(name, 0) for name in op.parameters)
-    return live + gradient / serial_parts(op, settings) + costs[op.index].temporary
+    live, gradient = traced.working_bytes[op.index]
+    parts = serial_parts(op, settings) if settings.serialized else 1
+    if op.kind == "gather" and settings.gradient_bytes:
+        gradient = 0  # the rows that were looked up are added to the accumulator
+    return live + (gradient / parts if settings.training else 0) + costs[op.index].temporary
 
 
 def _transfers(traced: TracedModel, layout: StageLayout, settings: Settings, stages: List[int]) -> int:

@@ -13,7 +13,7 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Uni
 from ipurun.api.calls import last_call
 from ipurun.config.schema import RunConfig
 from ipurun.errors import ConfigError, Problem
-from ipurun.estimate.advice import PlanEstimate, remedies_for
+from ipurun.estimate.advice import PlanEstimate, Remedy, remedies_for
 from ipurun.estimate.calibration import FREE, Measurement, calibrate_to_run, measured_throughput
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.search import MOST_SOLUTIONS, Goal, Search, Solution, powers_up_to, ranked, variants_of
@@ -130,19 +130,33 @@ def estimate_plan(planned: PlannedConfig, promises: Promises) -> PlanEstimate:
         block_checkpoints(training.traced, stacks(inspected.facts)),
         resets_of(config),
     )
-    remedies = remedies_for(
-        now,
-        search,
-        promises.planned,
-        is_batch_free=_is_batch_free(config),
-        is_placed_in_code=bool(plan.user_blocks),
-    )
+    remedies = _remedies(planned, now, search, promises)
     requirements = None
     verdicts = [training.estimate.verdict, *(remedy.verdict for remedy in remedies)]
     if all(verdict is Verdict.DOES_NOT_FIT for verdict in verdicts):
         variant = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints)[-1]
         requirements = search.requirements(variant, plan.devices.total, promises.solution_or_none)
     return PlanEstimate(training, now.inference, search, tuple(remedies), requirements)
+
+
+def _remedies(planned: PlannedConfig, now: Trial, search: Search, promises: Promises) -> List[Remedy]:
+    """Return changes that help; those that an earlier command found for the same estimate are only planned again."""
+    profiles, training = planned.inspected.profiles, now.training
+    own = (training.settings, training.layout, training.machine, search.resets, planned.plan.devices)
+    inference = None if now.inference is None else (now.inference.settings, now.inference.layout)
+    key = (own, inference, _is_batch_free(planned.config), planned.config.data)
+    known = None if profiles is None else profiles.suggestions(key)
+    found = remedies_for(
+        now,
+        search,
+        promises.planned,
+        is_batch_free=_is_batch_free(planned.config),
+        is_placed_in_code=bool(planned.plan.user_blocks),
+        known=known,
+    )
+    if profiles is not None and known is None:
+        profiles.keep_suggestions([(remedy.title, remedy.overrides) for remedy in found], key)
+    return found
 
 
 def _trial(planned: PlannedConfig) -> Trial:
@@ -171,7 +185,9 @@ def _estimated(
     """Estimate training, or evaluation and prediction: no backward pass, no optimizer, and all outputs."""
     config, plan = planned.config, planned.plan
     traced = traced or _trace(config, planned.inspected, plan, training=training)
-    machine, settings = machine_of(config), settings_of(plan, training=training)
+    machine, workers = machine_of(config), config.loader.workers
+    loaded = machine.host_samples_per_second * max(1, workers) or None
+    settings = settings_of(plan, training=training, host_samples_per_second=loaded, workers=workers)
     layout = layout_of_plan(traced, plan, training=training)
     return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))
 
@@ -386,17 +402,22 @@ def _trace(config: RunConfig, inspected: ModelAndData, plan: Plan, *, training: 
     options = plan.training_options if training else plan.inference_options
     key = _trace_key(plan, training=training)
     if key not in inspected.traces:
-        data = inspected.splits.get("train")
-        sample = None if data is None or is_stream(data) else first_sample(data)
-        with seeded(config.seed):
-            inspected.traces[key] = trace_model(
-                config,
-                sample=sample,
-                training=training,
-                module_precision=plan.module_precision,
-                strategy=strategy_of(options),
-                collate=own_collate(inspected.splits, "train"),
-            )
+        profiles = inspected.profiles
+        found = None if profiles is None else profiles.trace(key)
+        if found is None:
+            data = inspected.splits.get("train")
+            with seeded(config.seed):
+                found = trace_model(
+                    config,
+                    sample=None if data is None or is_stream(data) else first_sample(data),
+                    training=training,
+                    module_precision=plan.module_precision,
+                    strategy=strategy_of(options),
+                    collate=own_collate(inspected.splits, "train"),
+                )
+            if profiles is not None:
+                profiles.keep_trace(found, key)
+        inspected.traces[key] = found
     return inspected.traces[key]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Callable, Collection, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from ipurun.estimate.costs import proportion_of
-from ipurun.estimate.cuts import cells_of, cut_points, segment_memory, segment_of
+from ipurun.estimate.cuts import Cell, cells_of, cut_points, segment_memory, segment_of
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import parameter_shares
@@ -285,7 +285,9 @@ class Search:
         modules = ["the beginning", *(point.module for point in points)]
         sizes = [round(segment_memory(segment_of(cell, scaled, settings, machine), 1, machine)) for cell in cells]
         module, size = max(zip(modules, sizes), key=lambda sized: sized[1])
-        largest = (module, size) if size > machine.memory_bytes * (1 + machine.over_margin) else None
+        is_too_large = size > machine.memory_bytes * (1 + machine.over_margin)
+        largest = (module, size) if is_too_large else None
+        tensor = _largest_tensor(scaled, cells[sizes.index(size)]) if is_too_large else ""
         least = max(math.ceil(share.on_chip / machine.memory_bytes), 1)  # weights may all be in streaming memory
         number = max(2 * devices, 2)
         found: Optional[Solution] = None
@@ -294,7 +296,7 @@ class Search:
                 found = self._alone(number, settings, variant, planned)
             number *= 2
         assumed = variant.overrides if found is None else ()
-        return Requirements(share.on_chip, share.streaming, least, found, number // 2, largest, assumed)
+        return Requirements(share.on_chip, share.streaming, least, found, number // 2, largest, assumed, tensor)
 
     def _alone(
         self,
@@ -327,6 +329,7 @@ class Requirements:
         tried: Largest number of IPUs that was tried.
         largest: (module, bytes) of the largest part that cannot be cut, if it is larger than an IPU.
         overrides: Overrides that these figures assume, if there is no such config.
+        tensor: What takes most in that part: a parameter with its size, or the result of an operation.
     """
 
     parameter_bytes: int
@@ -336,6 +339,20 @@ class Requirements:
     tried: int
     largest: Optional[Tuple[str, int]]
     overrides: Tuple[str, ...]
+    tensor: str = ""
+
+
+def _largest_tensor(traced: TracedModel, cell: Cell) -> str:
+    """Return the largest parameter or result of a part of a model, with its size in half or single precision."""
+    inside = range(cell.first, cell.end)
+    results = [(traced.ops[op].output_bytes, f"the result of {traced.ops[op].name}") for op in inside]
+    weights = [
+        (parameter.num_bytes, parameter.name)
+        for parameter in traced.parameters
+        if any(op in inside for op in parameter.ops)
+    ]
+    size, name = max(results + weights, default=(0, ""))
+    return f"{name}, {size / 2**20:,.0f} MiB" if name else ""
 
 
 def ranked(solutions: Sequence[Solution]) -> List[Solution]:

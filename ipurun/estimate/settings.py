@@ -45,13 +45,16 @@ _PLACEMENT = {
 }
 
 
-def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: Optional[float] = None) -> Settings:
+def settings_of(
+    plan: Plan, *, training: bool = True, host_samples_per_second: Optional[float] = None, workers: int = 0
+) -> Settings:
     """Return the settings of a plan for training or for inference.
 
     Args:
         plan: The plan.
         training: Whether for training.
         host_samples_per_second: Samples that the host can load and prepare, if known.
+        workers: Processes that load data.
     """
     calls = plan.training_options if training else plan.inference_options
     batch = plan.training if training else plan.inference
@@ -74,6 +77,7 @@ def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: O
         prefetch_depth=int(_popart(calls, "defaultPrefetchBufferingDepth") or _DEFAULT_PREFETCH),
         returned=1.0 if plan.output_mode == "all" or not training else 1 / batch.gradient_accumulation,
         host_samples_per_second=host_samples_per_second,
+        workers=workers,
         **optimizer,
         **_locations(calls),
     )

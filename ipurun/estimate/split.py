@@ -17,7 +17,7 @@ from ipurun.estimate.cuts import (
     cut_points,
     segment_memory,
     segment_of,
-    segments_ending_at,
+    segments_of,
 )
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.memory import in_flight, share_of
@@ -184,10 +184,7 @@ class _Stages:
             by_share = {}
             for share, cells in self._cells.items():
                 own = [cells[cell] for cell in free]
-                by_share[share] = [
-                    segments_ending_at(last, own, traced, settings, machine, limit, longest)
-                    for last in range(len(own) + 1)
-                ]
+                by_share[share] = segments_of(own, traced, settings, machine, limit, longest)
             self._tables[longest] = [by_share[share] for share in self._shares]
         return self._tables[longest]
 
@@ -254,12 +251,11 @@ def _pinned_cells(splitter: Splitter, cells: Sequence[Cell], cuts: CutOptions) -
     ]
     every_code = machine.tiles * machine.code_bytes_per_tile
     segment = Segment(
-        begin=0,
         forward=sum(part.forward for part in parts),
         backward=sum(part.backward for part in parts),
         again=sum(part.again for part in parts),
         tail=parts[-1].tail if is_last else 0.0,
-        fixed=share_of(own, settings).on_chip,
+        fixed=share_of(own, settings, traced).on_chip,
         received=sum(part.received for part in parts),
         kept=sum(part.kept * in_flight(stage, stages, settings) for part, stage in zip(parts, at_least)),
         run=max(part.run for part in parts),
@@ -304,14 +300,14 @@ def _partition(
         in_flight_from = [in_flight(stage + parts, pinned.stages, settings) for parts in pinned.before]
         ends = range(stage + 1, count - (num_ipus - stage - 1) + 1)
         for end in ends if stage < num_ipus - 1 else (count,):
-            for segment in tables[stage][end]:
+            for begin, segment in zip(range(end - 1, -1, -1), tables[stage][end]):
                 work = segment.forward + segment.backward + segment.again - (segment.tail if is_last else 0.0)
                 if work >= (now[end][0] if most_seconds is None else most_seconds):
                     break  # longer stages only take longer
-                before = best[segment.begin]
-                if before[0] == never or (stage == 0) != (segment.begin == 0):
+                before = best[begin]
+                if before[0] == never or (stage == 0) != (begin == 0):
                     continue
-                memory = segment_memory(segment, in_flight_from[segment.begin], machine, returning)
+                memory = segment_memory(segment, in_flight_from[begin], machine, returning)
                 received = segment.received
                 if returning is not None:
                     work += returning.forward + returning.backward + returning.again - returning.tail
@@ -324,7 +320,7 @@ def _partition(
                     continue
                 if reached < now[end] if most_seconds is None else reached[::-1] < now[end][::-1]:
                     now[end] = reached
-                    choice[end] = segment.begin
+                    choice[end] = begin
         best = now
         choices.append(choice)
     if best[count][0] == never:

@@ -92,6 +92,7 @@ class Settings:
         prefetch_depth: Batches buffered on the device side of the host connection.
         returned: Share of micro-batches whose outputs go back to the host.
         host_samples_per_second: Samples the host can load and prepare; None if unknown.
+        workers: Processes that load data beside the one that trains; 0: that one loads between host calls.
         min_elements_off_chip: Tensors with fewer values stay on chip.
         min_elements_sharded: Tensors with fewer values are not sharded.
         state_tensors: Optimizer state tensors per parameter.
@@ -124,6 +125,7 @@ class Settings:
     prefetch_depth: int = 2
     returned: float = 1.0
     host_samples_per_second: Optional[float] = None
+    workers: int = 0
     min_elements_off_chip: int = 2
     min_elements_sharded: int = 2
     state_tensors: int = 0
@@ -256,7 +258,9 @@ class TimeEstimate:
         all_reduce: Gradients over the replicas.
         update: Optimizer, with its traffic to streaming memory.
         host: Overhead of host calls that is not overlapped, per update.
-        host_input: Time the host connection needs for the data of one update; it overlaps with compute.
+        host_input: Time the host connection and the workers need for the data of one update; it overlaps with compute.
+        loading: Time the training process spends loading data for one update, if there are no workers.
+        error: Factor that the throughput may be wrong by, in either direction.
         total: Seconds of one update.
         samples_per_second: Throughput of all replicas.
         host_bound: Whether the host, not the device, limits throughput.
@@ -281,6 +285,18 @@ class TimeEstimate:
     flops_share: float
     link_bytes: int
     host_bytes_per_second: float
+    loading: float = 0.0
+    error: float = 1.5
+
+    @property
+    def range(self) -> Tuple[float, float]:
+        """Lowest and highest throughput within the error."""
+        return self.samples_per_second / self.error, self.samples_per_second * self.error
+
+    @property
+    def device(self) -> float:
+        """Seconds of one update that the device takes by itself."""
+        return self.compute + self.all_reduce + self.update
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ class Facts:
         own_optimizer: The optimizer that a LightningModule configures, as a node; empty if the config has one.
         has_own_schedule: Whether the model configures a learning-rate schedule.
         logged: Kind of step -> name -> what a LightningModule logs there.
+        is_synthetic: Whether the training data is made up, so that there could be any number of samples.
     """
 
     engine: str
@@ -168,3 +169,4 @@ class Facts:
     own_optimizer: Mapping[str, Any] = field(default_factory=dict)
     has_own_schedule: bool = False
     logged: Mapping[str, Mapping[str, LoggedValue]] = field(default_factory=dict)
+    is_synthetic: bool = False

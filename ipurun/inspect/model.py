@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
 from types import ModuleType
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.config.patterns import frozen_until
 from ipurun.config.schema import LossConfig, RunConfig
+from ipurun.emulator.graph import answered_layers
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target
 from ipurun.inspect.data import is_stream
@@ -35,6 +38,7 @@ __all__ = [
     "count_parameters",
     "cut_modules",
     "drops_layers",
+    "emptied",
     "host_randomness",
     "make_meta_model",
     "make_model",
@@ -45,6 +49,7 @@ __all__ = [
     "two_samples",
     "user_blocks",
     "uses_poptorch",
+    "without_compiler",
     "written_buffers",
 ]
 
@@ -159,7 +164,7 @@ def tried(model: nn.Module, args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
     args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with torch.device("meta"):
+    with without_compiler(), torch.device("meta"), answered_layers(model):
         return torch.func.functional_call(model, map_tensors(lambda value: value.to("meta"), state), args, kwargs)
 
 
@@ -182,10 +187,86 @@ def make_meta_model(config: RunConfig) -> nn.Module:
         ConfigError: It cannot be made, or is not a module.
     """
     try:
-        with torch.device("meta"):
+        with without_compiler(), torch.device("meta"), _WithoutValues():
             return make_model(config, emulator)
     except ConfigError:
-        return make_model(config, emulator).to("meta")
+        return emptied(make_model(config, emulator))
+
+
+def emptied(model: nn.Module) -> nn.Module:
+    """Move a model to the meta device. Shared weights stay shared, unlike with `Module.to`."""
+    moved: Dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = moved[id(tensor)]
+    return model
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Does not set the values of tensors that have none: for a large model that takes longer than anything else."""
+
+    _setters = frozenset(
+        [
+            *(function for name, function in vars(nn.init).items() if name.endswith("_") and callable(function)),
+            *(getattr(torch.Tensor, name) for name in ("normal_", "uniform_", "zero_", "fill_", "clamp_", "erfinv_")),
+        ]
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = args[0] if args else kwargs.get("tensor")
+        if func in self._setters and isinstance(given, torch.Tensor) and given.is_meta:
+            return given
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keep torch from loading its compiler, which takes more than a second, to run operations without values.
+
+    Torch's kernels for the meta device ask `torch._dynamo` once not to compile them. Anything else that is asked of the
+    stand-in loads the compiler after all.
+    """
+    name = "torch._dynamo"
+    if name in sys.modules or not hasattr(torch, "_check_with"):
+        yield
+        return
+    stand_in = ModuleType(name)
+
+    def leave() -> None:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+        if vars(torch).get("_dynamo") is stand_in:
+            del torch._dynamo
+
+    def load(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        leave()
+        return getattr(importlib.import_module(name), attribute)
+
+    stand_in.disable = lambda function=None, *args, **kwargs: function  # type: ignore[attr-defined]  # a new module
+    stand_in.__getattr__ = load  # type: ignore[method-assign]  # of a module, not of its class
+    sys.modules[name] = torch._dynamo = stand_in
+    check = torch._check_with  # loads sympy to find out that a condition is not symbolic
+    torch._check_with = _check_plainly
+    try:
+        yield
+    finally:
+        torch._check_with = check
+        leave()
+
+
+def _check_plainly(error_type: Type[Exception], condition: Any, message: Any = None) -> None:
+    if not condition:
+        raise error_type(message() if callable(message) else "Expected cond to be True, but got False")
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ipurun.config.patterns import frozen_until
 from ipurun.config.schema import CustomOpsConfig, PipelineConfig, RunConfig
-from ipurun.datasets.synthetic import parse_sample
+from ipurun.datasets.synthetic import SyntheticData, parse_sample
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call
@@ -30,7 +30,6 @@ from ipurun.inspect.data import (
     split_for_eval,
 )
 from ipurun.inspect.facts import Facts, Purpose
-from ipurun.inspect.forward_order import trace_forward_order
 from ipurun.inspect.lightning.checks import StepFindings, check_lightning, evaluating_step
 from ipurun.inspect.lightning.data import LoaderTraits, Splits, splits_of
 from ipurun.inspect.lightning.steps import Steps
@@ -56,8 +55,10 @@ from ipurun.inspect.model import (
     written_buffers,
 )
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
+from ipurun.inspect.profiles import Profiles
 from ipurun.inspect.sampling import check_loader, grouped, make_collate, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
+from ipurun.inspect.trace import trace_forward_order
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
 
@@ -103,6 +104,7 @@ class ModelAndData:
         facts: The facts.
         traces: Traces of the model, kept by what they depend on.
         ordered: The facts with the order in which modules run; None: not traced yet.
+        profiles: Traces of earlier commands; None if this one is to run, not to plan.
     """
 
     model: nn.Module
@@ -110,6 +112,7 @@ class ModelAndData:
     facts: Facts
     traces: Dict[TraceKey, TracedModel] = field(default_factory=dict, repr=False)
     ordered: Optional[Facts] = field(default=None, repr=False)
+    profiles: Optional[Profiles] = field(default=None, repr=False)
 
 
 def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -> ModelAndData:
@@ -127,16 +130,18 @@ def inspect(config: RunConfig, engine: Engine, purpose: Purpose = Purpose.RUN) -
     if splits is not None:
         problems += _check_splits(config, splits)
     steps = StepFindings()
+    profiles = None
     if model is not None and is_lightning(model):
         steps = check_lightning(model, splits or {}, config, _Trials(config, splits or {}, purpose))
         problems += steps.problems + _monitor_problems(config, steps)
-    elif model is not None and splits is not None and not problems and config.loss.name is None:
-        problems += check_returned_loss(model, _to_try(splits["train"], purpose), config, own_collate(splits, "train"))
+    if model is not None and splits is not None and not problems:
+        profiles = _profiles(config, model, splits) if purpose in (Purpose.PLAN, Purpose.CHECK) else None
+        problems += [] if is_lightning(model) else _loss_problems(config, model, splits, purpose, profiles)
     if problems or model is None or splits is None:
         raise ConfigError(problems)
     facts = _with_steps(_facts(config, engine, model, splits, purpose), steps, model)
-    ordered = _with_order(facts, config, splits) if _order_matters(config, engine, model) else None
-    return ModelAndData(model, splits, ordered or facts, ordered=ordered)
+    ordered = _with_order(facts, config, splits, profiles) if _order_matters(config, engine, model) else None
+    return ModelAndData(model, splits, ordered or facts, ordered=ordered, profiles=profiles)
 
 
 class _Trials:
@@ -216,7 +221,7 @@ def inspect_again(config: RunConfig, engine: Engine, before: RunConfig, inspecte
         raise ConfigError(problems)
     facts = inspected.facts
     if _order_matters(config, engine, inspected.model):
-        inspected.ordered = inspected.ordered or _with_order(facts, config, inspected.splits)
+        inspected.ordered = inspected.ordered or _with_order(facts, config, inspected.splits, inspected.profiles)
         facts = inspected.ordered
     return replace(inspected, facts=replace(facts, train_samples=_train_samples(config, inspected.splits)))
 
@@ -397,6 +402,7 @@ def _facts(config: RunConfig, engine: Engine, model: nn.Module, splits: Mapping[
         returns_loss=config.loss.name is None,
         notes=(*own_notes, *_worker_notes(config, splits), *cache_notes, *_moved_notes(config)),
         purpose=purpose,
+        is_synthetic=isinstance(splits.get("train"), SyntheticData),
         **model_structure(model),
     )
 
@@ -414,12 +420,42 @@ def _indexed(splits: Mapping[str, Any]) -> Any:
     return splits["train"] if "train" in splits and not is_stream(splits["train"]) else None
 
 
-def _with_order(facts: Facts, config: RunConfig, splits: Mapping[str, Any]) -> Facts:
-    """Return the facts with the order in which modules run, which takes a trace of the model."""
+def _profiles(config: RunConfig, model: nn.Module, splits: Mapping[str, Any]) -> Optional[Profiles]:
+    """Return the stored traces of a model; None if the data has no first sample, which planning reports."""
+    try:
+        return Profiles(config, model, _first_sample(config, splits))
+    except Exception:  # the user's data can raise anything
+        return None
+
+
+def _first_sample(config: RunConfig, splits: Mapping[str, Any]) -> Any:
     data = _indexed(splits)
     with seeded(config.seed):  # a sample may be drawn at random
-        sample = None if data is None else first_sample(data)
-    order, failure = trace_forward_order(config, sample, own_collate(splits, "train"))
+        return None if data is None else first_sample(data)
+
+
+def _loss_problems(
+    config: RunConfig, model: nn.Module, splits: Mapping[str, Any], purpose: Purpose, profiles: Optional[Profiles]
+) -> List[Problem]:
+    """Return the problem of a model that should return its loss and does not."""
+    if config.loss.name is not None or (profiles is not None and profiles.has_loss()):
+        return []
+    problems = check_returned_loss(model, _to_try(splits["train"], purpose), config, own_collate(splits, "train"))
+    if profiles is not None and not problems:
+        profiles.keep_loss()
+    return problems
+
+
+def _with_order(
+    facts: Facts, config: RunConfig, splits: Mapping[str, Any], profiles: Optional[Profiles] = None
+) -> Facts:
+    """Return the facts with the order in which modules run, which takes a trace of the model."""
+    found = None if profiles is None else profiles.order()
+    if found is None:
+        found = trace_forward_order(config, _first_sample(config, splits), own_collate(splits, "train"))
+        if profiles is not None:
+            profiles.keep_order(*found)
+    order, failure = found
     facts = replace(facts, notes=(*facts.notes, *_trace_notes(failure)))
     if order is None:
         return facts

@@ -1,38 +1,62 @@
-"""Trace one micro-batch through a model and its loss, if possible without allocating either."""
+"""Trace one micro-batch through a model and its loss, if possible without allocating either.
+
+An estimate is made from a trace; placement needs the order in which it calls modules and begins blocks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.data import default_collate
 
 import ipurun.emulator as emulator
 from ipurun.api.calls import Call, construct, last_call
 from ipurun.config.schema import RunConfig, canonical_precision
 from ipurun.datasets.synthetic import parse_sample
-from ipurun.emulator.graph import Captured, Node, Placement, Recorder, active_recorder, capture, is_supported
+from ipurun.emulator.graph import (
+    BlockRecorder,
+    Captured,
+    Node,
+    Placement,
+    Recorder,
+    active_recorder,
+    capture,
+    is_supported,
+)
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.batch_items import as_call, map_tensors
+from ipurun.inspect.facts import EndedBlock, ModuleCall, UserBlock
 from ipurun.inspect.lightning.steps import steps_of
 from ipurun.inspect.loss import ModelWithLoss, make_loss
-from ipurun.inspect.model import count_parameters, make_meta_model, make_model, stop_caching
+from ipurun.inspect.model import (
+    count_parameters,
+    emptied,
+    make_meta_model,
+    make_model,
+    stop_caching,
+    user_blocks,
+    without_compiler,
+)
 from ipurun.inspect.precision import cast_hooks, cast_weights, half_inputs
-from ipurun.inspect.sampling import make_collate
+from ipurun.inspect.sampling import make_collate, seeded
 from ipurun.inspect.targets import innermost_line
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.inspect.traced_ops import read_graph
 
-__all__ = ["ended_block", "strategy_of", "trace_model"]
+__all__ = ["ForwardOrder", "strategy_of", "trace_forward_order", "trace_model"]
 
 # Parameters above which a model that cannot be traced on the meta device is not made on the host either.
 _LARGEST_REAL_MODEL = 500_000_000
 _TINY_MODEL = 1_000_000
 # A trace with real numbers uses this many samples and is scaled.
 _REAL_SAMPLES = 2
+_PREFIX = "model."  # of the names of the user's modules in `ModelWithLoss`
 
 
 def trace_model(
@@ -65,7 +89,7 @@ def trace_model(
         size = config.inference.micro_batch_size
     rules = dict(module_precision or {})
     first_error: Optional[ConfigError] = None
-    # A model that compares a random number in training mode only (to skip a layer) can still be planned.
+    # A model whose training mode cannot be traced at all can still be planned.
     for training_mode in (True, False) if training else (False,):
         for make_attempt, device, samples in _attempts(config, model):
             attempted = make_attempt()
@@ -79,7 +103,7 @@ def trace_model(
                 first_error = first_error or error
                 continue
             traced = traced.with_micro_batch(size)
-            if first_error is None or training_mode == training:
+            if first_error is None or traced.refused or training_mode == training:
                 return traced
             refusal = first_error.problems[0]
             return dataclasses.replace(traced, refused=f"{refusal.seen} ({refusal.where})")
@@ -93,7 +117,7 @@ def strategy_of(calls: Sequence[Call]) -> Any:
     return None if given is None else construct(given.args[0], emulator)
 
 
-def ended_block(recorder: Recorder) -> Optional[Placement]:
+def _ended_block(recorder: Recorder) -> Optional[Placement]:
     """Return the last block of a capture if it has ended and no other has begun."""
     ended = False
     for event in reversed(recorder.graph.events):
@@ -116,15 +140,15 @@ def _attempts(
     def without_memory() -> nn.Module:
         return model if model is not None else make_meta_model(config)
 
-    def emptied() -> Optional[nn.Module]:
+    def without_values() -> Optional[nn.Module]:
         # A table that the constructor computes is known to forward only if it was computed with real numbers.
         made = _small_model(config)
-        return None if made is None else made.to("meta")
+        return None if made is None else emptied(made)
 
     return (
         (tiny, "cpu", 0),
         (without_memory, "meta", 0),
-        (emptied, "meta", 0),
+        (without_values, "meta", 0),
         (lambda: _small_model(config), "cpu", _REAL_SAMPLES),
     )
 
@@ -165,6 +189,7 @@ class _Progress:
 
     last: Optional[Node] = None
     unsupported: Dict[str, None] = field(default_factory=dict)
+    refusals: Dict[str, str] = field(default_factory=dict)
 
     def see(self, node: Node) -> None:
         self.last = node
@@ -185,6 +210,7 @@ def _trace(
 ) -> TracedModel:
     precision = canonical_precision(config.precision)
     stop_caching(model)
+    progress = _Progress()
     cast_weights(model, precision, rules)
     # Any module may end a block, so each one gets a hook; in a run `Annotations` hooks only those that do.
     handles = [module.register_forward_hook(_reopen_ended_block) for module in model.modules()]
@@ -203,9 +229,9 @@ def _trace(
         step="training" if training or steps is None or not steps.has("validation") else "validation",
     )
     wrapped.train(training_mode)
-    progress = _Progress()
     try:
-        captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
+        with without_compiler():
+            captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
     except Exception as error:  # the user's code can raise anything
         raise ConfigError(_problem(error, progress.last)) from error
     finally:
@@ -214,20 +240,28 @@ def _trace(
     return read_graph(
         captured.graph,
         micro_batch_size=size,
-        prefix="model.",
+        prefix=_PREFIX,
         training=training,
         unsupported=tuple(progress.unsupported),
+        refused=_refused(progress.refusals),
     )
+
+
+def _refused(refusals: Mapping[str, str]) -> str:
+    """Return what an IPU would refuse in one line: the first of it in full."""
+    shown = [f"{' '.join(text.split())} ({line})" for text, line in list(refusals.items())[:1]]
+    return "; ".join(shown) + (f"; and {len(refusals) - 1} more" if len(refusals) > 1 else "")
 
 
 def _reopen_ended_block(module: nn.Module, args: Any, output: Any) -> None:
     recorder = active_recorder()
-    ended = None if recorder is None else ended_block(recorder)
+    ended = None if recorder is None else _ended_block(recorder)
     if recorder is not None and ended is not None:
         recorder.begin_block(*ended)
 
 
 def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Progress, strategy: Any) -> Captured:
+    copy_layers = all(parameter.is_meta for parameter in wrapped.parameters())
     options = emulator.Options()
     if strategy is not None:
         options.setExecutionStrategy(strategy)
@@ -251,6 +285,9 @@ def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Prog
         options=options,
         modules=dict(wrapped.named_modules()),
         check_op=progress.see,
+        forward_only=True,
+        copy_layers=copy_layers,
+        refusals=progress.refusals,
     )
 
 
@@ -263,3 +300,96 @@ def _problem(error: Exception, last: Optional[Node]) -> Problem:
         seen=f"{type(error).__name__}: {seen}",
         fix="change the line above: a model is captured once, with fixed shapes and without reading values",
     )
+
+
+@dataclass
+class ForwardOrder:
+    """The module calls of a forward pass and the blocks of its code.
+
+    Args:
+        calls: Calls in order, under the names of the user's model, without those of the loss.
+        operations: Operations of the whole pass.
+        blocks: Blocks that `forward` itself begins.
+        ended: Blocks that end where a module does.
+    """
+
+    calls: List[ModuleCall] = field(default_factory=list)
+    operations: int = 0
+    blocks: List[UserBlock] = field(default_factory=list)
+    ended: List[EndedBlock] = field(default_factory=list)
+
+
+def trace_forward_order(
+    config: RunConfig, sample: Any = None, collate: Optional[Callable[[List[Any]], Any]] = None
+) -> Tuple[Optional[ForwardOrder], str]:
+    """Trace the model of a config with its loss; return its forward order, or None and the reason.
+
+    Args:
+        config: The run. Its `sample` gives the shapes when no item of the data is passed.
+        sample: One item of the data set.
+        collate: The collate function of the data's own loader.
+    """
+    if sample is None and not config.sample:
+        return None, "the model cannot be traced without an item of the data"
+    blocks = BlockRecorder()
+    try:
+        with seeded(config.seed), _recording(blocks.requested_ipus) as order:
+            trace_model(config, sample=sample, training=False, strategy=blocks, collate=collate)
+    except ConfigError as error:
+        problem = error.problems[0]
+        return None, f"{problem.what} ({problem.where}: {problem.seen})"
+    return order, ""
+
+
+@contextlib.contextmanager
+def _recording(requested_ipus: Mapping[str, Optional[int]]) -> Iterator[ForwardOrder]:
+    """Record the last forward pass of a `ModelWithLoss` that is captured inside.
+
+    The model runs in training mode, in which it may call more modules (auxiliary heads), but without the cost of a
+    backward pass.
+
+    Args:
+        requested_ipus: Block id -> the IPU that the block requests, filled while the model runs.
+    """
+    order = ForwardOrder()
+    names: Dict[int, str] = {}
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        recorder = active_recorder()
+        if recorder is None:
+            return
+        if isinstance(module, ModelWithLoss):
+            module.train()
+            order.ended.clear()
+            names.clear()
+            names.update({id(part): name for name, part in module.model.named_modules()})
+
+    def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        recorder = active_recorder()
+        if recorder is None:
+            return
+        if not isinstance(module, ModelWithLoss):
+            place = _ended_block(recorder) if id(module) in names else None
+            if place is not None:
+                order.ended.append(EndedBlock(names[id(module)], place.block_id, requested_ipus[place.block_id]))
+            return
+        order.operations = len(recorder.graph.nodes)
+        order.calls = [
+            ModuleCall(path[len(_PREFIX) :], position)
+            for path, position in recorder.calls
+            if path.startswith(_PREFIX) or path == _PREFIX[:-1]
+        ]
+        at_modules = {block.block_id for block in user_blocks(module.model)}
+        begun = [(e.info["placement"], e.position) for e in recorder.graph.events if e.kind == "begin_block"]
+        order.blocks = [
+            UserBlock(None, requested_ipus[place.block_id], place.block_id, position)
+            for (place, position), (before, _) in zip(begun, [(None, 0), *begun])
+            if place != before and place.block_id not in at_modules  # re-opening a block begins it a second time
+        ]
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield order
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Mapping, Optional, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Tuple
 
 __all__ = ["TracedModel", "TracedOp", "TracedParameter"]
 
@@ -92,7 +92,7 @@ class TracedModel:
         micro_batch_size: Samples of the micro-batch that was traced.
         training: Whether the backward pass was traced.
         unsupported: Operations that PopTorch may not support, with the line that calls them.
-        refused: If it was traced in evaluation mode only: why it cannot be captured in training mode.
+        refused: What an IPU would refuse in it, if the trace went past something.
     """
 
     ops: Tuple[TracedOp, ...]
@@ -120,10 +120,61 @@ class TracedModel:
         """Size of every parameter that gets a gradient."""
         return {parameter.name: parameter.num_bytes for parameter in self.parameters if parameter.trainable}
 
+    @functools.cached_property
+    def kinds(self) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
+        """The kind of every operation, and the first operation of each kind: those of a kind cost the same."""
+        numbers: Dict[Tuple[object, ...], int] = {}
+        first: List[int] = []
+        kinds: List[int] = []
+        for op in self.ops:
+            dropout = (op.index in self.dropout_masks, not self.dropout_masks.isdisjoint(op.inputs))
+            costs = (op.gradients, op.traffic_bytes, op.dims, bool(op.parameters), op.is_batched)
+            key = (op.name, op.kind, op.signature, costs, dropout)
+            if key not in numbers:
+                numbers[key] = len(first)
+                first.append(op.index)
+            kinds.append(numbers[key])
+        return tuple(kinds), tuple(first)
+
+    @functools.cached_property
+    def dropout_masks(self) -> FrozenSet[int]:
+        """The operations that draw and scale dropout masks: the device does both while it multiplies."""
+        masks: Set[int] = set()
+        for op in self.ops:
+            if op.name == "bernoulli_" or (op.name == "div_" and op.index - 1 in masks):
+                masks.add(op.index)
+        return frozenset(masks)
+
+    @functools.cached_property
+    def working_bytes(self) -> Tuple[Tuple[int, int], ...]:
+        """Of every operation the bytes of its operands and results while it runs, and of its weights' gradients."""
+        found = []
+        for op in self.ops:
+            operands = max((self.ops[index].output_bytes for index in op.inputs), default=0)
+            # Elementwise operations overwrite their operands.
+            live = max(op.output_bytes, operands) if op.kind == "elementwise" else op.output_bytes + operands
+            gradient = sum(self.trained_bytes.get(name, 0) for name in op.parameters) if op.gradients else 0
+            found.append((0, 0) if op.kind == "view" else (live, gradient))
+        return tuple(found)
+
+    @functools.cached_property
+    def known_costs(self) -> Dict[Any, Any]:
+        """Costs that were computed before, by what they depend on."""
+        return {}
+
+    @functools.cached_property
+    def _scaled_before(self) -> Dict[int, TracedModel]:
+        return {}
+
     def with_micro_batch(self, micro_batch_size: int) -> TracedModel:
         """Scale to another micro-batch; exact for what is computed sample by sample."""
         if micro_batch_size == self.micro_batch_size:
             return self
+        if micro_batch_size not in self._scaled_before:
+            self._scaled_before[micro_batch_size] = self._scaled_to(micro_batch_size)
+        return self._scaled_before[micro_batch_size]
+
+    def _scaled_to(self, micro_batch_size: int) -> TracedModel:
         factor = micro_batch_size / self.micro_batch_size
         return replace(
             self,

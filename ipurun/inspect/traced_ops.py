@@ -40,7 +40,13 @@ _DEVICE_BYTES = {torch.int64: 4, torch.float64: 4}
 
 
 def read_graph(
-    graph: Graph, *, micro_batch_size: int, prefix: str, training: bool, unsupported: Tuple[str, ...] = ()
+    graph: Graph,
+    *,
+    micro_batch_size: int,
+    prefix: str,
+    training: bool,
+    unsupported: Tuple[str, ...] = (),
+    refused: str = "",
 ) -> TracedModel:
     """Return what a captured forward pass does, and what its backward pass needs.
 
@@ -50,8 +56,10 @@ def read_graph(
         prefix: Leading part of module and parameter names that ipurun adds, such as ``model.``.
         training: Whether the graph has a backward pass.
         unsupported: Operations that PopTorch is not known to support.
+        refused: What an IPU would refuse.
     """
-    return _GraphReader(graph, prefix, training).read(micro_batch_size, unsupported)
+    traced = _GraphReader(graph, prefix, training).read(micro_batch_size, unsupported)
+    return replace(traced, refused=refused)
 
 
 class _GraphReader:
@@ -70,11 +78,9 @@ class _GraphReader:
 
     def read(self, micro_batch_size: int, unsupported: Tuple[str, ...]) -> TracedModel:
         forward = [node for node in self._graph.nodes if not node.is_backward]
-        backward = [node for node in self._graph.nodes if node.is_backward]
-        kept = self._alias_kept_copies(forward)
         self._trained = {item.value for item in self._graph.inputs_of("parameter") if item.name in self._graph.grads}
-        ops = [self._op(index, node) for index, node in enumerate(node for node in forward if id(node) not in kept)]
-        saved = self._saved(backward)
+        ops = [self._op(index, node) for index, node in enumerate(forward)]
+        saved = self._saved()
         ops = [replace(op, saved_bytes=saved[op.index]) if op.index in saved else op for op in ops]
         buffers = sum(_device_bytes(self._specs[item.value]) for item in self._graph.inputs_of("buffer"))
         return TracedModel(
@@ -87,22 +93,6 @@ class _GraphReader:
             training=self._training,
             unsupported=unsupported,
         )
-
-    def _alias_kept_copies(self, forward: List[Node]) -> Set[int]:
-        """Let copies that only autograd reads share the original's storage, and return their nodes' ids.
-
-        Copies that the model makes are read by the forward pass.
-        """
-        read_forward = {value for node in forward for value in node.reads()} | set(values_in(self._graph.outputs))
-        kept = set()
-        for node in forward:
-            produced = list(values_in(node.outputs))
-            if node.name == "clone" and produced and not any(value in read_forward for value in produced):
-                kept.add(id(node))
-                source = next(iter(node.reads()))
-                for value in produced:
-                    self._specs[value] = self._specs[source]
-        return kept
 
     def _op(self, index: int, node: Node) -> TracedOp:
         reads = list(dict.fromkeys(node.reads()))
@@ -185,11 +175,10 @@ class _GraphReader:
             return sum(value in self._trained for value in _factors(node))
         return sum(value in self._trained for value in reads)
 
-    def _saved(self, backward: List[Node]) -> Dict[int, int]:
+    def _saved(self) -> Dict[int, int]:
         """Return how many bytes of each operation's results the backward pass reads."""
-        read = {self._specs[value].storage for node in backward for value in node.reads()}
         saved: Dict[int, int] = {}
-        for storage in read - self._masks:
+        for storage in set(self._graph.saved) - self._masks if self._training else ():
             owner = self._owner.get(storage)
             if owner is not None:
                 saved[owner] = saved.get(owner, 0) + self._size.get(storage, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import asdict, fields
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
@@ -10,6 +11,7 @@ from ipurun.estimate.advice import PlanEstimate, Remedy
 from ipurun.estimate.estimate import assumptions_of
 from ipurun.estimate.pipeline import PipelineTimeline, timeline_of
 from ipurun.estimate.search import MOST_SOLUTIONS, Requirements, Solution
+from ipurun.estimate.timing import compile_class
 from ipurun.estimate.types import Estimate, EstimatedModel, IpuMemory, Verdict
 from ipurun.log.format import WIDE, columns, count, fitted, plural
 from ipurun.planning.artifacts import CacheState
@@ -45,13 +47,14 @@ def estimate_lines(plan_estimate: PlanEstimate, cache: CacheState) -> List[str]:
     lines = [f"estimate for {training.machine.name}: {_verdict_text(found)}"]
     if training.traced.refused:
         lines += [
-            "  but PopTorch would refuse to train the model; it was traced in evaluation mode. The reason:",
+            "  but PopTorch would refuse the model; it was traced past the reason:",
             f"  {training.traced.refused}",
         ]
     rows = _rows(training)
     if plan_estimate.inference is not None:
         rows.append(("inference", _inference_text(plan_estimate.inference)))
     rows.append(("cache", _cache_text(cache)))
+    rows.append(("compile", f"{_compile_class(training)}, unless it is cached (estimate)"))
     lines += ["", *_tables(found), "", *_row_lines(rows)]
     if plan_estimate.requirements is not None:
         lines += ["", "what it would take (estimate)", *_requirement_lines(plan_estimate.requirements, training)]
@@ -87,8 +90,13 @@ def _rows(model: EstimatedModel) -> List[Tuple[str, str]]:
         parts += [f"all-reduce {_ms(time.all_reduce)}", f"optimizer {_ms(time.update)}"]
     if time.host_input > time.compute + time.all_reduce + time.update:
         parts = [f"host I/O {_ms(time.host_input)} (beside {', '.join(parts)})"]
+    if time.loading:
+        parts.append(f"loading {_ms(time.loading)}")
     parts.append(f"host {_ms(time.host)}")
-    speed = f"{count_short(time.samples_per_second)} samples/s, {time.flops_share:.1%} of peak (estimate)"
+    low, high = map(count_short, time.range)
+    speed = (
+        f"{count_short(time.samples_per_second)} samples/s ({low} to {high}), {time.flops_share:.1%} of peak (estimate)"
+    )
     return [
         ("throughput", speed),
         ("one update" if settings.training else "one batch", f"{_ms(time.total)} = {' + '.join(parts)} (estimate)"),
@@ -120,6 +128,7 @@ def estimate_dict(plan_estimate: PlanEstimate, cache: CacheState) -> Dict[str, A
         **_model_dict(plan_estimate.training),
         "inference": None if plan_estimate.inference is None else _model_dict(plan_estimate.inference),
         "cache": asdict(cache),
+        "compile": _compile_class(plan_estimate.training),
         "remedies": [{**asdict(item), "verdict": item.verdict.value} for item in plan_estimate.remedies],
         "needs": None if needs is None else _requirements_dict(needs),
         "assumptions": [{"topic": topic, "text": text} for topic, text in assumptions_of(plan_estimate.training)],
@@ -237,7 +246,23 @@ def _host_text(model: EstimatedModel) -> str:
     if not model.settings.training:
         written = traced.output_bytes / traced.micro_batch_size * time.samples_per_second
         moved += f", {written / 1e6:,.1f} MB/s to write"
-    return f"{moved}; {'host-bound' if time.host_bound else 'not host-bound'} (estimate)"
+    return f"{moved}; {_bound_text(model)} (estimate)"
+
+
+def _bound_text(model: EstimatedModel) -> str:
+    settings, time = model.settings, model.estimate.time
+    if not time.host_bound:
+        return "not host-bound"
+    if settings.host_samples_per_second is None or (not time.loading and time.device > time.host_input):
+        return "host-bound"
+    per_worker = settings.host_samples_per_second / max(1, settings.workers)
+    samples = time.total * time.samples_per_second
+    needed = math.ceil(samples / time.device / per_worker)
+    return f"host-bound: loader.workers={needed} would load as fast as the device trains"
+
+
+def _compile_class(model: EstimatedModel) -> str:
+    return compile_class(model.traced, model.layout, model.settings)
 
 
 def _cache_text(cache: CacheState) -> str:
@@ -261,7 +286,8 @@ def _requirement_lines(needs: Requirements, training: EstimatedModel) -> List[st
     if needs.largest is not None:
         module, size = needs.largest
         lines.append(
-            f"  {module} takes {_mib(size)} MiB and cannot be cut between modules: no split fits {_mib(memory)} MiB; "
+            f"  {module} takes {_mib(size)} MiB (largest tensor: {needs.tensor}) and cannot be cut between modules: "
+            f"no split fits {_mib(memory)} MiB; "
             "use narrower layers, memory.serialize, or a model that splits it in its code"
         )
     elif needs.solution is not None:

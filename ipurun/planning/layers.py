@@ -63,6 +63,9 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
     candidates = sorted(stacks(facts).items(), key=lambda item: -len(item[1]))
     if len(candidates) == 1 or (len(candidates) > 1 and len(candidates[0][1]) >= 2 * len(candidates[1][1])):
         return candidates[0][1]
+    both = _encoder_and_decoder(stacks(facts))
+    if both:
+        return both
     if candidates:
         found.problem(
             f"`{key}` counts layers, but the model has several stacks of them",
@@ -78,6 +81,15 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
             key=key,
         )
     return []
+
+
+def _encoder_and_decoder(found: Mapping[str, Sequence[str]]) -> List[str]:
+    """Return the layers of an encoder and of its decoder, if these are the only stacks of a model."""
+    encoders = [name for name in found if "encoder" in name.lower() and "decoder" not in name.lower()]
+    decoders = [name for name in found if "decoder" in name.lower() and "encoder" not in name.lower()]
+    if len(found) != 2 or len(encoders) != 1 or len(decoders) != 1:
+        return []
+    return [*found[encoders[0]], *found[decoders[0]]]
 
 
 def named_layers(names: Sequence[str], facts: Facts, found: Findings) -> List[str]:

@@ -27,7 +27,7 @@ from ipurun.planning.optimizer import plan_no_decay, plan_optimizer
 from ipurun.planning.options import inference_options, training_options
 from ipurun.planning.plan import Plan
 from ipurun.planning.sizes import plan_sizes
-from ipurun.planning.steps import check_end_and_average, count_evaluation, count_steps
+from ipurun.planning.steps import check_end_and_average, count_evaluation, count_steps, enough_samples
 from ipurun.planning.user_settings import UserSettings, unlike_defaults
 
 __all__ = ["make_plan"]
@@ -63,7 +63,7 @@ def make_plan(
         found.note("no init_from: the run starts from the values that the model's code gives, and `init` has no effect")
     sizes = plan_sizes(config, facts, settings, found)
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
-    steps = count_steps(config, sizes.training, facts.train_samples, found)
+    steps = count_steps(config, sizes.training, enough_samples(sizes.training, facts, found), found)
     check_loading(config.loader, sizes.training, found)
     check_end_and_average(config, sizes.training, steps, found)
     precision = canonical_precision(config.precision)

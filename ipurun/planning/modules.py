@@ -260,6 +260,12 @@ def _serialized(module: str, fields: Mapping[str, Any], facts: Facts, found: Fin
         )
         return Serialized(module, 1, "output_channels")
     outputs, inputs = (shape[1], shape[0]) if kind in _TRANSPOSED_LINEAR else shape[:2] if shape else (0, 0)
+    if fields.get("mode") is None and outputs % factor and inputs and inputs % factor == 0:
+        mode = "reducing_dim"
+        found.note(
+            f"memory.serialize: {factor} parts do not divide the {outputs:,} output channels of {module}, so its "
+            f"{inputs:,} inputs are divided (mode reducing_dim)"
+        )
     size = {"output_channels": outputs, "reducing_dim": inputs}.get(mode, 0)  # input channels depend on the batch
     if size and size % factor:
         fitting = [part for part in range(2, min(size, 64) + 1) if size % part == 0]

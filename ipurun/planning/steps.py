@@ -6,10 +6,10 @@ from typing import Optional
 
 from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings
-from ipurun.inspect.facts import Facts
+from ipurun.inspect.facts import Facts, Purpose
 from ipurun.planning.plan import BatchSizes, EvalPass, Steps
 
-__all__ = ["check_end_and_average", "count_evaluation", "count_steps", "most_eval_samples"]
+__all__ = ["check_end_and_average", "count_evaluation", "count_steps", "enough_samples", "most_eval_samples"]
 
 
 def count_steps(config: RunConfig, batch: BatchSizes, samples: Optional[int], found: Findings) -> Steps:
@@ -72,6 +72,15 @@ def count_evaluation(config: RunConfig, batch: BatchSizes, facts: Facts) -> Opti
     calls = -(-samples // batch.samples_per_call)
     padded = calls * batch.samples_per_call - samples
     return EvalPass(facts.eval_split, samples, calls, padded, length - samples)
+
+
+def enough_samples(batch: BatchSizes, facts: Facts, found: Findings) -> Optional[int]:
+    """Return the length of the training set; in a plan, made-up data has the samples of a host call at least."""
+    samples, needed = facts.train_samples, batch.samples_per_call
+    if samples is None or samples >= needed or not facts.is_synthetic or facts.purpose is not Purpose.PLAN:
+        return samples
+    found.note(f"planned for {needed:,} samples of synthetic data; to run it, set data.train_samples={needed}")
+    return needed
 
 
 def check_end_and_average(config: RunConfig, batch: BatchSizes, steps: Steps, found: Findings) -> None:

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "estimate"))
 
 from held_out import Planned, all_planned, pairs_of_pods, plan, rank_correlation
 
+from ipurun.estimate.types import Verdict
+
 FACTOR = 1.5
 
 
@@ -29,6 +31,7 @@ def main() -> None:
     print(f"within {FACTOR} of published {sum(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)} of {len(ratios)}")
     print(f"mean ratio             {math.exp(sum(logarithms) / len(logarithms)):.2f} (geometric)")
     print(f"mean error             {math.exp(sum(map(abs, logarithms)) / len(logarithms)):.2f}")
+    _print_families(found, compared)
     speeds = [item.estimate.time.samples_per_second for item in compared]
     print(f"rank correlation       {rank_correlation([item.published for item in compared], speeds):.3f}")
     _print_range("Bow over GC200", [_chips(item) for item in compared])
@@ -47,6 +50,26 @@ def _line(item: Planned) -> str:
     speed = item.estimate.time.samples_per_second
     note = "" if item.is_compared else "  limited by the host"
     return f"{line} {item.published:10,.0f} {speed:10,.0f} {item.ratio:6.2f}{note}"
+
+
+def _print_families(found: Sequence[Planned], compared: Sequence[Planned]) -> None:
+    """Print the verdicts of each family, and whether the errors of the others would have covered it."""
+    print("\nfamily        right verdicts  of them tight  error of the others  rows within it")
+    for family in dict.fromkeys(item.row["model"]["kind"] for item in found):
+        own = [item for item in found if item.row["model"]["kind"] == family]
+        right = [item for item in own if item.is_right_about_fit]
+        tight = sum(item.estimate.verdict is Verdict.TIGHT for item in right)
+        errors = [_error(item) for item in compared if item.row["model"]["kind"] != family]
+        mine = [_error(item) for item in compared if item.row["model"]["kind"] == family]
+        bar = max(errors, default=math.nan)
+        covered = f"{sum(error <= bar for error in mine)} of {len(mine)}" if mine else "-"
+        print(f"  {family:<12} {len(right):>6} of {len(own):<4} {tight:>11} {bar:>20.2f} {covered:>15}")
+    within = sum(_error(item) <= item.estimate.time.error for item in compared)
+    print(f"within the error bar that is shown: {within} of {len(compared)}\n")
+
+
+def _error(item: Planned) -> float:
+    return max(item.ratio, 1 / item.ratio)
 
 
 def _chips(item: Planned) -> float:

@@ -152,6 +152,14 @@ def test_a_serialised_embedding_gives_padding_no_gradient() -> None:
     assert_same(built(**keys_of(model, memory__serialize={"bert.embeddings": 4})), model)
 
 
+def test_outputs_that_cannot_be_divided_are_computed_from_parts_of_the_inputs() -> None:
+    run = built(**keys_of("TimmViT", memory__serialize={"head": 8}))  # 20 classes
+    (layer,) = run.plan.serialized
+    assert (layer.mode, layer.factor) == ("reducing_dim", 8)
+    assert any("do not divide the 20 output channels of head" in note for note in run.plan.notes)
+    assert_same(run, "TimmViT")
+
+
 def test_all_marks_can_be_removed() -> None:
     run = built(
         **keys_of(

@@ -15,6 +15,7 @@ from ipurun.cli.main import main
 from ipurun.config.compose import one
 from ipurun.estimate.estimate import assumptions_of
 from ipurun.estimate.split import Splitter
+from ipurun.inspect import trace
 from ipurun.inspect.model_and_data import inspect
 from ipurun.planning import make_plan
 
@@ -284,3 +285,39 @@ def test_split_auto_says_what_it_lacks(capsys: Any) -> None:
     words = [*GPT, *SMALL, "pipeline.split=auto", "pipeline.ipus=4", "gradient_accumulation=3"]
     assert main(["validate", *words]) == 2
     assert "gradient_accumulation=9, but it is 3" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_second_plan_does_not_trace_again(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    words = ["plan", *GPT, "devices=2", "pipeline.layers_per_ipu=[1,2]", "gradient_accumulation=8"]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    traces: List[Any] = []
+    plain = trace.capture
+    monkeypatch.setattr(trace, "capture", lambda *args, **kwargs: traces.append(args) or plain(*args, **kwargs))
+    assert main(words) == 0
+    assert capsys.readouterr().out == first
+    assert traces == []
+    assert main([*words, "model.max_positions=16"]) == 0  # another model
+    assert traces
+
+
+def test_broken_profiles_are_made_again(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(["plan", "+recipe=mnist"]) == 0
+    first = capsys.readouterr().out
+    for path in (tmp_path / "cache" / "profiles").iterdir():
+        path.write_text('{"fields": 3}', encoding="utf-8")
+    assert main(["plan", "+recipe=mnist"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_host_bound_plan_shows_how_many_workers_are_enough(capsys: Any) -> None:
+    assert main(["plan", "+recipe=mnist", "machine.host_samples_per_second=1000", "device_iterations=100"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("host I/O")]
+    assert "host-bound: loader.workers=" in line
+
+
+def test_synthetic_data_plans_any_batch_size(capsys: Any) -> None:
+    assert main(["plan", "+recipe=mnist", "data=synthetic", "gradient_accumulation=10000"]) == 0
+    assert "to run it, set data.train_samples=" in capsys.readouterr().out

@@ -7,11 +7,13 @@ import dataclasses
 import pytest
 from estimate_toys import chain
 
+from ipurun.estimate.costs import OpCost
 from ipurun.estimate.estimate import verdict_of
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.memory import estimate_memory, in_flight, parameter_shares, stage_memories
+from ipurun.estimate.memory import estimate_memory, in_flight, op_bytes, parameter_shares, stage_memories
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
 from ipurun.estimate.types import IpuMemory, Settings, Verdict, worst
+from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 MACHINE = Machine()
 
@@ -138,3 +140,24 @@ def test_the_largest_phase_of_phased_execution_is_on_chip() -> None:
     (ipu,) = estimate_memory(traced, layout, on_chip, MACHINE)
     assert (ipu.weights, ipu.gradients) == (6 * 1000 * 2, 6 * 1000 * 4)
     assert layout_of_blocks(traced, blocks).num_stages == 1  # without phases it is one stage
+
+
+def test_the_state_of_a_serialised_layer_comes_in_parts() -> None:
+    settings = Settings(state_bytes=8.0, state_tensors=2, state_on_chip=False, min_elements_off_chip=2)
+    traced = chain(1, values=100_000)
+    (whole,) = parameter_shares(traced, single_ipu(traced), settings)
+    in_parts = dataclasses.replace(settings, serialized={"layer.0": 4})
+    (parts,) = parameter_shares(traced, single_ipu(traced), in_parts)
+    assert (whole.update, parts.update) == (800_000, 200_000)
+    assert parts.streamed == whole.streamed
+    assert parts.transfers == 4 * whole.transfers
+
+
+def test_an_accumulated_embedding_has_no_gradient_of_the_size_of_its_table() -> None:
+    lookup = TracedOp(0, "embedding", "table", "gather", output_bytes=64, parameters=("table.weight",), gradients=1)
+    table = TracedParameter("table.weight", 1000, element_bytes=2, trainable=True, ops=(0,))
+    traced = TracedModel((lookup,), (table,), 0, 4, 4, 1)
+    once, accumulated = Settings(accumulator_bytes=2.0), Settings(accumulator_bytes=2.0, gradient_accumulation=4)
+    free = [OpCost(0.0, 0.0, 0.0)]
+    assert op_bytes(traced, lookup, once, free) == 64 + 2000
+    assert op_bytes(traced, lookup, accumulated, free) == 64

@@ -15,7 +15,7 @@ from ipurun.estimate.costs import Shape, backward_shapes, forward_shape, op_cost
 from ipurun.estimate.estimate import assumptions_of, estimate
 from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
-from ipurun.estimate.timing import estimate_time
+from ipurun.estimate.timing import compile_class, estimate_time
 from ipurun.estimate.types import EstimatedModel, Settings, StageLayout
 from ipurun.inspect.traced_model import TracedModel
 
@@ -226,6 +226,39 @@ def test_replicas_sum_their_gradients() -> None:
 def test_device_iterations_share_the_cost_of_a_host_call() -> None:
     once, shared = time_of(2, [], device_iterations=1), time_of(2, [], device_iterations=10)
     assert once.total - shared.total == pytest.approx(0.9 * MACHINE.host_call_seconds)
+
+
+def test_loading_takes_its_time_between_host_calls_unless_there_are_workers() -> None:
+    device = time_of(2, [], gradient_accumulation=1000)
+    alone = time_of(2, [], gradient_accumulation=1000, host_samples_per_second=1e6)
+    beside = time_of(2, [], gradient_accumulation=1000, host_samples_per_second=1e6, workers=1)
+    assert alone.total == pytest.approx(device.total + 1000 / 1e6)
+    assert beside.total == pytest.approx(device.total)
+
+
+def test_gradients_of_several_domains_also_pass_the_gateways() -> None:
+    one_domain = time_of(2, [], gradient_accumulation=8, replicas=64).all_reduce
+    four = time_of(2, [], gradient_accumulation=8, replicas=256).all_reduce
+    gateways = 2 * (3 / 4) * (800 * 4 / 64) / (MACHINE.gateway_bytes_per_second / 4)  # 800 values in 64 parts
+    assert four - one_domain * (2 * 255 / 256) / (2 * 63 / 64) == pytest.approx(gateways)
+
+
+@pytest.mark.parametrize(
+    ("layers", "cuts", "expected"),
+    [(5, [], "under a minute"), (5, [1, 2, 3], "1 to 5 minutes"), (350, [], "5 to 15 minutes")],
+)
+def test_compile_times_are_classes(layers: int, cuts: List[int], expected: str) -> None:
+    traced = chain(layers)
+    assert compile_class(traced, layout_of_cuts(traced, cuts), Settings()) == expected
+
+
+def test_thin_groups_widen_the_range_of_the_throughput() -> None:
+    traced = chain(2)
+    depthwise = dataclasses.replace(traced.ops[1], kind="conv", dims=(512, 3136, 1, 1, 9), signature="depthwise")
+    mobile = dataclasses.replace(traced, ops=(traced.ops[0], depthwise))
+    plain, thin = (estimate_time(each, single_ipu(each), Settings(), MACHINE) for each in (traced, mobile))
+    assert (plain.error, thin.error) == (1.5, 4.0)
+    assert thin.range == (thin.samples_per_second / 4, thin.samples_per_second * 4)
 
 
 def test_a_slow_host_limits_throughput() -> None:

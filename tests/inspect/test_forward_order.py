@@ -8,7 +8,7 @@ import pytest
 import torch
 from run_harness import config
 
-from ipurun.inspect.forward_order import ForwardOrder, trace_forward_order
+from ipurun.inspect.trace import ForwardOrder, trace_forward_order
 
 SAMPLE = (torch.zeros(4), torch.tensor(0))
 

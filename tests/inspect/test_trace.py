@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch import nn
 import ipurun.emulator as emulator
 from ipurun.config.compose import one
 from ipurun.config.schema import RunConfig
-from ipurun.emulator.graph import capture
+from ipurun.emulator.graph import capture, values_in
 from ipurun.errors import ConfigError
+from ipurun.inspect import trace
 from ipurun.inspect.loss import ModelWithLoss, make_loss
 from ipurun.inspect.trace import trace_model
 from ipurun.inspect.traced_model import TracedModel, TracedOp
@@ -273,21 +275,108 @@ def test_a_constructor_that_reads_values_can_be_traced() -> None:
     assert linear.dims == (1, 4, 10, 20, 1)
 
 
-def test_a_model_that_branches_on_its_data_is_reported_with_its_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        trace_model(config_of(Branches))
-    (problem,) = caught.value.problems
-    assert problem.what.startswith("the model cannot be traced")
+@pytest.mark.parametrize("precision", ["32.32", "16.16"])  # with values, and without
+def test_a_model_that_branches_on_its_data_is_traced_and_reported_with_its_line(precision: str) -> None:
+    traced = trace_model(config_of(Branches, precision=precision))
+    assert [op.dims for op in products(traced)] == [(1, 4, 10, 20, 1)]
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = 1 + next(i for i, text in enumerate(source) if "the line that the message names" in text)
-    assert f"test_trace.py:{line}" in problem.where
+    assert f"test_trace.py:{line}" in traced.refused
 
 
-def test_a_model_that_cannot_be_captured_in_training_mode_is_traced_in_evaluation_mode() -> None:
-    traced = trace_model(config_of(SkipsLayers))
+@pytest.mark.parametrize("precision", ["32.32", "16.16"])
+def test_a_model_that_compares_a_random_number_is_traced_in_training_mode(precision: str) -> None:
+    traced = trace_model(config_of(SkipsLayers, precision=precision))
     assert traced.training and [op.dims for op in products(traced)] == [(1, 4, 30, 20, 1), (1, 4, 10, 30, 1)]
     assert "depends on its data" in traced.refused and "test_trace.py" in traced.refused
     assert trace_model(config_of(Mlp)).refused == ""
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, dropout: float) -> None:
+        super().__init__()
+        self.layer_idx = index
+        self.inner = nn.Linear(20, 40)
+        self.outer = nn.Linear(40, 20)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, data: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu_(self.inner(data) + shift[:, None].mean(-1, keepdim=True)[:, 0])
+        data += self.dropout(self.outer(hidden))
+        return data
+
+
+class Layers(nn.Module):
+    """Equal layers with growing dropout; the third is wider, and what they return is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 20)
+        self.layers = nn.ModuleList([Layer(index, 0.1 * (index + 1)) for index in range(5)])
+        self.layers[2].inner, self.layers[2].outer = nn.Linear(20, 60), nn.Linear(60, 20)
+        self.layers[4].inner.weight.requires_grad_(False)
+        self.head = nn.Linear(20, 10)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        shift = torch.ones_like(data)
+        hidden = self.first(data)
+        for layer in self.layers:
+            hidden = layer(hidden, shift)
+        hidden += 1
+        return self.head(hidden)
+
+
+def test_copied_layers_are_traced_as_if_each_had_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(Layers, precision="16.16")
+    copied, runs = trace_model(config), []
+    monkeypatch.setattr(Layer, "forward", lambda self, *args, own=Layer.forward: runs.append(self) or own(self, *args))
+    assert trace_model(config) == copied
+    assert len(runs) == 3  # the first, the wide one, and the one with a frozen weight
+    plain = trace.capture
+    monkeypatch.setattr(trace, "capture", lambda *args, **kwargs: plain(*args, **{**kwargs, "copy_layers": False}))
+    each = trace_model(config)
+    assert len(runs) == 3 + 5
+    # Copies also have the rate of the dropout that was run, which is part of a signature.
+    without = [tuple(dataclasses.replace(op, signature="") for op in traced.ops) for traced in (copied, each)]
+    assert without[0] == without[1]
+    assert copied.parameters == each.parameters
+
+
+def test_what_autograd_saves_is_what_the_backward_pass_reads() -> None:
+    """Compare the trace, which has no backward pass, with a capture that has one."""
+    config = config_of(ConvNet, (3, 10, 10))
+    wrapped = ModelWithLoss(ConvNet(), make_loss(config.loss, emulator), config.loss, returns_output=False)
+    batch = [torch.randn(4, 3, 10, 10), torch.zeros(4, dtype=torch.int64)]
+    graph = capture(
+        lambda: wrapped(*batch),
+        parameters=dict(wrapped.named_parameters()),
+        buffers=dict(wrapped.named_buffers()),
+        inputs=batch,
+        training=True,
+        options=emulator.Options(),
+    ).graph
+    made = {graph.specs[v].storage for node in graph.nodes if not node.is_backward for v in values_in(node.outputs)}
+    read = {graph.specs[v].storage for node in graph.nodes if node.is_backward for v in node.reads()}
+    saved = made & set(graph.saved)
+    assert made & read <= saved
+    # Torch 2.0 also saves one tensor that its backward pass does not read.
+    assert len(saved - read) <= (1 if torch.__version__.startswith("2.0.") else 0)
+
+
+class TiedByName(Tied):
+    """A constructor that reads values is made on the host and emptied afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.linspace(0, 1, 3)[1].item()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_stay_tied_in_a_model_that_is_emptied(training: bool) -> None:
+    config = config_of(TiedByName, (6,), (6,), precision="16.16")
+    config.sample[0]["dtype"] = "int64"
+    config.loss.name = "ipurun.recipes.gpt.loss.next_token_loss"
+    assert len(trace_model(config, training=training).parameters) == 1
 
 
 def test_a_wrong_shape_is_reported_with_its_operation() -> None:

@@ -18,6 +18,7 @@ from ipurun.emulator._capture.graph import Graph, Node, Value, prune
 from ipurun.emulator._capture.host_tensors import attribute_tensors
 from ipurun.emulator._capture.losses import find_loss, give_device_shapes
 from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._capture.repeated import repeated_layers
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.structures import rebuild, tensors_in
 from ipurun.emulator._ops.blocks import adopted_blocks
@@ -95,6 +96,9 @@ def capture(
     modules: Optional[Dict[str, torch.nn.Module]] = None,
     check_op: Optional[Callable[[Node], None]] = None,
     before_backward: Optional[Callable[[Recorder, Any], None]] = None,
+    forward_only: bool = False,
+    copy_layers: bool = False,
+    refusals: Optional[Dict[str, str]] = None,
 ) -> Captured:
     """Run a model once and return what it did as a graph.
 
@@ -108,19 +112,29 @@ def capture(
         modules: The modules by name, to find the one that an operation belongs to.
         check_op: Raises for an operation that cannot be lowered.
         before_backward: Called with the recorder and the result of forward before the backward pass.
+        forward_only: Whether to leave out the backward pass in training. `Graph.grads` then has the trained parameters
+            themselves; `Graph.saved` tells what the backward pass would read.
+        copy_layers: Whether to copy the operations of equal layers instead of running each: no value is right then.
+        refusals: Where to note what an IPU would refuse, with its line, instead of raising it.
 
     Raises:
         Error: If a graph cannot represent what the model does, or if training finds no loss.
     """
-    recorder = Recorder(training, options, check_op)
+    recorder = Recorder(training, options, check_op, refusals)
     declare_inputs(recorder, parameters, buffers, inputs)
     with capturing(recorder, modules or {}):
-        with recording(recorder):
+        copying = repeated_layers(recorder, modules or {}) if copy_layers else contextlib.nullcontext()
+        with recording(recorder, keep=training and not forward_only), copying:
             returned = call()
             tensors = list(tensors_in(returned))
             if before_backward is not None:
                 before_backward(recorder, returned)
-            grads = _backward(recorder, tensors, parameters) if training else {}
+            grads: Dict[str, torch.Tensor] = {}
+            if training and forward_only:
+                recorder.graph.loss = recorder.value_of(find_loss(recorder, tensors))
+                grads = _trained(recorder, parameters)
+            elif training:
+                grads = _backward(recorder, tensors, parameters)
         output_values = values_returned(recorder, tensors)
         graph = recorder.graph
         graph.outputs = output_values
@@ -161,12 +175,17 @@ def capturing(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> Iterat
 
 
 @contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Record what runs meanwhile, forward and then backward."""
+def recording(recorder: Recorder, keep: Optional[bool] = None) -> Iterator[None]:
+    """Record what runs meanwhile, forward and then backward.
+
+    Args:
+        recorder: The recorder.
+        keep: Whether a backward pass follows; None: in training.
+    """
     with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
         # Autograd is on in inference too: a model may read `grad_fn` and `is_leaf`.
-        keep = recorder.training
-        with torch.enable_grad(), SavedTensors(keep=keep) as saved, FunctionWatcher(recorder, saved):
+        keep = recorder.training if keep is None else keep
+        with torch.enable_grad(), SavedTensors(keep, recorder.note_saved) as saved, FunctionWatcher(recorder, saved):
             yield
 
 
@@ -199,6 +218,19 @@ def _backward(
     recorder.in_backward = True
     grads = gradients(loss, list(trained.values()), seed)
     return {name: grad for name, grad in zip(trained, grads) if grad is not None}
+
+
+def _trained(recorder: Recorder, parameters: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    """Return the parameters that the loss depends on through operations with a gradient."""
+    graph = recorder.graph
+    assert graph.loss is not None
+    reached = {graph.specs[graph.loss].storage}
+    for node in reversed(graph.nodes):
+        has_gradient = node.grad_enabled and node.name != "detach"
+        if has_gradient and any(graph.specs[value].storage in reached for value in node.writes()):
+            reached.update(graph.specs[value].storage for value in node.reads())
+    values = {name: recorder.value_of(tensor) for name, tensor in parameters.items() if tensor.requires_grad}
+    return {name: parameters[name] for name, value in values.items() if graph.specs[value].storage in reached}
 
 
 def gradients(
@@ -265,6 +297,8 @@ def _module_paths(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> It
     stack = recorder.module_stack
 
     def enter(module: torch.nn.Module, inputs: Any) -> None:
+        if id(module) in names:
+            recorder.calls.append((names[id(module)], len(recorder.graph.nodes)))
         stack.append(names.get(id(module), stack[-1]))
 
     def leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:

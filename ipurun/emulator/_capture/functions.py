@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+import math
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 import torch
 from torch.nn import functional
@@ -33,24 +34,67 @@ _MOVES = frozenset([torch.Tensor.to, torch.Tensor.type_as])
 _TO_DEVICE = frozenset([torch.Tensor.to, torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.tensor])
 
 
-def attention_by_parts() -> Any:
-    """Decompose scaled-dot-product attention into matmuls and softmax, which can be batched and placed."""
+@contextlib.contextmanager
+def attention_by_parts() -> Iterator[None]:
+    """Make torch's own layers compute attention with `attention_of_torch_2_0` too, whichever torch runs the capture.
+
+    They call it below the reach of a `TorchFunctionMode`. What calls attention from C++ gets matmuls and a softmax.
+    """
     attention = getattr(torch.nn, "attention", None)
     if attention is None or not hasattr(attention, "sdpa_kernel"):
-        return contextlib.nullcontext()  # torch before 2.3 has no fused kernel for the CPU
-    return attention.sdpa_kernel(attention.SDPBackend.MATH)
+        yield  # torch before 2.3 has no fused kernel for the CPU
+        return
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = attention_of_torch_2_0
+    try:
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):
+            yield
+    finally:
+        functional.scaled_dot_product_attention = original
 
 
-def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute attention in parts, even if the model requests one of torch's fused kernels."""
-    query, mask = kwargs.get("query", args[0] if args else None), kwargs.get("attn_mask", (*args, *[None] * 4)[3])
-    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+def attention_of_torch_2_0(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Optional[torch.Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute scaled-dot-product attention with the operations of torch 2.0.1, which an IPU host executes.
+
+    Later versions compute it in single precision and keep a copy of every operand. `scale` and `enable_gqa` are
+    arguments of theirs.
+    """
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         raise RuntimeError(
             "Expected attn_mask dtype to be bool or to match query dtype, but got attn_mask.dtype: "
-            f"{mask.dtype} and query.dtype: {query.dtype} instead."
+            f"{attn_mask.dtype} and query.dtype: {query.dtype} instead."
         )
-    with attention_by_parts():
-        return functional.scaled_dot_product_attention(*args, **kwargs)
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    # Both operands are scaled by the root, for the range of half precision.
+    divisor = math.sqrt(math.sqrt(query.shape[-1])) if scale is None else 1 / math.sqrt(abs(scale))
+    query = query / (divisor if scale is None or scale > 0 else -divisor)
+    if is_causal:
+        lengths = (query.shape[-2], key.shape[-2])
+        attn_mask = torch.ones(lengths, dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        allowed = attn_mask
+        attn_mask = torch.zeros_like(allowed, dtype=query.dtype)
+        attn_mask.masked_fill_(allowed.logical_not(), -math.inf)
+    scores = torch.matmul(query, key.transpose(-2, -1) / divisor)
+    if attn_mask is not None:
+        scores.add_(attn_mask)
+    scores = torch.softmax(scores, -1)
+    if dropout_p > 0:
+        scores = functional.dropout(scores, dropout_p, True)
+    return torch.matmul(scores, value)
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -131,7 +175,7 @@ REPLACED_FUNCTIONS: Dict[Callable[..., Any], Callable[..., Any]] = {
     functional.group_norm: _group_norm,
     functional.one_hot: _one_hot,
     functional.rrelu: _rrelu,
-    functional.scaled_dot_product_attention: _attention,
+    functional.scaled_dot_product_attention: attention_of_torch_2_0,
 }
 
 
@@ -199,10 +243,12 @@ class FunctionWatcher(TorchFunctionMode):
     def _call(self, func: Callable[..., Any], args: Tuple[Any, ...], given: Dict[str, Any]) -> Any:
         kwargs = _on_cpu(given)
         if func in _LEAVES_GRAPH and any(self._recorder.varies(t) for t in tensors_in(args)):
-            raise createPoptorchError(
-                f"{_LEAVES_GRAPH[func]} was called on a tensor of the model at {calling_line()}: the values are "
-                "on the device while the model runs. Return the tensor and use it on the host instead."
-            )
+            with self._recorder.refusing():
+                raise createPoptorchError(
+                    f"{_LEAVES_GRAPH[func]} was called on a tensor of the model at {calling_line()}: the values are "
+                    "on the device while the model runs. Return the tensor and use it on the host instead."
+                )
+            args = (args[0].detach(), *args[1:])  # noted, not raised
         if func is torch.Tensor.backward and not self._recorder.in_backward:
             refuse_backward()
         if func in _MARKS_LEAF or kwargs.get("requires_grad"):

@@ -127,6 +127,7 @@ class Graph:
         events: Marks and scopes.
         has_own_gradients: Whether the backward pass called hooks or autograd functions of the user.
         varying: Values that depend on an input, a parameter, a buffer or a random draw.
+        saved: Storages that autograd saved for the backward pass, in the order it did.
     """
 
     nodes: List[Node] = dataclasses.field(default_factory=list)
@@ -139,6 +140,7 @@ class Graph:
     events: List[Event] = dataclasses.field(default_factory=list)
     has_own_gradients: bool = False
     varying: set = dataclasses.field(default_factory=set)
+    saved: List[int] = dataclasses.field(default_factory=list)
 
     def inputs_of(self, *kinds: str) -> List[GraphInput]:
         """Return the graph inputs of the given kinds, in the order they were added."""

@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipurun.emulator._capture.dtypes import kept_in_32_bits, run_op
-from ipurun.emulator._capture.graph import Event, Graph, GraphInput, Node, Placement, TensorSpec, Value, values_in
+from ipurun.emulator._capture.graph import (
+    Event,
+    Graph,
+    GraphInput,
+    Node,
+    Placement,
+    TensorSpec,
+    Value,
+    map_values,
+    values_in,
+)
 from ipurun.emulator._capture.host_tensors import HostTensors
 from ipurun.emulator._capture.op_kinds import (
     DATA_DEPENDENT_OPS,
@@ -22,7 +32,7 @@ from ipurun.emulator._capture.op_kinds import (
     written_arguments,
 )
 from ipurun.emulator._capture.sources import calling_line
-from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._impl import Error, createPoptorchError
 
 
 class TensorNumbers:
@@ -73,6 +83,23 @@ class TensorNumbers:
         assert found is not None, f"the tensor number {int(value)} is gone"
         return found
 
+    def counts(self) -> Tuple[int, int]:
+        """Return how many tensors and storages have a number."""
+        return len(self._references), self._num_storages
+
+    def reserve(self, values: int, storages: int) -> None:
+        """Use up the next numbers for tensors that do not exist."""
+        self._references += [_nothing] * values
+        self._num_storages += storages
+
+    def assign(self, tensor: torch.Tensor, value: Value, storage: int) -> None:
+        """Give a tensor a reserved number, and its memory that of a storage."""
+        address = tensor.untyped_storage()._cdata
+        self._storage_of[address] = storage
+        self._storage_users[address] = 1
+        self._value_of[id(tensor)] = value
+        self._references[value] = weakref.ref(tensor, functools.partial(self._forget, id(tensor), address))
+
     def clear(self) -> None:
         """Forget all tensors."""
         self._value_of.clear()
@@ -90,6 +117,23 @@ class TensorNumbers:
             self._storage_of.pop(address, None)
 
 
+def _nothing() -> None:
+    """Stand in for the reference to a tensor that does not exist."""
+
+
+class Counts(NamedTuple):
+    """How much a recorder has recorded so far."""
+
+    nodes: int
+    events: Tuple[int, int]
+    values: int
+    storages: int
+    saved: int
+    calls: int
+
+
+# Operations before a value that is read from a tensor without values, beyond which all numbers are taken to be 1.
+_SUPPOSED_DEPTH = 8
 _active: List[Recorder] = []
 
 
@@ -105,15 +149,24 @@ class Recorder(TorchDispatchMode):
         training: Whether a training graph is being captured.
         options: The options of the executor that compiles.
         check_op: Called with each new forward node; raises for an operation that cannot be lowered.
+        refusals: Where to note what an IPU would refuse, each with its line, and to record past it; None: raise.
     """
 
-    def __init__(self, training: bool, options: Any, check_op: Optional[Callable[[Node], None]] = None) -> None:
+    def __init__(
+        self,
+        training: bool,
+        options: Any,
+        check_op: Optional[Callable[[Node], None]] = None,
+        refusals: Optional[Dict[str, str]] = None,
+    ) -> None:
         super().__init__()
+        self._refusals = refusals
         self.training = training
         self.options = options
         self.graph = Graph()
         self.in_backward = False
         self.module_stack: List[str] = [""]
+        self.calls: List[Tuple[str, int]] = []  # module that was called, number of operations before it
         self.host = HostTensors()
         self._check_op = check_op
         self._numbers = TensorNumbers()
@@ -236,6 +289,62 @@ class Recorder(TorchDispatchMode):
         self.graph.inputs.append(GraphInput("constant", f"constant_{int(value)}", value))
         return value
 
+    def number_of(self, tensor: torch.Tensor) -> Optional[Value]:
+        """Return the number of a tensor, None if it is not known."""
+        return self._numbers.find(tensor)
+
+    def mask_of(self, value: Value) -> int:
+        """Return what a value depends on, as bits."""
+        return self._mask_of(value)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the next operation runs."""
+        return self._placement or Placement()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether an operation may run now: not after a block that has ended."""
+        return self._placement is not None
+
+    def note_saved(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that autograd saves."""
+        if self._numbers.has_storage(tensor):
+            self.graph.saved.append(self._numbers.storage_of(tensor))
+
+    def counts(self) -> Counts:
+        """Return how much is recorded."""
+        values, storages = self._numbers.counts()
+        events = (len(self.graph.events), len(self.loss_values))
+        return Counts(len(self.graph.nodes), events, values, storages, len(self.graph.saved), len(self.calls))
+
+    def add_copy(self, original: Value, copy: Value, spec: TensorSpec) -> None:
+        """Declare a value that is like another one; its number has to be reserved."""
+        self.graph.specs[copy] = spec
+        self._masks[copy] = self._masks[original]
+        self._placement_of[copy] = self.placement
+        before = self.graph.specs[original]
+        if before.storage in self._storage_masks:
+            self._storage_masks[spec.storage] = self._storage_masks[before.storage]
+        if self.host.holds(before):
+            self.host.made([spec])
+
+    def reserve(self, values: int, storages: int) -> None:
+        """Use up the next numbers of values and storages for copies."""
+        self._numbers.reserve(values, storages)
+
+    def adopt(self, value: Value, stride: Tuple[int, ...], needs_gradient: bool) -> torch.Tensor:
+        """Return an empty tensor for a copied value."""
+        spec = self.graph.specs[value]
+        with self.paused():
+            tensor = torch.empty_strided(spec.shape, stride, dtype=spec.dtype, device=self._kept[0].device)
+            if needs_gradient:
+                # The result of an operation: a leaf could not be changed in place.
+                tensor = tensor.requires_grad_() * 1
+        self._numbers.assign(tensor, value, spec.storage)
+        self._kept.append(tensor)
+        return tensor
+
     def tensor_of(self, value: Value) -> torch.Tensor:
         """Return the tensor with this number."""
         return self._numbers.tensor(value)
@@ -248,6 +357,16 @@ class Recorder(TorchDispatchMode):
     def value_varies(self, value: Value) -> bool:
         """Whether the tensor with this number depends on an input, a parameter, a buffer or a random draw."""
         return bool(self._mask_of(value) & 1)
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Note what an IPU would refuse instead of raising it, if that was asked for."""
+        try:
+            yield
+        except Error as error:
+            if self._refusals is None:
+                raise
+            self._refusals.setdefault(str(error), self._calling_line())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -275,14 +394,13 @@ class Recorder(TorchDispatchMode):
         node = self._node(func, self._encode(args), self._encode(kwargs), base_name)
         node.is_random = base_name in RANDOM_OPS
         mask = self._mask_of_all(node.reads())
-        if base_name in DATA_DEPENDENT_OPS and mask & 1:
-            raise createPoptorchError(explain_data_dependence(base_name))
-        if base_name == "index" and mask & 1 and not self.in_backward:
-            refuse_mask_index(args[1])
-        if base_name == "bincount" and mask & 1:
-            refuse_open_bincount(*args[1:], **kwargs)
+        if mask & 1:
+            with self.refusing():
+                self._refuse_dynamic(base_name, args, kwargs)
         mutated = _mutated(func, node.args, node.kwargs)
-        on_host = not self.in_backward and self.host.runs_here(base_name, self._specs(node.reads()), node.source)
+        on_host = False
+        with self.refusing():
+            on_host = not self.in_backward and self.host.runs_here(base_name, self._specs(node.reads()), node.source)
         if not self.in_backward and base_name != "detach":
             if self._placement is None:
                 raise createPoptorchError(
@@ -291,6 +409,8 @@ class Recorder(TorchDispatchMode):
                 )
             if self._check_op is not None and (mask & 1 or node.is_random):
                 self._check_op(node)  # operations on constants alone run on the host
+        if self._refusals is not None and base_name == "_local_scalar_dense" and args[0].is_meta:
+            return func(self._supposed(node.args[0]))
         node.op, args, result = self._run(func, args, kwargs, node, bool(mask & 1))
         node.args = self._encode(args)
         self._append(node, result, mask | int(node.is_random), mutated)
@@ -299,6 +419,34 @@ class Recorder(TorchDispatchMode):
         if base_name == "lift_fresh":
             self.host.lifted(self.graph.specs[node.outputs])
         return result
+
+    def _refuse_dynamic(self, name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        """Raise if an operation reads values, or if its result has a shape that depends on them."""
+        if name in DATA_DEPENDENT_OPS:
+            raise createPoptorchError(explain_data_dependence(name))
+        if name == "index" and not self.in_backward:
+            refuse_mask_index(args[1])
+        if name == "bincount":
+            refuse_open_bincount(*args[1:], **kwargs)
+
+    def _supposed(self, value: Value) -> torch.Tensor:
+        """Return the value of a tensor without values, as if those that it is computed from were all 1.
+
+        Random draws and numbers count as themselves: whether a layer is skipped is decided as in a run.
+        """
+        made = {output: node for node in self.graph.nodes for output in values_in(node.outputs)}
+
+        def run(wanted: Value, depth: int) -> Any:
+            node = made.get(wanted)
+            if node is not None and isinstance(node.outputs, Value) and not node.mutated and depth < _SUPPOSED_DEPTH:
+                values = {read: run(read, depth + 1) for read in node.reads()}
+                kwargs = {key: torch.device("cpu") if key == "device" else given for key, given in node.kwargs.items()}
+                with contextlib.suppress(Exception):  # a single number has no dimensions
+                    return node.op(*map_values(values.__getitem__, node.args), **map_values(values.__getitem__, kwargs))
+            return torch.ones((), dtype=self.graph.specs[wanted].dtype)
+
+        with self.paused():
+            return run(value, 0)
 
     def _run(
         self, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], node: Node, varies: bool

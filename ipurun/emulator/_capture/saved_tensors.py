@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,11 +33,13 @@ class SavedTensors(TorchDispatchMode):
     Args:
         keep: Whether a backward pass follows. If not, nothing is kept until `keep` is set, which happens when
             forward calls `requires_grad_` to compute gradients itself.
+        noted: Called with every tensor that autograd saves.
     """
 
-    def __init__(self, keep: bool) -> None:
+    def __init__(self, keep: bool, noted: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self.keep = keep
+        self._noted = noted
         self._saved_in: Dict[int, weakref.WeakSet[_Saved]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, _restore)
 
@@ -68,6 +70,7 @@ class SavedTensors(TorchDispatchMode):
             return func(*boxed, **kwargs)
 
     def _save(self, tensor: torch.Tensor) -> _Saved:
+        self._noted(tensor)
         if not self.keep:
             return _Saved(None)
         saved = _Saved(tensor)

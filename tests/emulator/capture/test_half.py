@@ -9,6 +9,7 @@ from executor_models import Classifier, images
 from torch import nn
 
 import ipurun.emulator as poptorch
+from ipurun.emulator.graph import capture, values_in
 
 
 def _infer(function, options=None):
@@ -114,6 +115,44 @@ def test_other_convolutions_compute_in_the_type_of_their_input(layer):
     found = poptorch.inferenceModel(layer)(x.half())
     assert found.dtype == torch.float16
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+class _Attention(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.layer = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x, torch.ones(4, 4, dtype=torch.bool)),
+        lambda layer, x: layer(x, x, x, need_weights=False)[0],
+    ],
+    ids=["causal", "mask", "layer"],
+)
+def test_attention_has_the_operations_of_torch_2_0_and_stays_in_half_precision(function):
+    # What an IPU host runs. Later versions of torch cast to float32 and back.
+    model = _Attention(function).half()
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    half, weights = x.half(), dict(model.named_parameters())
+    captured = capture(
+        lambda: model(half), parameters=weights, buffers={}, inputs=[half], training=False, options=poptorch.Options()
+    )
+    graph = captured.graph
+    made = {graph.specs[value].dtype for node in graph.nodes for value in values_in(node.outputs)}
+    assert made <= {torch.float16, torch.bool}
+    names = [node.name for node in graph.nodes]
+    assert names.count("_softmax") == 1
+    assert names.count("bmm") == 2
+    assert names.count("div") == 2
+    with torch.no_grad():
+        torch.testing.assert_close(captured.reference[0][0].float(), model.float()(x), rtol=2e-2, atol=2e-2)
 
 
 def test_attention_refuses_a_mask_of_another_type():
