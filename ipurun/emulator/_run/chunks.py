@@ -20,7 +20,7 @@ from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
 from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.folding import STACKED, CannotFold, Folding, Rows
-from ipurun.emulator._run.forms import Form, choose, program_key, recall, remember, stopwatch
+from ipurun.emulator._run.forms import Form, choose, program_key, recall, remember, share, stopwatch
 from ipurun.emulator._run.half import float_op, float_specs
 from ipurun.emulator._run.replay import generate
 
@@ -456,8 +456,9 @@ class Block(NamedTuple):
 class ChunkRunner:
     """Runs chunks of micro-batches at once, if the results equal those of one by one and that is not slower.
 
-    Both methods are run, compared and measured on the first chunk of the first call. All chunks, including those of
-    that call, then use the same method, and so does a run that resumes with the form of this one: it rounds likewise.
+    Both methods are run and compared, and measured if a folder can remember the choice, on the first chunk of the first
+    call. All chunks, including those of that call, then use the same method, and so does a run that resumes with the
+    form of this one: it rounds likewise.
 
     Args:
         graph: The graph of one micro-batch.
@@ -522,10 +523,17 @@ class ChunkRunner:
         key = program_key(self._graph, size, count, self._make_replay)
         if known is not None:
             return self._try(size, block, known, key)
-        known = recall(key, self._folder)
-        if known is None:
-            return remember(key, self._try(size, block, None, key), self._folder)
-        return known if known.size == 1 else self._try(size, block, known, key)
+        form = recall(key, self._folder)
+        if form is None and self._folder is not None:
+            measured = self._try(size, block, None, key)
+            form = share(key, measured, self._folder)
+            if form is measured:
+                return remember(key, measured, self._folder)
+        if form is None:
+            form = Form(size, "not measured, since no cache remembers the choice for the next process")
+        if form.size > 1:
+            form = self._try(size, block, form, key)
+        return remember(key, form, self._folder)
 
     def run(
         self, block: Block, first: int, inputs: Sequence[torch.Tensor], *, with_outputs: bool = True

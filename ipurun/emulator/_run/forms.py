@@ -1,7 +1,8 @@
 """The form in which micro-batches are computed: how many at once, chosen by measuring.
 
 Sums round differently in another form, so a choice is remembered: by the process, by the executable cache for the next
-one, and by `rng_state`, with which a program resumes. It is plain data: `dataclasses.asdict` describes it, and
+one, and by `rng_state`, with which a program resumes. Without a cache nothing is measured: the next process could
+choose otherwise, and compute other numbers. A form is plain data: `dataclasses.asdict` describes it, and
 `Form(**data)` makes it again.
 """
 
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -50,37 +51,58 @@ class Form:
         return f"{'one by one' if self.size == 1 else f'{self.size} at once'}: {self.why}"
 
 
-_remembered: Dict[str, Form] = {}
+_remembered: Dict[Tuple[Optional[str], str], Form] = {}
 
 
-def recall(key: str, folder: Optional[str] = None) -> Optional[Form]:
+def recall(key: str, folder: Optional[str]) -> Optional[Form]:
     """Return the form that this process, or another one that uses a folder, chose for a program; None if none did."""
-    if key not in _remembered and folder is not None:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            with open(_file(folder, key), encoding="utf-8") as file:
-                form = Form(**json.load(file))
-            if type(form.size) is int and form.size >= 1 and form.program == key:
-                _keep(key, form)
-    return _remembered.get(key)
+    if (folder, key) not in _remembered and folder is not None:
+        form = _read(key, folder)
+        return None if form is None else remember(key, form, folder)
+    return _remembered.get((folder, key))
 
 
-def remember(key: str, form: Form, folder: Optional[str] = None) -> Form:
-    """Use a form whenever this process, or another one that uses a folder, runs the program again, and return it."""
-    _keep(key, form)
-    if folder is not None:
-        with contextlib.suppress(OSError):  # the next process chooses itself
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            temporary = f"{_file(folder, key)}.{os.getpid()}"
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(dataclasses.asdict(form), file)
-            os.replace(temporary, _file(folder, key))
+def remember(key: str, form: Form, folder: Optional[str]) -> Form:
+    """Use a form whenever this process runs the program again with the same folder, and return it."""
+    if len(_remembered) >= _MOST_REMEMBERED:
+        _remembered.pop(next(iter(_remembered)))
+    _remembered[folder, key] = form
     return form
 
 
-def _keep(key: str, form: Form) -> None:
-    if len(_remembered) >= _MOST_REMEMBERED:
-        _remembered.pop(next(iter(_remembered)))
-    _remembered[key] = form
+def share(key: str, form: Form, folder: str) -> Optional[Form]:
+    """Write a form to a folder for other processes.
+
+    Returns:
+        The form that all of them use: another one if a process was quicker, None if the folder cannot be written.
+    """
+    temporary = f"{_file(folder, key)}.{os.getpid()}"
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(form), file)
+        try:
+            os.link(temporary, _file(folder, key))  # only one process succeeds
+        except OSError:
+            other = _read(key, folder)
+            if other is not None:
+                return other
+            os.replace(temporary, _file(folder, key))
+    except OSError:
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    return form
+
+
+def _read(key: str, folder: str) -> Optional[Form]:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        with open(_file(folder, key), encoding="utf-8") as file:
+            form = Form(**json.load(file))
+        if type(form.size) is int and form.size >= 1 and form.program == key:
+            return form
+    return None
 
 
 def _file(folder: str, key: str) -> str:

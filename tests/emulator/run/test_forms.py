@@ -28,10 +28,12 @@ class Model(nn.Module):
         return functional.cross_entropy(self.layers(x), y)
 
 
-def start(accumulation=8):
+def start(accumulation=8, cache=None):
     torch.manual_seed(1)
     model = Model()
     options = emulator.Options().randomSeed(7)
+    if cache is not None:
+        options.enableExecutableCaching(str(cache))
     options.Training.gradientAccumulation(accumulation)
     return model, emulator.trainingModel(model, options, emulator.optim.SGD(model.parameters(), lr=0.1))
 
@@ -84,11 +86,11 @@ def test_a_slow_first_run_does_not_decide():
     assert form.size == 4
 
 
-def test_the_slower_form_is_not_used(monkeypatch, caplog):
+def test_the_slower_form_is_not_used(monkeypatch, caplog, tmp_path):
     choosing(monkeypatch, 1)
     emulator.setLogLevel("DEBUG")
     try:
-        _, training = start()
+        _, training = start(cache=tmp_path)
         training(*data(1)[0])
     finally:
         emulator.setLogLevel("WARN")
@@ -96,11 +98,11 @@ def test_the_slower_form_is_not_used(monkeypatch, caplog):
     assert "Micro-batches are run one by one: so measured" in caplog.text
 
 
-def test_the_log_says_what_was_measured(caplog, monkeypatch):
+def test_the_log_says_what_was_measured(caplog, monkeypatch, tmp_path):
     monkeypatch.setattr(forms, "_MARGIN", float("inf"))
     emulator.setLogLevel("DEBUG")
     try:
-        _, training = start()
+        _, training = start(cache=tmp_path)
         training(*data(1)[0])
     finally:
         emulator.setLogLevel("WARN")
@@ -109,21 +111,21 @@ def test_the_log_says_what_was_measured(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 8])
-def test_a_resumed_run_computes_in_the_form_of_the_first(size, monkeypatch):
+def test_a_resumed_run_computes_in_the_form_of_the_first(size, monkeypatch, tmp_path):
     batches = data(4)
     choosing(monkeypatch, size)
-    whole, training = start()
+    whole, training = start(cache=tmp_path / "first")
     for batch in batches:
         training(*batch)
     expected = weights(whole, training)
-    model, training = start()
+    model, training = start(cache=tmp_path / "first")
     for batch in batches[:2]:
         training(*batch)
     state, random = weights(model, training), training.rng_state
     assert random[2:3] == [size]  # and the key of the program
     monkeypatch.setattr(forms, "_remembered", {})  # as in another process,
     measured = choosing(monkeypatch, 9 - size)  # which would choose otherwise
-    resumed, training = start()
+    resumed, training = start(cache=tmp_path / "second")
     resumed.load_state_dict(state)
     training.compile(*batches[0])
     training.rng_state = json.loads(json.dumps(random))
@@ -153,12 +155,43 @@ def test_the_random_state_of_earlier_versions_loads(at_once_where_possible):
     assert training.rng_state[:3] == [7, 11, 8]
 
 
-def test_a_process_measures_a_program_once(monkeypatch):
+def test_a_process_measures_a_program_once(monkeypatch, tmp_path):
     measured = choosing(monkeypatch, 1)
     for _ in range(3):
-        _, training = start()
+        _, training = start(cache=tmp_path)
         training(*data(1)[0])
     assert measured == [1]
+
+
+@pytest.mark.parametrize("cache", ["none", "cannot be written"])
+def test_without_a_cache_every_process_chooses_the_same(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = None if cache == "none" else tmp_path / "file"
+    found = []
+    for size in (1, 8):  # what measuring would say in one process and in the next
+        monkeypatch.setattr(forms, "_remembered", {})
+        choosing(monkeypatch, size)
+        model, training = start(cache=folder)
+        training(*data(1)[0])
+        found.append((training._executable.chunks.size, weights(model, training)))
+    assert [size for size, _ in found] == [8, 8]
+    assert all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
+
+
+@pytest.mark.parametrize(("own", "other"), [(8, 1), (1, 8)])
+def test_of_two_processes_that_measure_at_once_one_decides(own, other, monkeypatch, tmp_path):
+    def choose(*args):
+        (key, folder), *_ = asked
+        assert forms.share(key, Form(other, "quicker", key), folder) is not None
+        return Form(own, "so measured")
+
+    asked = []
+    monkeypatch.setattr(chunks, "recall", lambda *args: asked.append(args))
+    monkeypatch.setattr(chunks, "choose", choose)
+    _, training = start(cache=tmp_path)
+    training(*data(1)[0])
+    assert training._executable.chunks.size == other
+    assert not list(tmp_path.rglob("*.form.*"))
 
 
 def test_a_form_is_plain_data():
@@ -197,9 +230,7 @@ class WithExtras(nn.Module):
 
 @pytest.mark.parametrize(("random", "cosines"), [(False, 1), (True, 4)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_outputs_that_nobody_reads_are_not_computed(random, cosines, accumulation, monkeypatch):
-    choosing(monkeypatch, accumulation)
-
+def test_outputs_that_nobody_reads_are_not_computed(random, cosines, accumulation):
     def trained(mode):
         torch.manual_seed(0)
         model = WithExtras(random)
