@@ -326,6 +326,8 @@ def _save_problem(place: Path, step: int, error: BaseException) -> Problem:
         with contextlib.suppress(OSError):
             seen += f"; {shutil.disk_usage(place).free / 2**20:.0f} MiB free"
         fix = "free some space or set runs_dir to another disk; checkpoint.keep=1 keeps fewer checkpoints"
+    if listed(place):
+        fix += f"; then ipurun train resume={place.parent}"
     return Problem(
         f"the checkpoint of step {step} could not be saved; earlier ones are intact",
         where=str(place),

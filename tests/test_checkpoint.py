@@ -146,6 +146,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "step 2 could not be saved; earlier ones are intact" in done.stdout
+    assert f"then ipurun train resume={tmp_path.parent}" in " ".join(done.stdout.split())
     assert [c.step for c in listed(tmp_path)] == [1]
     assert torch.equal(load(latest(tmp_path))["model"], torch.ones(10))
     assert not list(tmp_path.glob("*.partial"))

@@ -116,8 +116,12 @@ class RunFolder:
         """
         wanted = Path(point.run_dir) if point.run_dir else Path(config.runs_dir) / slug(plan.name) / timestamp()
         folder = cls(new_folder(wanted))
-        folder.checkpoints.mkdir()
-        folder.describe(config, point, plan, engine)
+        try:
+            folder.checkpoints.mkdir()
+            folder.describe(config, point, plan, engine)
+        except OSError as err:  # a full disk, most likely
+            folder.discard()
+            raise ConfigError(_unwritable(wanted, str(err))) from err
         return folder
 
     def describe(self, config: RunConfig, point: Point, plan: Plan, engine: Engine) -> None:
@@ -186,10 +190,11 @@ class RunFolder:
                 )
             return folder
         what = f"`{path}` is not a run folder"
-        seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
+        seen = "no config.yaml in it" if folder.path.is_dir() else "a file" if folder.path.is_file() else "no such folder"
         parent = folder.path.parent
         runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
-        fix = "give the folder that a run printed"
+        inside = next((above for above in folder.path.parents if cls(above).config_file.is_file()), None)
+        fix = "give the folder that a run printed" if inside is None else f"give the run folder: {inside}"
         raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix=fix, key="resume")
 
     @property
@@ -335,7 +340,7 @@ def _unwritable(wanted: Path, seen: str) -> Problem:
     return Problem(
         f"the run folder `{wanted}` cannot be made",
         seen=seen,
-        fix="runs_dir=<a folder you can write to>",
+        fix="runs_dir=<a folder you can write to, on a disk with room>",
         key="runs_dir",
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -88,6 +89,11 @@ def test_opening_what_is_no_run_says_so(plan: Plan) -> None:
         RunFolder.open("runs/mnist/nothing")
     assert "is not a run folder" in str(caught.value) and existing.path.name in str(caught.value)
     assert RunFolder.open(existing.path).path == existing.path
+    checkpoint = existing.checkpoints / "step-00000001.pt"
+    checkpoint.touch()
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.open(checkpoint)
+    assert "a file" in str(caught.value) and f"give the run folder: {existing}" in str(caught.value)
 
 
 def _runs_of(plan: Plan, monkeypatch: pytest.MonkeyPatch, **started: float) -> Dict[str, RunFolder]:
@@ -168,6 +174,17 @@ def test_discarding_leaves_nothing_of_its_own_behind(plan: Plan) -> None:
     Path("runs/other").touch()
     _create(plan).discard()
     assert [path.name for path in Path("runs").iterdir()] == ["other"]
+
+
+def test_a_full_disk_is_told_and_leaves_no_half_folder(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ipurun.runs.folder.write_atomically", refuse)
+    with pytest.raises(ConfigError, match="cannot be made") as caught:
+        _create(plan)
+    assert "No space left" in str(caught.value) and "on a disk with room" in str(caught.value)
+    assert not Path("runs").exists()
 
 
 def test_a_file_in_the_way_is_a_config_error_found_before_anything_is_made() -> None:
