@@ -17,6 +17,7 @@ SECONDS_BETWEEN_TRIES = 5.0
 _IN_USE = "Failed to acquire"  # in PopTorch's message about IPUs that are attached to another process
 
 _REMOTE = "Original Traceback"
+_ACCESSOR = "AsynchronousDataAccessor"  # in the message about its process that failed
 _RESETS = {
     "IPU_RESET": "the IPUs must be reset (PopTorch does that when it attaches again)",
     "LINK_RESET": "the links between the IPUs must be reset (`gc-reset`, or ask the partition's administrator)",
@@ -105,6 +106,14 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
             "a process of the data loader died",
             seen=f"{error}, while {doing}",
             fix=f"fewer loader.workers or a smaller loader.buffer_size if memory ran out; then {then()}",
+        )
+    if isinstance(error, AssertionError) and _ACCESSOR in str(error):
+        return RunError(
+            f"{doing} failed",
+            where="the process of the asynchronous loader, which printed the reason above",
+            seen=_one_line(error),
+            fix=f"loader.mode=sync shows it without that process; then {then()}",
+            key="loader.mode",
         )
     return RunError(
         f"{doing} failed",
