@@ -52,6 +52,7 @@ _PRIMARY = "train"
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError, AssertionError)
 _IN_FILE = re.compile(r"[Ii]n '?(?P<config>[\w./-]+)'?[:,]")
 _NOTHING_TO_OVERRIDE = re.compile(r"Could not override '(?P<group>[^'@]+)")
+_CHOSEN_TWICE = re.compile(r"Multiple values for [\w/]+|force-add of config groups.*|[\w/]+ appears more than once")
 
 
 @dataclass(frozen=True)
@@ -319,11 +320,19 @@ def _explain(
         known = "" if group in groups else listing(sorted(groups), most=40)
         fix = f"write `- /{group}: NAME` without `override`" if group in groups else f"remove `override /{group}`"
         return [Problem(what, where, seen=detail, known=known, fix=fix)]
+    twice = _CHOSEN_TWICE.search(f"{message} {detail}")
+    for override, _ in chosen if twice is not None else ():
+        if override.is_group and override.prefix.startswith("+") and override.key in twice[0]:
+            what = f"`{override.key}` has a file already, which `{override.prefix}` does not replace"
+            known = listing(groups.get(override.key, ()), most=40)
+            return [Problem(what, f"command line: {override.typed}", known=known, fix=override.typed.lstrip("+"))]
     for override, text in chosen:
         if text and text.partition("=")[0] in message:
             what = f"`{override.key}` does not fit the rest of the config"
             return [Problem(what, f"command line: {override.typed}", seen=detail or message, key=override.key)]
     fix = "check the names and the form of the file named above" if named else "run `ipurun ls` to see what exists"
+    if twice is not None:
+        where, fix = "a defaults list", "choose the group once, or write `- override /GROUP: NAME`"
     return [Problem(message, where, seen=detail, fix=fix)]
 
 

@@ -740,12 +740,14 @@ class _Trainer:
         self._saver.settle()
         newest = self._saver.newest_path
         last = "no checkpoint saved yet" if newest is None else f"last checkpoint: {newest}"
+        go_back = "on_nonfinite=rollback returns to the last checkpoint with a lower one, "
+        if self._run.config.nonfinite_action == "rollback":
+            go_back = "a larger rollback.max_times allows more returns, "
         raise NonfiniteError(
             f"the loss became {loss} at step {self._progress.step}",
             seen=f"lr {lr:g}, precision {self._run.plan.precision}; {last}",
-            fix="a smaller optimizer.lr, or another loss_scaling; on_nonfinite=rollback returns to the last checkpoint "
-            "with a lower one, on_nonfinite=continue ignores it; debug=nonfinite stops at the first operation whose "
-            "result is not finite",
+            fix=f"a smaller optimizer.lr, or another loss_scaling; {go_back}on_nonfinite=continue ignores it; "
+            "debug=nonfinite stops at the first operation whose result is not finite",
         )
 
     def _when_free(self, action: Callable[[], Any]) -> Any:

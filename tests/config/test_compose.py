@@ -195,6 +195,19 @@ class TestBadInput:
         (problem,) = problems_of("+recipe=mnist", typed)
         assert problem.fix == f"remove {typed}" and problem.known == "run `ipurun ls keys` to see every key"
 
+    @pytest.mark.parametrize(
+        "typed", [["+debug=fast"], ["debug=overfit", "+debug=fast"], ["debug=fast", "+debug=fast"], ["++debug=fast"]]
+    )
+    def test_a_plus_before_a_group_that_has_a_file_is_explained(self, typed: List[str]) -> None:
+        (problem,) = problems_of("+recipe=mnist", *typed)
+        assert "has a file already" in problem.what and problem.where == f"command line: {typed[-1]}"
+        assert problem.fix == "debug=fast" and "overfit" in problem.known
+
+    def test_a_group_chosen_twice_in_a_file_is_explained(self) -> None:
+        write_recipe("mine", "# @package _global_\ndefaults:\n  - /debug: fast\n  - /debug: overfit\n")
+        (problem,) = problems_of("+recipe=mine")
+        assert "Multiple values for debug" in problem.what and "- override /GROUP: NAME" in problem.fix
+
     def test_a_misspelled_section_suggests_the_section(self) -> None:
         write_recipe("mine", "# @package _global_\nmemroy:\n  io_tiles: 32\n")
         (problem,) = problems_of("+recipe=mine")

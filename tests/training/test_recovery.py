@@ -221,8 +221,10 @@ def test_a_loss_scale_that_cannot_be_lowered_is_refused() -> None:
 
 
 def test_rollbacks_are_limited(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="the loss became nan"):
+    with pytest.raises(RunError, match="the loss became nan") as raised:
         trained(tmp_path, model={"_target_": "run_toys.ExplodingNet"}, on_nonfinite="rollback")
+    advice = raised.value.problems[0].fix
+    assert "a larger rollback.max_times" in advice and "on_nonfinite=rollback" not in advice
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "async_rebatched"])
