@@ -23,6 +23,7 @@ from ipurun.emulator._run.checked import ReplayMaker, replay_maker
 from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
 from ipurun.emulator._run.executable_cache import CacheUse
+from ipurun.emulator.processes import Processes
 
 
 @torch.inference_mode(False)  # inference mode would not decompose composite operations
@@ -35,6 +36,7 @@ def compile_model(
     seed: int,
     groups: Optional[Dict[str, ReplicaGroups]] = None,
     optimizer: str = "",
+    processes: Optional[Processes] = None,
 ) -> Executable:
     """Capture a model on the first micro-batch of a call, or load its graph, and return its executable.
 
@@ -46,6 +48,7 @@ def compile_model(
         seed: Seed of the random operations.
         groups: Parameters whose values differ between replicas.
         optimizer: What executables of a device hold of the optimizer: its kind and its constant values.
+        processes: The processes that train together; None: this one alone.
 
     Raises:
         Error: If the model or the options cannot be compiled. The model is left unchanged.
@@ -80,7 +83,8 @@ def compile_model(
         log_placement(captured.graph, options)
         log_program(captured.graph, options)
         add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
-        executable = Executable(captured, weights, layout, streams, options.anchored_tensors, replay_maker(options))
+        make_replay = replay_maker(options)
+        executable = Executable(captured, weights, layout, streams, options.anchored_tensors, make_replay, processes)
         checks.check_named_buffers(options, captured.graph)
         checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
         if layout.replicas > 1:
