@@ -6,15 +6,17 @@ initialize torch.distributed itself.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import os
 import pickle
 import tempfile
-from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-__all__ = ["FIXED_ORDER_VARIABLE", "LostProcessError", "Processes", "connected", "in_fixed_order", "launched"]
+__all__ = ["FIXED_ORDER_VARIABLE", "LostProcessError", "Processes", "connected", "in_fixed_order", "launched", "only_among"]
 
 FIXED_ORDER_VARIABLE = "POPTORCH_EMULATOR_FIXED_ORDER"
 
@@ -27,6 +29,7 @@ _PATIENCE = datetime.timedelta(hours=24)
 _PATIENCE_TO_CONNECT = datetime.timedelta(minutes=15)
 
 _connected: Optional[Processes] = None
+_chosen: Optional[Tuple[int, ...]] = None  # inside `only_among`
 
 
 class LostProcessError(RuntimeError):
@@ -40,12 +43,15 @@ class Processes:
 
     Args:
         group: The group of torch.distributed.
+        store: Where further groups find each other.
         rank: Number of this process, from 0.
         count: Number of processes.
     """
 
-    def __init__(self, group: Any, rank: int, count: int) -> None:
+    def __init__(self, group: Any, store: Any, rank: int, count: int) -> None:
         self._group = group
+        self._store = store
+        self._among: Dict[Tuple[int, ...], Processes] = {}
         self.rank = rank
         self.count = count
 
@@ -103,6 +109,19 @@ class Processes:
         """Wait until all processes come here."""
         self.reduce_(torch.zeros(1))
 
+    def among(self, ranks: Tuple[int, ...]) -> Optional[Processes]:
+        """Return some of the processes, to be called by these; None if it is this one alone."""
+        if len(ranks) < 2:
+            return None
+        if ranks not in self._among:
+            name = "-".join(map(str, ranks))
+            self._among[ranks] = _connect(self._store, ranks.index(self.rank), len(ranks), name)
+        return self._among[ranks]
+
+    def close(self) -> None:
+        """End the connections, while Python still can: the threads of a group must not outlive it."""
+        self._group = self._store = None
+
     def _wait(self, start: Any) -> None:
         try:
             start().wait()
@@ -139,10 +158,10 @@ def in_fixed_order() -> bool:
 
 
 def connected(count: int) -> Optional[Processes]:
-    """Return the processes of this program, connected at the first call.
+    """Return the processes of this program, connected at the first call; inside `only_among`, those.
 
     Args:
-        count: How many there are.
+        count: How many processes the program has.
 
     Returns:
         The processes; None if no launcher has started that many: this process then runs alone.
@@ -155,19 +174,33 @@ def connected(count: int) -> Optional[Processes]:
         found = launched()
         if found is None or found[1] != count:
             return None
-        _connected = _connect(*found)
-    return _connected if _connected.count == count else None
+        _connected = _connect(_store(*found), *found)
+    if _connected.count != count:
+        return None
+    return _connected.among(_chosen) if _chosen is not None else _connected
 
 
-def _connect(rank: int, count: int) -> Processes:
+@contextlib.contextmanager
+def only_among(ranks: Sequence[int]) -> Iterator[None]:
+    """Let `connected` return only some of the processes inside: those that call this with the same numbers."""
+    global _chosen
+    before, _chosen = _chosen, tuple(ranks)
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def _connect(store: Any, rank: int, count: int, name: str = "all") -> Processes:
     from torch import distributed
 
     try:
-        store = distributed.PrefixStore("ipurun", _store(rank, count))
-        group = distributed.ProcessGroupGloo(store, rank, count, _PATIENCE)
+        group = distributed.ProcessGroupGloo(distributed.PrefixStore(f"ipurun/{name}", store), rank, count, _PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise LostProcessError(f"process {rank} of {count} cannot reach the others: {error}") from error
-    return Processes(group, rank, count)
+    processes = Processes(group, store, rank, count)
+    atexit.register(processes.close)
+    return processes
 
 
 def _store(rank: int, count: int) -> Any:

@@ -61,6 +61,7 @@ def settings_of(plan: Plan, *, training: bool = True, host_samples_per_second: O
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation=batch.gradient_accumulation,
         replicas=batch.replicas,
+        instances=plan.instances.count,
         device_iterations=batch.device_iterations,
         training=training,
         compute_bytes=compute_bytes,

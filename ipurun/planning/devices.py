@@ -25,6 +25,7 @@ class DeviceRequest:
         auto_round: Whether PopTorch may round the number of IPUs up to a power of two.
         available: IPUs that can be attached; None where any number is emulated.
         purpose: What the plan is made for; `PLAN` only notes more IPUs than one process attaches.
+        processes: Processes that share the IPUs.
     """
 
     devices: Union[int, str]
@@ -33,6 +34,12 @@ class DeviceRequest:
     auto_round: bool = False
     available: Optional[int] = None
     purpose: Purpose = Purpose.RUN
+    processes: int = 1
+
+    @property
+    def most(self) -> int:
+        """The most IPUs that the processes attach."""
+        return MAX_IPUS * self.processes
 
 
 def is_power_of_two(number: int) -> bool:
@@ -98,17 +105,18 @@ def _total(request: DeviceRequest, per_replica: int, found: Findings) -> int:
                 "`devices` takes a number of IPUs, or auto", seen=f"devices={devices}", fix="devices=1", key="devices"
             )
         return _automatic_total(request, per_replica, found)
-    if devices > MAX_IPUS and request.purpose is Purpose.PLAN:
+    if devices > request.most and request.purpose is Purpose.PLAN:
         _note_several_processes(devices, found)
-    elif devices < 1 or devices > MAX_IPUS:
+    elif devices < 1 or devices > request.most:
         found.problem(
-            f"`devices` must be a power of two from 1 to {MAX_IPUS}"
-            + (", the most that PopTorch attaches in one process" if devices > MAX_IPUS else ""),
+            f"`devices` must be a power of two from 1 to {request.most}"
+            + (f", {MAX_IPUS} being the most that PopTorch attaches in one process" if devices > MAX_IPUS else ""),
             seen=f"devices={devices}",
-            fix=f"devices={min(max(devices, 1), MAX_IPUS)}",
+            fix=f"devices={min(max(devices, 1), request.most)}"
+            + (", or more instances with distributed=poprun" if devices > MAX_IPUS else ""),
             key="devices",
         )
-        return min(max(devices, 1), MAX_IPUS)
+        return min(max(devices, 1), request.most)
     if not is_power_of_two(devices):
         above = next_power_of_two(devices)
         found.problem(
@@ -131,12 +139,12 @@ def _total(request: DeviceRequest, per_replica: int, found: Findings) -> int:
 
 def _automatic_total(request: DeviceRequest, per_replica: int, found: Findings) -> int:
     """Return all available IPUs, or what the model needs where any number is emulated."""
-    needed = per_replica * (request.factor or 1)
+    needed = per_replica * (request.factor or request.processes)
     if request.auto_round:
         needed = next_power_of_two(needed)
-    if needed > MAX_IPUS and request.purpose is Purpose.PLAN:
+    if needed > request.most and request.purpose is Purpose.PLAN:
         _note_several_processes(needed, found)
-    elif needed > MAX_IPUS:
+    elif needed > request.most:
         found.problem(
             f"the run needs {needed} IPUs, but PopTorch attaches at most {MAX_IPUS} in one process",
             seen=f"{request.factor or 1} replicas x {per_replica} IPUs",
