@@ -16,6 +16,7 @@ from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.skipped import SkippedSamples
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
+from ipurun.distributed.team import ALONE, Team
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
 from ipurun.inspect.data import is_stream, split_for_eval
@@ -63,6 +64,7 @@ class Run:
         skipped: Samples that could not be read.
         built_for_step: Weight updates done when it was built: which frozen parameters are trained depends on it.
         reading_times: When training samples are read, with ``profile=trace``.
+        team: The processes that train together.
     """
 
     config: RunConfig
@@ -88,6 +90,7 @@ class Run:
     skipped: SkippedSamples
     built_for_step: int = 0
     reading_times: Optional[ReadingTimes] = None
+    team: Team = ALONE
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -99,6 +102,8 @@ class Run:
     def enter_inference(self) -> None:
         """Switch the device to inference; the weights pass through the host."""
         _release(self.training_model)
+        # Each process has statistics of its own data: all use those that are saved.
+        self.team.copy_from_first([buffer for buffer in self.user_model.buffers() if buffer.is_floating_point()])
         if not self.inference_model.isCompiled():
             self.annotations.install(self.plan.inference_placements)
         self.user_model.eval()
@@ -134,6 +139,7 @@ class Run:
             # The same file: by now, another run may be the newest of a folder.
             load_initial_weights(replace(self.config, init_from=self.plan.initial_weights.path), model)
         made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, step, self.reading_times)
+        made.team = self.team
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -143,7 +149,7 @@ class Run:
         _release(self.inference_model)
 
 
-def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: Engine) -> Run:
+def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: Engine, team: Team = ALONE) -> Run:
     """Build options, annotated model, optimizer, loaders and executors from a plan.
 
     Raises:
@@ -155,7 +161,9 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     lengths = {name: len(data) for name, data in inspected.splits.items() if skips and not is_stream(data)}
     skipped = SkippedSamples(lengths, config.loader.max_errors)
     times = ReadingTimes() if config.profile.kind == "trace" else None
-    return _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
+    run = _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
+    run.team = team
+    return run
 
 
 def _build(
@@ -201,8 +209,9 @@ def _build(
     )
     for executed in (for_training, for_inference):
         overlap_io(executed, module, plan.overlap_io)
-    training_options = apply_calls(module.Options(), plan.training_options, module)
-    inference_options = apply_calls(module.Options(), plan.inference_options, module)
+    popdist_ipus = plan.devices.per_replica if plan.instances.uses_popdist else None
+    training_options = apply_calls(engine.options(popdist_ipus), plan.training_options, module)
+    inference_options = apply_calls(engine.options(popdist_ipus), plan.inference_options, module)
     _set_trained(model, plan, step)
     optimizer, schedule = _make_optimizer_and_schedule(config, plan, for_training, module)
     collate = collate_of(config, plan)
@@ -211,7 +220,7 @@ def _build(
         training_options,
         splits["train"],
         config.loader,
-        plan.training,
+        plan.local_training,
         config.seed,
         collate,
         skipped if skipped.covers("train") else None,
@@ -224,10 +233,11 @@ def _build(
             name,
             data,
             config.loader,
-            plan.inference,
+            plan.local_inference,
             collate,
             most_eval_samples(config, plan.inference),
             skipped if skipped.covers(name) else None,
+            plan.instances,
         )
         for name, data in splits.items()
     }

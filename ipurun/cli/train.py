@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Iterator, List
 
 from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.cli.main import collect_as_usual
+from ipurun.distributed.environment import LAUNCH_FOLDER
 from ipurun.errors import EXIT_FAILED
 from ipurun.module_search import python_command
 
@@ -54,10 +55,39 @@ def run(argv: List[str]) -> int:
     from ipurun.config.argv import parse_argv
 
     began = _start_of_this_process()
+    if LAUNCH_FOLDER in os.environ:
+        return _run_instance(argv, rest, flags, began)
     with _ended_by_signals():
         if parse_argv(rest).multirun:
             return _sweep(rest, flags, began)
         return _run(argv, rest, flags, began)
+
+
+def _run_instance(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:
+    """Run one of the processes that ipurun started: it notes how it ends, and an interrupt is not a failure."""
+    from ipurun.distributed.environment import launched
+    from ipurun.distributed.notes import EXIT_LOST, begin_instance
+
+    notes, started = begin_instance(), launched()
+    how = "failed"
+    try:
+        with _ended_by_signals():
+            how = "interrupted" if _run(argv, rest, flags, began) else "done"
+        return 0
+    except KeyboardInterrupt:
+        how = "interrupted"
+        return 0
+    except Exception as error:
+        from ipurun.distributed.team import LostInstanceError
+
+        if not isinstance(error, LostInstanceError):
+            raise
+        how = "lost"
+        print(error, file=sys.stderr)
+        return EXIT_LOST
+    finally:
+        if notes is not None and started is not None:
+            notes.end(started.attempt, started.rank, how)
 
 
 def _run(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:
@@ -66,6 +96,8 @@ def _run(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:
 
         quiet = flags.quiet or flags.json
         result = train_words(rest, quiet, lambda plan: _begin(plan, argv), began)
+    if LAUNCH_FOLDER in os.environ:
+        return result.exit_code  # the process that started this one shows the result
     if flags.json:
         print_json(result.to_dict())
     elif flags.quiet:
