@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Iterator, List
 from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.cli.main import collect_as_usual
 from ipurun.distributed.environment import LAUNCH_FOLDER
-from ipurun.errors import EXIT_FAILED
+from ipurun.errors import EXIT_FAILED, IpurunError
 from ipurun.module_search import python_command
 
 if TYPE_CHECKING:
@@ -69,25 +69,28 @@ def _run_instance(argv: List[str], rest: List[str], flags: Flags, began: float) 
     from ipurun.distributed.notes import EXIT_LOST, begin_instance
 
     notes, started = begin_instance(), launched()
-    how = "failed"
+    if notes is None or started is None:
+        return _run(argv, rest, flags, began)
+    how, code, problems = "failed", EXIT_FAILED, ()
     try:
         with _ended_by_signals():
             how = "interrupted" if _run(argv, rest, flags, began) else "done"
-        return 0
+        code = 0
     except KeyboardInterrupt:
-        how = "interrupted"
-        return 0
-    except Exception as error:
+        how, code = "interrupted", 0
+    except IpurunError as error:
         from ipurun.distributed.team import LostInstanceError
 
-        if not isinstance(error, LostInstanceError):
-            raise
-        how = "lost"
-        print(error, file=sys.stderr)
-        return EXIT_LOST
+        code, problems = error.exit_code, error.problems
+        if isinstance(error, LostInstanceError):
+            how, code = "lost", EXIT_LOST
+        if started.rank:
+            print(error, file=sys.stderr)  # to its log; the process that started this one shows it
+        if how == "failed" and started.is_on_one_machine:
+            notes.stop_file.touch()  # another start would fail in the same way
     finally:
-        if notes is not None and started is not None:
-            notes.end(started.attempt, started.rank, how)
+        notes.end(started.attempt, started.rank, how, problems, code)
+    return code
 
 
 def _run(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:

@@ -24,12 +24,14 @@ class Launched:
         rank: Number of this process, from 0.
         count: Number of processes.
         attempt: How often the processes were started again before, after one of them died.
+        is_on_one_machine: Whether all are on this machine.
     """
 
     by: str
     rank: int
     count: int
     attempt: int = 0
+    is_on_one_machine: bool = True
 
 
 def launched(environ: Optional[Mapping[str, str]] = None) -> Optional[Launched]:
@@ -40,5 +42,6 @@ def launched(environ: Optional[Mapping[str, str]] = None) -> Optional[Launched]:
             if by == "poprun" and "POPDIST_NUM_TOTAL_REPLICAS" not in environ:
                 by = "mpirun"
             attempt = environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("IPURUN_ATTEMPT") or "0"
-            return Launched(by, int(environ[rank]), int(environ[count]), int(attempt))
+            local = environ.get("LOCAL_WORLD_SIZE") or environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or environ[count]
+            return Launched(by, int(environ[rank]), int(environ[count]), int(attempt), local == environ[count])
     return None

@@ -16,10 +16,11 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.distributed.environment import LAUNCH_FOLDER
 from ipurun.distributed.notes import EXIT_LOST, SIGNALS, LaunchFolder, tail
+from ipurun.errors import Problem
 
 __all__ = ["Failure", "Outcome", "run_poprun", "run_torchrun"]
 
@@ -37,11 +38,15 @@ class Failure:
         what: The instance and what happened to it.
         log: Its log; None if it has none.
         log_end: The last lines of the log.
+        problems: What is wrong, if the instance said so.
+        code: Its exit code then.
     """
 
     what: str
     log: Optional[Path] = None
     log_end: str = ""
+    problems: Tuple[Problem, ...] = ()
+    code: int = 1
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,8 @@ def run_poprun(
             _end_left_behind(folder.pids())
             if code == 0 or signals.received:
                 return _outcome(folder, signals, None)
+            if folder.stop_file.exists():
+                return _outcome(folder, signals, Failure(f"poprun ended with exit code {code}"))
             rank, how = folder.culprit(attempt)
             what = f"poprun ended with exit code {code}" if rank is None else f"instance {rank} {how}"
             if attempt < max_restarts:
@@ -204,6 +211,11 @@ def _launch(environment: Mapping[str, str]) -> Iterator[Any]:
 
 def _outcome(folder: LaunchFolder, signals: _Signals, failure: Optional[Failure]) -> Outcome:
     run = Path(folder.run_file.read_text(encoding="utf-8")) if folder.run_file.is_file() else None
+    failed = folder.failed()
+    if failed is not None:
+        rank, problems, code = failed
+        log = _log_of(folder, rank)
+        failure = Failure(f"instance {rank} failed", log, tail(log), tuple(problems), code)
     return Outcome(run, signals.received, failure)
 
 

@@ -13,9 +13,10 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.distributed.environment import LAUNCH_FOLDER, launched
+from ipurun.errors import Problem
 from ipurun.files import write_atomically
 
 __all__ = ["EXIT_LOST", "SIGNALS", "LaunchFolder", "begin_instance", "tail", "write_to"]
@@ -62,33 +63,60 @@ class LaunchFolder:
         place.mkdir(exist_ok=True)
         write_atomically(place / f"{rank}.pid", str(os.getpid()))
 
-    def end(self, attempt: int, rank: int, how: str) -> None:
-        """Note how an instance ended: done, interrupted, lost, or failed."""
+    def end(self, attempt: int, rank: int, how: str, problems: Sequence[Problem] = (), code: int = 0) -> None:
+        """Note how an instance ended.
+
+        Args:
+            attempt: Its attempt.
+            rank: Its number.
+            how: done, interrupted, lost, or failed.
+            problems: Why it failed, if it knows.
+            code: Its exit code.
+        """
+        document = {"how": how, "problems": [problem.to_dict() for problem in problems], "code": code}
         with suppress(OSError):
-            write_atomically(self.path / str(attempt) / f"{rank}.end", json.dumps(how))
+            write_atomically(self.path / str(attempt) / f"{rank}.end", json.dumps(document))
+
+    def note_run(self, rank: int, run: Path) -> None:
+        """Note the run folder; every instance may."""
+        own = self.path / f"run-{rank}"
+        own.write_text(str(run), encoding="utf-8")
+        os.replace(own, self.run_file)
 
     def pids(self) -> List[int]:
         """Return the instances of the last attempt on this machine that have started."""
-        attempts = sorted((int(place.name) for place in self.path.iterdir() if place.name.isdigit()), reverse=True)
-        found = (self.path / str(attempts[0])).glob("*.pid") if attempts else ()
+        attempt = self.last_attempt()
+        found = (self.path / str(attempt)).glob("*.pid") if attempt is not None else ()
         return [int(path.read_text(encoding="utf-8")) for path in found]
 
-    def ends(self, attempt: int) -> Dict[int, str]:
+    def ends(self, attempt: int) -> Dict[int, Dict[str, Any]]:
         """Return how the instances of an attempt ended: empty for those that did not say so."""
         ends = {}
         for started in sorted((self.path / str(attempt)).glob("*.pid")):
             end = started.with_suffix(".end")
-            ends[int(started.stem)] = json.loads(end.read_text(encoding="utf-8")) if end.is_file() else ""
+            ends[int(started.stem)] = json.loads(end.read_text(encoding="utf-8")) if end.is_file() else {}
         return ends
 
     def culprit(self, attempt: int) -> Tuple[Optional[int], str]:
         """Return the instance that ended an attempt for all, and how; None if the notes do not tell."""
         ends = self.ends(attempt)
-        for how, text in (("failed", "failed"), ("", "was killed")):
-            ranks = [rank for rank, end in ends.items() if end == how]
+        for how, text in (("failed", "failed"), (None, "was killed")):
+            ranks = [rank for rank, end in ends.items() if end.get("how") == how]
             if ranks:
                 return ranks[0], text
         return None, ""
+
+    def last_attempt(self) -> Optional[int]:
+        """Return the number of the last attempt; None if no instance has started."""
+        return max((int(place.name) for place in self.path.iterdir() if place.name.isdigit()), default=None)
+
+    def failed(self) -> Optional[Tuple[int, List[Problem], int]]:
+        """Return the instance that failed with problems that it knows, these, and its exit code; None: there is none."""
+        for attempt in range((self.last_attempt() or 0) + 1):
+            for rank, end in self.ends(attempt).items():
+                if end.get("how") == "failed" and end["problems"]:
+                    return rank, [Problem(**problem) for problem in end["problems"]], int(end["code"])
+        return None
 
 
 def begin_instance() -> Optional[LaunchFolder]:

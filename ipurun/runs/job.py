@@ -24,7 +24,6 @@ from ipurun.distributed.environment import launched
 from ipurun.distributed.notes import LaunchFolder, write_to
 from ipurun.distributed.team import Team, join
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
-from ipurun.files import write_atomically
 from ipurun.inspect.targets import make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
@@ -128,7 +127,7 @@ def _tell(
     told: Tuple[RunFolder, Optional[Checkpoint]] = team.from_first((folder, checkpoint))
     notes = LaunchFolder.of_this_process()
     if notes is not None:
-        write_atomically(notes.run_file, str(told[0].path.absolute()))
+        notes.note_run(team.rank, told[0].path.absolute())
     return told
 
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from ipurun.checkpoint import latest
 from ipurun.distributed.launch import Outcome, run_poprun, run_torchrun
-from ipurun.errors import RunError
+from ipurun.errors import EXIT_CONFIG, ConfigError, RunError
 from ipurun.log.screen import Screen
 from ipurun.module_search import python_command
 from ipurun.runs.folder import RunFolder
@@ -63,6 +63,9 @@ def _threads(prepared: PreparedRun) -> Optional[Mapping[str, str]]:
 def _result(outcome: Outcome) -> Tuple[RunFolder, Summary]:
     folder = None if outcome.run is None else RunFolder(outcome.run)
     written = _summary(folder)
+    if outcome.failure is not None and outcome.failure.problems:
+        kind = ConfigError if outcome.failure.code == EXIT_CONFIG else RunError
+        raise kind(outcome.failure.problems)
     if outcome.failure is not None and not outcome.is_interrupted:
         saved = None if folder is None else latest(folder)
         raise RunError(
