@@ -26,6 +26,7 @@ __all__ = ["Failure", "Outcome", "run_poprun", "run_torchrun"]
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_END = 30.0  # of instances whose launcher has ended
+_MOST_INTERRUPTS = 2  # that instances handle themselves: the first lets them save, the second ends them
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _POPRUN_PORT = 29471  # of the first host, where it is not this one
 
@@ -160,7 +161,7 @@ class _Signals:
         self._folder = folder
         self._end = threading.Event()
         self.launcher: Optional[subprocess.Popen] = None
-        self.received = False
+        self.received = 0
         self._thread = threading.Thread(target=self._pass_on, name="signals", daemon=True)
 
     def start(self) -> None:
@@ -175,12 +176,13 @@ class _Signals:
             found = signal.sigtimedwait(SIGNALS, _SECONDS_BETWEEN_LOOKS)
             if found is None:
                 continue
-            self.received = True
+            self.received += 1
             self._folder.stop_file.touch()
             pids = self._folder.pids()
+            number = found.si_signo if self.received <= _MOST_INTERRUPTS else signal.SIGKILL
             for pid in pids:
                 with contextlib.suppress(OSError):
-                    os.kill(pid, found.si_signo)
+                    os.kill(pid, number)
             if self.launcher is not None and not pids:  # the instances are on other machines, or have not begun
                 with contextlib.suppress(OSError):
                     self.launcher.send_signal(signal.SIGTERM)
@@ -216,7 +218,7 @@ def _outcome(folder: LaunchFolder, signals: _Signals, failure: Optional[Failure]
         rank, problems, code = failed
         log = _log_of(folder, rank)
         failure = Failure(f"instance {rank} failed", log, tail(log), tuple(problems), code)
-    return Outcome(run, signals.received, failure)
+    return Outcome(run, signals.received > 0, failure)
 
 
 def _torchrun_failure(failures: Mapping[int, Any], folder: LaunchFolder, max_restarts: int) -> Failure:

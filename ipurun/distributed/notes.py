@@ -119,11 +119,14 @@ class LaunchFolder:
         return None
 
 
-def begin_instance() -> Optional[LaunchFolder]:
+def begin_instance(has_log: bool = True) -> Optional[LaunchFolder]:
     """Prepare a process that ipurun started as an instance: its signals, its log, and its note.
 
     Signals that the one that started it receives are passed on by it, so the instance leaves the terminal's group, in
     which it would get them twice. It ends with the one that started it.
+
+    Args:
+        has_log: Whether all but the first write to a log instead of the terminal.
 
     Returns:
         The notes of the launch; None in a process that ipurun did not start so.
@@ -136,7 +139,7 @@ def begin_instance() -> Optional[LaunchFolder]:
             os.setsid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
-    if started.rank:
+    if started.rank and has_log:
         write_to(folder.early_log(started.rank))
     folder.begin(started.attempt, started.rank)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

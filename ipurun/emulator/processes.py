@@ -23,10 +23,11 @@ FIXED_ORDER_VARIABLE = "POPTORCH_EMULATOR_FIXED_ORDER"
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "IPURUN_ATTEMPT")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 # Others may compile for hours. A process that dies closes its connections, which ends the wait at once.
 _PATIENCE = datetime.timedelta(hours=24)
-_PATIENCE_TO_CONNECT = datetime.timedelta(minutes=15)
+_PATIENCE_TO_CONNECT = datetime.timedelta(minutes=10)
 
 _connected: Optional[Processes] = None
 _chosen: Optional[Tuple[int, ...]] = None  # inside `only_among`
@@ -68,6 +69,7 @@ class Processes:
         from torch.distributed import AllreduceOptions, ReduceOp
 
         options = AllreduceOptions()
+        options.timeout = _PATIENCE
         options.reduceOp = getattr(ReduceOp, kind)
         self._wait(lambda: self._group.allreduce([tensor], options))
 
@@ -76,14 +78,19 @@ class Processes:
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
+        options.timeout = _PATIENCE
         options.rootRank = root
         options.rootTensor = 0
         self._wait(lambda: self._group.broadcast([tensor], options))
 
     def gathered(self, tensor: torch.Tensor) -> List[torch.Tensor]:
         """Return the tensors of all processes, which have the same shape and type."""
+        from torch._C._distributed_c10d import AllgatherOptions
+
+        options = AllgatherOptions()
+        options.timeout = _PATIENCE
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
-        self._wait(lambda: self._group.allgather([parts], [tensor]))
+        self._wait(lambda: self._group.allgather([parts], [tensor], options))
         return parts
 
     def gathered_lists(self, tensors: Sequence[torch.Tensor]) -> List[List[torch.Tensor]]:
@@ -195,7 +202,10 @@ def _connect(store: Any, rank: int, count: int, name: str = "all") -> Processes:
     from torch import distributed
 
     try:
-        group = distributed.ProcessGroupGloo(distributed.PrefixStore(f"ipurun/{name}", store), rank, count, _PATIENCE)
+        # torchrun may keep the store of processes that it starts again, with their old addresses in it.
+        attempt = next((os.environ[variable] for variable in _ATTEMPTS if variable in os.environ), "0")
+        prefixed = distributed.PrefixStore(f"ipurun/{attempt}/{name}", store)
+        group = distributed.ProcessGroupGloo(prefixed, rank, count, _PATIENCE_TO_CONNECT)
     except (RuntimeError, ValueError) as error:
         raise LostProcessError(f"process {rank} of {count} cannot reach the others: {error}") from error
     processes = Processes(group, store, rank, count)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
-import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from ipurun.checkpoint import latest
@@ -61,7 +62,7 @@ def _threads(prepared: PreparedRun) -> Optional[Mapping[str, str]]:
 
 
 def _result(outcome: Outcome) -> Tuple[RunFolder, Summary]:
-    folder = None if outcome.run is None else RunFolder(outcome.run)
+    folder = None if outcome.run is None else RunFolder(_as_typed(outcome.run))
     written = _summary(folder)
     if outcome.failure is not None and outcome.failure.problems:
         kind = ConfigError if outcome.failure.code == EXIT_CONFIG else RunError
@@ -77,6 +78,11 @@ def _result(outcome: Outcome) -> Tuple[RunFolder, Summary]:
     if folder is None or written is None:
         raise KeyboardInterrupt if outcome.is_interrupted else RunError("the instances ended without a result")
     return folder, written
+
+
+def _as_typed(path: Path) -> Path:
+    """Return a path below the working folder relative to it."""
+    return Path(os.path.relpath(path)) if Path.cwd() in path.parents else path
 
 
 def _summary(folder: Optional[RunFolder]) -> Optional[Summary]:
