@@ -74,7 +74,9 @@ def _numbers(argv: List[str]) -> Tuple[Dict[str, int], List[str]]:
         if not equals:
             value, argv = (argv[0], argv[1:]) if argv else ("", [])
         if not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"`{flag}` takes a number", "command line", seen=f"{flag} {value}".strip(), fix=f"{flag} 2")
+            raise ConfigError(
+                f"`{flag}` takes a number", "command line", seen=f"{flag} {value}".strip(), fix=f"{flag} 2"
+            )
         numbers[_NUMBERS[flag]] = int(value)
     return numbers, argv
 

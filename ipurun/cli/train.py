@@ -8,12 +8,12 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Iterator, List
+from typing import TYPE_CHECKING, Any, Iterator, List, Tuple
 
 from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.cli.main import collect_as_usual
 from ipurun.distributed.environment import LAUNCH_FOLDER
-from ipurun.errors import EXIT_FAILED, IpurunError
+from ipurun.errors import EXIT_FAILED, IpurunError, Problem
 from ipurun.module_search import python_command
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def _run_instance(argv: List[str], rest: List[str], flags: Flags, began: float) 
     notes, started = begin_instance(), launched()
     if notes is None or started is None:
         return _run(argv, rest, flags, began)
-    how, code, problems = "failed", EXIT_FAILED, ()
+    how, code = "failed", EXIT_FAILED
+    problems: Tuple[Problem, ...] = ()
     try:
         with _ended_by_signals():
             how = "interrupted" if _run(argv, rest, flags, began) else "done"

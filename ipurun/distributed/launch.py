@@ -229,7 +229,10 @@ def _torchrun_failure(failures: Mapping[int, Any], folder: LaunchFolder, max_res
     if code < 0:
         what = f"instance {rank} was killed by {signal.Signals(-code).name}"
     elif code == EXIT_LOST:
-        what = f"instance {rank} lost another one, of another machine"
+        # The one that was lost had not quite ended when the launcher looked, or is on another machine.
+        lost, how = folder.culprit(folder.last_attempt() or 0)
+        what = f"instance {rank} lost another one, of another machine" if lost is None else f"instance {lost} {how}"
+        rank = rank if lost is None else lost
     else:
         what = f"instance {rank} ended with exit code {code}"
     log = _log_of(folder, rank)

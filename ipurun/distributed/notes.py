@@ -111,7 +111,7 @@ class LaunchFolder:
         return max((int(place.name) for place in self.path.iterdir() if place.name.isdigit()), default=None)
 
     def failed(self) -> Optional[Tuple[int, List[Problem], int]]:
-        """Return the instance that failed with problems that it knows, these, and its exit code; None: there is none."""
+        """Return the instance that failed with problems that it knows, these, and its exit code; None: none did."""
         for attempt in range((self.last_attempt() or 0) + 1):
             for rank, end in self.ends(attempt).items():
                 if end.get("how") == "failed" and end["problems"]:
@@ -144,7 +144,7 @@ def begin_instance(has_log: bool = True) -> Optional[LaunchFolder]:
     folder.begin(started.attempt, started.rank)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if folder.stop_file.exists():
-        sys.exit(0)
+        raise SystemExit(0)
     return folder
 
 

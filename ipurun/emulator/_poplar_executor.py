@@ -29,10 +29,10 @@ from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
 from ipurun.emulator._run.executable import Executable, default_seed
 from ipurun.emulator._run.executable_cache import cache_lock
-from ipurun.emulator.processes import Processes, connected
 from ipurun.emulator._run.op_times import OperationRecorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
+from ipurun.emulator.processes import Processes, connected
 from ipurun.emulator.profiling import Channel
 
 # A nominal clock rate, to convert measured seconds to cycles.

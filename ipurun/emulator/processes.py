@@ -16,7 +16,15 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-__all__ = ["FIXED_ORDER_VARIABLE", "LostProcessError", "Processes", "connected", "in_fixed_order", "launched", "only_among"]
+__all__ = [
+    "FIXED_ORDER_VARIABLE",
+    "LostProcessError",
+    "Processes",
+    "connected",
+    "in_fixed_order",
+    "launched",
+    "only_among",
+]
 
 FIXED_ORDER_VARIABLE = "POPTORCH_EMULATOR_FIXED_ORDER"
 
@@ -108,7 +116,7 @@ class Processes:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         return [
-            pickle.loads(part[:size].numpy().tobytes())  # noqa: S301  # from the processes of this program
+            pickle.loads(part[:size].numpy().tobytes())  # from the processes of this program
             for part, size in zip(self.gathered(padded), sizes)
         ]
 

@@ -144,9 +144,7 @@ def inference_options(
         _Source(shared.chosen + [output] + folders.chosen),
         _Source(settings.inference, noted=True, twins=INFERENCE_TWINS),
         _Source(
-            batch_calls(
-                sizes.inference, group_type, False, _inference_origins(sizes, settings), False, sizes.instances
-            )
+            batch_calls(sizes.inference, group_type, False, _inference_origins(sizes, settings), False, sizes.instances)
         ),
     )
     return _merge(sources, settings, found)

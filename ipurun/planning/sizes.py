@@ -12,9 +12,16 @@ from ipurun.api.calls import last_call
 from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
-from ipurun.planning.devices import MAX_IPUS, DeviceRequest, is_power_of_two, next_power_of_two, share_devices
+from ipurun.planning.devices import (
+    MAX_IPUS,
+    DeviceRequest,
+    check_share,
+    is_power_of_two,
+    next_power_of_two,
+    plan_instances,
+    share_devices,
+)
 from ipurun.planning.placement.layout import Layout, lay_out, names_first_block
-from ipurun.planning.instances import check_share, plan_instances
 from ipurun.planning.plan import BatchSizes, Devices, Instances
 from ipurun.planning.user_settings import UserSettings
 
@@ -48,9 +55,7 @@ def plan_sizes(
         auto_round = auto_round or settings.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or settings.argument("replicationFactor")
     available = facts.available_ipus if instances.count == 1 else None  # one process cannot see those of the others
-    request = DeviceRequest(
-        config.devices, layout.ipus, factor, auto_round, available, facts.purpose, instances.count
-    )
+    request = DeviceRequest(config.devices, layout.ipus, factor, auto_round, available, facts.purpose, instances.count)
     devices = share_devices(request, found)
     group_size = _group_size(config, settings, devices.replicas, found)
     pipelined = is_laid_out and _is_pipelined(config, settings)

@@ -158,7 +158,8 @@ def _restart_note(prepared: PreparedRun) -> Iterator[str]:
         return
     rank, how = notes.culprit(started.attempt - 1)
     what = "an instance ended" if rank is None else f"instance {rank} {how}"
-    yield f"{what}: all instances were started again, {started.attempt} of {prepared.point.config.distributed.max_restarts}"
+    most = prepared.point.config.distributed.max_restarts
+    yield f"{what}: all instances were started again, {started.attempt} of {most}"
 
 
 def _checkpoint_to_resume(folder: RunFolder) -> Tuple[Checkpoint, Dict[str, str]]:

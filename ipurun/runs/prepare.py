@@ -17,7 +17,7 @@ from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model_and_data import ModelAndData, inspect, inspect_again
 from ipurun.inspect.targets import check_node
 from ipurun.planning import make_plan
-from ipurun.planning.instances import start_command
+from ipurun.planning.devices import start_command
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
 from ipurun.runs.folder import RunFolder, check_writable, find_latest

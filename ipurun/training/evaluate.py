@@ -21,7 +21,16 @@ from ipurun.training.failures import explained, when_free
 from ipurun.training.interrupts import WaitStoppedError
 from ipurun.training.phases import COMPILE, DATA, Phases
 
-__all__ = ["Evaluation", "add_to_metrics", "computed_metrics", "evaluate", "gathered", "output_of", "predict", "report_skipped"]
+__all__ = [
+    "Evaluation",
+    "add_to_metrics",
+    "computed_metrics",
+    "evaluate",
+    "gathered",
+    "output_of",
+    "predict",
+    "report_skipped",
+]
 
 Explain = Callable[[str], ContextManager[None]]  # what is being done -> the context that explains its failures
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Starts processes with the variables of poprun and its mpirun, on this machine; ends all when one fails, as mpirun does."""
+"""Starts processes with the variables of poprun and its mpirun, on this machine; ends all when one fails."""
 
 import os
 import subprocess

@@ -79,7 +79,13 @@ EXACT = "distributed.deterministic=true"
 RUNS = {
     "tensors": [EXACT],
     "deep": [EXACT, "device_iterations=2", "gradient_accumulation=2"],
-    "pipelined": [EXACT, "pipeline.split=[last]", "devices=8", "gradient_accumulation=3", "inference.device_iterations=2"],
+    "pipelined": [
+        EXACT,
+        "pipeline.split=[last]",
+        "devices=8",
+        "gradient_accumulation=3",
+        "inference.device_iterations=2",
+    ],
     "augmented": [EXACT, "data.kind=augmented", "loader.workers=1"],
     "stream": [EXACT, "data.kind=stream", "max_steps=12"],
     "positions": [EXACT, "data.kind=positions"],

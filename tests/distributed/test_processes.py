@@ -24,9 +24,15 @@ def project(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         enter_project(folder, patch, "dist_code", CODE, KEYS)
         recipe = Path("conf/recipe/tiny.yaml")
-        text = recipe.read_text().replace("data: {_target_: dist_code.splits}", "data: {_target_: dist_code.splits, kind: tensors}")
+        text = recipe.read_text().replace(
+            "data: {_target_: dist_code.splits}", "data: {_target_: dist_code.splits, kind: tensors}"
+        )
         # The keys at the end replace those of the same name before them.
-        lines = [line for line in text.splitlines() if not line.startswith(("optimizer: {_target_: poptorch.optim.SGD", "metrics: {", "micro_batch_size: 4"))]
+        lines = [
+            line
+            for line in text.splitlines()
+            if not line.startswith(("optimizer: {_target_: poptorch.optim.SGD", "metrics: {", "micro_batch_size: 4"))
+        ]
         recipe.write_text("\n".join(lines) + "\n")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'helpers'}")
@@ -97,9 +103,8 @@ def test_each_sample_is_read_by_one_process(project, together):
 
 def test_one_process_writes_and_each_has_a_log(together):
     run = run_of(together, "tensors")
-    assert len((run.path / "metrics.jsonl").read_text().splitlines()) == len(
-        {line for line in (run.path / "metrics.jsonl").read_text().splitlines()}
-    )
+    lines = run.metrics_file.read_text().splitlines()
+    assert len(lines) == len(set(lines))
     count = int(together.name[-1])
     logs = sorted(path.name for path in (run.path / "logs").iterdir())
     assert logs == [f"instance-{rank}.log" for rank in range(1, count)]

@@ -276,7 +276,9 @@ class DistributedConfig:
     partition: Optional[str] = option(None, "V-IPU partition of poprun; null: poprun's choice.")
     allocation: Optional[str] = option(None, "V-IPU allocation in which poprun makes the partition.")
     ilds: Optional[int] = option(
-        None, "IPU-Link domains of poprun, each with an equal share of the instances; null: the V-IPU server's.", minimum=1
+        None,
+        "IPU-Link domains of poprun, each with an equal share of the instances; null: the V-IPU server's.",
+        minimum=1,
     )
     server: Optional[str] = option(None, "V-IPU server of poprun: HOST or HOST:PORT; null: poprun's.")
     mpi_args: List[str] = option(

@@ -78,8 +78,8 @@ def init(*args: Any, **kwargs: Any) -> None:
     for name in _SIZE_VARIABLES:
         if int(os.environ.get(name) or "1") not in (1, _count):
             raise RuntimeError(
-                f"Horovod is not installed, and its replacement in the CPU emulator knows {_count} of the processes, but "
-                f"{name} is {os.environ[name]}. Install Horovod, or start them with ipurun exec --instances."
+                f"Horovod is not installed, and its replacement in the CPU emulator knows {_count} of the processes, "
+                f"but {name} is {os.environ[name]}. Install Horovod, or start them with ipurun exec --instances."
             )
     if _count > 1:
         connected(_count)
@@ -303,7 +303,9 @@ def barrier(process_set: Any = None) -> None:
 
 def _from_root(root_rank: int) -> Optional[Processes]:
     if not 0 <= root_rank < size():
-        raise ValueError(f"Horovod has {_count} process{'es' if _count > 1 else ''}, and not one with rank {root_rank}.")
+        raise ValueError(
+            f"Horovod has {_count} process{'es' if _count > 1 else ''}, and not one with rank {root_rank}."
+        )
     return _processes()
 
 
