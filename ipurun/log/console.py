@@ -58,6 +58,8 @@ class Console(Observer):
         engine_draws_bar: Whether PopTorch draws a compile bar, so that a second one must not be drawn.
     """
 
+    takes_steps_late = True
+
     def __init__(self, screen: Screen, engine_draws_bar: bool = False) -> None:
         self._screen = screen
         self._engine_draws_bar = engine_draws_bar and screen.draws_over
