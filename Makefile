@@ -24,7 +24,7 @@ endef
 INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk test-extras test-slurm test-wheel bench bench-lightning bench-planner lint typecheck format docs wheel clean
+.PHONY: help dev run test test-sdk test-extras test-slurm test-faults test-wheel bench bench-lightning bench-planner lint typecheck format docs wheel clean
 
 help:  ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-15s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ test-slurm: $(EXTRAS_VENV)/.test  ## Test sweeps on a SLURM of one node, this ma
 		echo "skipped: SLURM is not installed here (Debian: apt install slurm-wlm)"; \
 	fi
 
+test-faults: $(VENV)/.test  ## Kill each process of runs with several, at random moments, many times.
+	$(BIN)/python tests/distributed/kill_storm.py
+
 test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found; only CUDA builds of torch may be on offer, several GB each.
 	@$(FIND_PYTHON); folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; wheel=$$(ls $$PWD/dist/*.whl); \
 	for version in $(sort $(PYTHONS)); do \
@@ -107,13 +110,14 @@ test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found
 	done; \
 	echo; cat $$folder.results; rm $$folder.results; exit $${failed:-0}
 
-bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, half precision, both starts of a compile, the training loop, how quickly commands answer, and what grows.
+bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, half precision, both starts of a compile, the training loop, how quickly commands answer, what grows, and two processes against one.
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/half.py
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/loop.py
 	$(BIN)/python tests/bench/commands.py
 	$(BIN)/python tests/bench/growth.py
+	$(BIN)/python tests/bench/processes.py
 
 bench-lightning: $(LIGHTNING_VENV)/.installed  ## Measure whole runs beside Lightning, in an environment that has it.
 	OMP_NUM_THREADS=1 $(LIGHTNING_VENV)/bin/python tests/bench/beside_lightning.py

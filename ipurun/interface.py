@@ -509,11 +509,17 @@ def train_words(
                         "note: resume=auto finds no unfinished run with a checkpoint: starting from the beginning"
                     )
                 try:
-                    finished = run_job(prepared, screen, folder, began)
+                    if prepared.plan.instances.command:
+                        from ipurun.runs.launch import launch_job  # deferred: few runs need it
+
+                        place, summary = launch_job(prepared, words, screen, quiet)
+                    else:
+                        finished = run_job(prepared, screen, folder, began)
+                        place, summary = finished.folder, finished.summary
                 finally:
                     screen.close()
-    code = interrupt_code if finished.summary.status == "interrupted" else 0
-    return Result(**vars(finished.summary), name=prepared.plan.name, folder=finished.folder.path, exit_code=code)
+    code = interrupt_code if summary.status == "interrupted" else 0
+    return Result(**vars(summary), name=prepared.plan.name, folder=place.path, exit_code=code)
 
 
 @contextlib.contextmanager

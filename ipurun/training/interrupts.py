@@ -31,19 +31,31 @@ class Interrupts:
 
     Args:
         deadline: When to stop, by `time.monotonic`; None: never.
+        is_shared: Whether several processes stop together, when they have agreed to: see `agree`.
     """
 
-    def __init__(self, deadline: Optional[float] = None) -> None:
+    def __init__(self, deadline: Optional[float] = None, is_shared: bool = False) -> None:
         self._deadline = deadline
         self._received: Optional[signal.Signals] = None
-        self._armed = False
+        self._is_shared = is_shared
+        self._is_agreed = False
+        self._armed = is_shared  # a process that stops before the others are ready would leave them waiting
         self._waits = False
         self._before: Dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
         """Whether the run is to save and stop."""
+        return self._is_agreed if self._is_shared else self.wanted
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process was asked to stop."""
         return self._received is not None or self.is_over_time
+
+    def agree(self, stops: bool) -> None:
+        """Take what all processes have agreed on: to stop or not."""
+        self._is_agreed = stops
 
     @property
     def is_over_time(self) -> bool:
