@@ -184,7 +184,11 @@ def _memory_table(found: Estimate) -> List[str]:
     bars = [f"{bar(ipu.share)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)]
     is_wide = columns() >= WIDE
     gap = "  " if is_wide else " "
-    lines.append("  IPU" + "".join(f"{gap}{text:>{width}}" for text, width in zip(_HEADINGS, widths)))
+    heading = "  IPU" + "".join(f"{gap}{text:>{width}}" for text, width in zip(_HEADINGS, widths))
+    if len(heading) > columns():  # only what matters most
+        bars = [f"{bar(ipu.share, 10)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)]
+        return lines + [f"  IPU {ipu.ipu:>2}  {drawn}" for ipu, drawn in zip(found.ipus, bars)]
+    lines.append(heading)
     for ipu, row, drawn in zip(found.ipus, rows, bars):
         cells = "".join(f"{gap}{text:>{width}}" for text, width in zip(row, widths))
         lines.append(f"  {ipu.ipu:>3}{cells}" + (f"  {drawn}" if is_wide else ""))
