@@ -14,6 +14,7 @@ from ipurun.sweep.ledger import FINISHED, Record
 __all__ = [
     "Ranking",
     "csv_text",
+    "higher_is_better",
     "rank",
     "rows_as_data",
     "table_lines",
@@ -53,7 +54,7 @@ def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
     column = known[0] if known else _SPEED
     ranked = [record for record in finished if value_of(record, column) is not None]
     unranked = [record for record in finished if value_of(record, column) is None]
-    ranked.sort(key=lambda record: _sort_key(value_of(record, column), _higher_is_better(record, column)))
+    ranked.sort(key=lambda record: _sort_key(value_of(record, column), higher_is_better(record, column)))
     rest = [record for record in records if record.status != FINISHED]
     return Ranking(column, ranked + unranked + rest)
 
@@ -144,7 +145,8 @@ def value_of(record: Record, column: str) -> Optional[float]:
     return None if found is None else float(found)
 
 
-def _higher_is_better(record: Record, column: str) -> bool:
+def higher_is_better(record: Record, column: str) -> bool:
+    """Return whether a larger value of a column is a better one."""
     results = record.results
     if column == results.get("monitor") and "higher_is_better" in results:
         return bool(results["higher_is_better"])
