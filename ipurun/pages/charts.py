@@ -15,6 +15,7 @@ COLOURS = 8
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 10, 24
 _MOST_POINTS = 1200
+_MOST_KEYS = 7  # in a legend
 _SMOOTHING_POINTS = 60  # fewer are drawn as they are
 
 
@@ -70,7 +71,7 @@ def line_chart(
     points = [(x, y) for one in drawn for x, y in zip(one.xs, one.ys) if math.isfinite(y)]
     if not points:
         return ""
-    low_x, high_x = _range([x for x, _ in points], 0.0)
+    low_x, high_x = _range([x for x, _ in points], 0.02 if any(one.dots for one in drawn) else 0.0)
     low_y, high_y = _range([y for _, y in points], 0.06)
     if from_zero:
         low_y = min(0.0, low_y)
@@ -149,18 +150,26 @@ def strip(
     buttons = "".join(
         f'<button type="button" data-zoom="{low!r},{high!r}">{escape(label)}</button>' for label, low, high in views
     )
-    return _figure(title, svg, data, [], name, buttons)
+    return _figure(title, f'<div class="scroll">{svg}</div>', data, [], name, buttons, "chart wide")
 
 
 def _figure(
-    title: str, svg: str, data: Dict[str, Any], keys: Sequence[Tuple[int, str]], name: str, buttons: str = ""
+    title: str,
+    svg: str,
+    data: Dict[str, Any],
+    keys: Sequence[Tuple[int, str]],
+    name: str,
+    buttons: str = "",
+    kind: str = "chart",
 ) -> str:
+    if len(keys) > _MOST_KEYS:  # the values under the pointer have the names
+        keys = [*keys[: _MOST_KEYS - 1], (COLOURS - 1, f"and {len(keys) - _MOST_KEYS + 1} more")]
     legend = "".join(
         f'<span class="key"><i class="b{colour % COLOURS}"></i>{escape(text)}</span>' for colour, text in keys
     )
     identity = f' id="{escape(name)}"' if name else ""
     return (
-        f'<figure class="chart"{identity}><figcaption><b>{escape(title)}</b>{legend}{buttons}</figcaption>{svg}'
+        f'<figure class="{kind}"{identity}><figcaption><b>{escape(title)}</b>{legend}{buttons}</figcaption>{svg}'
         f'<button class="reset" type="button">whole</button>{json_script(data)}</figure>'
     )
 

@@ -5,10 +5,12 @@ Nothing here raises for a file that is missing or damaged: what can be read is s
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,22 @@ from ipurun.runs.lock import is_held
 from ipurun.sweep.ledger import Ledger, Record
 from ipurun.sweep.table import Ranking, rank
 
-__all__ = ["Curve", "RunData", "SweepData", "curves_of", "find", "flat", "is_sweep", "read_run", "read_sweep", "runs_below"]
+__all__ = [
+    "Curve",
+    "RunData",
+    "SweepData",
+    "age_text",
+    "curves_of",
+    "find",
+    "flat",
+    "is_sweep",
+    "number",
+    "read_run",
+    "read_sweep",
+    "read_text",
+    "runs_below",
+    "size_of",
+]
 
 _NOT_METRICS = {"split", "step", "call", "epoch", "samples", "time", "seconds", "is_best"}
 _LARGEST_LOG = 4_000_000  # bytes of its end that are read
@@ -297,9 +314,26 @@ def _status(folder: Path, summary: Mapping[str, Any]) -> str:
     return known.get(str(summary.get("status")), "killed")
 
 
+def read_text(path: Path, most: Optional[int] = None) -> str:
+    """Return the text of a plain file, or its end if it is longer.
+
+    A run folder may come from elsewhere: a link could point at any file of the reader, and a pipe would never end.
+
+    Raises:
+        OSError: It cannot be read, or it is not a plain file.
+    """
+    descriptor = os.open(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file")
+        if most is not None:
+            stream.seek(max(0, os.fstat(descriptor).st_size - most))
+        return stream.read().decode("utf-8", "replace")
+
+
 def _json(path: Path, faults: List[str], is_needed: bool = True) -> Dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         if is_needed:
             faults.append(f"{path.name} is missing")
@@ -318,7 +352,7 @@ def _yaml(path: Path, faults: List[str], is_needed: bool = True) -> Any:
 
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 (a safe loader)
+        return yaml.load(read_text(path), Loader=loader)
     except FileNotFoundError:
         if is_needed:
             faults.append(f"{path.name} is missing")
@@ -330,29 +364,27 @@ def _yaml(path: Path, faults: List[str], is_needed: bool = True) -> Any:
 def _records(path: Path, faults: List[str]) -> Iterator[Dict[str, Any]]:
     damaged = 0
     try:
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    damaged += 1
-                    continue
-                if isinstance(record, dict):
-                    yield record
+        lines = read_text(path).splitlines()
     except FileNotFoundError:
         return
     except OSError as error:
         faults.append(f"{path.name} cannot be read: {error.strerror}")
+        return
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            damaged += 1
+            continue
+        if isinstance(record, dict):
+            yield record
     if damaged > 1:  # the last line of a run that goes on may be half written
         faults.append(f"{path.name}: {damaged} lines are not JSON and were left out")
 
 
 def _end_of(path: Path) -> str:
     try:
-        with path.open("rb") as stream:
-            stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, stream.tell() - _LARGEST_LOG))
-            return stream.read().decode("utf-8", "replace")
+        return read_text(path, _LARGEST_LOG)
     except OSError:
         return ""
 

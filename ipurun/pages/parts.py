@@ -20,6 +20,7 @@ from ipurun import __version__
 
 __all__ = [
     "Cell",
+    "Piece",
     "badge",
     "bar_rows",
     "command",
@@ -128,7 +129,9 @@ def section(title: str, *body: str) -> str:
 def tiles(facts: Iterable[Tuple[str, str]]) -> str:
     """Return the most important facts side by side, as pairs of label and text; those without a text are left out."""
     shown = [
-        f'<div class="tile"><b>{escape(text)}</b><span>{escape(label)}</span></div>' for label, text in facts if text
+        f'<div class="tile{" wide" if len(text) > 20 else ""}"><b>{escape(text)}</b><span>{escape(label)}</span></div>'
+        for label, text in facts
+        if text
     ]
     return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
 

@@ -8,9 +8,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.errors import ConfigError
 from ipurun.log.console import without_classes
-from ipurun.log.format import count, duration, metric, size_text, value_text
+from ipurun.log.format import count, duration, metric, value_text
 from ipurun.pages.charts import Mark, Series, heat_grid, line_chart, numbers_of, smoothed
-from ipurun.pages.data import Curve, RunData, SweepData, age_text, curves_of, flat, number, read_run
+from ipurun.pages.data import Curve, RunData, SweepData, age_text, curves_of, flat, number, read_run, read_text
 from ipurun.pages.parts import (
     Cell,
     Piece,
@@ -27,7 +27,7 @@ from ipurun.pages.parts import (
 )
 from ipurun.sweep.table import higher_is_better, value_of
 
-__all__ = ["changes_from_recipe", "run_page", "sweep_page"]
+__all__ = ["changes_from_recipe", "recipe_config", "run_page", "sweep_page"]
 
 _TIMES = (
     ("compile", "compilation", "var(--s3)"),
@@ -130,6 +130,8 @@ def _run_charts(run: RunData) -> str:
             one = Series(curve.split, curve.steps, curve.values, colour, dots=not is_train)
             series += smoothed(one) if is_train and name not in ("lr",) else [one]
         title = {"samples_per_second": "samples/s", "lr": "learning rate", "data_wait": "share of time waiting for data"}
+        if len(by_name.get(name, ())) == 1 and series and series[0].name != "train":
+            title[name] = f"{series[0].name} {name}"
         from_zero = name in ("samples_per_second", "data_wait")
         shown.append(line_chart(title.get(name, name), series, marks=marks, name=f"c{place}", from_zero=from_zero))
     if not any(shown):
@@ -264,7 +266,7 @@ def _log(run: RunData) -> str:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path)
     except OSError:
         return ""
 
@@ -378,12 +380,12 @@ def _against(key: str, column: str, pairs: Sequence[Tuple[str, float]], place: i
     xs = [position[text] for text in texts]
     series = [
         Series("mean", xs, means, 0),
-        _DotsOnly("points", [position[text] for text, _ in ordered], [value for _, value in ordered], 1),
+        _separate_dots("points", [position[text] for text, _ in ordered], [value for _, value in ordered], 1),
     ]
     return line_chart(title, series, xlabel=f"log10 {key}" if is_log else key, name=f"k{place}")
 
 
-def _DotsOnly(name: str, xs: Sequence[float], ys: Sequence[float], colour: int) -> Series:
+def _separate_dots(name: str, xs: Sequence[float], ys: Sequence[float], colour: int) -> Series:
     """Return points without a line between them: gaps separate them."""
     gapped_x = [x for x in xs for _ in range(2)]
     gapped_y = [value for y in ys for value in (y, math.nan)]
@@ -403,7 +405,8 @@ def _sweep_curves(sweep: SweepData) -> str:
             if curve.split != "train" and curve.name == column:
                 title = f"{curve.split} {curve.name}"
             if title:
-                label = _point_text(record.swept) or f"{record.index:03d}"
+                short = {key.rpartition(".")[2]: value for key, value in record.swept.items()}
+                label = _point_text(short if len(short) == len(record.swept) else record.swept) or f"{record.index:03d}"
                 one = Series(label, curve.steps, curve.values, place, dots=curve.split != "train")
                 series.setdefault(title, []).append(smoothed(one)[-1])
     charts = [line_chart(title, found, name=f"s{place}") for place, (title, found) in enumerate(series.items())]
@@ -433,9 +436,3 @@ def recipe_config(run: RunData) -> Optional[Dict[str, Any]]:
     except (ConfigError, OSError, ValueError, TypeError):
         return None
 
-
-def folder_size(folder: Path) -> str:
-    """Return the size of a folder as text."""
-    from ipurun.pages.data import size_of
-
-    return size_text(size_of(folder))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.log.format import count, duration, metric
+from ipurun.log.style import aligned
 from ipurun.sweep.ledger import FINISHED, Record
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "higher_is_better",
     "rank",
     "rows_as_data",
+    "table_cells",
     "table_lines",
     "throughput_lines",
     "value_of",
@@ -89,7 +91,12 @@ def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
 
 
 def table_lines(ranking: Ranking) -> List[str]:
-    """Return the table of a sweep, failed points at the bottom with their reasons."""
+    """Return the table of a sweep as plain lines; see `table_cells`."""
+    return aligned(*table_cells(ranking))
+
+
+def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:
+    """Return header and rows of the table of a sweep, failed points at the bottom with their reasons."""
     swept = list(dict.fromkeys(key for record in ranking.records for key in record.swept))
     metrics = list(dict.fromkeys(name for record in ranking.records for name in record.results.get("metrics", {})))
     first = [] if ranking.column == _SPEED else [ranking.column]
@@ -106,7 +113,7 @@ def table_lines(ranking: Ranking) -> List[str]:
         cells += [count(results.get(_SPEED)), duration(results.get("seconds", {}).get("total"))]
         cells.append(Path(record.folder or "").name if done else _shortened(record.reason))
         body.append(cells)
-    return _aligned(header, body)
+    return header, body
 
 
 def throughput_lines(records: Sequence[Record]) -> List[str]:
@@ -164,8 +171,3 @@ def _shortened(text: str) -> str:
     line = text.splitlines()[0] if text else ""
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
 
-
-def _aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> List[str]:
-    widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
-    rows = [header, ["-" * width for width in widths], *body]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
