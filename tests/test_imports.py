@@ -115,6 +115,7 @@ FLOW = (
     "log",
     "runs",
     "sweep",
+    "pages",
     "interface",
     "selftest",
     "cli",

@@ -52,7 +52,18 @@ _MODULES = {
 }
 _COMPOSING = ("train", "plan", "validate", "compile")  # their words go through Hydra, so its own flags work there
 _WITH_ENGINE = (*_COMPOSING, "bench", "eval", "predict", "export", "selftest", "exec")
-_TO_READ = ("plan", "validate", "ls", "cat", "bench", "env", "eval", "selftest", "compare", "runs")  # their result is what they print
+_TO_READ = (
+    "plan",
+    "validate",
+    "ls",
+    "cat",
+    "bench",
+    "env",
+    "eval",
+    "selftest",
+    "compare",
+    "runs",
+)  # their result is what they print
 _FAILED, _INTERRUPTED = 1, 130
 _USUAL_COLLECTIONS = gc.get_threshold()
 _RARE_COLLECTIONS = (100_000, 50, 100)

@@ -228,7 +228,10 @@ def run_runs(argv: List[str]) -> int:
     if action not in actions:
         close = nearest(action, actions, most=1)
         raise ConfigError(
-            f"`runs` has no action `{action[:60]}`", "command line", known="ls, show, rm", fix=f"ipurun runs {(close or ['ls'])[0]}"
+            f"`runs` has no action `{action[:60]}`",
+            "command line",
+            known="ls, show, rm",
+            fix=f"ipurun runs {(close or ['ls'])[0]}",
         )
     return actions[action](words, flags)
 
@@ -321,7 +324,9 @@ def _remove_runs(words: List[str], flags: Flags) -> int:
     problems = []
     for folder in folders:
         if is_held(folder) or any(is_held(point.parent) for point in folder.glob("*/lock.json")):
-            problems.append(Problem(f"`{folder}` is in use by another process", fix="end it first: it shows in `ipurun runs ls`"))
+            problems.append(
+                Problem(f"`{folder}` is in use by another process", fix="end it first: it shows in `ipurun runs ls`")
+            )
         elif folder.is_symlink():
             problems.append(Problem(f"`{folder}` is a link", fix="name the folder that it points to"))
     if problems:
@@ -332,7 +337,10 @@ def _remove_runs(words: List[str], flags: Flags) -> int:
             raise ConfigError("`runs rm` asks before it removes", seen="standard input is not a terminal", fix="--yes")
         for folder, size in sizes.items():
             print(f"{folder}  {size_text(size)}")
-        if input(f"remove {len(folders)}, {size_text(sum(sizes.values()))}? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input(f"remove {len(folders)}, {size_text(sum(sizes.values()))}? [y/N] ").strip().lower() not in (
+            "y",
+            "yes",
+        ):
             print("nothing removed")
             return 0
     for folder in folders:
@@ -360,7 +368,9 @@ def run_watch(argv: List[str]) -> int:
 
     port = str(flags.values.get("port", "0"))
     if not port.isdigit() or int(port) > 65535:
-        raise ConfigError("`--port` is not a port", "command line", seen=port, fix="--port 8080, or 0 for any that is free")
+        raise ConfigError(
+            "`--port` is not a port", "command line", seen=port, fix="--port 8080, or 0 for any that is free"
+        )
     watcher = Watcher(folder)
     server = make_server(watcher, int(port))
     address = f"http://127.0.0.1:{server.server_address[1]}/{watcher.token}/"
@@ -380,7 +390,8 @@ def _watch_in_terminal(folder: Path) -> int:
     """Show what goes on below a folder, drawn again every second; once where there is no terminal."""
     from ipurun.log.style import draws_blocks, is_drawn_on, print_table, rich_table
 
-    header, rows = _watched(folder)
+    blocks = draws_blocks(sys.stdout)  # rich stands in for the stream later
+    header, rows = _watched(folder, blocks)
     if not is_drawn_on(sys.stdout):
         print_table(sys.stdout, header, rows)
         return 0
@@ -391,9 +402,9 @@ def _watch_in_terminal(folder: Path) -> int:
     console = Console(highlight=False)
 
     def drawn() -> Any:
-        shown, most = _watched(folder)[1], max(1, console.height - 5)
+        shown, most = _watched(folder, blocks)[1], max(1, console.height - 5)
         table = rich_table(
-            header, shown[:most], {1: _status_style, 4: lambda text: "best"}, (2, 6), (5, 6, 2), console.width, draws_blocks(sys.stdout)
+            header, shown[:most], {1: _status_style, 4: lambda text: "best"}, (2, 6), (5, 6, 2), console.width, blocks
         )
         more = f"and {len(shown) - most} more; " if len(shown) > most else ""
         return Group(table, Text(f"{more}{time.strftime('%H:%M:%S')}, Ctrl-C ends this, not the runs", style="dim"))
@@ -407,10 +418,10 @@ def _watch_in_terminal(folder: Path) -> int:
         return 0
 
 
-def _watched(folder: Path) -> Tuple[List[str], List[List[str]]]:
+def _watched(folder: Path, blocks: bool) -> Tuple[List[str], List[List[str]]]:
     """Return the newest runs below a folder with their loss curves."""
     from ipurun.log.format import count, metric
-    from ipurun.log.style import draws_blocks, sparkline
+    from ipurun.log.style import sparkline
     from ipurun.pages.data import curves_of, is_sweep, read_run
     from ipurun.pages.listing import entries_below, entry_of
 
@@ -424,7 +435,7 @@ def _watched(folder: Path) -> Tuple[List[str], List[List[str]]]:
             losses = next((curve.values for curve in curves if (curve.split, curve.name) == ("train", "loss")), ())
         best = "-" if entry.best is None else f"{entry.monitor} {metric(entry.best)}"
         last = metric(losses[-1]) if losses else "-"
-        spark = sparkline(losses, 20, draws_blocks(sys.stdout))
+        spark = sparkline(losses, 20, blocks)
         row = [f"{entry.name} {entry.folder.name}", entry.status, entry.steps, last, best, spark]
         rows.append([*row, count(entry.samples_per_second)])
     return ["run", "status", "steps", "loss", "best", "loss curve", "samples/s"], rows
@@ -464,7 +475,9 @@ def _show_run(run: RunData) -> None:
     rows.append(("steps", count(run.step)))
     if run.best is not None:
         at = run.summary.get("best_step")
-        rows.append(("best", f"{run.monitor or 'loss'} {metric(run.best)}" + (f" at step {at}" if at is not None else "")))
+        rows.append(
+            ("best", f"{run.monitor or 'loss'} {metric(run.best)}" + (f" at step {at}" if at is not None else ""))
+        )
     if losses:
         rows.append(("loss", f"{metric(losses[-1])}  {sparkline(losses, 40, draws_blocks(sys.stdout))}"))
     if run.samples_per_second is not None:
@@ -475,7 +488,12 @@ def _show_run(run: RunData) -> None:
     rows.append(("typed", " ".join(run.overrides) or "nothing"))
     versions = run.env.get("versions")
     if isinstance(versions, dict):
-        rows.append(("versions", ", ".join(f"{name} {versions[name]}" for name in ("ipurun", "python", "torch") if name in versions)))
+        rows.append(
+            (
+                "versions",
+                ", ".join(f"{name} {versions[name]}" for name in ("ipurun", "python", "torch") if name in versions),
+            )
+        )
     for fault in run.faults:
         rows.append(("fault", fault))
     rows.append(("size", size_text(size_of(run.folder))))
@@ -502,7 +520,9 @@ def _shortened(text: str, most: int = 40) -> str:
 def _folder_word(words: Sequence[str]) -> str:
     folders = [word for word in words if "=" not in word]
     if len(folders) > 1:
-        raise ConfigError("`runs ls` lists one folder", "command line", seen=" ".join(folders), fix=f"ipurun runs ls {folders[0]}")
+        raise ConfigError(
+            "`runs ls` lists one folder", "command line", seen=" ".join(folders), fix=f"ipurun runs ls {folders[0]}"
+        )
     return folders[0] if folders else ""
 
 
@@ -510,9 +530,14 @@ def _paths(words: Sequence[str], command: str, least: int, most: int) -> List[st
     """Return the words of a command line that are paths."""
     if least <= len(words) <= most:
         return [os.fspath(word) for word in words]
-    wanted = {(1, 1): "the folder of a run or a sweep", (0, 1): "at most one folder"}.get((least, most), "folders of runs")
+    wanted = {(1, 1): "the folder of a run or a sweep", (0, 1): "at most one folder"}.get(
+        (least, most), "folders of runs"
+    )
     raise ConfigError(
-        f"`{command}` needs {wanted}", "command line", seen=" ".join(words)[:200] or "nothing", fix=f"ipurun {command} runs/NAME/TIME"
+        f"`{command}` needs {wanted}",
+        "command line",
+        seen=" ".join(words)[:200] or "nothing",
+        fix=f"ipurun {command} runs/NAME/TIME",
     )
 
 
@@ -520,4 +545,9 @@ def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
     for word in words:
         if word.startswith("-") and not Path(word).exists():
             close = nearest(word, known, most=1)
-            raise ConfigError(f"unknown flag `{word[:60]}`", "command line", known=", ".join(known), fix=close[0] if close else "--help")
+            raise ConfigError(
+                f"unknown flag `{word[:60]}`",
+                "command line",
+                known=", ".join(known),
+                fix=close[0] if close else "--help",
+            )

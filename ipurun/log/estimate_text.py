@@ -186,7 +186,9 @@ def _memory_table(found: Estimate) -> List[str]:
     gap = "  " if is_wide else " "
     heading = "  IPU" + "".join(f"{gap}{text:>{width}}" for text, width in zip(_HEADINGS, widths))
     if len(heading) > columns():  # only what matters most
-        bars = [f"{bar(ipu.share, 10)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)]
+        bars = [
+            f"{bar(ipu.share, 10)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)
+        ]
         return lines + [f"  IPU {ipu.ipu:>2}  {drawn}" for ipu, drawn in zip(found.ipus, bars)]
     lines.append(heading)
     for ipu, row, drawn in zip(found.ipus, rows, bars):

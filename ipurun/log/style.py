@@ -78,7 +78,8 @@ def paint_problem(text: str, key: str = "") -> str:
     lines = []
     for line in text.splitlines():
         if line.startswith("error: "):
-            rest = re.sub(r"`([^`]*)`", lambda found: f"\x1b[0m{paint(found[0], 'key')}\x1b[1m", line[len("error: ") :])
+            what = line[len("error: ") :]
+            rest = re.sub(r"`([^`]*)`", lambda found: f"\x1b[0m{paint(str(found[0]), 'key')}\x1b[1m", what)
             line = f"{paint('error:', 'error')} \x1b[1m{rest}\x1b[0m"
         elif re.match(r"  (at|seen|known|try) ", line):
             label, text = line[:9], line[9:]

@@ -300,7 +300,7 @@ class TrainingView:
         if width >= _NARROW:
             return [_joined(values, width), _joined(results, width)]
         # A narrow terminal has more lines instead of longer ones.
-        return [line for line in (_joined(values[:2], width), _joined(values[2:], width), _joined(results, width))]
+        return [_joined(values[:2], width), _joined(values[2:], width), _joined(results, width)]
 
 
 def _smoothed(before: Optional[float], now: float) -> float:

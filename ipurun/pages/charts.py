@@ -190,7 +190,8 @@ def _svg(
     return (
         f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(label)}">'
         f'<clipPath id="{clip}"><rect x="{left}" y="{top}" width="{width}" height="{height}"/></clipPath>{names}'
-        f'<g class="labels">{"".join(labels)}</g><rect class="frame" x="{left}" y="{top}" width="{width}" height="{height}"/>'
+        f'<g class="labels">{"".join(labels)}</g>'
+        f'<rect class="frame" x="{left}" y="{top}" width="{width}" height="{height}"/>'
         f'<g clip-path="url(#{clip})"><g class="plot">{"".join(shapes)}</g></g></svg>'
     )
 
@@ -284,7 +285,7 @@ def heat_grid(
             share = 1.0 if high == low else (value - low) / (high - low)
             goodness = share if higher_is_better else 1 - share
             colour = f"hsl({goodness * 130:.0f} 55% {72 - 8 * goodness:.0f}%)"
-            text = f'<div style="background:{colour};color:#10151a;border-radius:4px;padding:.1rem .4rem">{metric(value)}</div>'
+            text = f'<div class="heat-cell" style="background:{colour}">{metric(value)}</div>'
             row.append(Cell(metric(value), value, markup=text))
         rows.append(row)
     return f"<h3>{escape(title)}</h3>" + table([f"{keys[0]} \\ {keys[1]}", *acrosses], rows, "heat")

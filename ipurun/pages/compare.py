@@ -37,7 +37,7 @@ def differing_keys(runs: Sequence[RunData]) -> List[Tuple[str, List[str]]]:
 
 
 def comparison(runs: Sequence[RunData], blocks: bool = True) -> Tuple[List[str], List[List[str]]]:
-    """Return header and rows of the table of runs: how each ended, its best value, its speed, its loss as a sparkline."""
+    """Return header and rows of the table of runs: how each ended, its best value, speed and loss curve."""
     header = ["run", "status", "steps", "best", "train loss", "loss curve", "samples/s", "time"]
     rows = []
     for label, run in zip(labels_of(runs), runs):
@@ -84,7 +84,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
             )
         )
     header = ["run", "status", "steps", "best", "samples/s", "speed", "time", "folder"]
-    keys = [(Cell(key, kind="mono"), *texts) for key, texts in differing_keys(runs)]
+    keys = [[Cell(key, kind="mono"), *map(Cell, texts)] for key, texts in differing_keys(runs)]
     body = [
         section("Runs", table(header, rows, "sortable", (4, 5, 6))),
         section("Curves", f'<div class="grid">{"".join(charts)}</div>' if any(charts) else ""),
@@ -92,4 +92,3 @@ def compare_page(runs: Sequence[RunData]) -> str:
         section("Again", command(" ".join(["ipurun", "compare", *(str(run.folder) for run in runs)]))),
     ]
     return page("Comparison of runs", body, " · ".join(labels))
-

@@ -1,4 +1,4 @@
-"""What ran below a folder: one line for each run and sweep, for `ipurun runs ls` and the first page of `ipurun watch`."""
+"""What ran below a folder, a line for each run and sweep: for `ipurun runs ls` and the first page of `ipurun watch`."""
 
 from __future__ import annotations
 
@@ -109,9 +109,7 @@ def entry_of(folder: Path, with_size: bool = True) -> Entry:
     )
 
 
-def matching(
-    entries: Sequence[Entry], name: str = "", status: str = "", words: Sequence[str] = ()
-) -> List[Entry]:
+def matching(entries: Sequence[Entry], name: str = "", status: str = "", words: Sequence[str] = ()) -> List[Entry]:
     """Return the entries with a name, a status and values of keys.
 
     Args:
@@ -131,7 +129,7 @@ def matching(
         wanted.append((key, value))
 
     def agrees(entry: Entry) -> bool:
-        if name and name not in entry.name or status and status != entry.status:
+        if (name and name not in entry.name) or (status and status != entry.status):
             return False
         return all(value_text(entry.config.get(key)) == value for key, value in wanted)
 
@@ -145,7 +143,9 @@ def rows_of(entries: Sequence[Entry]) -> Tuple[List[str], List[List[str]]]:
     for entry in entries:
         best = "-" if entry.best is None else f"{entry.monitor} {metric(entry.best)}"
         row = [entry.name, entry.status, age_text(entry.started), entry.steps, best, count(entry.samples_per_second)]
-        rows.append([*row, duration(entry.seconds), "-" if entry.size is None else size_text(entry.size), str(entry.folder)])
+        rows.append(
+            [*row, duration(entry.seconds), "-" if entry.size is None else size_text(entry.size), str(entry.folder)]
+        )
     return header, rows
 
 
@@ -166,7 +166,7 @@ def index_page(
                 Cell(best, entry.best),
                 Cell(count(entry.samples_per_second), entry.samples_per_second),
                 Cell(duration(entry.seconds), entry.seconds),
-                Cell(entry.reason, kind="bad"),
+                Cell(entry.reason, kind="reason bad"),
             )
         )
     header = ["name", "kind", "status", "started", "steps", "best", "samples/s", "time", "reason"]

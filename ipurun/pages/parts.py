@@ -105,7 +105,8 @@ def page(title: str, body: Iterable[str], lead: str = "", mark: str = "", live: 
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(bool(live))}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="referrer" content="no-referrer">'
         f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{_resource("page.css")}</style></head>'
         f"<body{served}>{stale}<main><h1>{escape(title)} {badge(mark) if mark else ''}</h1>"
         + (f'<p class="lead">{escape(lead)}</p>' if lead else "")
@@ -221,7 +222,8 @@ def bar_rows(rows: Iterable[Tuple[str, Sequence[Piece], str, str]], limit: Optio
     mark = "" if limit is None else f'<span class="limit" style="left:{limit * 100:.2f}%"></span>'
     for label, pieces, text, kind in rows:
         drawn = "".join(
-            f'<i style="width:{max(piece.share, 0) * 100:.3f}%;background:{piece.colour}" title="{escape(piece.label)}"></i>'
+            f'<i style="width:{max(piece.share, 0) * 100:.3f}%;background:{piece.colour}" '
+            f'title="{escape(piece.label)}"></i>'
             for piece in pieces
         )
         shown.append(

@@ -45,7 +45,10 @@ MEMORY_PARTS = (
     ("code", "code", "var(--code)"),
     ("imbalance", "uneven tiles", "var(--uneven)"),
 )
-_PASSES = {"forward": ("var(--forward)", "forward"), "backward": ("var(--backward)", "backward, recomputation included")}
+_PASSES = {
+    "forward": ("var(--forward)", "forward"),
+    "backward": ("var(--backward)", "backward, recomputation included"),
+}
 _GOLDEN_ANGLE = 137.508  # keeps the colours of any number of IPUs apart
 _MIB = 1 << 20
 _ROW = 26
@@ -73,7 +76,8 @@ def plan_page(plan: Plan, plan_estimate: PlanEstimate, words: Sequence[str] = ()
         ("bubble (estimate)", f"{timeline_of(plan_estimate.training).bubble:.0%}"),
         ("limited by (estimate)", "the host" if time.host_bound else "the IPUs"),
     )
-    lead = f"Every figure marked as an estimate is one, for {plan_estimate.training.machine.name}; nothing was compiled or run."
+    machine = plan_estimate.training.machine.name
+    lead = f"Every figure marked as an estimate is one, for {machine}; nothing was compiled or run."
     rows = (
         ("devices", devices_text(plan.devices, plan.stages)),
         ("batch", batch_equation(plan.training)),
@@ -168,17 +172,20 @@ def _pipeline(model: EstimatedModel) -> str:
     if is_pipeline and cycles > 8:
         fill, drain = (timeline.fill + 2) * cycle * 1e3, (timeline.drain + 2) * cycle * 1e3
         middle = end * 1e3 / 2
-        views += [("fill", 0.0, fill), ("steady", middle, min(end * 1e3, middle + fill)), ("drain", end * 1e3 - drain, end * 1e3)]
+        views += [
+            ("fill", 0.0, fill),
+            ("steady", middle, min(end * 1e3, middle + fill)),
+            ("drain", end * 1e3 - drain, end * 1e3),
+        ]
     rows = [f"IPU {ipu}" for ipu in range(model.layout.num_ipus)]
     kinds = dict.fromkeys(bar.kind for bar in bars)
     chart = strip("milliseconds", rows, end, shapes, views, "pipeline")
     text = f"{count(timeline.micro_batches)} micro-batches, one after the other"
     if is_pipeline:
-        text = (
-            f"{timeline.stages} stages: fill {timeline.fill} cycles ({_ms(timeline.fill * cycle)}), steady {timeline.steady} "
-            f"({_ms(timeline.steady * cycle)}), drain {timeline.drain} ({_ms(timeline.drain * cycle)}); bubble "
-            f"{timeline.bubble:.0%}, IPUs idle {timeline.idle:.0%} of the time"
-        )
+        parts = (("fill", timeline.fill), ("steady", timeline.steady), ("drain", timeline.drain))
+        phases = ", ".join(f"{name} {number} cycles ({_ms(number * cycle)})" for name, number in parts)
+        idle = f"bubble {timeline.bubble:.0%}, IPUs idle {timeline.idle:.0%} of the time"
+        text = f"{timeline.stages} stages: {phases}; {idle}"
     rest = f"all-reduce {_ms(time.all_reduce)}, optimizer {_ms(time.update)} and host {_ms(time.host)} follow"
     return swatches(_PASSES[kind] for kind in kinds) + chart + f'<p class="note">{escape(text)}; {escape(rest)}.</p>'
 
@@ -271,7 +278,10 @@ def _branch(
 
 
 def _folded(
-    names: Sequence[str], children: Dict[str, List[str]], ipus: Dict[str, List[int]], shares: Dict[str, Tuple[float, int]]
+    names: Sequence[str],
+    children: Dict[str, List[str]],
+    ipus: Dict[str, List[int]],
+    shares: Dict[str, Tuple[float, int]],
 ) -> List[List[str]]:
     """Group neighbours that are alike in all that the tree shows."""
 
@@ -306,7 +316,9 @@ def _remedies(plan_estimate: PlanEstimate, words: Sequence[str]) -> str:
         typed = command(shlex.join(["ipurun", "plan", *whole] if words else whole))
         verdict = Cell(remedy.verdict.value, markup=badge(remedy.verdict.value))
         change = Cell(remedy.title, markup=f"{escape(remedy.title)}{details('command', typed)}")
-        rows.append((change, change_text(remedy.saved_bytes), f"{remedy.fullest_share:,.0%}", f"{remedy.speed:.2f}x", verdict))
+        rows.append(
+            (change, change_text(remedy.saved_bytes), f"{remedy.fullest_share:,.0%}", f"{remedy.speed:.2f}x", verdict)
+        )
     return table(["change", "fullest IPU", "then", "speed", "verdict"], rows, numeric=(1, 2, 3))
 
 
@@ -324,4 +336,3 @@ def _assumptions(plan_estimate: PlanEstimate) -> str:
     found = assumptions_of(plan_estimate.training)
     items = "".join(f"<li><b>{escape(topic)}</b>: {escape(text)}</li>" for topic, text in found)
     return f"<ul>{items}</ul>"
-

@@ -71,7 +71,9 @@ def run_page(
     body += list(plan_parts)
     if no_plan:
         body.append(section("Plan", f'<p class="note">No estimate here: {escape(no_plan)}</p>'))
-    body.append(details("the plan as text", f"<pre>{escape(_text_of(run.folder / 'plan.txt'))}</pre>", name="plan-text"))
+    body.append(
+        details("the plan as text", f"<pre>{escape(_text_of(run.folder / 'plan.txt'))}</pre>", name="plan-text")
+    )
     body.append(section("Where it ran", _machine(run)))
     body.append(section("Log", _log(run)))
     lead = " · ".join(filter(None, (str(run.folder), age_text(run.started), ", ".join(run.recipes))))
@@ -82,7 +84,7 @@ def _run_head(run: RunData) -> str:
     summary = run.summary
     best_step = number(summary.get("best_step"))
     at = "" if best_step is None else f" at step {count(best_step)}"
-    metrics = summary.get("metrics") if isinstance(summary.get("metrics"), dict) else {}
+    metrics = _mapping(summary.get("metrics"))
     final = {str(key): found for key, found in ((k, number(v)) for k, v in metrics.items()) if found is not None}
     facts = [
         (f"best {run.monitor or ''}{at}", "" if run.best is None else metric(run.best)),
@@ -108,6 +110,11 @@ def _run_head(run: RunData) -> str:
     return "".join(shown)
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value of a file if it is a mapping, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def marks_of(run: RunData) -> List[Mark]:
     """Return where a run was resumed or returned to an earlier step."""
     marks = [Mark(step, f"resumed after step {count(step)}") for step in run.resumes if step > 0]
@@ -120,7 +127,7 @@ def _run_charts(run: RunData) -> str:
     by_name: Dict[str, List[Curve]] = {}
     for curve in curves:
         by_name.setdefault(curve.name, []).append(curve)
-    kept = without_classes({name: 0.0 for name in by_name})
+    kept = without_classes(dict.fromkeys(by_name, 0.0))
     names = [name for name in ("loss", *kept) if name in by_name and name not in _OF_THE_LOOP and name != "lr"]
     shown = []
     for place, name in enumerate(dict.fromkeys([*names, "lr", "samples_per_second", "data_wait"])):
@@ -129,7 +136,11 @@ def _run_charts(run: RunData) -> str:
             is_train = curve.split == "train"
             one = Series(curve.split, curve.steps, curve.values, colour, dots=not is_train)
             series += smoothed(one) if is_train and name not in ("lr",) else [one]
-        title = {"samples_per_second": "samples/s", "lr": "learning rate", "data_wait": "share of time waiting for data"}
+        title = {
+            "samples_per_second": "samples/s",
+            "lr": "learning rate",
+            "data_wait": "share of time waiting for data",
+        }
         if len(by_name.get(name, ())) == 1 and series and series[0].name != "train":
             title[name] = f"{series[0].name} {name}"
         from_zero = name in ("samples_per_second", "data_wait")
@@ -143,8 +154,7 @@ def _run_charts(run: RunData) -> str:
 
 
 def _times(run: RunData) -> str:
-    stored = run.summary.get("seconds")
-    seconds = {str(k): number(v) or 0.0 for k, v in stored.items()} if isinstance(stored, dict) else {}
+    seconds = {str(kind): number(spent) or 0.0 for kind, spent in _mapping(run.summary.get("seconds")).items()}
     total = seconds.get("total", 0.0)
     if not total > 0 or not math.isfinite(total):
         return ""
@@ -161,8 +171,7 @@ def _times(run: RunData) -> str:
     written = seconds.get("checkpoint_write", 0.0)
     if written > 0.05:
         note += f'<p class="note">Checkpoints were written for {duration(written)} in the background.</p>'
-    cache = run.summary.get("cache")
-    uses = cache.items() if isinstance(cache, dict) else ()
+    uses = _mapping(run.summary.get("cache")).items()
     said = [f"{mode}: {use.get('state')}" for mode, use in uses if isinstance(use, dict)]
     if said:
         note += f'<p class="note">Executable cache: {escape("; ".join(said))}.</p>'
@@ -175,7 +184,7 @@ def _evaluations(run: RunData) -> str:
         return ""
     hidden = {"split", "step", "call", "time", "is_best", "samples", "seconds", "epoch"}
     names = list(dict.fromkeys(name for record in found for name in record if name not in hidden))
-    names = [name for name in without_classes({name: 0.0 for name in names}) if not isinstance(found[-1].get(name), list)]
+    names = [name for name in without_classes(dict.fromkeys(names, 0.0)) if not isinstance(found[-1].get(name), list)]
     best = [record for record in found if record.get("is_best") is True]
     rows = []
     for record in reversed(found[-200:]):
@@ -183,7 +192,9 @@ def _evaluations(run: RunData) -> str:
         row = [Cell(count(number(record.get("step")))), Cell(str(record.get("split")))]
         for name in names[:12]:
             value = number(record.get(name))
-            row.append(Cell("-" if value is None else metric(value), value, "best" if is_best and name == run.monitor else ""))
+            row.append(
+                Cell("-" if value is None else metric(value), value, "best" if is_best and name == run.monitor else "")
+            )
         row.append(Cell(duration(number(record.get("seconds")))))
         rows.append(row)
     shown = table(["step", "split", *names[:12], "time"], rows, "sortable", range(2, 3 + len(names[:12])))
@@ -218,8 +229,8 @@ def _config(run: RunData, recipe: Optional[Mapping[str, Any]]) -> str:
         typed = [word for word in run.overrides if not word.lstrip("+").startswith("recipe=")]
         shown += "<h3>Typed</h3>" + (f"<p><code>{escape(' '.join(typed))}</code></p>" if typed else "<p>Nothing.</p>")
     values = flat(run.config)
-    rows = [(Cell(key, kind="mono"), Cell(value_text(values[key])), _origin(key, origins)) for key in values]
-    where = table(["key", "value", "set at"], rows)
+    keys = [(Cell(key, kind="mono"), Cell(value_text(values[key])), _origin(key, origins)) for key in values]
+    where = table(["key", "value", "set at"], keys, "keys")
     if where:
         filtered = f'<input class="filter" type="search" placeholder="filter" aria-label="filter keys">{where}'
         shown += details(f"all {len(values)} keys, and where each was set", f"<div>{filtered}</div>", name="all-keys")
@@ -237,9 +248,7 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _machine(run: RunData) -> str:
-    engine = run.env.get("engine") if isinstance(run.env.get("engine"), dict) else {}
-    versions = run.env.get("versions") if isinstance(run.env.get("versions"), dict) else {}
-    git = run.env.get("git") if isinstance(run.env.get("git"), dict) else {}
+    engine, versions, git = (_mapping(run.env.get(name)) for name in ("engine", "versions", "git"))
     rows = [("engine", f"{engine.get('kind', '')} {engine.get('version', '')}".strip())]
     rows += [(str(name), str(version)) for name, version in versions.items()]
     if git:
@@ -248,14 +257,13 @@ def _machine(run: RunData) -> str:
         changed = git.get("changed_files")
         if isinstance(changed, list) and changed:
             rows.append(("changed files", ", ".join(map(str, changed))))
-    variables = run.env.get("variables")
-    for name, variable in variables.items() if isinstance(variables, dict) else ():
+    for name, variable in _mapping(run.env.get("variables")).items():
         if isinstance(variable, dict):
             rows.append((str(name), f"{variable.get('value')} (from {variable.get('from')})"))
     rows.append(("schema of the folder", str(run.env.get("schema", 1))))
     difference = _text_of(run.folder / "git.diff")
     more = details("git.diff", f"<pre>{escape(difference[:200_000])}</pre>", name="git-diff") if difference else ""
-    return table(["what", "value"], [(Cell(label, kind="nowrap"), text) for label, text in rows if text]) + more
+    return table(["what", "value"], [(Cell(label, kind="nowrap"), text) for label, text in rows if text], "keys") + more
 
 
 def _log(run: RunData) -> str:
@@ -322,7 +330,9 @@ def _point_text(swept: Mapping[str, str]) -> str:
 def _ranking(sweep: SweepData, link_to: Optional[Callable[[Path], str]]) -> str:
     keys, column = sweep.keys, sweep.ranking.column
     names = list(dict.fromkeys(name for record in sweep.records for name in record.results.get("metrics", {})))
-    names = [column] * (column != "samples_per_second") + [n for n in without_classes(dict.fromkeys(names, 0.0)) if n != column]
+    names = [column] * (column != "samples_per_second") + [
+        n for n in without_classes(dict.fromkeys(names, 0.0)) if n != column
+    ]
     rows = []
     for place, record in enumerate(sweep.records, 1):
         folder = sweep.folder_of(record)
@@ -371,8 +381,12 @@ def _against(key: str, column: str, pairs: Sequence[Tuple[str, float]], place: i
     numbers = numbers_of(texts)
     title = f"{column} by {key}"
     if numbers is None or len(texts) < 2:
-        rows = [(text, metric(max(v for t, v in pairs if t == text)), str(sum(t == text for t, _ in pairs))) for text in texts]
-        return f"<div><h3>{escape(title)}</h3>{table([key, f'largest {column}', 'points'], rows, 'sortable', (1, 2))}</div>"
+        rows = [
+            (text, metric(max(v for t, v in pairs if t == text)), str(sum(t == text for t, _ in pairs)))
+            for text in texts
+        ]
+        shown = table([key, f"largest {column}", "points"], rows, "sortable", (1, 2))
+        return f"<div><h3>{escape(title)}</h3>{shown}</div>"
     is_log = min(numbers) > 0 and max(numbers) / min(numbers) >= 20
     position = {text: math.log10(value) if is_log else value for text, value in zip(texts, numbers)}
     ordered = sorted(pairs, key=lambda pair: position[pair[0]])
@@ -401,7 +415,11 @@ def _sweep_curves(sweep: SweepData) -> str:
         if folder is None:
             continue
         for curve in curves_of(read_run(folder)):
-            title = ("train loss" if curve.split == "train" else f"{curve.split} {curve.name}") if curve.name == "loss" else ""
+            title = (
+                ("train loss" if curve.split == "train" else f"{curve.split} {curve.name}")
+                if curve.name == "loss"
+                else ""
+            )
             if curve.split != "train" and curve.name == column:
                 title = f"{curve.split} {curve.name}"
             if title:
@@ -435,4 +453,3 @@ def recipe_config(run: RunData) -> Optional[Dict[str, Any]]:
         return flat(load_text(compose.to_yaml(point.config, point.hidden)))
     except (ConfigError, OSError, ValueError, TypeError):
         return None
-

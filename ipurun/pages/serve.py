@@ -13,7 +13,7 @@ import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 from urllib.parse import parse_qs, urlsplit
 
 from ipurun.errors import ConfigError
@@ -46,7 +46,7 @@ class Watcher:
         self.folder = folder
         self.token = token or secrets.token_urlsafe(16)
         self._is_list = not (is_sweep(folder) or (folder / "config.yaml").is_file())
-        self._recipes: Dict[Path, object] = {}
+        self._recipes: Dict[Tuple[str, ...], Optional[Dict[str, Any]]] = {}  # composing one takes a while
         self._lock = threading.Lock()
 
     def answer(self, path: str, known_version: str = "") -> Tuple[int, str]:
@@ -84,9 +84,10 @@ class Watcher:
             except ConfigError as error:
                 return 404, error.problems[0].what
         run = read_run(folder)
-        if folder not in self._recipes:
-            self._recipes[folder] = recipe_config(run)
-        return 200, run_page(run, recipe=self._recipes[folder], live=live, version=version, home=home)  # type: ignore[arg-type]
+        names = tuple(run.recipes)
+        if names not in self._recipes:
+            self._recipes[names] = recipe_config(run)
+        return 200, run_page(run, recipe=self._recipes[names], live=live, version=version, home=home)
 
     def _link(self, folder: Path) -> str:
         return f"/{self.token}/{_identity(folder)}"
@@ -138,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, with_body: bool) -> None:
-        host, port = self.headers.get("Host", ""), self.server.server_address[1]
+        host, (_, port, *_) = self.headers.get("Host", ""), self.server.socket.getsockname()
         allowed = {f"{name}:{port}" for name in (_LOOPBACK, "localhost")}
         if host not in allowed:
             self._send(421, "this server is only for its own machine", with_body)

@@ -170,4 +170,3 @@ def _sort_key(value: Optional[float], higher_is_better: bool) -> Tuple[bool, flo
 def _shortened(text: str) -> str:
     line = text.splitlines()[0] if text else ""
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
-
