@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import asdict, fields
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
@@ -182,7 +183,8 @@ def _memory_table(found: Estimate) -> List[str]:
     rows = [_cells(ipu) for ipu in found.ipus]
     widths = [max(len(text), *(len(row[column]) for row in rows)) for column, text in enumerate(_HEADINGS)]
     bars = [f"{bar(ipu.share)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)]
-    is_wide = columns() >= WIDE
+    longest = 5 + sum(width + 2 for width in widths) + 2 + max(map(len, bars), default=0)
+    is_wide = columns() >= (longest if sys.stdout.isatty() else WIDE)
     gap = "  " if is_wide else " "
     heading = "  IPU" + "".join(f"{gap}{text:>{width}}" for text, width in zip(_HEADINGS, widths))
     if len(heading) > columns():  # only what matters most

@@ -6,7 +6,7 @@ import re
 import time
 from typing import IO, Any, List, Optional, Sequence, Tuple
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.control import Control
 from rich.live import Live
 from rich.markup import escape
@@ -143,6 +143,7 @@ class TerminalScreen(Screen):
         view = self._view  # after a pause the same one: it has the history of the loss
         self.close()
         self._is_following = True
+        self._to_line_start()
         # rich draws in a thread of its own: a host call only stores its values, however short it is.
         self._live = Live(
             console=self._console,
@@ -150,7 +151,6 @@ class TerminalScreen(Screen):
             refresh_per_second=_LIVE_PER_SECOND,
             transient=True,
         )
-        self._to_line_start()
         self._live.start()
         return True
 
@@ -166,13 +166,16 @@ class TerminalScreen(Screen):
         text = Text(fit(parts, width), no_wrap=True, overflow="ellipsis")
         if fraction is not None and self._console.width >= _NARROW:
             text = Text(block_bar(fraction, _BAR_WIDTH, self._blocks) + " ", style=STYLES["label"]) + text
+        self._draw(text)
+
+    def _draw(self, shown: RenderableType) -> None:
         if self._live is None or self._is_following:
             self.close()
-            self._live = Live(text, console=self._console, refresh_per_second=_LIVE_PER_SECOND, transient=True)
             self._to_line_start()
+            self._live = Live(shown, console=self._console, refresh_per_second=_LIVE_PER_SECOND, transient=True)
             self._live.start()
         else:
-            self._live.update(text)
+            self._live.update(shown)
 
     def wants_waiting(self) -> bool:
         return time.monotonic() - self._last_live >= 1 / _LIVE_PER_SECOND
@@ -293,10 +296,11 @@ class TrainingView:
             results.append((f"{state.evaluation.split} {_short_result(state.evaluation)}", ""))
         if state.best is not None and state.best.monitor:
             results.append((f"best {_short_result(state.best)} at {count(state.best.step)}", "best"))
-        saves = [] if state.saved_step is None else [f"saved at {count(state.saved_step)}"]
         if state.next_save is not None:
-            saves.append(f"next save at {count(state.next_save)}")
-        results.append((", ".join(saves) or "not saved yet", "quiet"))
+            results.append((f"next save at {count(state.next_save)}", "quiet"))
+        results.append(
+            ("not saved yet" if state.saved_step is None else f"saved at {count(state.saved_step)}", "quiet")
+        )
         if width >= _NARROW:
             return [_joined(values, width), _joined(results, width)]
         # A narrow terminal has more lines instead of longer ones.
