@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import inspect
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from torch.optim import lr_scheduler
@@ -20,6 +20,7 @@ _LENGTHS = ("total_steps", "T_max")
 _CHANGING = ("lr", "momentum", "betas", "weight_decay")
 # What a scheduler derives from the length of the run: that of the present config holds, also after a resume.
 _FROM_LENGTH = (*_LENGTHS, "_schedule_phases")
+_TABULATED = 256  # values of a curve that are computed at a time
 
 
 def cosine(
@@ -155,10 +156,15 @@ class Schedule:
         self._optimizer = optimizer
         self._substitute = _SubstituteOptimizer(optimizer if whole is None else whole)
         groups = self._substitute.param_groups
-        self._sources = groups if places is None else [groups[place] for place in places]
+        sources = groups if places is None else [groups[place] for place in places]
         self._scheduler = None if factory is None else factory(self._substitute)
         # Whether it advances with evaluation results instead of weight updates.
         self.waits_for_metric = isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau)
+        changing = _CHANGING[:1] if isinstance(self._scheduler, _Curve) else _CHANGING
+        self._followed = [
+            (source, [key for key in changing if key in source and key in group])
+            for group, source in zip(optimizer.param_groups, sources)
+        ]
         self._lr_factor = 1.0
         self._has_stepped = False
         self._copy()
@@ -175,8 +181,11 @@ class Schedule:
         if not self._has_stepped:
             self._substitute.step()  # schedulers check once that it was called
             self._has_stepped = True
-        for _ in range(updates):
-            self._scheduler.step()
+        if isinstance(self._scheduler, _Curve):
+            self._scheduler.advance(updates)
+        else:
+            for _ in range(updates):
+                self._scheduler.step()
         return self._copy()
 
     def report(self, value: float) -> bool:
@@ -208,10 +217,8 @@ class Schedule:
 
     def _copy(self) -> bool:
         changed = False
-        for group, source in zip(self._optimizer.param_groups, self._sources):
-            for key in _CHANGING:
-                if key not in source or key not in group:
-                    continue
+        for group, (source, keys) in zip(self._optimizer.param_groups, self._followed):
+            for key in keys:
                 value = source[key] * self._lr_factor if key == "lr" else source[key]
                 if group[key] != value:
                     self._check_variable(key)
@@ -263,7 +270,20 @@ def _after_warmup(
             return (step + 1) / (warmup_steps + 1)
         return float(factor(min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)))
 
-    return _Curve(optimizer, scale)
+    return _Curve(optimizer, _tabulated(scale))
+
+
+def _tabulated(curve: Callable[[int], float]) -> Callable[[int], float]:
+    """Return a curve that computes its values many at a time: one at a time, every step would find the caches cold."""
+    first, values = 0, [curve(0)]
+
+    def value(step: int) -> float:
+        nonlocal first, values
+        if not 0 <= step - first < len(values):
+            first, values = step, [curve(number) for number in range(step, step + _TABULATED)]
+        return values[step - first]
+
+    return value
 
 
 class _Curve(lr_scheduler.LambdaLR):
@@ -273,9 +293,13 @@ class _Curve(lr_scheduler.LambdaLR):
         """Advance by one weight update."""
         if epoch is not None or self._step_count < 1:  # also the first call, by the constructor
             super().step(epoch)
-            return
-        self._step_count += 1
-        self.last_epoch += 1
+        else:
+            self.advance(1)
+
+    def advance(self, updates: int) -> None:
+        """Advance by a number of weight updates."""
+        self._step_count += updates
+        self.last_epoch += updates
         self._last_lr = [rate * curve(self.last_epoch) for rate, curve in zip(self.base_lrs, self.lr_lambdas)]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr):
             group["lr"] = lr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trace_rules import load_trace, rows_of
+from warm_python import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY = ["data._target_=run_toys.pair", "loss.name=CrossEntropyLoss", "cache.enabled=false"]
@@ -23,15 +23,7 @@ def host(tmp_path: Path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
 
     def run(*words: str, ipus: int = 8) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env={**env, "DOUBLE_IPUS": str(ipus)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        return run_warm(list(words), tmp_path, {**env, "DOUBLE_IPUS": str(ipus)})
 
     return run
 

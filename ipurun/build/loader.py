@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, TensorDataset, default_collate
 
 from ipurun.build.reading_times import ReadingTimes
-from ipurun.build.skipped import SkippedSamples, SkippingData
+from ipurun.build.skipped import SkippedSamples, WithoutMarks, skipping
 from ipurun.build.workers import (
     AnonymousBatches,
     DeadWorkerError,
@@ -67,7 +67,7 @@ class _WholeBatches(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: List[int]) -> WholeBatch:
         rows = torch.tensor(indices)
-        return WholeBatch(tensor[rows] for tensor in self._data.tensors)
+        return WholeBatch(tensor.index_select(0, rows) for tensor in self._data.tensors)
 
 
 def _in_whole_batches(data: Any, collate: Callable[[List[Any]], Any], workers: int) -> Any:
@@ -121,9 +121,8 @@ class TrainLoader:
 
     @property
     def padding_share(self) -> Optional[float]:
-        """The share of padding in the batches so far, where the collate function or the data set counts it."""
-        share = getattr(self._collate, "padding_share", None)
-        return getattr(self._data, "padding_share", None) if share is None else share
+        """The share of padding in the batches so far, where the collate function counts it."""
+        return getattr(self._collate, "padding_share", None)
 
     @property
     def uses_processes(self) -> bool:
@@ -138,7 +137,7 @@ class TrainLoader:
         self.close()
         self._epoch = epoch
         self._discard = skip_calls
-        data = self._data if self._skipped is None else SkippingData(self._data, "train", self._skipped)
+        data = self._data if self._skipped is None else skipping(self._data, "train", self._skipped, marks=False)
         if self._times is not None and not is_stream(data):
             data = self._times.wrapped(data)
         named: Dict[str, Any] = {}
@@ -294,11 +293,11 @@ class EvalLoader:
         self._engine = engine_module
         self._options = options
         self._split = split
-        self._data = data if skipped is None else SkippingData(data, split, skipped)
+        self._data = data if skipped is None else skipping(data, split, skipped, marks=True, limit=max_samples)
         self._workers = config.workers
         self._rows = sizes.samples_per_call
         self._micro_batch_size = sizes.micro_batch_size
-        self._collate = collate
+        self._collate = collate if skipped is None or not is_stream(data) else WithoutMarks(collate)
         self._limit = max_samples
         if not is_stream(data):
             known = len(data)
@@ -324,9 +323,10 @@ class EvalLoader:
     @property
     def left_out(self) -> Tuple[int, ...]:
         """The indices of the samples that could not be read, among those that are used."""
-        if self._skipped is None or self._limit is None:
+        if self._skipped is None:
             return ()
-        return tuple(index for index in self._skipped.indices(self._split) if index < self._limit)
+        indices = self._skipped.indices(self._split)
+        return indices if self._limit is None else tuple(index for index in indices if index < self._limit)
 
     @property
     def samples(self) -> Optional[int]:
@@ -378,6 +378,8 @@ class EvalLoader:
         self._is_reading = True
         for batch in self._processes.batches(self._loader):
             rows = leading_rows(batch) or 0
+            if not rows and self._skipped is not None:
+                continue  # no sample of this batch can be read
             real = rows if left is None else min(rows, left)
             if rows != self._rows:
                 batch = _take_rows(batch, rows, list(rows_to_fill(rows, self._micro_batch_size, self._rows)))

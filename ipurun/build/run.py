@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
+from torch.utils.data import IterDataPipe
 
 from ipurun.api.calls import apply_calls, construct, resolve
 from ipurun.build.annotate import Annotations, overlap_io
@@ -18,7 +19,7 @@ from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
-from ipurun.inspect.data import is_stream, split_for_eval
+from ipurun.inspect.data import split_for_eval
 from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
 from ipurun.inspect.model import stop_caching
@@ -152,8 +153,8 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     if engine.kind == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)
     skips = config.loader.on_error == "skip"
-    lengths = {name: len(data) for name, data in inspected.splits.items() if skips and not is_stream(data)}
-    skipped = SkippedSamples(lengths, config.loader.max_errors)
+    can_skip = {name: data for name, data in inspected.splits.items() if skips and not isinstance(data, IterDataPipe)}
+    skipped = SkippedSamples(can_skip, config.loader.max_errors, config.loader.workers)
     times = ReadingTimes() if config.profile.kind == "trace" else None
     return _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
 

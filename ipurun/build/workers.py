@@ -57,6 +57,7 @@ class WorkerSetup:
         self._owner = os.getpid()
 
     def __call__(self, worker: int) -> None:
+        self._end_if_alone()
         _end_only_with(os.getppid())
         # Torch names shared memory and removes the name a moment later: a process that is killed in between leaves the
         # memory behind until the machine is restarted. This is where torch's collate function gets its memory.
@@ -65,7 +66,12 @@ class WorkerSetup:
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)
         if os.getpid() != self._owner and threading.current_thread() is threading.main_thread():
+            self._end_if_alone()
             _end_only_with(self._owner)
+
+    def _end_if_alone(self) -> None:
+        if os.getppid() == 1 and self._owner != 1:  # the parent is gone already, and init has taken its place
+            os._exit(0)
 
 
 class WholeBatch(List[torch.Tensor]):

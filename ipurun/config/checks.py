@@ -18,6 +18,7 @@ __all__ = ["check_allowed", "check_interpolations", "check_values", "with_valid_
 _LARGEST = 2**63 - 1  # torch and PopTorch count in 64 bits
 # Characters of a value with every interpolation replaced. Each counts as a hundred, since it takes time to replace.
 _MOST_CHARACTERS, _COST_OF_INTERPOLATION = 10_000_000, 100
+_UNKNOWN = "\0"  # in place of a computed part of a name
 _GROUPS_OF_TARGETS = ("metrics", "logger", "callbacks")  # name -> `_target_` and arguments
 
 
@@ -84,29 +85,54 @@ class _Expanded:
         elif isinstance(value, str):
             size += len(value)
             for target in self._named_in(value, path):
-                size += _COST_OF_INTERPOLATION + self.size_of(target)
+                size += _COST_OF_INTERPOLATION + max(map(self.size_of, self._matching(target)), default=0)
         if size > _MOST_CHARACTERS:
             raise _TooLargeError(path, str(value))
         self._sizes[path] = size
         return size
 
     def _named_in(self, text: str, path: Tuple[str, ...]) -> Iterator[Tuple[str, ...]]:
-        """Yield the path of every key that text names in ``${key}`` or as an argument in ``${resolver:key,...}``."""
-        begins: List[int] = []
-        for mark in re.finditer(r"\$\{|\}", text):
-            if mark[0] != "}":
-                begins.append(mark.end())
-            elif begins:
-                inside = text[begins.pop() : mark.start()]
+        """Yield the path of every key that text names in ``${key}`` or as an argument in ``${resolver:key,...}``.
+
+        A part of a name that is computed (``${a${i}}``) and not known here becomes `_UNKNOWN`.
+        """
+        open_parts = [""]
+        for token in re.findall(r"\$\{|\}|[^${}]+|.", text, re.DOTALL):
+            if token == "${":
+                open_parts.append("")
+            elif token == "}" and len(open_parts) > 1:
+                inside = open_parts.pop()
                 resolver, _, arguments = inside.rpartition(":")
                 for word in arguments.split(",") if resolver else [inside]:
                     yield _absolute(word.strip(), path)
+                named = None if resolver else self._read(_absolute(inside.strip(), path))
+                is_known = isinstance(named, (int, float, str)) and "${" not in str(named)
+                open_parts[-1] += str(named) if is_known else _UNKNOWN
+            else:
+                open_parts[-1] += token
+
+    def _matching(self, path: Tuple[str, ...]) -> List[Tuple[str, ...]]:
+        """Return the paths that a path with unknown parts may mean."""
+        found: List[Tuple[str, ...]] = [()]
+        for name in path:
+            if _UNKNOWN not in name:
+                found = [(*parent, name) for parent in found]
+                continue
+            pattern = re.compile(".*".join(map(re.escape, name.split(_UNKNOWN))), re.DOTALL)
+            found = [(*parent, key) for parent in found for key in self._names_in(parent) if pattern.fullmatch(key)]
+        return found
+
+    def _names_in(self, path: Tuple[str, ...]) -> List[str]:
+        value = self._read(path)
+        names = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        return [str(name) for name in names]
 
     def _read(self, path: Tuple[str, ...]) -> Any:
         found = self._values
         for depth, name in enumerate(path):
             if isinstance(found, str):  # the path leads through an interpolation
-                found = next((self._read(target) for target in self._named_in(found, path[:depth])), None)
+                named = (target for text in self._named_in(found, path[:depth]) for target in self._matching(text))
+                found = next((self._read(target) for target in named), None)
             if isinstance(found, list) and name.isdigit() and int(name) < len(found):
                 found = found[int(name)]
             elif isinstance(found, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.grammar_parser import parse as parse_interpolation
 
 from ipurun.config import folders, keys, overrides
 from ipurun.config.argv import CommandLine
@@ -280,6 +282,8 @@ def _explain(
         return _unfit_files(lambda path: read_document(path, "")) or [looped]
     if isinstance(error, MissingConfigException):
         return [_missing(error, groups)]
+    if isinstance(cause, GrammarParseError):
+        return _unreadable_interpolations(str(cause).splitlines()[0])
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     detail = str(cause).splitlines()[0] if cause is not error and str(cause) else ""
     named = _IN_FILE.search(message)
@@ -298,6 +302,25 @@ def _explain(
             return [Problem(what, f"command line: {override.typed}", seen=detail or message, key=override.key)]
     fix = "check the names and the form of the file named above" if named else "run `ipurun ls` to see what exists"
     return [Problem(message, where, seen=detail, fix=fix)]
+
+
+def _unreadable_interpolations(detail: str) -> List[Problem]:
+    """Return a problem for each value of the user's files that looks like an interpolation and cannot be read as one."""
+    fix = "write ${key}, ${.neighbour} or ${resolver:argument}; a computed name is a whole part: ${data.${name}}"
+    problems: List[Problem] = []
+    for path in (path for folder in folders.user_folders() for path in folders.files(folder)):
+        with contextlib.suppress(yaml.YAMLError, OSError):
+            for entry in read_document(path, "").entries:
+                text = entry.node.value if isinstance(entry.node, yaml.ScalarNode) else ""
+                try:
+                    if "${" in text:
+                        parse_interpolation(text)
+                except GrammarParseError as error:
+                    what = f"`{entry.key}`: OmegaConf cannot read this interpolation"
+                    seen = f"{text}: {str(error).splitlines()[0]}"
+                    problems.append(Problem(what, f"{display(path)}:{entry.line}", seen, fix=fix, key=entry.key))
+    what = "OmegaConf cannot read an interpolation of the config"
+    return problems or [Problem(what, "composing the config", detail, fix=fix)]
 
 
 def _missing(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> Problem:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from ipurun.datasets.download import counter
 
-__all__ = ["Pack", "Packed", "Pad", "PaddingCount", "attention_mask", "packed", "packs_of"]
+__all__ = ["Pack", "Pad", "PaddingCount", "attention_mask", "packs_of"]
 
 _MOST_WORKERS = 256
 _FEW_SAMPLES = 10_000  # are measured without a bar
@@ -96,29 +96,42 @@ class Pad:
         return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing else tensor
 
 
+_FIELDS = ("input_ids", "position_ids", "segment_ids", "labels")
+
+
 class Pack:
-    """A collate function for samples that are lists of sequences: each list becomes one row of fixed length.
+    """A collate function that puts several sequences of tokens into each row of fixed length.
+
+    A sample is a sequence of tokens, or a tuple or mapping that begins with one; ``labels``, the second item of a
+    tuple, are one for each token. A loader first replaces the data set by `group`, so that a sample is all that fits a
+    row, and a micro-batch counts rows.
 
     Args:
         length: Tokens of a row.
         value: Padding of tokens.
-        fields: What to return, as a mapping: ``input_ids``; ``position_ids``, from 0 in each sequence; ``segment_ids``,
-            from 1 for the first sequence, 0 for padding; ``labels``, the next token of the same sequence, -100 where
-            there is none.
+        truncate: Whether longer sequences are cut off; else they are an error.
+        fields: What to return: ``input_ids``; ``position_ids``, from 0 in each sequence; ``segment_ids``, from 1 for
+            the first sequence, 0 for padding; ``labels``, those of the samples, else the next token of the same
+            sequence, -100 where there is none.
+        as_tuple: Whether a batch is a tuple of the fields rather than a mapping.
     """
 
     def __init__(
         self,
         length: int,
         value: int = 0,
-        fields: Sequence[str] = ("input_ids", "position_ids", "segment_ids", "labels"),
+        truncate: bool = False,
+        fields: Sequence[str] = _FIELDS,
+        as_tuple: bool = False,
     ) -> None:
         unknown = [field for field in fields if field not in _FIELDS]
         if unknown:
             raise ValueError(f"{unknown[0]} is not one of {', '.join(_FIELDS)}")
         self._length = length
         self._value = value
+        self._truncate = truncate
         self._fields = tuple(fields)
+        self._as_tuple = as_tuple
         self._count = PaddingCount()
 
     @property
@@ -126,99 +139,64 @@ class Pack:
         """The share of padding in the rows made so far."""
         return self._count.share
 
-    def __call__(self, samples: List[Sequence[Any]]) -> Dict[str, torch.Tensor]:
-        batch: Dict[str, torch.Tensor] = default_collate([self.row(sequences) for sequences in samples])
-        return batch
-
-    def row(self, sequences: Sequence[Any]) -> Dict[str, torch.Tensor]:
-        """Return one row.
+    def group(self, data: Any) -> Dataset:
+        """Return the data set whose samples are lists of the samples that share a row.
 
         Raises:
-            ValueError: The sequences are longer than the row.
+            ValueError: A sequence is too long.
         """
-        tokens = [torch.as_tensor(sequence) for sequence in sequences]
-        used = sum(map(len, tokens))
-        if used > self._length:
-            raise ValueError(f"sequences of {used} tokens do not fit a row of {self._length}")
-        left = self._length - used
+        lengths = _lengths_of(data)
+        longest = int(lengths.max()) if len(lengths) else 0
+        if longest > self._length and not self._truncate:
+            raise ValueError(
+                f"a sequence has {longest} tokens, more than length={self._length}; truncate: true cuts it off"
+            )
+        return _Groups(data, np.minimum(lengths, self._length), self._length)
+
+    def __call__(self, samples: List[Sequence[Any]]) -> Any:
+        rows = [self._row([_tokens_and_labels(sample) for sample in group]) for group in samples]
+        return default_collate([tuple(row.values()) if self._as_tuple else row for row in rows])
+
+    def _row(self, sequences: Sequence[Tuple[torch.Tensor, torch.Tensor]]) -> Dict[str, torch.Tensor]:
+        tokens = [part[: self._length] for part, _ in sequences]
+        left = self._length - sum(map(len, tokens))
         self._count.add(left, self._length)
-        labels = [torch.cat([part[1:], part.new_full((min(1, len(part)),), IGNORED)]) for part in tokens]
+        nothing = torch.zeros(left, dtype=torch.int64)
         found = {
             "input_ids": [*tokens, torch.full((left,), self._value)],
-            "position_ids": [*(torch.arange(len(part)) for part in tokens), torch.zeros(left, dtype=torch.int64)],
-            "segment_ids": [
-                *(torch.full((len(part),), number) for number, part in enumerate(tokens, 1)),
-                torch.zeros(left, dtype=torch.int64),
-            ],
-            "labels": [*labels, torch.full((left,), IGNORED)],
+            "position_ids": [*(torch.arange(len(part)) for part in tokens), nothing],
+            "segment_ids": [*(torch.full((len(part),), number) for number, part in enumerate(tokens, 1)), nothing],
+            "labels": [*(labels[: self._length] for _, labels in sequences), torch.full((left,), IGNORED)],
         }
         return {field: torch.cat([part.long() for part in found[field]]) for field in self._fields}
 
 
-_FIELDS = ("input_ids", "position_ids", "segment_ids", "labels")
+class _Groups(Dataset):
+    """Samples in groups that fill a row, so that little of it is padding."""
 
-
-class Packed(Dataset):
-    """Sequences packed into rows of fixed length, so that little of a row is padding.
-
-    Args:
-        data: A data set whose samples are sequences of tokens, or tuples or mappings that begin with one.
-        length: Tokens of a row.
-        truncate: Whether longer sequences are cut off; else they are an error.
-        value: See `Pack`.
-        fields: See `Pack`.
-        as_tuple: Whether samples are tuples of the fields rather than mappings.
-
-    Raises:
-        ValueError: A sequence is too long.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        length: int,
-        truncate: bool = False,
-        value: int = 0,
-        fields: Sequence[str] = _FIELDS,
-        as_tuple: bool = False,
-    ) -> None:
+    def __init__(self, data: Any, lengths: np.ndarray, length: int) -> None:
         self._data = data
-        self._length = length
-        self._pack = Pack(length, value, fields)
-        self._as_tuple = as_tuple
-        lengths = _lengths_of(data)
-        longest = int(lengths.max()) if len(lengths) else 0
-        if longest > length and not truncate:
-            raise ValueError(f"a sequence has {longest} tokens, more than length={length}; truncate: true cuts it off")
-        lengths = np.minimum(lengths, length)
         self._indices, self._ends = packs_of(lengths, length)
-        self.padding_share = 1 - float(lengths.sum()) / max(len(self) * length, 1)
-        alone = 1 - float(lengths.sum()) / max(len(lengths) * length, 1)
+        used = float(lengths.sum())
+        shares = [1 - used / max(rows * length, 1) for rows in (len(self), len(lengths))]
         self.notes = (
             *getattr(data, "notes", ()),
-            f"data: {len(lengths):,} sequences packed into {len(self):,} rows of {length}: {self.padding_share:.1%} is "
-            f"padding (one sequence per row: {alone:.1%})",
+            f"data: {len(lengths):,} sequences packed into {len(self):,} rows of {length}: {shares[0]:.1%} is padding "
+            f"(one sequence per row: {shares[1]:.1%})",
         )
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> List[Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         first = int(self._ends[index - 1]) if index else 0
-        chosen = self._indices[first : int(self._ends[index])]
-        row = self._pack.row([_sequence(self._data[int(number)])[: self._length] for number in chosen])
-        return tuple(row.values()) if self._as_tuple else row
+        return [self._data[int(number)] for number in self._indices[first : int(self._ends[index])]]
 
-
-def packed(data: Any, length: int, **how: Any) -> Any:
-    """Return a data set, or each of the splits that a function returned, as `Packed`; arguments as there."""
-    if isinstance(data, Mapping):
-        return {name: Packed(split, length, **how) for name, split in data.items()}
-    if isinstance(data, tuple):
-        return tuple(Packed(split, length, **how) for split in data)
-    return Packed(data, length, **how)
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._data, "set_epoch"):
+            self._data.set_epoch(epoch)
 
 
 def packs_of(lengths: Union[Sequence[int], np.ndarray], length: int) -> Tuple[np.ndarray, np.ndarray]:
@@ -257,7 +235,7 @@ def attention_mask(segment_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _lengths_of(data: Any) -> np.ndarray:
-    """Return the lengths of all sequences: `data.lengths` if there is such, else every sample is read once."""
+    """Return the lengths of all sequences: `data.lengths` if the data has them, else every sample is read once."""
     known = getattr(data, "lengths", None)
     if known is not None:
         return np.asarray(known, np.int64)
@@ -277,6 +255,25 @@ def _sequence(sample: Any) -> Any:
     if isinstance(sample, Mapping):
         return next(iter(sample.values()))
     return sample[0] if isinstance(sample, tuple) else sample
+
+
+def _tokens_and_labels(sample: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of a sample, and a label for each: that of the sample, else the next token.
+
+    Raises:
+        ValueError: The labels of the sample are not one for each token.
+    """
+    tokens = torch.as_tensor(_sequence(sample))
+    given = sample.get("labels") if isinstance(sample, Mapping) else None
+    if isinstance(sample, tuple) and len(sample) > 1:
+        given = sample[1]
+    if given is None:
+        return tokens, torch.cat([tokens[1:], tokens.new_full((min(1, len(tokens)),), IGNORED)])
+    labels = torch.as_tensor(given)
+    if labels.shape != tokens.shape:
+        shape = "one number" if not labels.dim() else f"a shape of {tuple(labels.shape)}"
+        raise ValueError(f"packed sequences need a label for each token; {len(tokens)} tokens have {shape}")
+    return tokens, labels
 
 
 def _size(item: Any) -> int:

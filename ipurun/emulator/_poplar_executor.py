@@ -265,7 +265,7 @@ class PoplarExecutor:
         executable.weights.upload(self._host_tensors())
         self._dirty_host_weights = False
         if self._rng_state is not None:
-            executable.streams.state = self._rng_state
+            executable.state = self._rng_state
         if self._optimizer is not None:
             self._optimizer.attach()
         if wrapping.is_wrapped(self._user_model):
@@ -281,7 +281,7 @@ class PoplarExecutor:
         if not self._is_attached:
             raise createPoptorchError("Device is not attached")
         self.copyWeightsToHostIfNeeded()
-        self._rng_state = executable.streams.state
+        self._rng_state = executable.state
         if self._optimizer is not None:
             self._optimizer.detach()
         self._is_attached = False
@@ -375,12 +375,14 @@ class PoplarExecutor:
     def rng_state(self) -> Optional[List[int]]:
         """Return the state of the random streams: the seed and their position.
 
+        A third number says how many micro-batches are computed at once, which decides how sums are rounded.
+
         Raises:
             Error: If the model is not compiled.
         """
         executable = self._compiled("rng_state")
         if executable.streams.position:
-            return executable.streams.state
+            return executable.state
         if self._rng_state is not None:
             return list(self._rng_state)
         return [executable.streams.seed] if self._options.exists("random_seed") else None
@@ -389,7 +391,7 @@ class PoplarExecutor:
     def rng_state(self, state: List[int]) -> None:
         executable = self._compiled("rng_state")
         self._rng_state = list(state)
-        executable.streams.state = self._rng_state
+        executable.state = self._rng_state
 
     def save(self, filename: str, export_model: bool = True, save_rng_state: bool = True) -> None:
         """Write the compiled model to a file.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
@@ -11,6 +12,7 @@ from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.targets import check_node, make
 
 __all__ = [
+    "can_be_skipped",
     "check_data",
     "check_sample",
     "first_sample",
@@ -132,6 +134,14 @@ def is_stream(data: Any) -> bool:
 def is_read_by_position(data: Any) -> bool:
     """Return whether a stream can be read from any position: it has ``read(start, stop)``."""
     return is_stream(data) and callable(getattr(data, "read", None))
+
+
+def can_be_skipped(data: Any) -> bool:
+    """Return whether a data set can be read on after one of its samples has raised an error, as far as can be known."""
+    if not is_stream(data) or is_read_by_position(data):
+        return True
+    is_generator = inspect.isgeneratorfunction(getattr(type(data), "__iter__", None)) or inspect.isgenerator(data)
+    return not is_generator and not isinstance(data, torch.utils.data.IterDataPipe)
 
 
 def length_of(data: Any) -> Optional[int]:

@@ -15,6 +15,7 @@ from ipurun.datasets.synthetic import parse_sample
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.data import (
+    can_be_skipped,
     check_data,
     check_sample,
     first_sample,
@@ -44,7 +45,7 @@ from ipurun.inspect.model import (
     written_buffers,
 )
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
-from ipurun.inspect.sampling import check_loader, samples_drawn, seeded
+from ipurun.inspect.sampling import check_loader, grouped, samples_drawn, seeded
 from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
@@ -261,7 +262,8 @@ def _make_model(config: RunConfig, engine: Engine, purpose: Purpose) -> nn.Modul
 
 def _make_data(config: RunConfig, engine: Engine) -> Dict[str, Any]:
     with seeded(config.seed):
-        return make_splits(config.data, engine.module)
+        splits = make_splits(config.data, engine.module)
+        return splits if check_loader(config.loader) else grouped(splits, config.loader)
 
 
 def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]:
@@ -276,12 +278,13 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
         problems.append(
             Problem("`loader`: an iterable data set cannot have a sampler", fix="remove loader.sampler", key="loader")
         )
-    if stream and config.loader.on_error == "skip":
+    if config.loader.on_error == "skip" and not can_be_skipped(splits["train"]):
         problems.append(
             Problem(
-                "`loader.on_error=skip`: samples of an iterable data set cannot be skipped",
-                seen="an iterator that has raised an error cannot be asked for its next item",
-                fix="loader.on_error=raise, and handle the error inside the data set, or make it readable by index",
+                "`loader.on_error=skip`: samples of this iterable data set cannot be skipped",
+                seen="a generator that has raised an error, or a data pipe, cannot be asked for its next item",
+                fix="loader.on_error=raise, and handle the error inside the data set; or give it `read(start, stop)`, or "
+                "make it readable by index",
                 key="loader.on_error",
             )
         )

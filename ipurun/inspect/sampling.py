@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import random
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "RandomStates",
     "ResumableSampler",
     "check_loader",
+    "grouped",
     "make_collate",
     "make_sampler",
     "rows_to_fill",
@@ -133,6 +134,36 @@ def make_collate(config: LoaderConfig) -> Callable[[List[Any]], Any]:
         return functools.partial(target, **config.collate_args) if config.collate_args else target
     made: Callable[[List[Any]], Any] = make({"_target_": config.collate, **config.collate_args}, "loader.collate_args")
     return made
+
+
+def grouped(splits: Mapping[str, Any], config: LoaderConfig) -> Dict[str, Any]:
+    """Return the data as the collate function wants to read it: one that packs samples groups them first.
+
+    Raises:
+        ConfigError: The data cannot be grouped.
+    """
+    group = getattr(make_collate(config), "group", None)
+    if group is None:
+        return dict(splits)
+    found = {}
+    for name, data in splits.items():
+        if is_stream(data):
+            raise ConfigError(
+                f"`loader.collate={config.collate}` packs data that is read by index",
+                seen=f"the split `{name}` is iterable",
+                fix="a data set with __getitem__ and __len__, or loader.collate=ipurun.datasets.collate.Pad",
+                key="loader.collate",
+            )
+        try:
+            found[name] = group(data)
+        except ValueError as error:
+            raise ConfigError(
+                f"the split `{name}` cannot be packed",
+                seen=str(error),
+                fix="other loader.collate_args",
+                key="loader.collate_args",
+            ) from error
+    return found
 
 
 def make_sampler(config: LoaderConfig, data: Any, seed: int, micro_batch_size: int) -> Any:

@@ -62,6 +62,8 @@ class Console(Observer):
         plan: The plan of the run, for the folder of its executables.
     """
 
+    takes_steps_late = True
+
     def __init__(self, screen: Screen, engine_draws_bar: bool = False, plan: Optional[Plan] = None) -> None:
         self._screen = screen
         self._engine_draws_bar = engine_draws_bar and screen.draws_over

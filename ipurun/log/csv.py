@@ -6,8 +6,9 @@ import csv
 from pathlib import Path
 from typing import Any, Mapping, Union
 
+from ipurun.files import write_atomically
 from ipurun.log.jsonl import eval_record, step_record
-from ipurun.training.events import EvalEnd, Observer, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, RolledBack, RunStart, StepEnd, Summary
 
 __all__ = ["CsvLogger"]
 
@@ -19,16 +20,21 @@ class CsvLogger(Observer):
     """Writes ``metrics.csv`` in the run folder, with the columns step, epoch, split, name, value.
 
     Args:
-        folder: The run folder; a resumed run appends to the same file.
+        folder: The run folder; a resumed run continues its file, without the steps that it repeats.
     """
 
+    takes_steps_late = True
+
     def __init__(self, folder: Union[str, Path]) -> None:
-        path = Path(folder) / "metrics.csv"
-        is_new = not path.exists()
-        self._stream = path.open("a", encoding="utf-8", newline="", buffering=1)
-        self._writer = csv.writer(self._stream)
-        if is_new:
-            self._writer.writerow(_COLUMNS)
+        self._path = Path(folder) / "metrics.csv"
+        self._open()
+
+    def on_start(self, event: RunStart) -> None:
+        if event.resumed_from:
+            self._drop_after(event.start_step)
+
+    def on_rollback(self, event: RolledBack) -> None:
+        self._drop_after(event.step)
 
     def on_step(self, event: StepEnd) -> None:
         if event.logged:
@@ -39,6 +45,23 @@ class CsvLogger(Observer):
 
     def on_end(self, event: Summary) -> None:
         self._stream.close()
+
+    def _open(self) -> None:
+        is_new = not self._path.exists()
+        self._stream = self._path.open("a", encoding="utf-8", newline="", buffering=1)
+        self._writer = csv.writer(self._stream)
+        if is_new:
+            self._writer.writerow(_COLUMNS)
+
+    def _drop_after(self, step: int) -> None:
+        """Drop the rows of steps that are about to be repeated."""
+        self._stream.close()
+        with self._path.open(encoding="utf-8", errors="replace", newline="") as stream:
+            header, *rows = stream.read().splitlines(keepends=True)
+        numbers = (row.partition(",")[0] for row in rows)
+        kept = [row for row, number in zip(rows, numbers) if number.isdigit() and int(number) <= step]
+        write_atomically(self._path, header + "".join(kept))
+        self._open()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import IO, Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 from ipurun.files import write_atomically
 from ipurun.training.events import EvalEnd, Observer, RolledBack, RunStart, StepEnd, Summary
 
-__all__ = ["JsonlLogger", "eval_record", "step_record"]
+__all__ = ["JsonlLogger", "eval_record", "records_of", "step_record"]
 
 
 _LONGEST_WAIT_SECONDS = 0.2
@@ -23,6 +24,8 @@ class JsonlLogger(Observer):
     Args:
         path: The file; a resumed run appends to it.
     """
+
+    takes_steps_late = True
 
     def __init__(self, path: Union[str, Path]) -> None:
         self._path = Path(path)
@@ -105,15 +108,18 @@ def eval_record(event: EvalEnd) -> Dict[str, Any]:
     }
 
 
+def records_of(path: Path) -> Iterator[Dict[str, Any]]:
+    """Yield the records of a file; truncated and damaged lines are left out."""
+    with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                if isinstance(record["step"], int) and isinstance(record["split"], str):
+                    yield record
+
+
 def _drop_after(path: Path, step: int) -> None:
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # a truncated or damaged line
-    write_atomically(path, "".join(kept))
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records_of(path) if record["step"] <= step))
 
 
 def _finite(value: float) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Mapping, Optional, Sequence, Union
 
-from ipurun.log.tracking import chosen_keys, kept_id, missing_package, step_values, store_id
-from ipurun.training.events import EvalEnd, Observer, RunStart, StepEnd, Summary
+from ipurun.log.tracking import Record, Tracker, chosen_keys, missing_package
+from ipurun.training.events import RunStart, Summary
 
 __all__ = ["MlflowLogger"]
 
@@ -15,11 +14,10 @@ _SQLITE = "sqlite:///"
 _MOST_AT_ONCE = 1000  # metrics of one request, and a hundred parameters: MLflow's limits
 _MOST_PARAMETERS = 100
 _LONGEST_PARAMETER = 500
-_LONGEST_WAIT_SECONDS = 2.0
 _STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 
-class MlflowLogger(Observer):
+class MlflowLogger(Tracker):
     """Writes parameters and metrics to MLflow. A resumed run continues the run that it has there.
 
     Args:
@@ -33,6 +31,8 @@ class MlflowLogger(Observer):
         ConfigError: If the package is not installed.
     """
 
+    takes_steps_late = True
+
     def __init__(
         self,
         folder: Union[str, Path],
@@ -45,61 +45,55 @@ class MlflowLogger(Observer):
             import mlflow.entities
         except ImportError as error:
             raise missing_package("mlflow", error) from error
+        super().__init__(folder, "mlflow")
         self._mlflow: Any = mlflow
-        self._folder = Path(folder)
         self._tracking_uri = tracking_uri
+        if tracking_uri is not None and tracking_uri.startswith(_SQLITE):
+            # MLflow keeps the stores that it has opened by their address: a relative one would mean another file
+            # after a change of the working folder.
+            self._tracking_uri = _SQLITE + str(Path(tracking_uri[len(_SQLITE) :]).absolute())
         self._experiment = experiment
         self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
         self._client: Any = None
         self._run_id = ""
-        self._waiting: List[Any] = []
-        self._written = 0.0
 
-    def on_start(self, event: RunStart) -> None:
+    def open_run(self, event: RunStart, known: Optional[str]) -> str:
         if self._tracking_uri is not None and self._tracking_uri.startswith(_SQLITE):
             Path(self._tracking_uri[len(_SQLITE) :]).parent.mkdir(parents=True, exist_ok=True)
         # A client of its own: the run that the user's own code may have active in MLflow stays as it is.
         self._client = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
-        known = kept_id(self._folder, "mlflow")
         if known is not None:
             self._run_id = known
             self._client.update_run(known, status="RUNNING")
-            return
+            return known
         name = self._experiment or event.name
         found = self._client.get_experiment_by_name(name)
         experiment = (
             found.experiment_id if found is not None else self._client.create_experiment(name, self._artifacts())
         )
-        made = self._client.create_run(experiment, tags=self._tags, run_name=f"{event.name}/{self._folder.name}")
-        self._run_id = made.info.run_id
-        store_id(self._folder, "mlflow", self._run_id)
+        made = self._client.create_run(experiment, tags=self._tags, run_name=f"{event.name}/{self.folder.name}")
+        self._run_id = str(made.info.run_id)
         entities = self._mlflow.entities
         parameters = [
-            entities.Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in chosen_keys(self._folder).items()
+            entities.Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in chosen_keys(self.folder).items()
         ]
         for begin in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(self._run_id, params=parameters[begin : begin + _MOST_PARAMETERS])
-        self._client.log_text(self._run_id, (self._folder / "config.yaml").read_text(encoding="utf-8"), "config.yaml")
+        self._client.log_text(self._run_id, (self.folder / "config.yaml").read_text(encoding="utf-8"), "config.yaml")
+        return self._run_id
 
-    def on_step(self, event: StepEnd) -> None:
-        if event.logged:
-            self._add("train", step_values(event), event.step)
-            # Many short steps are sent together: a store is slower than they are.
-            if time.monotonic() - self._written >= _LONGEST_WAIT_SECONDS:
-                self.flush()
-
-    def on_eval(self, event: EvalEnd) -> None:
-        self._add(event.split, event.metrics, event.step)
-        for name, matrix in event.matrices.items():
-            document: Dict[str, Any] = {"step": event.step, "rows": [list(row) for row in matrix]}
-            self._client.log_dict(self._run_id, document, f"{event.split}/{name}-{event.step:08d}.json")
-        self.flush()
-
-    def flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for begin in range(0, len(waiting), _MOST_AT_ONCE):
-            self._client.log_batch(self._run_id, metrics=waiting[begin : begin + _MOST_AT_ONCE])
-        self._written = time.monotonic()
+    def send(self, records: Sequence[Record]) -> None:
+        metrics = [
+            self._mlflow.entities.Metric(f"{record.split}/{name}", float(value), int(record.when * 1000), record.step)
+            for record in records
+            for name, value in record.values.items()
+        ]
+        for begin in range(0, len(metrics), _MOST_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _MOST_AT_ONCE])
+        for record in records:
+            for name, matrix in record.matrices.items():
+                document = {"step": record.step, "rows": [list(row) for row in matrix]}
+                self._client.log_dict(self._run_id, document, f"{record.split}/{name}-{record.step:08d}.json")
 
     def on_end(self, event: Summary) -> None:
         self.flush()
@@ -110,8 +104,3 @@ class MlflowLogger(Observer):
         if self._tracking_uri is None or not self._tracking_uri.startswith(_SQLITE):
             return None
         return (Path(self._tracking_uri[len(_SQLITE) :]).parent / "mlflow_files").resolve().as_uri()
-
-    def _add(self, split: str, values: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
-        for name, value in values.items():
-            self._waiting.append(self._mlflow.entities.Metric(f"{split}/{name}", float(value), now, step))

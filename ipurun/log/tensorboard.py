@@ -22,6 +22,8 @@ class TensorBoardLogger(Observer):
         ConfigError: If the package is not installed.
     """
 
+    takes_steps_late = True
+
     def __init__(self, folder: Union[str, Path], log_dir: Optional[str] = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter

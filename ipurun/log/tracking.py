@@ -1,16 +1,19 @@
-"""What loggers for experiment trackers share: the stored config, the id of a run, and how one that fails is dropped."""
+"""What loggers for experiment trackers share: the stored config, the run there, and how one that fails is dropped."""
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import yaml
 from omegaconf import OmegaConf
 
 from ipurun.errors import ConfigError
 from ipurun.files import write_atomically
+from ipurun.log.jsonl import records_of
 from ipurun.training.events import (
     CheckpointSaved,
     CompileEnd,
@@ -26,7 +29,116 @@ from ipurun.training.events import (
     Summary,
 )
 
-__all__ = ["DroppedIfFailing", "chosen_keys", "kept_id", "missing_package", "step_values", "store_id", "stored_config"]
+__all__ = ["DroppedIfFailing", "Record", "Tracker", "chosen_keys", "missing_package", "step_values", "stored_config"]
+
+_LONGEST_WAIT_SECONDS = 2.0
+
+
+class Record(NamedTuple):
+    """Values of a step for a tracker; ``when`` in seconds since 1970."""
+
+    split: str
+    step: int
+    values: Mapping[str, float]
+    matrices: Mapping[str, Sequence[Sequence[float]]]
+    when: float
+
+
+class Tracker(Observer):
+    """A logger for a service that keeps a run over resumes but cannot forget steps.
+
+    A run that resumes or rolls back repeats steps. Records of them that the service already has are not sent again,
+    unless their loss differs, as after a rollback to a lower learning rate: both attempts are then shown.
+    ``NAME_run.json`` in the run folder has the id of the run in the service, and the last step sent of each split.
+
+    Args:
+        folder: The run folder.
+        name: Name of the service.
+    """
+
+    def __init__(self, folder: Union[str, Path], name: str) -> None:
+        self.folder = Path(folder)
+        self._file = self.folder / f"{name}_run.json"
+        self._id: Optional[str] = None
+        self._sent: Dict[str, int] = {}
+        self._earlier: Dict[Tuple[str, int], float] = {}  # losses of the steps that are about to be repeated
+        self._waiting: List[Record] = []
+        self._sent_at = 0.0
+
+    def open_run(self, event: RunStart, known: Optional[str]) -> str:
+        """Start a run in the service, or continue the one with a known id; return its id."""
+        raise NotImplementedError
+
+    def send(self, records: Sequence[Record]) -> None:
+        """Send records, in order."""
+        raise NotImplementedError
+
+    def on_start(self, event: RunStart) -> None:
+        known = _read(self._file)
+        self._id = self.open_run(event, known.get("id"))
+        if self._id == known.get("id"):
+            self._sent = dict(known.get("sent", {}))
+        if event.resumed_from:
+            self._note_repeats(event.start_step)
+        self._store()
+
+    def on_rollback(self, event: RolledBack) -> None:
+        self.flush()
+        self._note_repeats(event.step)
+
+    def on_step(self, event: StepEnd) -> None:
+        if event.logged:
+            self._add("train", event.step, step_values(event))
+            # Many short steps are sent together: a service is slower than they are.
+            if time.monotonic() - self._sent_at >= _LONGEST_WAIT_SECONDS:
+                self.flush()
+
+    def on_eval(self, event: EvalEnd) -> None:
+        self._add(event.split, event.step, event.metrics, event.matrices)
+        self.flush()
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self.send(waiting)
+            for record in waiting:
+                self._sent[record.split] = max(record.step, self._sent.get(record.split, 0))
+            self._store()
+        self._sent_at = time.monotonic()
+
+    def _add(
+        self,
+        split: str,
+        step: int,
+        values: Mapping[str, float],
+        matrices: Mapping[str, Sequence[Sequence[float]]] = {},  # noqa: B006  # never changed
+    ) -> None:
+        loss = values.get("loss", math.nan)
+        if step > self._sent.get(split, 0) or not _same(self._earlier.get((split, step), loss), loss):
+            self._waiting.append(Record(split, step, values, matrices, time.time()))
+
+    def _note_repeats(self, step: int) -> None:
+        # The file still has the repeated steps: trackers are notified before the logger that drops them from it.
+        self._earlier = {
+            (record["split"], record["step"]): float(record["loss"])
+            for record in records_of(self.folder / "metrics.jsonl")
+            if record["step"] > step and "loss" in record
+        }
+
+    def _store(self) -> None:
+        write_atomically(self._file, json.dumps({"id": self._id, "sent": self._sent}) + "\n")
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+
+
+def _read(file: Path) -> Dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class DroppedIfFailing(Observer):
@@ -42,6 +154,7 @@ class DroppedIfFailing(Observer):
         self._name = name
         self._logger: Optional[Observer] = logger
         self._warn = warn
+        self.takes_steps_late = logger.takes_steps_late
 
     def on_start(self, event: RunStart) -> None:
         self._pass_on("on_start", event)
@@ -111,24 +224,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-def kept_id(folder: Path, logger: str) -> Optional[str]:
-    """Return the id that a tracker gave this run before it was resumed, None if there is none."""
-    try:
-        found = json.loads(_id_file(folder, logger).read_text(encoding="utf-8"))
-        return str(found["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def store_id(folder: Path, logger: str, run_id: str) -> None:
-    """Keep the id of a run for when it is resumed."""
-    write_atomically(_id_file(folder, logger), json.dumps({"id": run_id}) + "\n")
-
-
-def _id_file(folder: Path, logger: str) -> Path:
-    return folder / f"{logger}_run.json"
 
 
 def step_values(event: StepEnd) -> Dict[str, float]:

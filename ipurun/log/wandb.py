@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Union
+from typing import Any, List, Optional, Sequence, Union
 
-from ipurun.log.tracking import kept_id, missing_package, step_values, store_id, stored_config
-from ipurun.training.events import EvalEnd, Observer, RunStart, StepEnd, Summary
+from ipurun.log.tracking import Record, Tracker, missing_package, stored_config
+from ipurun.training.events import RunStart, Summary
 
 __all__ = ["WandbLogger"]
 
 
-class WandbLogger(Observer):
+class WandbLogger(Tracker):
     """Sends metrics to Weights & Biases. A resumed run continues the run that it has there.
 
     Args:
@@ -26,6 +26,8 @@ class WandbLogger(Observer):
         ConfigError: If the package is not installed.
     """
 
+    takes_steps_late = True
+
     def __init__(
         self,
         folder: Union[str, Path],
@@ -38,42 +40,35 @@ class WandbLogger(Observer):
             import wandb
         except ImportError as error:
             raise missing_package("wandb", error) from error
+        super().__init__(folder, "wandb")
         self._wandb: Any = wandb
         self._arguments = {"project": project, "entity": entity, "mode": mode, "tags": tags}
-        self._folder = Path(folder)
         self._run: Any = None
 
-    def on_start(self, event: RunStart) -> None:
-        known = kept_id(self._folder, "wandb")
+    def open_run(self, event: RunStart, known: Optional[str]) -> str:
         self._run = self._wandb.init(
-            name=f"{event.name}/{self._folder.name}",
-            dir=str(self._folder.resolve()),  # its service has a working folder of its own
-            config=stored_config(self._folder),
+            name=f"{event.name}/{self.folder.name}",
+            dir=str(self.folder.resolve()),  # its service has a working folder of its own
+            config=stored_config(self.folder),
             id=known,
             resume="allow" if known else None,
             **self._arguments,
         )
-        store_id(self._folder, "wandb", self._run.id)
-        # Not wandb's own count of steps, which cannot return to a checkpoint: a resumed run repeats steps.
+        # Not wandb's own count of steps, which cannot return to a checkpoint: a run that rolls back repeats steps.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
 
-    def on_step(self, event: StepEnd) -> None:
-        if event.logged:
-            self._log("train", step_values(event), event.step)
-
-    def on_eval(self, event: EvalEnd) -> None:
-        tables = {
-            name: self._wandb.Table(
-                columns=[str(number) for number in range(len(matrix))], data=list(map(list, matrix))
-            )
-            for name, matrix in event.matrices.items()
-        }
-        self._log(event.split, {**event.metrics, **tables}, event.step)
+    def send(self, records: Sequence[Record]) -> None:
+        for record in records:
+            tables = {
+                name: self._wandb.Table(columns=list(map(str, range(len(matrix)))), data=list(map(list, matrix)))
+                for name, matrix in record.matrices.items()
+            }
+            values = {f"{record.split}/{name}": value for name, value in {**record.values, **tables}.items()}
+            self._run.log({**values, "step": record.step})
 
     def on_end(self, event: Summary) -> None:
+        self.flush()
         if self._run is not None:
             self._run.finish(exit_code=0 if event.status == "done" else 1)
-
-    def _log(self, split: str, values: Mapping[str, Any], step: int) -> None:
-        self._run.log({**{f"{split}/{name}": value for name, value in values.items()}, "step": step})

@@ -227,11 +227,12 @@ def _last_line(error: BaseException) -> str:
 
 
 def _loggers(point: Point, folder: RunFolder, warn: Callable[[str], None]) -> Sequence[Observer]:
-    loggers: List[Observer] = [JsonlLogger(folder.metrics_file)]
+    loggers: List[Observer] = []
     for name, node in point.config.logger.items():
         made = make(node, f"logger.{name}", folder=folder.path)
         loggers.append(DroppedIfFailing(name, made, warn))
-    return loggers
+    # Last: the others may look up the steps that it drops from its file when a run resumes or rolls back.
+    return [*loggers, JsonlLogger(folder.metrics_file)]
 
 
 def _sensors(prepared: PreparedRun, folder: RunFolder, consoles: Sequence[Observer]) -> List[Observer]:

@@ -41,14 +41,20 @@ class Clock:
 
 
 class Window:
-    """The host calls since the last record: their number, time and losses."""
+    """The host calls since the last record: their number, time and losses.
 
-    def __init__(self) -> None:
+    Args:
+        loss: Sum of the losses of such host calls before a resume.
+        losses: Number of those host calls.
+    """
+
+    def __init__(self, loss: float = 0.0, losses: int = 0) -> None:
         self.calls = 0
         self.samples = 0
         self.call_seconds = 0.0
         self.wait_seconds = 0.0
-        self.loss = 0.0
+        self.loss = loss
+        self.losses = losses
 
     def add(self, samples: int, call_seconds: float, wait_seconds: float, loss: float) -> None:
         """Add one host call."""
@@ -57,10 +63,11 @@ class Window:
         self.call_seconds += call_seconds
         self.wait_seconds += wait_seconds
         self.loss += loss
+        self.losses += 1
 
     @property
     def mean_loss(self) -> float:
-        return self.loss / self.calls
+        return self.loss / self.losses
 
     @property
     def samples_per_second(self) -> float:

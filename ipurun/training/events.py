@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 __all__ = [
     "CheckpointSaved",
@@ -183,7 +183,7 @@ class Summary:
         skipped_samples: Indices of the training samples that could not be read.
         skipped_eval_samples: The same for the other splits, by split; only those that were evaluated.
         stop_reason: Why the run ended before its planned end: early stopping, or what a callback gave.
-        padding_share: Share of padding in the batches, where the collate function or the data set counts it.
+        padding_share: Share of padding in the batches, where the collate function counts it.
         cache: What the executable cache did, by mode: its ``state``, and ``saved_seconds`` or ``why`` where known.
     """
 
@@ -219,6 +219,8 @@ class Summary:
 
 class Observer:
     """Base class for observers of a run; override the methods you need."""
+
+    takes_steps_late = False  # whether `on_step` may be called some tenths of a second after short host calls
 
     def on_start(self, event: RunStart) -> None:
         """Handle the start of training."""
@@ -257,31 +259,47 @@ class Observer:
         """Handle the end of the run, even if it was interrupted."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Observers(Observer):
-    """Several observers as one, notified in order."""
+    """Several observers as one, notified in order.
+
+    `before_others` is called before all events but `on_step`: the loop reports steps that wait to be reported.
+    """
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._all: Tuple[Observer, ...] = tuple(observers)
+        self.before_others: Callable[[], None] = _nothing
         self.compiled: Dict[str, CompileEnd] = {}  # the last compilation of each mode
+        self.takes_steps_late = all(
+            observer.takes_steps_late or type(observer).on_step is Observer.on_step for observer in self._all
+        )
 
     def on_start(self, event: RunStart) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_start(event)
 
     def on_note(self, event: Note) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_note(event)
 
     def on_compile_start(self, event: CompileStart) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_compile_start(event)
 
     def on_compile_end(self, event: CompileEnd) -> None:
+        self.before_others()
         self.compiled[event.mode] = event
         for observer in self._all:
             observer.on_compile_end(event)
 
     def on_device_wait(self, event: DeviceWait) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_device_wait(event)
 
@@ -290,25 +308,31 @@ class Observers(Observer):
             observer.on_step(event)
 
     def on_eval_progress(self, event: EvalProgress) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_eval_progress(event)
 
     def on_eval(self, event: EvalEnd) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_eval(event)
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_checkpoint(event)
 
     def flush(self) -> None:
+        self.before_others()
         for observer in self._all:
             observer.flush()
 
     def on_rollback(self, event: RolledBack) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_rollback(event)
 
     def on_end(self, event: Summary) -> None:
+        self.before_others()
         for observer in self._all:
             observer.on_end(event)

@@ -75,17 +75,20 @@ class Interrupts:
     def stop_waiting(self) -> Iterator[None]:
         """Let an interrupt raise `WaitStoppedError` inside, where the loop waits for another process that may hang.
 
-        Not at once: a batch that is just arriving is awaited.
+        The time limit does so too. Not at once: a batch that is just arriving is awaited.
         """
         if self._received is not None:
             raise WaitStoppedError
         before = signal.getsignal(signal.SIGALRM)
+        deadline = self._deadline if self._armed and self._before else None  # signals are the main thread's
         self._waits = True
         try:
+            if deadline is not None:
+                _stop_waiting_in(max(deadline - time.monotonic(), 0.0) + _LONGEST_WAIT_SECONDS)
             yield
         finally:
             self._waits = False
-            if self._received is not None:
+            if self._received is not None or deadline is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
                 signal.signal(signal.SIGALRM, before)
 
@@ -113,8 +116,12 @@ class Interrupts:
         how = "again" if number == signal.SIGINT else "Ctrl-C"
         (_announce or _write_now)(f"{self.received}: saving after this host call; {how} to stop now\n")
         if self._waits:
-            signal.signal(signal.SIGALRM, _stop_waiting)
-            signal.setitimer(signal.ITIMER_REAL, _LONGEST_WAIT_SECONDS)
+            _stop_waiting_in(_LONGEST_WAIT_SECONDS)
+
+
+def _stop_waiting_in(seconds: float) -> None:
+    signal.signal(signal.SIGALRM, _stop_waiting)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _stop_waiting(number: int, frame: Optional[FrameType]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -9,13 +10,15 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Dict, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import torch
 
 from ipurun.build import Run
 from ipurun.build.cached_executables import compile_and_report
 from ipurun.checkpoint import Checkpoint, Folder
 from ipurun.errors import RunError, listing
-from ipurun.inspect.batch_items import as_call, pick, target_of
+from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
 from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.averaging import WeightAverage
 from ipurun.training.callbacks import Callback, Callbacks
@@ -54,6 +57,9 @@ from ipurun.training.when import Minutes, falls_due, note_for_stopping, reason_t
 __all__ = ["train"]
 
 _SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, while a recovery waits
+_SECONDS_BETWEEN_REPORTS = 0.1  # of host calls that are shorter
+_MOST_UNREPORTED_CALLS = 100
+_MOST_UNREPORTED_NUMBERS = 1 << 20
 
 
 def train(
@@ -92,12 +98,31 @@ def train(
             trainer = _Trainer(run, folder, everyone, called, resume_from, interrupts, phases or Phases())
             return trainer.run_to_end()
         except BaseException:
-            everyone.flush()
+            with contextlib.suppress(RunError):  # of a metric: what is being raised came first
+                everyone.flush()
             raise
         finally:
             if trainer is not None:
                 trainer.settle()
             run.close_loaders()
+
+
+class _HostCall(NamedTuple):
+    """What a report of a host call needs, of the moment when it ended."""
+
+    step: int
+    call: int
+    epoch: float
+    samples: int
+    loss: float
+    lr: float
+    seconds: float
+    waited: float
+    mean_seconds: float  # of all host calls so far, with the wait for their data
+    logged: bool
+    checkpoint: Optional[str]
+    result: Any  # for metrics, as the target
+    target: Any
 
 
 class _Trainer:
@@ -120,6 +145,9 @@ class _Trainer:
         self._clock = Clock()
         self._window = Window()
         self._waited = 0.0
+        self._unreported: List[_HostCall] = []
+        self._most_unreported: Optional[int] = None  # known after the first host call
+        self._reported = -math.inf  # when host calls were last reported
         self._samples_here = 0
         self._calls_here = 0
         self._stopped_waiting = False
@@ -138,6 +166,8 @@ class _Trainer:
         self._log_minutes = Minutes(run.config.log_every_minutes)
         self._calls_differ = self._restore(resume_from)
         self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases, self._added_state)
+        self._reading, self._training = self._explained("reading the training data"), self._explained("training")
+        observer.before_others = self._report_calls
 
     def _restore(self, checkpoint: Optional[Checkpoint], failed: Optional[Progress] = None) -> bool:
         """Take the state of a checkpoint, or of the beginning; return whether its host calls had another size.
@@ -160,6 +190,7 @@ class _Trainer:
             self._average.restore(state.get("average"))
         self._callbacks.restore(None if self._restored is None else state.get("callbacks", {}))
         run.eval_metrics.directions.update(state.get("directions", {}))
+        self._window = Window(**state.get("window", {}))
         self._stop_reason = self._early_stop_reason()
         return self._progress.recount(run.plan.training)
 
@@ -169,6 +200,7 @@ class _Trainer:
             "average": {} if self._average is None else self._average.state(),
             "callbacks": self._callbacks.state(),
             "directions": dict(self._run.eval_metrics.directions),
+            "window": {"loss": self._window.loss, "losses": self._window.losses},
         }
 
     def settle(self) -> None:
@@ -209,7 +241,7 @@ class _Trainer:
         """Switch the device to training, and open the data where the progress says."""
         with self._explained("switching the device to training"):
             self._run.enter_training()
-        with self._explained("reading the training data"):
+        with self._reading:
             self._run.train_loader.start(self._progress.epoch, self._progress.position)
         if self._restored is not None:
             restore_random_state(self._restored["random"])  # after opening the data, before reading from it
@@ -221,6 +253,7 @@ class _Trainer:
             self._saver.save()
         with self._explained("copying the weights to the host"):
             state = collect_state(run, self._progress)
+        self._report_calls()
         run.rebuild(step)
         restore_state(run, state)
         apply_factors(run, self._progress)
@@ -286,10 +319,11 @@ class _Trainer:
     def _roll_back(self, reason: str) -> None:
         """Return to the newest checkpoint, or to the beginning, as a new process would resume."""
         self._rollbacks += 1
+        self._report_calls()
         self._run.rebuild(0 if self._saver.newest is None else self._saver.newest.step)
         self._restore(self._saver.newest, self._progress)
-        self._window = Window()
         self._saver.roll_back(self._progress)
+        self._observer.flush()
         self._observer.on_rollback(RolledBack(self._progress.step, self._saver.newest_path, reason))
 
     def _pause(self, seconds: float) -> None:
@@ -321,7 +355,7 @@ class _Trainer:
         self._progress.position = 0
 
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
-        reading = self._explained("reading the training data")
+        reading = self._reading
         # Reading here may change the random state, and must come to its end.
         get = self._next if self._run.train_loader.uses_processes else next
         while True:
@@ -345,24 +379,26 @@ class _Trainer:
 
     def _one_call(self, batch: Any) -> None:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
+        model = run.training_model
         self._saver.poll()
         if run.config.loader.on_error == "skip":
             report_skipped(run, self._observer)
         args, kwargs = as_call(batch)
-        if not run.training_model.isCompiled():
+        if not model.isCompiled():
             self._compile(args, kwargs)
         lr = run.schedule.lr
         begun = time.perf_counter()
         last_step = progress.step + sizes.device_iterations
-        with self._phases.host_call(run.training_model, progress.step + 1, last_step), self._explained("training"):
-            if not run.training_model.isAttachedToDevice():
+        with self._phases.host_call(model, progress.step + 1, last_step), self._training:
+            if not model.isAttachedToDevice():
                 self._when_free(lambda: attach_training(run))  # an evaluation used the device
-            result = run.training_model(*args, **kwargs)
+            result = model(*args, **kwargs)
         self._interrupts.arm()
         loss = self._mean_loss(result)
-        seconds = time.perf_counter() - begun
+        ended = time.perf_counter()
+        seconds = ended - begun
         self._clock.add("train", seconds)
-        progress.step += sizes.device_iterations
+        progress.step = last_step
         progress.call += 1
         progress.position += 1
         samples = sizes.samples_per_call
@@ -371,16 +407,18 @@ class _Trainer:
         self._samples_here += samples
         self._calls_here += 1
         self._check_finite(loss, lr)
-        if run.train_metrics:
-            with self._explained("computing metrics"):
-                run.train_metrics.update(output_of(run, result), target_of(batch, run.config.loss.target))
         if run.schedule.advance(sizes.device_iterations):
-            run.training_model.setOptimizer(run.optimizer)
+            model.setOptimizer(run.optimizer)
         if self._average is not None:
             with self._explained("averaging the weights"), self._clock.measure("averaging"):
                 self._average.read_if_due(progress.step, progress.call)
-        self._window.add(samples, seconds, self._waited, loss)
-        self._report(lr, loss)
+        logged = self._report_later(batch, result, lr, loss, seconds)
+        may_wait = self._observer.takes_steps_late and not self._callbacks and not self._is_much_unreported()
+        if not may_wait or ended - self._reported >= _SECONDS_BETWEEN_REPORTS:
+            self._report_calls()
+            self._reported = ended
+        if logged:
+            self._log_minutes.restart()
 
     def _compile(self, args: Any, kwargs: Any) -> None:
         run = self._run
@@ -399,38 +437,85 @@ class _Trainer:
             CompileEnd("training", seconds, compiled.cache, compiled.saved_seconds, compiled.why)
         )
 
-    def _report(self, lr: float, loss: float) -> None:
-        run, progress, steps, window = self._run, self._progress, self._run.plan.steps, self._window
+    def _report_later(self, batch: Any, result: Any, lr: float, loss: float, seconds: float) -> bool:
+        """Keep what a report of the host call that has just ended needs; return whether it is one to log.
+
+        Short host calls are reported together: one at a time, their metrics and observers would find the CPU's caches
+        full of the model, and take three times as long.
+        """
+        run, progress = self._run, self._progress
         logged = self._is_logged()
+        target = None
+        if run.train_metrics:
+            target = target_of(batch, run.config.loss.target)
+            if run.config.loader.mode != "sync":
+                target = map_tensors(torch.clone, target)  # PopTorch's background process writes to it again
+        else:
+            result = None
+        self._unreported.append(
+            _HostCall(
+                progress.step,
+                progress.call,
+                self._epochs_done(),
+                progress.samples,
+                loss,
+                lr,
+                seconds,
+                self._waited,
+                self._clock.training_seconds / self._calls_here,
+                logged,
+                self._saver.newest_path,
+                result,
+                target,
+            )
+        )
+        return logged
+
+    def _is_much_unreported(self) -> bool:
+        if self._most_unreported is None:
+            sizes: List[int] = []
+            map_tensors(lambda tensor: sizes.append(tensor.numel()), self._unreported[0].result)
+            self._most_unreported = min(_MOST_UNREPORTED_CALLS, _MOST_UNREPORTED_NUMBERS // max(sum(sizes), 1))
+        return len(self._unreported) >= self._most_unreported
+
+    def _report_calls(self) -> None:
+        """Report the host calls that have ended since the last report."""
+        calls, self._unreported = self._unreported, []
+        for call in calls:
+            self._report(call)
+
+    def _report(self, call: _HostCall) -> None:
+        run, steps, window = self._run, self._run.plan.steps, self._window
+        window.add(run.plan.training.samples_per_call, call.seconds, call.waited, call.loss)
         metrics: Dict[str, float] = {}
-        if logged and run.train_metrics:
-            metrics = run.train_metrics.compute()
-            run.train_metrics.reset()
-        eta = None
-        if steps.total_calls is not None:
-            eta = (steps.total_calls - progress.call) * self._clock.training_seconds / self._calls_here
+        if run.train_metrics:
+            with self._explained("computing metrics"):
+                run.train_metrics.update(output_of(run, call.result), call.target)
+            if call.logged:
+                metrics = run.train_metrics.compute()
+                run.train_metrics.reset()
+        eta = None if steps.total_calls is None else (steps.total_calls - call.call) * call.mean_seconds
         event = StepEnd(
-            step=progress.step,
-            call=progress.call,
-            epoch=self._epochs_done(),
-            samples=progress.samples,
-            loss=window.mean_loss if logged else loss,
-            lr=lr,
+            step=call.step,
+            call=call.call,
+            epoch=call.epoch,
+            samples=call.samples,
+            loss=window.mean_loss if call.logged else call.loss,
+            lr=call.lr,
             metrics=metrics,
             samples_per_second=window.samples_per_second,
             call_seconds=window.call_seconds / window.calls,
             data_wait=window.data_wait,
             eta_seconds=eta,
             total_steps=steps.total_updates,
-            logged=logged,
-            checkpoint=self._saver.newest_path,
+            logged=call.logged,
+            checkpoint=call.checkpoint,
         )
         if self._callbacks:
             event = self._callbacks.after_step(event)
         self._observer.on_step(event)
-        if logged:
+        if call.logged:
             self._window = Window()
-            self._log_minutes.restart()
 
     def _is_logged(self) -> bool:
         """Return whether the host call that has just ended is one to log."""

@@ -14,7 +14,7 @@ from ipurun.errors import ConfigError, Problem
 from ipurun.recipes.bert.model import IGNORED
 from ipurun.recipes.gpt.dataset import read_text
 
-__all__ = ["SPECIAL", "SentencePairs", "Vocabulary", "encode_single", "sentences_of", "splits", "vocabulary_of"]
+__all__ = ["SPECIAL", "SentencePairs", "Vocabulary", "encode_single", "sentences_of", "splits"]
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _PAD, _UNKNOWN, _CLASSIFY, _SEPARATE, _MASK = range(len(SPECIAL))
@@ -146,12 +146,6 @@ def sentences_of(text: str) -> List[List[str]]:
     return [words for words in found if words]
 
 
-def vocabulary_of(sentences: Sequence[Sequence[str]], size: int) -> Tuple[Vocabulary, int]:
-    """Return the vocabulary of a text, from the sentences for training, and the number of those sentences."""
-    border = int(len(sentences) * _TRAIN_SHARE)
-    return Vocabulary([word for sentence in sentences[:border] for word in sentence], size), border
-
-
 def encode_single(words: Sequence[int], sequence_length: int) -> Dict[str, torch.Tensor]:
     """Return one sentence as the inputs of an encoder, cut or padded to a length."""
     tokens = [_CLASSIFY, *words[: sequence_length - 2], _SEPARATE]
@@ -185,7 +179,8 @@ def splits(
     wrong = _problems(len(sentences), vocab_size, sequence_length, file)
     if wrong:
         raise ConfigError(wrong)
-    vocabulary, border = vocabulary_of(sentences, vocab_size)
+    border = int(len(sentences) * _TRAIN_SHARE)
+    vocabulary = Vocabulary([word for sentence in sentences[:border] for word in sentence], vocab_size)
     numbers = [vocabulary.encode(sentence) for sentence in sentences]
     parts = {"train": numbers[:border], "eval": numbers[border:]}
     notes = () if file else (_TEXT_NOTE,)

@@ -27,7 +27,7 @@ def prepared_call(words: List[str]) -> Callable[[], Any]:
     """Compile the training of a config and return a function that makes one call on its first batch."""
     from ipurun.build import build_run
     from ipurun.config import compose
-    from ipurun.runs.job import prepare_job
+    from ipurun.runs.prepare import prepare_job
 
     prepared = prepare_job(compose.one(words))
     run = build_run(prepared.point.config, prepared.plan, prepared.inspected, prepared.engine)

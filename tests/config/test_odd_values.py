@@ -162,12 +162,20 @@ def test_yaml_that_would_explode_is_refused_at_once(text: str, what: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "reference", ["${data.a%d}${data.a%d}", "{p: '${data.a%d}', q: '${..a%d}'}", "'${oc.select:data.a%d}${.a%d}'"]
+    "reference",
+    [
+        "${data.a%d}${data.a%d}",
+        "{p: '${data.a%d}', q: '${..a%d}'}",
+        "'${oc.select:data.a%d}${.a%d}'",
+        "'${data.${data.n%d}}${.${.n%d}}'",  # the name itself is computed
+        "'${data.${data.m%d}}${oc.select:data.${.m%d}}'",  # and so is what it is computed from
+    ],
 )
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_interpolations_that_would_explode_are_refused_at_once(reference: str, is_reversed: bool) -> None:
     """Sixty keys that each name the one before twice."""
-    lines = ["  a0: xxxxxxxxxx\n"] + [f"  a{level}: {reference % (level - 1, level - 1)}\n" for level in range(1, 61)]
+    lines = [f"  n{level}: a{level}\n  m{level}: ${{data.n{level}}}\n" for level in range(60)]
+    lines += ["  a0: xxxxxxxxxx\n"] + [f"  a{level}: {reference % (level - 1, level - 1)}\n" for level in range(1, 61)]
     recipe = Path("conf/recipe/odd.yaml")
     recipe.parent.mkdir(parents=True)
     recipe.write_text("# @package _global_\ndata:\n" + "".join(reversed(lines) if is_reversed else lines))
@@ -176,9 +184,19 @@ def test_interpolations_that_would_explode_are_refused_at_once(reference: str, i
     assert problem.where.startswith("conf/recipe/odd.yaml:") and problem.fix.startswith("write the value itself")
 
 
+def test_interpolations_that_cannot_be_read_are_named() -> None:
+    recipe = Path("conf/recipe/odd.yaml")
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\ndata:\n  x: ${seed}\n  y: '${a${i}}'\n")
+    (problem,) = problems_of("+recipe=odd")
+    assert problem.what == "`data.y`: OmegaConf cannot read this interpolation" and "${a${i}}" in problem.seen
+    assert problem.where == "conf/recipe/odd.yaml:4" and "${data.${name}}" in problem.fix
+
+
 def test_interpolations_are_fine_in_moderation() -> None:
     words = [RECIPE, "+data.a=${data.b}", "+data.b=${data.c}${data.c}", "+data.c=${.d}", "+data.d=${seed}"]
-    assert {problem.key for problem in problems_of(*words)} == {"data.a", "data.b", "data.c", "data.d"}
+    words += ["+data.lr0=${data.d}", "+data.e=${data.${data.d}}"]
+    assert {problem.key for problem in problems_of(*words)} >= {"data.a", "data.b", "data.c", "data.d"}
 
 
 def test_aliases_are_fine_in_moderation() -> None:

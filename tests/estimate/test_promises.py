@@ -11,6 +11,7 @@ import re
 import shlex
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from ipurun.cli.main import main
 from ipurun.estimate import plan_estimate
 from ipurun.estimate.search import Search
 from ipurun.estimate.types import Verdict
+from ipurun.planning import artifacts
 
 # Recipes, sizes and pipelines that are quick to trace; the others are models of the same classes.
 MODELS = {
@@ -92,6 +94,8 @@ def _check(words: List[str], capsys: pytest.CaptureFixture[str], solve: bool = T
 def fixture_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "1000")  # one suggestion is one line
+    # A plan shows what the disk has free, which other processes change between two plans.
+    monkeypatch.setattr(artifacts.shutil, "disk_usage", lambda folder: mock.Mock(free=10**11))
 
 
 def _words(model: str, *more: str) -> List[str]:

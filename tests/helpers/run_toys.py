@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+import time
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -268,6 +269,63 @@ def damaged(bad: List[int], lacks: bool = False) -> Tuple[Dataset, Dataset]:
     """Return 32 points to train on and 11 to evaluate on, of which some cannot be read or are not there at all."""
     good = [index for index in range(11) if index not in bad]
     return Points(32), Subset(Points(11, 1000), good) if lacks else Damaged(11, 1000, tuple(bad))
+
+
+class DamagedStream(IterableDataset):
+    """Points as a stream whose iterator goes on after a sample that cannot be read.
+
+    Args:
+        points: The points.
+        by_position: Whether it can also be read by position.
+    """
+
+    def __init__(self, points: Dataset, by_position: bool) -> None:
+        self.points = points
+        if by_position:
+            self.read = self._read
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.points.__getitem__, range(len(self.points)))
+
+    def _read(self, start: int, stop: int) -> Iterator[Any]:
+        for index in range(start, min(stop, len(self.points))):
+            yield self.points[index]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
+def damaged_streams(
+    bad: List[int], by_position: bool = True, lacks: bool = False, of_training: Sequence[int] = ()
+) -> Tuple[Any, Any]:
+    """Return `damaged` as streams."""
+    train = Damaged(32, 0, tuple(of_training))
+    return DamagedStream(train, by_position), DamagedStream(damaged(bad, lacks)[1], by_position)
+
+
+def damaged_generator(bad: List[int]) -> Tuple[Any, Any]:
+    """Return `damaged` with a generator to evaluate on."""
+    train, points = damaged(bad)
+    stream = Stream(11)
+    stream.points = points
+    return train, stream
+
+
+class Hanging(Points):
+    """Points of which one is never read.
+
+    Args:
+        hangs_at: Its index.
+    """
+
+    def __init__(self, hangs_at: int) -> None:
+        super().__init__(32)
+        self.hangs_at = hangs_at
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.hangs_at:
+            time.sleep(600)
+        return super().__getitem__(index)
 
 
 class Unreadable(Broken):

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Sequence
 
 import pytest
 
@@ -15,9 +15,9 @@ from ipurun.log.csv import CsvLogger
 from ipurun.log.jsonl import JsonlLogger
 from ipurun.log.mlflow import MlflowLogger
 from ipurun.log.tensorboard import TensorBoardLogger
-from ipurun.log.tracking import DroppedIfFailing
+from ipurun.log.tracking import DroppedIfFailing, Record, Tracker
 from ipurun.log.wandb import WandbLogger
-from ipurun.training.events import EvalEnd, Observer, RolledBack, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, Observers, RolledBack, RunStart, StepEnd, Summary
 
 EVAL = EvalEnd(8, 0.25, "test", {"loss": 0.5, "accuracy": 0.75}, 100, 0.2, "accuracy", True)
 
@@ -79,6 +79,23 @@ def test_csv_rows_fit_every_split(tmp_path: Path, step: Callable[..., StepEnd], 
     assert {"step": "8", "epoch": "0.25", "split": "test", "name": "accuracy", "value": "0.75"} in rows
     assert {"step": "8", "epoch": "0.25", "split": "train", "name": "lr", "value": "0.05"} in rows
     assert len([row for row in rows if row["name"] == "accuracy"]) == 2
+
+
+def test_csv_drops_the_rows_of_repeated_steps(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
+    killed = CsvLogger(tmp_path)
+    for number in (8, 16):
+        killed.on_step(step(step=number))
+    with (tmp_path / "metrics.csv").open("a") as stream:
+        stream.write("24,0.5,tra")  # cut off by a kill
+    resumed = CsvLogger(tmp_path)
+    resumed.on_start(RunStart("digits", str(tmp_path), 8, 64, "step-8.pt"))
+    for number in (16, 24):
+        resumed.on_step(step(step=number))
+    resumed.on_rollback(RolledBack(16, "step-16.pt", "NaN"))
+    resumed.on_step(step(step=24))
+    with (tmp_path / "metrics.csv").open(newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["name"] == "loss"]
+    assert [row["step"] for row in rows] == ["8", "16", "24"]
 
 
 @pytest.fixture
@@ -165,6 +182,60 @@ def test_wandb_keeps_one_run_over_resumes(folder: Path, summary: Summary, monkey
     assert (calls[3]["id"], calls[3]["resume"]) == ("abc123", "allow")
 
 
+class _Service(Tracker):
+    """A tracker whose service is a list, which outlives the process that sends."""
+
+    def __init__(self, folder: Path, received: List[Record]) -> None:
+        super().__init__(folder, "service")
+        self.received = received
+
+    def open_run(self, event: RunStart, known: Any) -> str:
+        return known or "f00"
+
+    def send(self, records: Sequence[Record]) -> None:
+        self.received += records
+
+
+def _process(folder: Path, received: List[Record], start: RunStart) -> Observers:
+    """Return the loggers of a process, in the order of a run."""
+    observers = Observers([_Service(folder, received), JsonlLogger(folder / "metrics.jsonl")])
+    observers.on_start(start)
+    return observers
+
+
+def _steps(received: Sequence[Record]) -> List[Any]:
+    return [(record.split, record.step, record.values["loss"]) for record in received]
+
+
+def test_a_tracker_gets_repeated_steps_once(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
+    received: List[Record] = []
+    killed = _process(tmp_path, received, RunStart("digits", str(tmp_path), 0, 64))
+    for number in (8, 16, 24, 32):
+        killed.on_step(step(step=number, loss=1 / number))
+        if number == 24:
+            killed.on_eval(replace(EVAL, step=24))  # and what came before it was sent; step 32 was not
+    assert _steps(received)[-1] == ("test", 24, 0.5)
+    resumed = _process(tmp_path, received, RunStart("digits", str(tmp_path), 8, 64, "step-8.pt"))
+    for number in (16, 24, 32):
+        resumed.on_step(step(step=number, loss=1 / number))
+    resumed.on_eval(replace(EVAL, step=24))
+    resumed.flush()
+    assert sorted(_steps(received)) == [("test", 24, 0.5), *(("train", n, 1 / n) for n in (8, 16, 24, 32))]
+
+
+def test_a_tracker_shows_both_attempts_where_they_differ(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
+    received: List[Record] = []
+    run = _process(tmp_path, received, RunStart("digits", str(tmp_path), 0, 64))
+    for number in (8, 16, 24):
+        run.on_step(step(step=number, loss=1 / number))
+    run.flush()
+    run.on_rollback(RolledBack(8, "step-8.pt", "the loss became nan"))
+    run.on_step(step(step=16, loss=1 / 16))
+    run.on_step(step(step=24, loss=0.5))
+    run.flush()
+    assert _steps(received) == [("train", 8, 1 / 8), ("train", 16, 1 / 16), ("train", 24, 1 / 24), ("train", 24, 0.5)]
+
+
 def test_mlflow_keeps_one_run_over_resumes(
     folder: Path, step: Callable[..., StepEnd], summary: Summary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +267,7 @@ def test_mlflow_keeps_one_run_over_resumes(
     assert ("update_run", "f00", "RUNNING") in calls and calls[-1] == ("set_terminated", "f00", "FINISHED")
     logged = [entry for call in calls if call[0] == "log_batch" for entry in call[2]]
     assert ("optimizer.lr", "0.1") in logged and ("logger.mine.api_key", "${oc.env:SOME_KEY}") in logged
-    assert logged.count(("train/loss", 2.3025, 8)) == 2 and ("test/accuracy", 0.75, 8) in logged
+    assert logged.count(("train/loss", 2.3025, 8)) == 1 and ("test/accuracy", 0.75, 8) in logged
 
 
 @pytest.mark.parametrize(

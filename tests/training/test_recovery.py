@@ -11,6 +11,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 from run_harness import Folder, Recorder, built, trained
+from run_toys import Points
 
 from ipurun.build import Run
 from ipurun.checkpoint import listed, load, save
@@ -289,6 +290,43 @@ def test_a_split_without_a_readable_sample_ends_the_run(tmp_path: Path) -> None:
         trained(tmp_path, data=data, loader__on_error="skip")
 
 
-def test_samples_of_an_iterable_cannot_be_skipped() -> None:
-    with pytest.raises(ConfigError, match="iterable"):
+@pytest.mark.parametrize(("by_position", "workers"), [(True, 0), (True, 2), (False, 0)])
+@pytest.mark.parametrize("bad", [[0], [1, 2, 5, 6, 7], [4, 5, 6, 7, 10]])
+def test_an_evaluation_leaves_out_samples_of_a_stream(
+    tmp_path: Path, by_position: bool, workers: int, bad: List[int]
+) -> None:
+    data = {"_target_": "run_toys.damaged_streams", "bad": bad, "by_position": by_position}
+    run, summary, recorder = trained(tmp_path / "bad", data=data, loader__on_error="skip", loader__workers=workers)
+    _, _, expected = trained(tmp_path / "good", data={**data, "lacks": True}, loader__workers=workers)
+    found, wanted = recorder.events["eval"], expected.events["eval"]
+    assert [event.samples for event in found] == [11 - len(bad)] * len(wanted)
+    for event, other in zip(found, wanted):  # the same samples in other batches
+        assert event.metrics == pytest.approx(other.metrics, rel=1e-6)
+    assert summary.skipped_eval_samples == {"eval": tuple(bad)}
+    predicted = gathered(predict(run, "eval", recorder, ["index", "input"]))
+    run.close()
+    good = [index for index in range(11) if index not in bad]
+    assert predicted["index"].tolist() == good
+    assert torch.equal(predicted["input"], Points(11, 1000).x[good])
+
+
+@pytest.mark.parametrize(
+    ("by_position", "mode", "workers"),
+    [(True, "sync", 0), (True, "sync", 2), (True, "async", 0), (False, "sync", 0), (False, "async", 0)],
+)
+def test_a_sample_of_a_training_stream_is_replaced(tmp_path: Path, by_position: bool, mode: str, workers: int) -> None:
+    data = {"_target_": "run_toys.damaged_streams", "bad": [], "of_training": [3, 31], "by_position": by_position}
+    changes = {"data": data, "loader__on_error": "skip", "loader__mode": mode, "loader__workers": workers, "epochs": 2}
+    _, summary, recorder = trained(tmp_path, **changes)
+    assert summary.status == "done" and summary.skipped_samples == (3, 31)
+    assert summary.step == 16 and summary.epoch == (2.0 if by_position else 2.25)  # a plain iterable becomes shorter
+    assert "samples 3, 31 of the training data" in _notes(recorder) or "sample 31 of" in _notes(recorder)
+
+
+def test_a_generator_cannot_be_skipped_in(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)iterable.*read\(start, stop\)") as raised:
         built(data={"_target_": "run_toys.Stream"}, loader__on_error="skip")
+    assert raised.value.problems[0].key == "loader.on_error"
+    data = {"_target_": "run_toys.damaged_generator", "bad": [3]}
+    with pytest.raises(RunError, match="sample 3 of the split `eval` cannot be skipped, because the iterator ended"):
+        trained(tmp_path, data=data, loader__on_error="skip")

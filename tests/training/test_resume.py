@@ -66,6 +66,10 @@ def test_resume_is_exact_anywhere(tmp_path: Path, stop_at: int) -> None:
     _assert_equal_runs(*_straight_and_resumed(tmp_path, stop_at, optimizer=ADAM, schedule=COSINE))
 
 
+def test_a_record_of_several_calls_has_the_loss_of_all_of_them_after_a_resume(tmp_path: Path) -> None:
+    _assert_equal_runs(*_straight_and_resumed(tmp_path, 3, log_every_steps=10, device_iterations=2, devices=2, epochs=8))
+
+
 LOADERS: Dict[str, Dict[str, Any]] = {
     "sync": {},
     "sync-workers": {"loader__workers": 2},

@@ -135,3 +135,18 @@ def test_the_planned_size_is_that_of_the_checkpoint(tmp_path: Path) -> None:
         assert run.plan.saving is not None
         assert run.plan.saving.checkpoint_bytes == pytest.approx(written, rel=0.03)
         assert run.plan.saving.saves == 1 and run.plan.saving.free_bytes
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_time_limit_ends_a_wait_for_a_worker_that_hangs(tmp_path: Path, mode: str) -> None:
+    run = built(
+        data={"_target_": "run_toys.Hanging", "hangs_at": 21},
+        loader__workers=1,
+        loader__mode=mode,
+        loader__shuffle=False,
+        eval__every_epochs=None,
+    )
+    begun = time.monotonic()
+    summary = train(run, Folder(tmp_path), [], deadline=begun + 1.0)
+    assert time.monotonic() - begun < 60 and summary.status == "interrupted"
+    assert 0 < summary.step <= 5 and load(latest(Folder(tmp_path)))["progress"]["step"] == summary.step

@@ -106,7 +106,7 @@ class LoaderConfig:
     collate_args: Dict[str, Any] = option({}, "Arguments of the collate function, such as length for padding.")
     on_error: str = option(
         "raise",
-        "When a sample cannot be read: raise: stop; skip: train on the next one, evaluate without it (not iterables).",
+        "When a sample cannot be read: raise: stop; skip: train on the next one, evaluate without it (not generators).",
         choices=("raise", "skip"),
     )
     max_errors: int = option(

@@ -73,13 +73,16 @@ def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSetti
     threading.Thread(target=_stop_with_parent, args=(ring,), daemon=True).start()
     feeder = _Feeder(dataset, ring, settings)
     try:
-        layout = feeder.load_first()
+        first: Any = (feeder.load_first(), ring.buffers)
     except Exception:
         traceback.print_exc()
-        connection.send(None)
-        return
-    connection.send((layout, ring.buffers))
-    feeder.run()
+        first = None
+    try:
+        connection.send(first)
+    except BrokenPipeError:
+        return  # nobody waits for the data any more
+    if first is not None:
+        feeder.run()
 
 
 def _exit_on_signal(number: int, frame: Optional[FrameType]) -> None:

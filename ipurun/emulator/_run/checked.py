@@ -5,14 +5,17 @@ Floating-point exceptions need an interpreter that inspects every result; it is 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, values_in
+from ipurun.emulator._capture.graph import Graph, Node, Value, map_values, needed_nodes, values_in
 from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._run.half import in_float_storage
+from ipurun.emulator._run.kernels import with_quick_kernels
 from ipurun.emulator._run.replay import Replay, generate
 
 _COMPARISONS = names_in("eq ge gt le lt ne")
@@ -45,7 +48,60 @@ class ReplayMaker(NamedTuple):
         wanted = [*graph.outputs, *graph.grads.values()] if results is None else results
         if not self.as_captured:
             graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums)
+            graph = with_quick_kernels(graph, wanted)
         return Interpreter(graph, wanted, checks=True) if self.checks else generate(graph, results=wanted)
+
+
+class GraphRunner:
+    """Runs a graph; where nobody reads its outputs, without the operations that only they need.
+
+    Args:
+        make_replay: Turns a graph into a function that runs it.
+        graph: The captured program.
+        extra: Values to return after the gradients.
+        sums: See `ReplayMaker`.
+    """
+
+    def __init__(
+        self, make_replay: ReplayMaker, graph: Graph, *, extra: Sequence[Value] = (), sums: Sequence[Value] = ()
+    ) -> None:
+        self._make_replay = make_replay
+        self._graph = graph
+        self._extra = list(extra)
+        self._sums = list(sums)
+        self._replay = make_replay(graph, results=[*graph.outputs, *graph.grads.values(), *self._extra], sums=sums)
+
+    def __call__(
+        self, arguments: Sequence[torch.Tensor], *, with_outputs: bool = True
+    ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[torch.Tensor, ...]]:
+        """Return the outputs, and the gradients with the extra values.
+
+        Args:
+            arguments: The graph's inputs, all but the constants, in order.
+            with_outputs: False if nobody reads the outputs, which may then be missing.
+        """
+        if not with_outputs and self._gradients is not None:
+            return (), self._gradients(arguments)
+        results = self._replay(arguments)
+        count = len(self._graph.outputs)
+        return results[:count], results[count:]
+
+    @functools.cached_property
+    def _gradients(self) -> Optional[Replay]:
+        """The function that computes the gradients alone, None if what it would leave out has other effects.
+
+        Such are random numbers, which others are drawn after, functions of the user, and floating-point exceptions.
+        """
+        graph = self._graph
+        if self._make_replay.checks or self._make_replay.rounds or not graph.grads or self._extra:
+            return None
+        results = list(graph.grads.values())
+        needed = needed_nodes(graph, graph.nodes, results)
+        kept = {id(node) for node in needed}
+        dropped = [node for node in graph.nodes if id(node) not in kept]
+        if not dropped or any(node.is_random or not hasattr(node.op, "_schema") for node in dropped):
+            return None
+        return self._make_replay(dataclasses.replace(graph, nodes=needed), results=results, sums=self._sums)
 
 
 def replay_maker(options: Any) -> ReplayMaker:

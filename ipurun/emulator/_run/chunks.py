@@ -18,13 +18,14 @@ from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
-from ipurun.emulator._run.checked import ReplayMaker
+from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.folding import STACKED, CannotFold, Folding, Rows
+from ipurun.emulator._run.forms import Form, choose, program_key, recall, remember, stopwatch
 from ipurun.emulator._run.half import float_op, float_specs
 from ipurun.emulator._run.replay import generate
 
 # Limit for the memory of micro-batches computed at once, beyond that of a single one.
-_MEMORY_BUDGET_BYTES = 48 * 2**20
+_MEMORY_BUDGET_BYTES = 68 * 2**20
 _MOST_AT_ONCE = 32
 # The largest tensor of micro-batches computed at once should stay in the cache; beyond that, larger operations gain
 # nothing.
@@ -147,9 +148,9 @@ def flops(graph: Graph) -> float:
 
 
 def batch_size_for(graph: Graph, micro_batches: int) -> int:
-    """Return the number of micro-batches to compute at once: a divisor of their total, 1 for one by one.
+    """Return the number of micro-batches to try to compute at once: a divisor of their total, 1 for one by one.
 
-    The choice depends only on the graph, so that the same run always computes the same numbers.
+    It depends only on the graph. So the same run computes the same numbers, unless measuring shows that it is slower.
     """
     graph = dataclasses.replace(graph, specs=float_specs(graph))
     if flops(graph) > _LARGE_WORK_FLOPS * len(graph.nodes):
@@ -310,7 +311,6 @@ class Together:
     def __init__(self, graph: Graph, size: int, arguments: Sequence[torch.Tensor], make_replay: ReplayMaker) -> None:
         self.size = size
         self._names = list(graph.grads)
-        self._num_outputs = len(graph.outputs)
         self._items = [item for item in graph.inputs if item.kind != "constant"]
         self.draws = RandomDraws(graph, arguments)
         batched, statistics = _capture_batched(graph, size, self._items, arguments, self.draws)
@@ -325,7 +325,7 @@ class Together:
     def use(self, make_replay: ReplayMaker) -> None:
         """Compute with another kind of replay from now on."""
         # Half precision would overflow in a sum over micro-batches before it does in each of them.
-        self._replay = make_replay(self._batched, sums=list(self._batched.grads.values()))
+        self._run_graph = GraphRunner(make_replay, self._batched, sums=list(self._batched.grads.values()))
         self._rounds = make_replay.rounds
 
     def run(
@@ -336,6 +336,8 @@ class Together:
         start: Callable[[int], None],
         weights: DeviceWeights,
         replicas: Sequence[int],
+        *,
+        with_outputs: bool = True,
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         """Return the outputs with a leading dimension for micro-batches, and the summed gradients.
 
@@ -346,17 +348,17 @@ class Together:
             start: Starts the random stream of a micro-batch, by its index.
             weights: The device's buffers, for running statistics.
             replicas: The replica of each micro-batch.
+            with_outputs: False if nobody reads the outputs, which may then be missing.
         """
         given = _batched_arguments(self._items, arguments, inputs, seed, self.size)
         drawn = self.draws.draw(start, self.size)
         if self._rounds and not drawn:
             start(0)
-        results = self._replay(given + drawn)
-        grads = results[self._num_outputs : self._num_outputs + len(self._names)]
-        statistics = results[self._num_outputs + len(self._names) :]
+        outputs, results = self._run_graph(given + drawn, with_outputs=with_outputs)
+        statistics = results[len(self._names) :]
         if statistics:
             self._statistics.update(weights, replicas, statistics)
-        return results[: self._num_outputs], dict(zip(self._names, grads))
+        return outputs, dict(zip(self._names, results))
 
 
 def _batched_arguments(
@@ -452,10 +454,10 @@ class Block(NamedTuple):
 
 
 class ChunkRunner:
-    """Runs chunks of micro-batches at once, if the results equal those of one by one.
+    """Runs chunks of micro-batches at once, if the results equal those of one by one and that is not slower.
 
-    Both methods are run and compared on the first chunk of the first call. All chunks, including those of that call,
-    then use the same method, so that a resumed run rounds like an uninterrupted one.
+    Both methods are run, compared and measured on the first chunk of the first call. All chunks, including those of
+    that call, then use the same method, and so does a run that resumes with the form of this one: it rounds likewise.
 
     Args:
         graph: The graph of one micro-batch.
@@ -468,33 +470,53 @@ class ChunkRunner:
         self._graph = graph
         self._make_replay = make_replay
         self._weights = weights
-        self._possible = enabled
+        self._enabled = enabled
+        self._adopted: Optional[Form] = None
         self._together: Optional[Together] = None
+        self.form: Optional[Form] = None
+        """The form that was chosen, None before the first call."""
 
     def disable(self) -> None:
         """Run one by one from now on."""
-        self._possible = False
-        self._together = None
+        self._enabled = False
+        self.form = self._together = None
+
+    def adopt(self, form: Form) -> None:
+        """Use the form of another run of this program instead of choosing, if the micro-batches allow it."""
+        if self.form is None or self.form.size != form.size:
+            self._adopted = form
+            self.form = self._together = None
 
     @property
     def size(self) -> int:
         """Return the number of micro-batches that are computed at once, 1 for one by one."""
-        return 1 if self._together is None else self._together.size
+        return 1 if self.form is None else self.form.size
 
     def size_for(self, block: Block) -> int:
         """Return the number of micro-batches of a block to compute at once, 1 for one by one."""
-        if self._possible and self._together is None:
-            self._possible = False
-            reason = obstacle(self._graph)
-            size = 1 if reason else batch_size_for(self._graph, len(block.replicas))
-            if size > 1:
-                self._try(size, block)
-            elif reason or len(block.replicas) > 1:
-                logger.debug("Micro-batches are run one by one: %s", reason or "they are large")
-        return self.size
+        if self.form is None:
+            self.form = self._choose(block)
+            if self._enabled and len(block.replicas) > 1:
+                logger.debug("Micro-batches are run %s", self.form)
+        return self.form.size
+
+    def _choose(self, block: Block) -> Form:
+        """Return the form for the micro-batches of a block, and make what it needs."""
+        count = len(block.replicas)
+        reason = obstacle(self._graph) if self._enabled else "each is inspected"
+        if reason:
+            return Form(1, reason)
+        if self._adopted is not None and self._adopted.fits(count):
+            return self._adopted if self._adopted.size == 1 else self._try(self._adopted.size, block, self._adopted)
+        size = batch_size_for(self._graph, count)
+        if size == 1:
+            return Form(1, "they are large")
+        key = program_key(self._graph, size, count, self._make_replay)
+        known = recall(key)
+        return known if known is not None and known.size == 1 else remember(key, self._try(size, block, known))
 
     def run(
-        self, block: Block, first: int, inputs: Sequence[torch.Tensor]
+        self, block: Block, first: int, inputs: Sequence[torch.Tensor], *, with_outputs: bool = True
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         """Compute a chunk at once; see `Together.run`.
 
@@ -502,12 +524,13 @@ class ChunkRunner:
             block: The micro-batches of the weight update.
             first: The first micro-batch of the chunk.
             inputs: The inputs of the chunk with a leading dimension for micro-batches.
+            with_outputs: False if nobody reads the outputs, which may then be missing.
         """
         assert self._together is not None
-        return self._run(self._together, block, first, inputs)
+        return self._run(self._together, block, first, inputs, with_outputs=with_outputs)
 
     def _run(
-        self, together: Together, block: Block, first: int, inputs: Sequence[torch.Tensor]
+        self, together: Together, block: Block, first: int, inputs: Sequence[torch.Tensor], *, with_outputs: bool = True
     ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
         return together.run(
             block.arguments(0, [], block.seed),
@@ -516,9 +539,17 @@ class ChunkRunner:
             lambda index: block.start(first + index),
             self._weights,
             block.replicas[first : first + together.size],
+            with_outputs=with_outputs,
         )
 
-    def _try(self, size: int, block: Block) -> None:
+    def _try(self, size: int, block: Block, known: Optional[Form]) -> Form:
+        """Make the graph of several micro-batches, compare it with one by one and return the form to use.
+
+        Args:
+            size: Number of micro-batches to compute at once.
+            block: The micro-batches.
+            known: The form to use if the results are equal; None to choose by measuring.
+        """
         written = [copy for name in self._graph.buffers_written() for copy in self._weights.buffers[name]]
         before = [tensor.clone() for tensor in written]
 
@@ -529,6 +560,21 @@ class ChunkRunner:
             return after
 
         inputs = [block.inputs_of(index) for index in range(size)]
+        seconds: Dict[str, List[float]] = {"alone": [], "together": []}
+
+        def alone(index: int = 0) -> Sequence[torch.Tensor]:
+            block.start(index)
+            elapsed = stopwatch()
+            results = replay(block.arguments(block.replicas[index], inputs[index], block.seed))
+            seconds["alone"].append(elapsed())
+            return results
+
+        def at_once() -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
+            elapsed = stopwatch()
+            results = self._run(together, block, 0, stacked)
+            seconds["together"].append(elapsed() / size)
+            return results
+
         try:
             # Stochastic rounding would differ: compare without it.
             nearest = self._make_replay._replace(rounds=False)
@@ -538,28 +584,26 @@ class ChunkRunner:
             outputs: List[Sequence[torch.Tensor]] = []
             sums: Dict[str, torch.Tensor] = {}
             for index in range(size):
-                block.start(index)
-                results = replay(block.arguments(block.replicas[index], inputs[index], block.seed))
+                results = alone(index)
                 outputs.append(results[: len(self._graph.outputs)])
                 for name, gradient in zip(self._graph.grads, results[len(self._graph.outputs) :]):
                     sums[name] = sums[name] + gradient if name in sums else gradient.clone()
             expected = restore()
             stacked = [torch.stack(list(column)) for column in zip(*inputs)]
-            _compare(outputs, sums, *self._run(together, block, 0, stacked))
+            _compare(outputs, sums, *at_once())
             for wanted, got in zip(expected, restore()):
                 _require_equal("a buffer", wanted, got)
+            form = known or choose(size, seconds, alone, at_once)
+            restore()
+        except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, KeyError, Error) as error:
+            restore()
+            return Form(1, str(error))
+        if form.size > 1:
             if self._make_replay.rounds:
                 together.use(self._make_replay)
             self._together = together
-            logger.debug(
-                "Micro-batches are run %d at once, with %d operations instead of %d",
-                size,
-                together.num_nodes,
-                size * len(self._graph.nodes),
-            )
-        except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, KeyError, Error) as error:
-            restore()
-            logger.debug("Micro-batches are run one by one: %s", error)
+            logger.debug("%d operations instead of %d", together.num_nodes, size * len(self._graph.nodes))
+        return form
 
 
 def _compare(

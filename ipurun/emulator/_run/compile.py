@@ -23,6 +23,7 @@ from ipurun.emulator._run.checked import ReplayMaker, replay_maker
 from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
 from ipurun.emulator._run.executable_cache import CacheUse
+from ipurun.emulator._run.kernels import keep_freed_memory
 
 
 @torch.inference_mode(False)  # inference mode would not decompose composite operations
@@ -50,6 +51,7 @@ def compile_model(
     Raises:
         Error: If the model or the options cannot be compiled. The model is left unchanged.
     """
+    keep_freed_memory()
     layout = BatchLayout.of(options)
     checks.check_options(options, layout)
     checks.check_inputs(arguments.tensors())

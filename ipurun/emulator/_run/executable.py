@@ -15,8 +15,9 @@ from ipurun.emulator._capture.structures import rebuild
 from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._run.anchors import Anchors
 from ipurun.emulator._run.batches import BatchLayout, OutputCollector
-from ipurun.emulator._run.checked import ReplayMaker
+from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.chunks import Block, ChunkRunner
+from ipurun.emulator._run.forms import Form
 
 Run = Tuple[int, int, int]
 _PLAIN = ReplayMaker()
@@ -158,9 +159,7 @@ class Executable:
         self.timestamps = Timestamps()
         self.anchors = Anchors(self.graph, anchors or {})
         self._anchored = list(self.anchors.in_graph.values())
-        self._replay = make_replay(
-            self.graph, results=[*self.graph.outputs, *self.graph.grads.values(), *self._anchored]
-        )
+        self._run_graph = GraphRunner(make_replay, self.graph, extra=self._anchored)
         enabled = not make_replay.checks and not weights.groups and not self._anchored
         self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled=enabled)
         self._is_random = make_replay.rounds or any(node.is_random for node in self.graph.nodes)
@@ -168,7 +167,6 @@ class Executable:
         self._last_seed: Optional[Tuple[float, torch.Tensor]] = None
         self._grad_names = list(self.graph.grads)
         self._borrowed_grads = _grads_in_inputs(self.graph)
-        self._num_outputs = len(captured.output_values)
         self._varying = [value in self.graph.varying for value in captured.output_values]
         written = self.graph.storages_written()
         self._written_inputs = [
@@ -182,6 +180,18 @@ class Executable:
             for item in self.graph.inputs_of("parameter", "buffer")
             if self.graph.specs[item.value].storage in written and not self.graph.persists(item)
         }
+
+    @property
+    def state(self) -> List[int]:
+        """Return what another run needs to continue: the random streams and, once chosen, the form of micro-batches."""
+        form = self.chunks.form
+        return [*self.streams.state, *([] if form is None else [form.size])]
+
+    @state.setter
+    def state(self, words: Sequence[int]) -> None:
+        self.streams.state = list(words[:2])
+        if len(words) > 2:
+            self.chunks.adopt(Form(int(words[2]), "as before the resume"))
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run one call.
@@ -240,7 +250,8 @@ class Executable:
             self.timestamps.begin_runs(size)
             stacked = [self._stack(tensor, chunk) for tensor in tensors]
             self.timestamps.inputs_complete(size)
-            outputs, grads = self.chunks.run(block, first, stacked)
+            wanted = any(collector.wants(iteration, step) for iteration, step, _ in chunk)
+            outputs, grads = self.chunks.run(block, first, stacked, with_outputs=wanted)
             first += size
             self.timestamps.outputs()
             for index, (iteration, step, replica) in enumerate(chunk):
@@ -266,8 +277,9 @@ class Executable:
         self.timestamps.begin_runs(1)
         inputs = self._inputs_of(run, pieces)
         self._start_stream(run)
-        outputs, grads = self.run_once(replica, inputs, seed)
-        if collector.wants(iteration, step):
+        wanted = collector.wants(iteration, step)
+        outputs, grads = self.run_once(replica, inputs, seed, with_outputs=wanted)
+        if wanted:
             collector.add(replica, outputs)
             self._anchor_collector.add(replica, self._anchor_results)
         if self.layout.hands_over(iteration, step):
@@ -310,7 +322,12 @@ class Executable:
         return cut[numbers]
 
     def run_once(
-        self, replica: int, inputs: List[torch.Tensor], seed: Optional[torch.Tensor] = None
+        self,
+        replica: int,
+        inputs: List[torch.Tensor],
+        seed: Optional[torch.Tensor] = None,
+        *,
+        with_outputs: bool = True,
     ) -> Tuple[Sequence[torch.Tensor], Dict[str, torch.Tensor]]:
         """Run one micro-batch on one replica and return its outputs and its gradients by name.
 
@@ -318,22 +335,22 @@ class Executable:
             replica: The replica whose buffers are used.
             inputs: The tensors of the micro-batch, changed in place if the model does so.
             seed: Gradient of the loss; the loss scaling by default.
+            with_outputs: False if nobody reads the outputs, which may then be missing.
         """
         seed = self._seed() if seed is None else seed
         originals = list(inputs)
         for index in self._written_inputs:
             inputs[index] = inputs[index].clone()
         self.timestamps.inputs_complete(1)
-        results = self._replay(self.arguments(replica, inputs, seed))
+        outputs, results = self._run_graph(self.arguments(replica, inputs, seed), with_outputs=with_outputs)
         self.timestamps.outputs()
         for index in self._written_inputs:
             originals[index].copy_(inputs[index])
-        num_results = self._num_outputs + len(self._grad_names)
-        self._anchor_results = results[num_results:]
-        grads = dict(zip(self._grad_names, results[self._num_outputs : num_results]))
+        self._anchor_results = results[len(self._grad_names) :]
+        grads = dict(zip(self._grad_names, results))
         for name in self._borrowed_grads:
             grads[name] = grads[name].clone()
-        return results[: self._num_outputs], grads
+        return outputs, grads
 
     def arguments(self, replica: int, inputs: Sequence[torch.Tensor], seed: Optional[torch.Tensor]) -> List[Any]:
         """Return the arguments of the graph for one run, None for missing inputs."""

@@ -20,6 +20,7 @@ from ipurun.emulator._options.strategies import PipelinedExecution, ShardedExecu
 from ipurun.emulator._run.checked import Interpreter
 from ipurun.emulator._run.executable import Executable, host_generator_kept
 from ipurun.emulator._run.half import in_float_storage
+from ipurun.emulator._run.kernels import with_quick_kernels
 
 __all__ = ["CallTimes", "OperationRecorder", "OperationTime", "UpdateTime"]
 
@@ -161,6 +162,7 @@ def _measure(executable: Executable, options: Any, tensors: Sequence[torch.Tenso
     results = [*graph.outputs, *graph.grads.values()]
     rounds = bool(options._Popart.options.get("enableStochasticRounding", False))
     graph, results = in_float_storage(graph, results, stochastic=rounds)
+    graph = with_quick_kernels(graph, results)
     shortest: Dict[int, float] = {}
 
     def timed(index: int, node: Node) -> Node:

@@ -254,7 +254,7 @@ def accumulating(model, options, steps=8, **kwargs):
 def sizes_of_chunks(training, monkeypatch):
     sizes = []
     run = chunks.Together.run
-    monkeypatch.setattr(chunks.Together, "run", lambda self, *args: sizes.append(self.size) or run(self, *args))
+    monkeypatch.setattr(chunks.Together, "run", lambda self, *args, **kwargs: sizes.append(self.size) or run(self, *args, **kwargs))
     return sizes
 
 

@@ -1,1 +1,0 @@
-"""BERT fine-tuned to tell direct speech from the rest of a text."""

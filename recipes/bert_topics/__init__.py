@@ -1,0 +1,1 @@
+"""BERT fine-tuned to tell the topic of a sentence."""
