@@ -27,6 +27,7 @@ __all__ = ["TerminalScreen", "TrainingView", "fit"]
 _SEPARATOR = "  "
 _LIVE_PER_SECOND = 5
 _BAR_WIDTH = 24
+_SHORTEST_BAR = 6
 _MARGIN = 4  # columns that stay free in live lines: a terminal echoes ^C there, and must not wrap
 _LONGEST_HISTORY = 240  # losses; neighbours are merged beyond that
 _SMOOTHING = 0.8  # share of the old value in a smoothed one, at each redraw
@@ -135,7 +136,8 @@ class TerminalScreen(Screen):
 
     def end(self, text: str) -> None:
         self.close()
-        self.line(text, STYLES["quiet"])
+        self._to_line_start()
+        self._console.print(Text(text, style=STYLES["quiet"]), overflow="fold")
 
     def follow(self, state: TrainingState) -> bool:
         if self._view is None or self._view.state is not state:
@@ -278,7 +280,9 @@ class TrainingView:
         """Return the first field, a bar with its share, and the other fields that fit."""
         if fraction is None:
             return _joined(fields, width)
-        bar_width = _BAR_WIDTH if width >= _NARROW else max(6, width - len(fields[0][0]) - 9)
+        room = width - len(fields[0][0]) - len(" 100%") - len(_SEPARATOR)  # for the bar alone
+        with_second = room - len(_SEPARATOR) - (len(fields[1][0]) if len(fields) > 1 else 0)
+        bar_width = min(_BAR_WIDTH, max(with_second if with_second >= _SHORTEST_BAR else room, _SHORTEST_BAR))
         bar = (f"{block_bar(fraction, bar_width, self._blocks)} {fraction:4.0%}", "label")
         return _joined([fields[0], bar, *fields[1:]], width)
 
