@@ -25,7 +25,7 @@ COMMANDS = {
     "report": "Show a run or a sweep as one page: curves, config, time, ranking.",
     "compare": "Compare runs: curves, keys that differ, speed.",
     "runs": "List, show and remove runs: ls, show, rm.",
-    "watch": "Serve the pages of runs on this machine while they go on.",
+    "watch": "Serve the pages of runs on this machine, up to date during runs.",
     "bench": "Measure throughput, the data pipeline alone, and numbers of device_iterations.",
     "ls": "List recipes; `ls keys` lists every config key.",
     "cat": "Print a recipe.",

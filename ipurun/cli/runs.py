@@ -80,7 +80,7 @@ _WATCH_USAGE = """\
 usage: ipurun watch [RUN | SWEEP | FOLDER] [flags]
 
 Serves the pages of a run, a sweep, or of all below a folder (default: runs) on this machine, and keeps them up to date
-while runs go on. Nothing is written. Only browsers of this machine reach it, with the address that is printed. Ctrl-C
+during runs. Nothing is written. Only browsers of this machine reach it, with the address that is printed. Ctrl-C
 ends it.
 
 flags
@@ -387,7 +387,7 @@ def run_watch(argv: List[str]) -> int:
 
 
 def _watch_in_terminal(folder: Path) -> int:
-    """Show what goes on below a folder, drawn again every second; once where there is no terminal."""
+    """Show the runs below a folder in a table, drawn again every second; once where there is no terminal."""
     from ipurun.log.style import draws_blocks, is_drawn_on, print_table, rich_table
 
     blocks = draws_blocks(sys.stdout)  # rich stands in for the stream later

@@ -92,7 +92,7 @@ class SilentScreen:
         """End the long task: replace the bar by a line that stays."""
 
     def follow(self, state: TrainingState) -> bool:
-        """Show a run as it goes on, at a rate of its own; return False if this screen shows `live` lines instead."""
+        """Show the state of a run several times a second; return False if this screen shows `live` lines instead."""
         return False
 
     def wants_live(self, fraction: Optional[float] = None) -> bool:

@@ -146,7 +146,7 @@ class TerminalScreen(Screen):
         self.close()
         self._is_following = True
         self._to_line_start()
-        # rich draws in a thread of its own: a host call only stores its values, however short it is.
+        # rich draws in a separate thread: a host call only stores its values, however short it is.
         self._live = Live(
             console=self._console,
             get_renderable=lambda: view.draw(self._console.width),

@@ -13,7 +13,7 @@ __all__ = ["COLOURS", "Mark", "Series", "heat_grid", "line_chart", "nice_ticks",
 
 COLOURS = 8
 _WIDTH, _HEIGHT = 560, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 10, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 10, 24
 _MOST_POINTS = 1200
 _MOST_KEYS = 7  # in a legend
 _SMOOTHING_POINTS = 60  # fewer are drawn as they are

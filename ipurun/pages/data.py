@@ -1,4 +1,4 @@
-"""What runs and sweeps left on disk, read for pages and tables: also while they go on, damaged, or from elsewhere.
+"""What runs and sweeps left on disk, read for pages and tables: also during a run, damaged, or from elsewhere.
 
 Nothing here raises for a file that is missing or damaged: what can be read is shown, and what is wrong is named.
 """
@@ -69,7 +69,7 @@ class RunData:
     Args:
         folder: Its path.
         status: ``running``, ``finished``, ``interrupted``, ``failed`` or ``killed`` (no summary and nobody runs it).
-        summary: How it ended; empty while it goes on.
+        summary: How it ended; empty while it runs.
         env: Versions, machine, git state.
         config: The resolved config as nested data.
         origins: Key -> where it was set.
@@ -189,7 +189,7 @@ class SweepData:
 
 
 def number(value: Any) -> Optional[float]:
-    """Return a value of a file as a number: also the texts that stand for NaN and infinity; None for anything else."""
+    """Return a value of a file as a number: NaN and infinity are stored as text; None for anything else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -378,7 +378,7 @@ def _records(path: Path, faults: List[str]) -> Iterator[Dict[str, Any]]:
             continue
         if isinstance(record, dict):
             yield record
-    if damaged > 1:  # the last line of a run that goes on may be half written
+    if damaged > 1:  # the last line may be half written during a run
         faults.append(f"{path.name}: {damaged} lines are not JSON and were left out")
 
 

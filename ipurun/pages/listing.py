@@ -70,7 +70,7 @@ def entry_of(folder: Path, with_size: bool = True) -> Entry:
     size = size_of(folder) if with_size else None
     if not is_sweep(folder):
         run = read_run(folder, with_metrics=False)
-        if "step" not in run.summary:  # it goes on, was killed, or failed
+        if "step" not in run.summary:  # it is running, was killed, or failed
             run = read_run(folder)
         monitor = run.monitor or "loss"
         is_up = not any(word in monitor.lower() for word in ("loss", "error", "perplexity"))

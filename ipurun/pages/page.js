@@ -197,7 +197,7 @@
   };
   wire(document);
 
-  // `ipurun watch` serves the page and its parts again as the run goes on; a page from a file stays as it is.
+  // `ipurun watch` serves the page and its parts again during a run; a page from a file stays as it is.
   const live = document.body.dataset.live;
   if (!live) return;
   let version = document.body.dataset.version;

@@ -1,9 +1,9 @@
 """`ipurun watch`: pages of runs served on this machine, made again from the files whenever they are asked for.
 
 Read-only. The server listens on the loopback address, answers only requests that name it by that address (a page on
-the web could otherwise reach it through a name of its own, DNS rebinding) and that know the token in the address that
-was printed (other users of the machine do not). An address names a run by a hash that is looked up among the runs that
-are there: no part of a request becomes a path.
+the web could otherwise reach it through a name that points here, DNS rebinding) and that know the token in the address
+that was printed (other users of the machine do not). An address names a run by a hash that is looked up among the runs
+that are there: no part of a request becomes a path.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _version(folders: List[Path]) -> str:
         for path in [*(folder / name for name in files), *points]:
             try:
                 found = path.lstat()
-                # The lock of a run that goes on is renewed every few seconds: that it is there is enough.
+                # A running process renews its lock every few seconds: that it is there is enough.
                 state = "there" if path.name == "lock.json" else f"{found.st_size} {found.st_mtime_ns}"
             except OSError:
                 state = "-"
