@@ -25,7 +25,7 @@ endef
 INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk test-extras test-wheel bench bench-lightning bench-planner lint typecheck format docs gallery site wheel clean
+.PHONY: help dev run test test-sdk test-extras test-slurm test-wheel bench bench-lightning bench-planner lint typecheck format docs gallery site wheel clean
 
 help:  ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-15s %s\n", $$1, $$2}'
@@ -69,7 +69,7 @@ $(SDK_VENV)/.test: pyproject.toml constraints.txt
 	touch $@
 
 # Traces are opened in Chromium if it is installed or CHROMIUM names it (TRACE_VIEWER: an HTML file for builds without chrome://tracing).
-test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics and files of the extras with the real libraries, on Python 3.11, and traces and pages in Chromium.
+test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics, files and sweeps of the extras with the real libraries, on Python 3.11, and traces and pages in Chromium.
 	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras
 	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest -rs tests/profiling/test_chromium.py tests/pages/test_browser.py
 
@@ -83,6 +83,14 @@ $(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
 	$(EXTRAS_VENV)/bin/python -m pip install -qq --upgrade pip; \
 	$(EXTRAS_VENV)/bin/python -m pip install -qq --constraint constraints-extras.txt --constraint constraints.txt --editable '.[test-extras]'; \
 	touch $@
+
+# SLURM, munge and root are needed; everything is in a temporary folder.
+test-slurm: $(EXTRAS_VENV)/.test  ## Test sweeps on a SLURM of one node, this machine, with time-outs; skipped where SLURM is not installed.
+	@if command -v slurmctld slurmd munged sbatch > /dev/null; then \
+		$(TEST_ENV) tests/slurm/one_node.sh $(EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/slurm; \
+	else \
+		echo "skipped: SLURM is not installed here (Debian: apt install slurm-wlm)"; \
+	fi
 
 test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found; only CUDA builds of torch may be on offer, several GB each.
 	@$(FIND_PYTHON); folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; wheel=$$(ls $$PWD/dist/*.whl); \

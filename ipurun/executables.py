@@ -38,6 +38,7 @@ __all__ = [
 
 _CPU_FOLDER, _ABOUT_FOLDER = "cpu", "about"
 _CPU_ENDING, _IPU_ENDING = ".graph", ".popef"
+_CHOICE_ENDING = ".form"  # what the CPU engine chose by measuring, for a program that may be too quick to be stored
 _CPU_MAGIC = b"ipurun executable "
 _OLD_PLACEHOLDER = b'{"operations": '
 _LEFTOVERS = (".broken", ".partial", ".lock")
@@ -47,13 +48,20 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _NOT_COMPILED = frozenset(
     [
         "cache",
+        "callbacks",
         "checkpoint",
         "debug",
+        "early_stopping",
         "engine",
         "epochs",
         "eval",
+        "init",
+        "init_from",
         "interrupt_exit_code",
+        "limit",
         "loader",
+        "log_every_epochs",
+        "log_every_minutes",
         "log_every_steps",
         "logger",
         "machine",
@@ -62,6 +70,7 @@ _NOT_COMPILED = frozenset(
         "metrics",
         "monitor",
         "name",
+        "on_callback_error",
         "on_nonfinite",
         "optimizer.lr",
         "options.connectionType",
@@ -80,7 +89,9 @@ _NOT_COMPILED = frozenset(
         "rollback",
         "runs_dir",
         "schedule",
+        "security",
         "seed",
+        "sweep",
         "threads",
     ]
 )
@@ -323,6 +334,10 @@ def clear(folder: Union[str, Path]) -> Tuple[List[Entry], int]:
         with contextlib.suppress(OSError):
             path.unlink()
             others += 1
+    for path in _listed(Path(folder) / _CPU_FOLDER):
+        if path.suffix == _CHOICE_ENDING:
+            with contextlib.suppress(OSError):
+                path.unlink()
     for name in (_CPU_FOLDER, _ABOUT_FOLDER):
         with contextlib.suppress(OSError):
             (Path(folder) / name).rmdir()

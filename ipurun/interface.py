@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -89,6 +89,7 @@ class PlanReport:
         cache: Whether the executable is in the cache; known where there is an estimate.
         words: The command line of the plan.
         unsolved: Why `solve` found nothing, if what it tried was refused.
+        program: Tells its executables from those of other points of a sweep; empty without one.
     """
 
     plan: Plan
@@ -99,6 +100,7 @@ class PlanReport:
     cache: Optional[CacheState]
     words: Sequence[str]
     unsolved: str = ""
+    program: str = ""
 
     @property
     def fits(self) -> Optional[bool]:
@@ -158,6 +160,8 @@ class PlanReport:
             document["solutions"] = [solution_dict(solution) for solution in self.solutions]
         if self.calibrated:
             document["calibrated"] = self.calibrated
+        if self.program:
+            document["program"] = self.program
         return document
 
     def html(self) -> str:
@@ -524,15 +528,15 @@ def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[Pa
 
         found = points(words, "plan")
         if found.multirun:
-            from ipurun.sweep.check import planned
+            from ipurun.sweep.check import planned, program_of
 
             prepared = planned(found.points)
-        else:
-            from ipurun.inspect.facts import Purpose
-            from ipurun.runs.prepare import prepare
+            reports = [_report(item, words, solve, calibrate) for item in prepared]
+            return [replace(report, program=program_of(item.point)) for report, item in zip(reports, prepared)]
+        from ipurun.inspect.facts import Purpose
+        from ipurun.runs.prepare import prepare
 
-            prepared = [prepare(found.points[0], Purpose.PLAN)]
-        return [_report(item, words, solve, calibrate) for item in prepared]
+        return [_report(prepare(found.points[0], Purpose.PLAN), words, solve, calibrate)]
 
 
 def plan_of_run(run: PathLike) -> PlanReport:

@@ -51,6 +51,7 @@ MAY_PRINT = (
     "ipurun/cli/",
     "ipurun/emulator/",
     "ipurun/config/hydra_main.py",
+    "ipurun/sweep/forks.py",
     "ipurun/sweep/worker.py",
     "ipurun/selftest/worker.py",
 )

@@ -132,7 +132,9 @@ class _FoundInStream:
 
     @property
     def indices(self) -> Tuple[int, ...]:
-        return tuple(sorted({int(value) - 1 for value in numpy.unique(numpy.frombuffer(self._lists, numpy.int64)) if value}))
+        return tuple(
+            sorted({int(value) - 1 for value in numpy.unique(numpy.frombuffer(self._lists, numpy.int64)) if value})
+        )
 
     @property
     def has_space(self) -> bool:
@@ -242,9 +244,9 @@ class _SkippingStream(torch.utils.data.IterableDataset):
             except StopIteration:
                 if failed is not None and position != length_of(self._data):
                     raise RuntimeError(
-                        f"sample {position - 1} of the split `{self._split}` cannot be skipped, because the iterator ended "
-                        f"with its error ({type(failed).__name__}: {failed}): give the data set `read(start, stop)` or "
-                        "make it readable by index"
+                        f"sample {position - 1} of the split `{self._split}` cannot be skipped, because the iterator "
+                        f"ended with its error ({type(failed).__name__}: {failed}): give the data set "
+                        "`read(start, stop)` or make it readable by index"
                     ) from failed
                 return
             except Exception as error:  # of any kind: the user's code reads the sample

@@ -13,9 +13,10 @@ import multiprocessing.queues
 import multiprocessing.resource_tracker
 import os
 import signal
+import sys
 import threading
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Type
 
 import torch
 
@@ -59,6 +60,7 @@ class WorkerSetup:
     def __call__(self, worker: int) -> None:
         self._end_if_alone()
         _end_only_with(os.getppid())
+        sys.excepthook = _report_unless_disconnected  # also of the thread that hands over shared memory
         # Torch names shared memory and removes the name a moment later: a process that is killed in between leaves the
         # memory behind until the machine is restarted. This is where torch's collate function gets its memory.
         torch.UntypedStorage._new_using_fd_cpu = staticmethod(_anonymous_storage)  # type: ignore[assignment,method-assign]
@@ -222,6 +224,11 @@ def kill(processes: List[Any]) -> None:
         process.kill()
     for process in running:
         process.join(1.0)
+
+
+def _report_unless_disconnected(kind: Type[BaseException], error: BaseException, place: Any) -> None:
+    if not isinstance(error, (ConnectionError, EOFError)):  # the run has ended while a batch was on its way
+        sys.__excepthook__(kind, error, place)
 
 
 def _end_only_with(owner: int) -> None:

@@ -207,14 +207,25 @@ def guarded(command: Callable[[], int], name: str, argv: Sequence[str]) -> int:
     try:
         return command()
     except IpurunError as error:
+        _raise_interrupt(error)
         error.set_problems(_complete(problem, name, argv) for problem in error.problems)
         show_problems(error, as_json="--json" in argv, debug="--debug" in argv)
         return error.exit_code
     except (KeyboardInterrupt, BrokenPipeError):
         raise
     except Exception as error:
+        _raise_interrupt(error)
         show_problems(IpurunError(explain(error)), as_json="--json" in argv, debug="--debug" in argv)
         return EXIT_FAILED
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Raise the interrupt that an error came from: libraries do not expect one wherever it comes, and fail."""
+    found: Optional[BaseException] = error
+    while found is not None:
+        if isinstance(found, KeyboardInterrupt):
+            raise found
+        found = found.__cause__ or found.__context__
 
 
 def _complete(problem: Problem, name: str, argv: Sequence[str]) -> Problem:

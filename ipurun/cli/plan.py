@@ -62,11 +62,24 @@ def run(argv: List[str]) -> int:
         print_json(documents if parse_argv(rest).multirun else documents[0])
     else:
         texts = [report.text("explain" in flags.values, "inference" in flags.values, flags.quiet) for report in reports]
+        texts += _sweep_lines(reports) if parse_argv(rest).multirun else []
         text = ("\n" if flags.quiet else "\n\n").join(texts)
         if is_drawn_on(sys.stdout) and not flags.quiet:
             text = paint_plan(text, columns(), draws_blocks(sys.stdout), has_colour(sys.stdout))
         print(text)
     return EXIT_DOES_NOT_FIT if any(report.fits is False for report in reports) else 0
+
+
+def _sweep_lines(reports: List[PlanReport]) -> List[str]:
+    """Return how many points a sweep has, and how many programs are compiled for them."""
+    from ipurun.log.format import plural
+
+    found = {report.program: report for report in reports}
+    cached = [report for report in found.values() if report.cache is not None and report.cache.training == "hit"]
+    evaluates = any(report.plan.evaluation is not None for report in reports)
+    modes = "for training and for inference" if evaluates else "for training"
+    text = f"sweep: {plural(len(reports), 'point')}, {plural(len(found), 'program')} to compile {modes}"
+    return [text + (f", {len(cached)} of them cached" if cached else "")]
 
 
 def _take_solve(argv: List[str]) -> Tuple[List[str], Optional[str]]:

@@ -100,6 +100,9 @@ def parse_argv(argv: Sequence[str]) -> CommandLine:
             close = (key,) if is_known(key) else suggest(key).keys
             fix = f"{close[0]}={value or 'VALUE'}, without dashes" if close else ""
             problems.append(Problem(f"unknown flag `{word}`", "command line", known=known, fix=fix))
+        elif word.startswith("hydra.mode="):  # Hydra's other way to write -m
+            multirun = multirun or word.partition("=")[2].upper() == "MULTIRUN"
+            overrides.append(word)
         else:
             # `recipe` is not in the defaults list (Hydra could not take `+recipe=` otherwise), so a plain
             # `recipe=mnist`, which is what people type, has to become an addition.

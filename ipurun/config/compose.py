@@ -11,13 +11,13 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ipurun.config import checks, hydra_session, overrides, secrets
+from ipurun.config import checks, hydra_plugins, hydra_session, overrides, secrets
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, load_file, yaml_problem
@@ -100,11 +100,21 @@ class _Line:
 
 @dataclass(frozen=True)
 class Points:
-    """All points of a command line."""
+    """All points of a command line.
+
+    Args:
+        points: The points. Of a search, those at the ends of its ranges and with each of its choices.
+        multirun: Whether ``-m`` was given.
+        launching: Where points run, and which sweeper chooses them.
+        searched: The keys of a search, with what it may choose from.
+        composer: Composes a point with values that a search has chosen.
+    """
 
     points: Tuple[Point, ...]
     multirun: bool
-    sweep_dir: Optional[str] = None
+    launching: hydra_plugins.Launching = field(default_factory=hydra_plugins.Launching)
+    searched: Tuple[overrides.Parsed, ...] = ()
+    composer: Optional[Callable[[Mapping[str, str]], Point]] = field(default=None, repr=False, compare=False)
 
 
 def where_typed(words: Sequence[str], key: str) -> str:
@@ -130,10 +140,42 @@ def points(argv: Sequence[str], command: str = "train") -> Points:
     with hydra_session.open_hydra(line) as session:
         typed_after = f"{command} -m" if line.multirun else command
         parsed, problems = overrides.parse(line.overrides, session.groups, line.multirun, session.loader, typed_after)
+        launching = hydra_plugins.Launching()
         if line.multirun:
-            parsed += session.sweep_parameters(parsed)
+            launching, declared = session.sweep(parsed)
+            parsed += declared
+        if launching.sweeper != hydra_plugins.BASIC:
+            return _search(session, parsed, problems, launching)
+        problems += overrides.only_for_a_search(parsed)
+        parsed = [override for override in parsed if override.values]
         composed = [_compose_point(session, chosen, problems) for chosen in overrides.spread(parsed)]
-    return Points(tuple(composed), line.multirun, _typed_value(parsed, "hydra.sweep.dir"))
+    return Points(tuple(composed), line.multirun, launching)
+
+
+def _search(
+    session: hydra_session.Session,
+    parsed: Sequence[overrides.Parsed],
+    problems: Sequence[Problem],
+    launching: hydra_plugins.Launching,
+) -> Points:
+    """Return a search: points at the ends of all ranges and with each choice, and how to compose others."""
+    searched = tuple(override for override in parsed if override.is_swept)
+
+    def compose(values: Mapping[str, str]) -> Point:
+        sampled = [override.sampled(values[override.key]) if override.is_swept else override for override in parsed]
+        return _compose_point(session, overrides.spread(sampled)[0], problems)
+
+    tried = {override.key: _ends(override) for override in searched}
+    first = {key: values[0] for key, values in tried.items()}
+    chosen = [first, *({**first, key: value} for key, values in tried.items() for value in values[1:])]
+    return Points(tuple(compose(values) for values in chosen), True, launching, searched, compose)
+
+
+def _ends(override: overrides.Parsed) -> List[str]:
+    """Return the values at the ends of a range, or all choices."""
+    if override.interval is None:
+        return list(override.values)
+    return list(dict.fromkeys((str(override.interval.low), str(override.interval.high))))
 
 
 def one(argv: Sequence[str], command: str = "train") -> Point:
@@ -254,7 +296,7 @@ def _point(
         changed=changed,
         given=_given_keys(config, chosen, composed.documents, changed),
         swept={override.key: word.partition("=")[2] for override, word in words if override.is_swept},
-        run_dir=_typed_value([override for override, _ in chosen], "hydra.run.dir"),
+        run_dir=composed.run_dir,
         hidden=hidden,
     )
     found += secrets.masked_keys(resolved, point.where)
@@ -396,8 +438,3 @@ def _leaves(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-def _typed_value(parsed: Sequence[overrides.Parsed], key: str) -> Optional[str]:
-    values = [override.values[0] for override in parsed if override.key == key]
-    return values[-1].strip("'\"") if values else None

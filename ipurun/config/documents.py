@@ -42,6 +42,11 @@ class Entry:
     node: yaml.Node
     line: int
 
+    @property
+    def value(self) -> Any:
+        """What the file gives the key."""
+        return _constructed(self.node)
+
 
 @dataclass(frozen=True)
 class Document:
@@ -241,7 +246,7 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
         fix = "write keys and values: `epochs: 4`, one in each line"
         return [Problem(what, document.where(1), seen="a list or a single value", fix=fix)]
     problems = [
-        several_choices(entry.key, _value(entry), document.where(entry.line))
+        several_choices(entry.key, entry.value, document.where(entry.line))
         for entry in document.choices
         if entry.key in ONE_CHOICE and isinstance(entry.node, yaml.SequenceNode) and len(entry.node.value) > 1
     ]
@@ -251,7 +256,7 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
             continue
         if not keys.is_known(entry.key):
             unknown.append(entry.key)
-            value = _value(entry)
+            value = entry.value
             suggestion = keys.suggest(entry.key, value)
             known = ", ".join(suggestion.keys) if suggestion.keys else "run `ipurun ls keys` to see every key"
             fix = _advice(suggestion, value, groups)
@@ -261,7 +266,7 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
                 Problem(f"unknown key `{entry.key}`", document.where(entry.line), known=known, fix=fix, key=entry.key)
             )
             continue
-        wrong = keys.type_problem(entry.key, _value(entry))
+        wrong = keys.type_problem(entry.key, entry.value)
         if wrong is not None:
             problems.append(
                 Problem(f"`{entry.key}` takes {wrong[0]}", document.where(entry.line), seen=wrong[1], key=entry.key)
@@ -283,10 +288,6 @@ def _advice(suggestion: keys.Suggestion, value: Any, groups: Mapping[str, Sequen
 
 def _choose(group: str, name: str) -> str:
     return f"choose it in the defaults list: - override /{group}: {name}"
-
-
-def _value(entry: Entry) -> Any:
-    return _constructed(entry.node)
 
 
 def _constructed(node: yaml.Node) -> Any:

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse as parse_interpolation
 
-from ipurun.config import folders, keys, overrides
+from ipurun.config import folders, hydra_plugins, keys, overrides
 from ipurun.config.argv import CommandLine
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import (
@@ -61,6 +61,7 @@ class Composed:
     recipes: Tuple[str, ...] = ()
     documents: Tuple[Document, ...] = ()
     problems: Tuple[Problem, ...] = ()
+    run_dir: Optional[str] = None  # that the user chose
 
 
 @contextmanager
@@ -80,6 +81,7 @@ def prepare_hydra(line: CommandLine) -> None:
     """Register ipurun's schema and the user's folders with Hydra."""
     version.setbase("1.3")
     ConfigStore.instance().store(name="schema", node=keys.schema())
+    hydra_plugins.register()
     folders.add_user_folder(line.config_dir)
     if _UserFolders not in Plugins.instance().discover(SearchPathPlugin):
         Plugins.instance().register(_UserFolders)
@@ -114,17 +116,22 @@ class Session:
         self.config_name = config_name
         self.groups = folders.groups()
 
-    def sweep_parameters(self, parsed: Sequence[overrides.Parsed]) -> List[overrides.Parsed]:
-        """Return the sweeps that a config declares (``hydra.sweeper.params``), except keys of the command line."""
+    def sweep(self, parsed: Sequence[overrides.Parsed]) -> Tuple[hydra_plugins.Launching, List[overrides.Parsed]]:
+        """Return how points are run, and the sweeps that a config declares (``hydra.sweeper.params``).
+
+        Keys of the command line are not declared again.
+        """
         plain = [text for override in parsed if not override.is_swept for text in override.texts() if text]
         composed = self._load(plain)
-        declared = OmegaConf.select(composed, "hydra.sweeper.params") if composed is not None else None
+        if composed is None:
+            return hydra_plugins.Launching(), []
+        declared = OmegaConf.select(composed, "hydra.sweeper.params")
         typed = {override.key for override in parsed}
         words = [f"{key}={value}" for key, value in (declared or {}).items() if key.lstrip("+") not in typed]
         found, problems = overrides.parse(words, self.groups, True, self.loader)
         if problems:
             raise ConfigError(problems)
-        return found
+        return hydra_plugins.read_launching(composed.hydra), found
 
     def compose(self, chosen: Sequence[Tuple[overrides.Parsed, str]]) -> Composed:
         """Compose a config. Groups chosen on the command line win over a recipe's keys inside them.
@@ -139,6 +146,7 @@ class Session:
         def check(defaults: Sequence[ResultDefault]) -> None:
             documents.extend(_documents(defaults, typed_groups))
             problems = [problem for document in documents for problem in check_document(document, self.groups)]
+            problems += [problem for document in documents for problem in _hydra_problems(document)]
             if problems:
                 raise ConfigError(problems)
 
@@ -149,6 +157,10 @@ class Session:
             return Composed(None, _recipes(documents), tuple(documents), tuple(error.problems))
         except _COMPOSE_ERRORS as error:
             return Composed(None, documents=tuple(documents), problems=tuple(_explain(error, self.groups, chosen)))
+        try:
+            run_dir = hydra_plugins.resolved(config.hydra, "run.dir")
+        except ConfigError as error:
+            return Composed(None, _recipes(documents), tuple(documents), tuple(error.problems))
         with open_dict(config):
             config.pop("hydra")
         explicit = [override for override, _ in chosen if override.is_group]
@@ -157,7 +169,7 @@ class Session:
         for override, _ in chosen:
             if override.late is not None:
                 OmegaConf.update(config, override.key, override.late, force_add=True)
-        return Composed(config, _recipes(documents), tuple(documents))
+        return Composed(config, _recipes(documents), tuple(documents), run_dir=None if run_dir == "." else run_dir)
 
     @contextmanager
     def _checking_files(self, check: Callable[[Sequence[ResultDefault]], None]) -> Iterator[None]:
@@ -248,6 +260,16 @@ def _documents(defaults: Sequence[ResultDefault], typed_groups: Set[str]) -> Lis
     ]
 
 
+def _hydra_problems(document: Document) -> Iterator[Problem]:
+    """Yield the problems of a file that sets keys of Hydra."""
+    for entry in document.entries:
+        is_leaf = not any(other.key.startswith(entry.key + ".") for other in document.entries)
+        if entry.key.startswith("hydra.") and is_leaf:
+            problem = hydra_plugins.check_key(entry.key, entry.value, document.where(entry.line))
+            if problem is not None:
+                yield problem
+
+
 def _group(default: ResultDefault) -> str:
     return str(default.config_path).rpartition("/")[0]
 
@@ -305,7 +327,7 @@ def _explain(
 
 
 def _unreadable_interpolations(detail: str) -> List[Problem]:
-    """Return a problem for each value of the user's files that looks like an interpolation and cannot be read as one."""
+    """Return a problem for each value of the user's files that looks like an interpolation and cannot be read."""
     fix = "write ${key}, ${.neighbour} or ${resolver:argument}; a computed name is a whole part: ${data.${name}}"
     problems: List[Problem] = []
     for path in (path for folder in folders.user_folders() for path in folders.files(folder)):

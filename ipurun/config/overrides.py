@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
-from ipurun.config import keys
+from ipurun.config import hydra_plugins, keys
 from ipurun.config.documents import load_text
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.errors import ConfigError, Problem, listing, nearest
 
-__all__ = ["Groups", "Parsed", "each_key_once", "parse", "spread"]
+__all__ = ["Groups", "Interval", "Parsed", "each_key_once", "only_for_a_search", "parse", "spread"]
 
 Groups = Dict[str, List[str]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A range of numbers to search: ``interval(1, 8)`` or, for a sweeper that searches, ``range(1, 8)``.
+
+    Args:
+        low: The smallest number; an integer if all are.
+        high: The largest one.
+        log: Whether orders of magnitude are searched (``tag(log, interval(1e-4, 1e-1))``).
+        step: Distance between the numbers; None: any number.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    step: Optional[float] = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,8 @@ class Parsed:
         is_group: Whether it chooses a file of a group.
         late: A value that Hydra's grammar cannot express, to be set after composing.
         written: The keys that get a value, including those inside a mapping.
+        interval: What a sweeper that searches may choose a value from, if that is not a list of values.
+        is_sampled: Whether such a sweeper has chosen the value.
     """
 
     typed: str
@@ -43,10 +62,16 @@ class Parsed:
     is_group: bool
     late: Any = None
     written: Tuple[str, ...] = ()
+    interval: Optional[Interval] = None
+    is_sampled: bool = False
 
     @property
     def is_swept(self) -> bool:
-        return len(self.values) > 1
+        return len(self.values) > 1 or self.is_sampled or self.interval is not None
+
+    def sampled(self, value: str) -> Parsed:
+        """Return the override with one of its values."""
+        return replace(self, values=(value,), interval=None, is_sampled=True)
 
     def shown(self, value: str) -> str:
         """Return the override with one of its values, as a user would type it."""
@@ -58,7 +83,8 @@ class Parsed:
             return [""]
         if self.prefix == "~":
             return ["~" + self.key + (f"={self.values[0]}" if self.values[0] else "")]
-        return [f"{self.prefix}{self.key}={value}" for value in self.values]
+        values = self.values or (str(self.interval.low),) if self.interval is not None else self.values
+        return [f"{self.prefix}{self.key}={value}" for value in values]
 
 
 def parse(
@@ -94,6 +120,8 @@ def parse(
             continue
         key = str(override.key_or_group)
         problem = _check(override, key, values, groups, multirun, word)
+        if problem is None and override.is_interval_sweep():
+            problem = _check_interval(override, word)
         if problem is None and not (key.startswith("hydra") or key in groups or keys.is_known(key)):
             problem = _unknown_key(override, word, words, command)
         if problem is not None:
@@ -102,7 +130,17 @@ def parse(
         else:
             prefix, is_group = _prefix(override, key, groups), key in groups
             written = () if is_group or override.is_delete() else tuple(_written(key, override.value()))
-            accepted.append(Parsed(word, _with_package(override), prefix, values, is_group, written=written))
+            accepted.append(
+                Parsed(
+                    word,
+                    _with_package(override),
+                    prefix,
+                    values,
+                    is_group,
+                    written=written,
+                    interval=_interval(override),
+                )
+            )
     if missing_files:
         raise ConfigError(problems)
     return accepted, problems
@@ -128,7 +166,60 @@ def each_key_once(words: Iterable[str]) -> Tuple[str, ...]:
     return tuple(kept.values())
 
 
+def only_for_a_search(overrides: Sequence[Parsed]) -> List[Problem]:
+    """Return the problems of intervals under the sweeper that takes lists of values."""
+    found = []
+    for override in overrides:
+        if override.interval is None or override.values:
+            continue
+        low, high = override.interval.low, override.interval.high
+        found.append(
+            Problem(
+                f"`{override.key}` is a range to search, and the basic sweeper runs every value of a list",
+                f"command line: {override.typed}",
+                fix=f"add hydra/sweeper=optuna hydra.sweeper.n_trials=20, or list values: {override.key}={low},{high}",
+                key=override.key,
+            )
+        )
+    return found
+
+
+def _interval(override: Override) -> Optional[Interval]:
+    """Return the numbers that a sweeper may search in; for a range its values are listed, too."""
+    sweep = override.value() if override.is_sweep_override() else None
+    if isinstance(sweep, IntervalSweep):
+        assert sweep.start is not None and sweep.end is not None
+        return Interval(*_whole(str(override.key_or_group), sweep.start, sweep.end), "log" in sweep.tags)
+    if isinstance(sweep, RangeSweep):
+        numbers = list(sweep.range())
+        if numbers:
+            return Interval(min(numbers), max(numbers), "log" in sweep.tags, abs(float(sweep.step or 1)))
+    return None
+
+
+def _whole(key: str, low: float, high: float) -> Tuple[float, float]:
+    """Return ends as integers where a key takes only those: Hydra reads ``interval(1, 8)`` as floats."""
+    ends = (int(low), int(high))
+    takes_floats = keys.type_problem(key, float(low)) is None
+    return (low, high) if takes_floats or ends != (low, high) or keys.type_problem(key, ends[0]) else ends
+
+
+def _check_interval(override: Override, word: str) -> Optional[Problem]:
+    found = _interval(override)
+    assert found is not None
+    key = str(override.key_or_group)
+    if found.low < found.high and not (found.log and found.low <= 0):
+        return None
+    what = "must be larger than 0 to be searched by magnitude" if found.low < found.high else "is empty"
+    text = f"interval({found.low}, {found.high})"
+    return Problem(
+        f"the range of `{key}` {what}", f"command line: {word}", seen=text, fix=f"{key}=interval(0.001, 0.1)"
+    )
+
+
 def _values(override: Override) -> Tuple[str, ...]:
+    if override.is_interval_sweep():
+        return ()
     if override.is_sweep_override():
         return tuple(override.sweep_string_iterator())
     if override.is_delete() and override.value() is None:
@@ -151,7 +242,8 @@ def _prefix(override: Override, key: str, groups: Groups) -> str:
     if override.is_delete():
         return "~"
     if key in groups or key.startswith("hydra"):
-        return "+" if override.is_add() else ("++" if override.is_force_add() else "")
+        open_mapping = override.is_force_add() or hydra_plugins.is_open(key)
+        return "++" if open_mapping else ("+" if override.is_add() else "")
     # Hydra closes every mapping, even open ones, and refuses `+` for existing keys; users should not have to know
     # which of the two a key needs.
     return "++"
@@ -166,6 +258,14 @@ def _check(
     word: str,
 ) -> Optional[Problem]:
     where = f"command line: {word}"
+    if key.startswith("hydra/"):
+        return hydra_plugins.check_choice(key, values, where)
+    if key.startswith("hydra."):
+        value = None if override.is_delete() or override.is_sweep_override() else override.value()
+        return hydra_plugins.check_key(key, value, where)
+    if override.is_interval_sweep() and not multirun:
+        fix = f"-m {word} hydra/sweeper=optuna"
+        return Problem(f"`{key}` is a range to search, which is a sweep", where, fix=fix, key=key)
     if override.is_sweep_override() and not multirun:
         return Problem(
             f"`{key}` has several values, which is a sweep",
@@ -173,21 +273,17 @@ def _check(
             fix=f"-m {word}  (or quote a list: '{key}=[{word.partition('=')[2]}]')",
             key=key,
         )
-    if key in ("hydra/launcher", "hydra/sweeper") and values != ("basic",):
-        return Problem(
-            f"`{key}` cannot be chosen",
-            where,
-            seen="ipurun runs each point of a sweep in a separate process",
-            fix="remove it; see docs/how-to/sweeps.md",
-            key=key,
-        )
-    if key.startswith("hydra"):
-        return None
     if key in groups:
         return None if override.is_delete() else _check_choice(key, values, groups, where)
     if override.is_delete() or not keys.is_known(key):
         return None
-    parts: List[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    parts: List[Any] = [override.value()]
+    if override.is_interval_sweep():
+        found = _interval(override)
+        assert found is not None
+        parts = [found.low, found.high]
+    elif override.is_sweep_override():
+        parts = list(override.sweep_iterator())
     return next(filter(None, (_check_value(key, value, where) for value in parts)), None)
 
 

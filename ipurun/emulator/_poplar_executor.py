@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +28,7 @@ from ipurun.emulator._printing import module_repr
 from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
 from ipurun.emulator._run.executable import Executable, default_seed
-from ipurun.emulator._run.executable_cache import cache_lock
+from ipurun.emulator._run.executable_cache import ExportSlot, cache_lock
 from ipurun.emulator._run.op_times import OperationRecorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
@@ -150,6 +150,7 @@ class PoplarExecutor:
         self._seen_weights_version = 0
         self._num_calls = 0
         self._rng_state: Optional[List[int]] = None
+        self._export: Optional[ExportSlot] = None
         self._compilation_time: Optional[datetime.timedelta] = None
         self.operation_recorder: Optional[OperationRecorder] = None
         self._profiling = Channel("poptorch.trainingModel" if self._model.training else "poptorch.inferenceModel")
@@ -181,7 +182,9 @@ class PoplarExecutor:
     def __getstate__(self) -> Dict[str, Any]:
         """Leave out the compiled state: a copy compiles at its first call. Use `save` to write files."""
         kept = dict(self.__dict__)
-        kept.update(_executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False)
+        kept.update(
+            _executable=None, _compiled_arguments=None, _is_attached=False, _dirty_host_weights=False, _export=None
+        )
         return kept
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -412,13 +415,17 @@ class PoplarExecutor:
     ) -> None:
         """Compile the model for these arguments and write it to a file (see `save`)."""
         if self._executable is None:
+            self._export = ExportSlot(self._options, self._training)
             self._compile(args, kwargs)
             if self._device.connects:
                 self.attachToDevice()
         self.save(filename, export_model)
 
     def loadExecutable(self, filename: str) -> None:
-        """Compile the model for the arguments stored in a file, instead of those of the first call.
+        """Load the program that is stored in a file, instead of compiling it at the first call.
+
+        A program that has not the forward pass of this model, or that could not be stored, is compiled for the stored
+        arguments.
 
         Raises:
             Error: If the file was written by another version.
@@ -429,9 +436,15 @@ class PoplarExecutor:
                 f"{filename} was exported by PopTorch version {data['version']}, this is {self._poptorch_version}."
             )
         positional, named = data["arguments"]
+        self._use_program(data)
         self._compile(tuple(positional), named)
         if self._device.connects:
             self.attachToDevice()
+
+    def _use_program(self, data: Mapping[str, Any]) -> None:
+        """Load the program of an exported file when compiling; files of older versions hold none."""
+        if data.get("program") is not None:
+            self._export = ExportSlot(self._options, self._training, data["program"])
 
     def compilationTime(self) -> datetime.timedelta:
         """Return how long the last compile took.
@@ -561,6 +574,7 @@ class PoplarExecutor:
                     seed=self._options.random_seed if has_seed else default_seed(),
                     groups=self.per_replica_params,
                     optimizer="" if self._optimizer is None else self._optimizer.constants(),
+                    export=self._export,
                 )
                 if self._optimizer is not None:
                     self._optimizer.compile(executable, named_tensors(self._model)[0])
@@ -694,6 +708,7 @@ def load(filename: str, edit_opts_fn: Optional[Callable[[Options], None]] = None
     if optimizer is not None and data.get("optimizer_state", {}).get("ipu_state") is not None:
         optimizer.load_state_dict(data["optimizer_state"])
     executor = PoplarExecutor(data["model"], options, data["training"], __version__, optimizer)
+    executor._use_program(data)
     positional, named = data["arguments"]
     executor.compile(*positional, **named)
     if data["rng_state"]:

@@ -283,8 +283,8 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
             Problem(
                 "`loader.on_error=skip`: samples of this iterable data set cannot be skipped",
                 seen="a generator that has raised an error, or a data pipe, cannot be asked for its next item",
-                fix="loader.on_error=raise, and handle the error inside the data set; or give it `read(start, stop)`, or "
-                "make it readable by index",
+                fix="loader.on_error=raise, and handle the error inside the data set; or give it `read(start, stop)`, "
+                "or make it readable by index",
                 key="loader.on_error",
             )
         )

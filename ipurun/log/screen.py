@@ -102,6 +102,9 @@ class SilentScreen:
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
         """Replace the live line; most important parts first."""
 
+    def live_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
+        """Replace the live line by a table, and a note below it, where lines can be replaced."""
+
     def wants_waiting(self) -> bool:
         """Return whether it would show how far a long wait is now."""
         return False

@@ -170,6 +170,20 @@ class TerminalScreen(Screen):
             text = Text(block_bar(fraction, _BAR_WIDTH, self._blocks) + " ", style=STYLES["label"]) + text
         self._draw(text)
 
+    def live_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
+        if time.monotonic() - self._last_live < 1 / _LIVE_PER_SECOND and self._live is not None:
+            return
+        self._last_live = time.monotonic()
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for place, name in enumerate(header):
+            last = place == len(header) - 1
+            table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if last else None)
+        most = max(1, self._console.height - 4)  # what does not fit on the screen would scroll it at every refresh
+        for row in rows[:most]:
+            table.add_row(*map(Text, row))
+        more = f"and {len(rows) - most} more; " if len(rows) > most else ""
+        self._draw(Group(table, Text(more + note, style="dim")))
+
     def _draw(self, shown: RenderableType) -> None:
         if self._live is None or self._is_following:
             self.close()

@@ -49,18 +49,22 @@ class Tracker(Observer):
 
     A run that resumes or rolls back repeats steps. Records of them that the service already has are not sent again,
     unless their loss differs, as after a rollback to a lower learning rate: both attempts are then shown.
-    ``NAME_run.json`` in the run folder has the id of the run in the service, and the last step sent of each split.
+    ``NAME_run.json`` in the run folder has the id of the run in the service, and the last step of each split that it is
+    known to have.
 
     Args:
         folder: The run folder.
         name: Name of the service.
     """
 
+    is_written_at_once = True  # whether the service has what `send` was given when that returns
+
     def __init__(self, folder: Union[str, Path], name: str) -> None:
         self.folder = Path(folder)
         self._file = self.folder / f"{name}_run.json"
         self._id: Optional[str] = None
         self._sent: Dict[str, int] = {}
+        self._confirmed: Dict[str, int] = {}
         self._earlier: Dict[Tuple[str, int], float] = {}  # losses of the steps that are about to be repeated
         self._waiting: List[Record] = []
         self._sent_at = 0.0
@@ -77,7 +81,8 @@ class Tracker(Observer):
         known = _read(self._file)
         self._id = self.open_run(event, known.get("id"))
         if self._id == known.get("id"):
-            self._sent = dict(known.get("sent", {}))
+            self._confirmed = dict(known.get("sent", {}))
+            self._sent = dict(self._confirmed)
         if event.resumed_from:
             self._note_repeats(event.start_step)
         self._store()
@@ -103,15 +108,21 @@ class Tracker(Observer):
             self.send(waiting)
             for record in waiting:
                 self._sent[record.split] = max(record.step, self._sent.get(record.split, 0))
-            self._store()
+            if self.is_written_at_once:
+                self.confirm()
         self._sent_at = time.monotonic()
+
+    def confirm(self) -> None:
+        """Record that the service has all that was sent, also if this process is killed now."""
+        self._confirmed = dict(self._sent)
+        self._store()
 
     def _add(
         self,
         split: str,
         step: int,
         values: Mapping[str, float],
-        matrices: Mapping[str, Sequence[Sequence[float]]] = {},  # noqa: B006  # never changed
+        matrices: Mapping[str, Sequence[Sequence[float]]] = {},  # never changed
     ) -> None:
         loss = values.get("loss", math.nan)
         if step > self._sent.get(split, 0) or not _same(self._earlier.get((split, step), loss), loss):
@@ -126,7 +137,7 @@ class Tracker(Observer):
         }
 
     def _store(self) -> None:
-        write_atomically(self._file, json.dumps({"id": self._id, "sent": self._sent}) + "\n")
+        write_atomically(self._file, json.dumps({"id": self._id, "sent": self._confirmed}) + "\n")
 
 
 def _same(one: float, other: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Union
 
@@ -27,6 +28,7 @@ class WandbLogger(Tracker):
     """
 
     takes_steps_late = True
+    is_written_at_once = False  # a killed process loses what wandb has not yet written
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class WandbLogger(Tracker):
         # Not wandb's own count of steps, which cannot return to a checkpoint: a run that rolls back repeats steps.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
+        atexit.register(self._finish, 1)  # a run that fails has no end
         return str(self._run.id)
 
     def send(self, records: Sequence[Record]) -> None:
@@ -70,5 +73,11 @@ class WandbLogger(Tracker):
 
     def on_end(self, event: Summary) -> None:
         self.flush()
-        if self._run is not None:
-            self._run.finish(exit_code=0 if event.status == "done" else 1)
+        self._finish(0 if event.status == "done" else 1)
+
+    def _finish(self, exit_code: int) -> None:
+        """Wait until wandb has written or sent everything."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=exit_code)
+            self.confirm()

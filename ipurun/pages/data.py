@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from ipurun.errors import ConfigError, nearest
 from ipurun.runs.folder import RunFolder
 from ipurun.runs.lock import is_held
-from ipurun.sweep.ledger import Ledger, Record
+from ipurun.sweep.ledger import INTERRUPTED, PENDING, RUNNING, Ledger, Record
 from ipurun.sweep.table import Ranking, rank
 
 __all__ = [
@@ -173,6 +173,11 @@ class SweepData:
     def records(self) -> List[Record]:
         """All points, best first, those that did not finish at the end."""
         return self.ranking.records
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no point is left to run."""
+        return not any(record.status in (PENDING, RUNNING, INTERRUPTED) for record in self.records)
 
     @property
     def keys(self) -> List[str]:

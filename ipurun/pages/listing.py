@@ -11,7 +11,7 @@ from ipurun.errors import ConfigError
 from ipurun.log.format import count, duration, metric, size_text, value_text
 from ipurun.pages.data import age_text, flat, is_sweep, read_run, read_sweep, runs_below, size_of
 from ipurun.pages.parts import Cell, badge, escape, page, section, table, tiles
-from ipurun.sweep.table import higher_is_better, value_of
+from ipurun.sweep.table import is_higher_better, value_of
 
 __all__ = ["Entry", "entries_below", "index_page", "matching"]
 
@@ -85,7 +85,7 @@ def entry_of(folder: Path, with_size: bool = True) -> Entry:
         return Entry(folder, "sweep", folder.name, "failed", None, "-", "", None, True, None, None, reason, {}, size)
     done = sum(record.status == "finished" for record in sweep.records)
     failed = sum(record.status == "failed" for record in sweep.records)
-    status = "running" if sweep.is_running else "finished" if done == len(sweep.records) else "interrupted"
+    status = "running" if sweep.is_running else "finished" if sweep.is_complete else "interrupted"
     if failed and not sweep.is_running:
         status = "failed"
     best = sweep.ranking.best
@@ -100,7 +100,7 @@ def entry_of(folder: Path, with_size: bool = True) -> Entry:
         f"{done}/{len(sweep.records)} points",
         column,
         None if best is None else value_of(best, column),
-        best is None or higher_is_better(best, column),
+        best is None or is_higher_better(best, column),
         None,
         sum(spent for spent in seconds if spent) or None,
         f"{failed} failed" if failed else "",

@@ -42,6 +42,7 @@ _BADGES = {
     "interrupted": "tight",
     "tight": "tight",
     "pending": "tight",
+    "pruned": "tight",
     "failed": "bad",
     "killed": "bad",
     "does not fit": "bad",

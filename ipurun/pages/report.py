@@ -25,7 +25,7 @@ from ipurun.pages.parts import (
     table,
     tiles,
 )
-from ipurun.sweep.table import higher_is_better, value_of
+from ipurun.sweep.table import is_higher_better, value_of
 
 __all__ = ["changes_from_recipe", "recipe_config", "run_page", "sweep_page"]
 
@@ -315,7 +315,7 @@ def sweep_page(
     rows = [(_point_text(record.swept), Cell(record.reason, kind="reason bad")) for record in failed]
     body.append(section("Failed points", table(["point", "reason"], rows)))
     body.append(section("Config of the points", _constant_keys(sweep)))
-    status = "running" if sweep.is_running else "finished" if len(finished) == len(sweep.records) else "interrupted"
+    status = "running" if sweep.is_running else "finished" if sweep.is_complete else "interrupted"
     if failed and not sweep.is_running:
         status = "failed" if not finished else f"{len(failed)} failed"
     lead = " · ".join(filter(None, (str(sweep.folder), age_text(sweep.started), f"swept: {', '.join(keys)}")))
@@ -366,7 +366,7 @@ def _by_key(sweep: SweepData) -> str:
     if len(keys) == 2:
         values = {(str(r.swept.get(keys[0])), str(r.swept.get(keys[1]))): float(v or 0) for r, v in points}
         ordered = dict(sorted(values.items(), key=lambda item: [_sort_key(part) for part in item[0]]))
-        grid = heat_grid(f"{column} by both keys", (keys[0], keys[1]), ordered, higher_is_better(points[0][0], column))
+        grid = heat_grid(f"{column} by both keys", (keys[0], keys[1]), ordered, is_higher_better(points[0][0], column))
     return f'<div class="grid">{"".join(shown)}</div>{grid}'
 
 

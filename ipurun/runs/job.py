@@ -31,7 +31,7 @@ from ipurun.runs.folder import RunFolder
 from ipurun.runs.lock import locked
 from ipurun.runs.prepare import PreparedRun
 from ipurun.runs.reload import skipped_notes
-from ipurun.training.callbacks import make_callbacks
+from ipurun.training.callbacks import Callback, make_callbacks
 from ipurun.training.events import Note, Observer, Observers, Summary
 from ipurun.training.failures import CompileError
 from ipurun.training.loop import train
@@ -51,7 +51,11 @@ class FinishedRun:
 
 
 def run_job(
-    prepared: PreparedRun, screen: Screen, resume_folder: Optional[RunFolder] = None, began: Optional[float] = None
+    prepared: PreparedRun,
+    screen: Screen,
+    resume_folder: Optional[RunFolder] = None,
+    began: Optional[float] = None,
+    callbacks: Optional[Mapping[str, Callback]] = None,
 ) -> FinishedRun:
     """Train what was prepared.
 
@@ -60,6 +64,7 @@ def run_job(
         screen: Where the panel, the bars and the summary are shown.
         resume_folder: An earlier run to continue, in its folder.
         began: When the time of `max_minutes` began, by `time.monotonic`; None: now.
+        callbacks: Name -> callback, besides those of the config.
 
     Raises:
         ConfigError: Something about the config that only building shows; no folder is left.
@@ -74,7 +79,7 @@ def run_job(
         with locked(folder.path, "run", screen.remark):
             checkpoint, skipped = _checkpoint_to_resume(folder) if resume_folder else (None, {})
             with folder.described_as(*described) if resume_folder else nullcontext():
-                summary = _train_in(folder, prepared, run, screen, checkpoint, skipped, deadline)
+                summary = _train_in(folder, prepared, run, screen, checkpoint, skipped, deadline, callbacks or {})
             if summary.samples or not folder.finished:
                 then = {"reproduce_command": reproduce_command(point)}
                 folder.write_summary({"name": plan.name, **summary.to_dict(), **then})
@@ -116,6 +121,7 @@ def _train_in(
     checkpoint: Optional[Checkpoint],
     skipped: Mapping[str, str],
     deadline: Optional[float],
+    own_callbacks: Mapping[str, Callback],
 ) -> Summary:
     point, plan = prepared.point, prepared.plan
     with closing(folder.log_file.open("a", encoding="utf-8")) as file:
@@ -131,7 +137,7 @@ def _train_in(
                 console.on_note(Note(point.without_secrets(text), level="warning"))
 
         observers = [*consoles, *_loggers(point, folder, warn), *_sensors(prepared, folder, consoles)]
-        callbacks = make_callbacks(point.config.callbacks)
+        callbacks = {**make_callbacks(point.config.callbacks), **own_callbacks}
         profiler = Profiler(run, folder.path)
         summary = _guarded(
             lambda: train(run, folder, observers, checkpoint, deadline, profiler.phases, callbacks),

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from typing import Dict, List, Optional, Sequence
 
 from ipurun import engine as engines
+from ipurun.build.cached_executables import about_program
 from ipurun.config.compose import Point
 from ipurun.errors import ConfigError, Problem
-from ipurun.inspect.data import check_data
+from ipurun.inspect.data import check_data, make_splits
 from ipurun.inspect.facts import Purpose
 from ipurun.inspect.model_and_data import facts_without_data
+from ipurun.inspect.sampling import seeded
 from ipurun.planning import make_plan
 from ipurun.planning.plan import Plan
 from ipurun.runs.prepare import PreparedRun, prepare, prepare_job
 from ipurun.sweep.ledger import point_id
 
-__all__ = ["Checked", "check_points", "planned"]
+__all__ = ["Checked", "check_point", "check_points", "planned", "program_of"]
 
 
 _PLENTY = 1 << 40
@@ -31,6 +36,11 @@ class Checked:
     id: str
     plan: Optional[Plan]
     obstacle: Optional[ConfigError] = None
+
+    @property
+    def program(self) -> str:
+        """What tells its executables from those of other points."""
+        return program_of(self.point)
 
 
 def check_points(points: Sequence[Point]) -> List[Checked]:
@@ -49,7 +59,7 @@ def check_points(points: Sequence[Point]) -> List[Checked]:
         identity = point_id(point)
         if identity not in by_id:
             try:
-                by_id[identity] = _check(point, identity)
+                by_id[identity] = check_point(point)
             except ConfigError as error:
                 problems.add(point, error)
                 continue
@@ -75,7 +85,13 @@ def planned(points: Sequence[Point]) -> List[PreparedRun]:
     return prepared
 
 
-def _check(point: Point, identity: str) -> Checked:
+def check_point(point: Point) -> Checked:
+    """Inspect and plan a point.
+
+    Raises:
+        ConfigError: Anything but its data is wrong.
+    """
+    identity = point_id(point)
     # `resume` names the sweep, not a run of this point.
     alone = replace(point, config=replace(point.config, resume=None))
     try:
@@ -86,10 +102,19 @@ def _check(point: Point, identity: str) -> Checked:
         return Checked(point, identity, None, error)
 
 
+def program_of(point: Point) -> str:
+    """Return a hash of the keys that the executables of a point depend on."""
+    program = about_program(point.config, "", "")["config"]
+    return hashlib.sha256(json.dumps(program, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 def _only_data_is_missing(point: Point) -> bool:
-    """Return whether everything that can be checked without the data is right."""
+    """Return whether the data cannot be made, and everything that can be checked without it is right."""
     try:
         engine = engines.load(point.config.engine)
+        with contextlib.suppress(ConfigError), seeded(point.config.seed):
+            make_splits(point.config.data, engine.module)
+            return False
         facts = facts_without_data(point.config, engine)
         # How much data there will be is unknown: what only a small amount would break is not yet a config error.
         make_plan(point.config, replace(facts, train_samples=_PLENTY), keys=point.given)

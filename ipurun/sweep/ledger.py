@@ -8,21 +8,44 @@ import json
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
 
 from ipurun.config.compose import Point, to_yaml
 from ipurun.config.schema import SweepConfig
 from ipurun.errors import ConfigError
 from ipurun.files import write_atomically
 
-__all__ = ["FAILED", "FINISHED", "INTERRUPTED", "PENDING", "RUNNING", "Ledger", "Record", "find_earlier", "point_id"]
+__all__ = [
+    "ENDED",
+    "FAILED",
+    "FINISHED",
+    "INTERRUPTED",
+    "PENDING",
+    "PRUNED",
+    "RUNNING",
+    "Ledger",
+    "Record",
+    "find_earlier",
+    "point_id",
+]
 
 PENDING = "pending"
 RUNNING = "running"
 FINISHED = "finished"
 FAILED = "failed"
 INTERRUPTED = "interrupted"
+PRUNED = "pruned"  # ended early, as what it had reached was worse than other points
+ENDED = (FINISHED, PRUNED)  # with results: not run again
 _FILE_NAME = "manifest.json"
+# Words of a command that do not change what is searched.
+_OF_THE_RUN = (
+    "resume=",
+    "sweep.",
+    "hydra.sweeper.n_trials=",
+    "hydra.sweeper.n_jobs=",
+    "hydra.launcher.",
+    "hydra/launcher=",
+)
 
 
 @dataclass
@@ -39,6 +62,9 @@ class Record:
         reason: Why it failed, in one line.
         folder: Its run folder.
         results: Metrics and times of its summary.
+        at_once: The most points that ran at the same time as this one, itself included.
+        job: How a batch system calls its job.
+        trial: Its number in an Optuna study.
     """
 
     id: str
@@ -50,6 +76,9 @@ class Record:
     reason: str = ""
     folder: Optional[str] = None
     results: Dict[str, Any] = field(default_factory=dict)
+    at_once: int = 1
+    job: Optional[str] = None
+    trial: Optional[int] = None
 
 
 class Ledger:
@@ -104,18 +133,36 @@ class Ledger:
 
     @property
     def unfinished(self) -> List[Record]:
-        return [record for record in self.records if record.status != FINISHED]
+        return [record for record in self.records if record.status not in ENDED]
 
 
 def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Ledger]:
     """Return the sweep below a folder that has points in common with these and was started or resumed last."""
+    return _newest(sweeps, lambda ledger: bool(set(ids) & {record.id for record in ledger.records}))
+
+
+def find_same_command(sweeps: Path, argv: Sequence[str]) -> Optional[Ledger]:
+    """Return the search below a folder that was started or resumed last with the same command.
+
+    Where points run, how many, and how many trials there are may differ.
+    """
+    return _newest(sweeps, lambda ledger: _searched(ledger.argv) == _searched(argv))
+
+
+def _newest(sweeps: Path, is_wanted: Callable[[Ledger], bool]) -> Optional[Ledger]:
     found: List[Ledger] = []
     for path in sweeps.glob(f"*/{_FILE_NAME}"):
         with contextlib.suppress(ConfigError):
             found.append(Ledger.load(path.parent))
-    common = [ledger for ledger in found if set(ids) & {record.id for record in ledger.records}]
-    common.sort(key=lambda ledger: (ledger.started, ledger.folder.name))
-    return common[-1] if common else None
+    wanted = [ledger for ledger in found if is_wanted(ledger)]
+    wanted.sort(key=lambda ledger: (ledger.started, ledger.folder.name))
+    return wanted[-1] if wanted else None
+
+
+def _searched(argv: Sequence[str]) -> List[str]:
+    return sorted(
+        word for word in argv if not word.lstrip("+").startswith(_OF_THE_RUN) and word not in ("-m", "--multirun")
+    )
 
 
 def point_id(point: Point) -> str:

@@ -1,27 +1,32 @@
-"""Run the points of a sweep one after the other, and show and store the results."""
+"""Run a sweep from its check to its table."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipurun.checkpoint import latest
+from ipurun import engine as engines
 from ipurun.config.compose import Points
+from ipurun.config.hydra_plugins import BASIC
 from ipurun.config.secrets import mask_word
 from ipurun.errors import ConfigError
-from ipurun.log.format import count, duration, metric, plural
+from ipurun.log.format import metric, plural
 from ipurun.log.screen import Screen
-from ipurun.runs.folder import RunFolder, check_writable, new_folder, slug, timestamp
+from ipurun.runs.folder import check_writable, new_folder, slug, timestamp
 from ipurun.runs.lock import locked
+from ipurun.sweep.batch import JoblibLauncher, SubmititLauncher
 from ipurun.sweep.check import Checked, check_points
-from ipurun.sweep.child import Outcome, run_child
-from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PENDING, RUNNING, Ledger, Record, find_earlier
-from ipurun.sweep.remote import ScreenReceiver
-from ipurun.sweep.table import Ranking, csv_text, rank, rows_as_data, table_lines, throughput_lines, value_of
-from ipurun.sweep.worker import job_environment, write_job
+from ipurun.sweep.forks import ForkServer
+from ipurun.sweep.launchers import Launcher, LocalLauncher
+from ipurun.sweep.ledger import FAILED, FINISHED, PRUNED, Ledger, Record, find_earlier, find_same_command
+from ipurun.sweep.pool import Pool, Source, swept_text
+from ipurun.sweep.search import Search, TrialSource
+from ipurun.sweep.sharing import opening_lines, points_at_once
+from ipurun.sweep.table import Ranking, chart_lines, csv_text, rank, rows_as_data, table_lines, value_of
 
 __all__ = ["final_line", "run_sweep", "show_result"]
 
@@ -37,6 +42,7 @@ class SweepResult:
     ranking: Ranking
     rank_by: Optional[str]  # of the config
     interrupted: bool
+    num_points: int
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the sweep as JSON-ready data."""
@@ -52,8 +58,16 @@ class SweepResult:
         return sum(record.status == FAILED for record in self.ranking.records)
 
     @property
+    def num_pruned(self) -> int:
+        return sum(record.status == PRUNED for record in self.ranking.records)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(record.status == FINISHED for record in self.ranking.records)
+
+    @property
     def num_unfinished(self) -> int:
-        return sum(record.status in (PENDING, INTERRUPTED) for record in self.ranking.records)
+        return self.num_points - self.num_finished - self.num_failed - self.num_pruned
 
 
 def run_sweep(
@@ -71,29 +85,75 @@ def run_sweep(
     Raises:
         ConfigError: If a config is wrong; nothing was started and nothing was written.
     """
-    checked = check_points(points.points)
     config = points.points[0].config
-    problems = check_writable(config.runs_dir)
-    if problems:
-        raise ConfigError(problems)
-    records = [_record(item, index) for index, item in enumerate(checked)]
-    words = [mask_word(word) for word in argv]
-    ledger = _open(points, words, records, screen)
-    with locked(ledger.folder, "sweep", screen.remark):
+    with contextlib.ExitStack() as stack:
+        search = _search(points)
+        forks = _fork_server(points, search is not None, stack)
+        checked = check_points(points.points)
+        problems = check_writable(config.runs_dir)
+        if problems:
+            raise ConfigError(problems)
+        at_once = points_at_once(points, checked, search)
+        records = [] if search else [_record(item, index) for index, item in enumerate(checked)]
+        words = [mask_word(word) for word in argv]
+        ledger = _open(points, words, records, screen)
+        stack.enter_context(locked(ledger.folder, "sweep", screen.remark))
+        launcher = _launcher(points, at_once.jobs, ledger.folder, forks)
         ledger.save()
-        interrupted = _run_all(ledger, checked, screen, errors, began)
-        ranking = _write_table(ledger, config.sweep.rank_by)
-    return SweepResult(ledger.folder, words, ranking, config.sweep.rank_by, interrupted)
+        for line in opening_lines(checked, at_once, search):
+            screen.line(line)
+        higher = None if search is None else search.direction == "maximize"
+
+        def write_table() -> Ranking:
+            return _write_table(ledger, search.metric if search else config.sweep.rank_by, higher)
+
+        pool = Pool(ledger, launcher, screen, errors, began, at_once.threads, write_table)
+        source = TrialSource(points, search, ledger) if search else Source(ledger.records, checked)
+        interrupted = pool.run(source)
+        ranking = write_table()
+    return SweepResult(ledger.folder, words, ranking, config.sweep.rank_by, interrupted, source.total)
+
+
+def _search(points: Points) -> Optional[Search]:
+    return None if points.composer is None else Search(points)
+
+
+def _fork_server(points: Points, searches: bool, stack: contextlib.ExitStack) -> Optional[ForkServer]:
+    """Start the process that points are forked from, if there are several on the CPU engine of this machine."""
+    several = len(points.points) > 1 or searches
+    if not several or points.launching.launcher != BASIC:
+        return None
+    if any(engines.load(point.config.engine).kind != "cpu" for point in points.points):
+        return None
+    forks = ForkServer(("optuna",) if searches else ())
+    stack.callback(forks.close)
+    return forks
+
+
+def _launcher(points: Points, at_once: int, folder: Path, forks: Optional[ForkServer]) -> Launcher:
+    name, keys = points.launching.launcher, points.launching.launcher_keys
+    if name == BASIC:
+        return LocalLauncher(at_once, forks)
+    hidden = sorted({key for point in points.points for key in point.hidden})
+    if hidden:
+        raise ConfigError(
+            f"`hydra/launcher={name}` would write secrets of the config to files",
+            seen=", ".join(hidden),
+            fix="leave them out of the config and set the variables that the libraries read, such as WANDB_API_KEY",
+        )
+    if name == "joblib":
+        return JoblibLauncher(keys, at_once)
+    return SubmititLauncher(name, keys, folder, points.points[0].config.name or "run", at_once)
 
 
 def show_result(result: SweepResult, screen: Screen) -> None:
-    """Show the table, throughput against the swept key, and what to type next."""
+    """Show the table, the ranked value against the swept keys, and what to type next."""
     lines = [""]
     wanted = result.rank_by
     if wanted is not None and wanted != result.ranking.column and result.ranking.best is not None:
         lines.append(f"note: no result has sweep.rank_by={wanted}; ranked by {result.ranking.column}")
-    throughput = throughput_lines(result.ranking.records)
-    lines += [*table_lines(result.ranking), *([""] if throughput else []), *throughput, "", final_line(result)]
+    chart = chart_lines(result.ranking)
+    lines += [*table_lines(result.ranking), *([""] if chart else []), *chart, "", final_line(result)]
     for line in [*lines, f"table: {result.folder / 'sweep.csv'} and sweep.json"]:
         screen.line(line)
     if result.num_failed or result.num_unfinished:
@@ -103,110 +163,47 @@ def show_result(result: SweepResult, screen: Screen) -> None:
 
 def final_line(result: SweepResult) -> str:
     """Return the result of a sweep in one line."""
-    records = result.ranking.records
-    done = len(records) - result.num_failed - result.num_unfinished
-    parts = [f"{done} of {plural(len(records), 'point')} finished"]
+    parts = [f"{result.num_finished} of {plural(result.num_points, 'point')} finished"]
+    if result.num_pruned:
+        parts.append(f"{result.num_pruned} pruned")
     if result.num_failed:
         parts.append(f"{result.num_failed} failed")
     if result.num_unfinished:
         parts.append(f"{result.num_unfinished} not finished")
     best = result.ranking.best
     if best is not None:
-        parts.append(f"best {result.ranking.column} {metric(result.best_value)} with {_swept_text(best) or best.name}")
+        parts.append(f"best {result.ranking.column} {metric(result.best_value)} with {swept_text(best) or best.name}")
     return ", ".join(parts)
 
 
 def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Screen) -> Ledger:
     """Return a new ledger, or one that continues an earlier sweep."""
     config = points.points[0].config
-    names = sorted({record.name for record in records})
+    names = sorted({point.config.name or "run" for point in points.points})
     sweeps = Path(config.runs_dir) / slug(names[0] if len(names) == 1 else "sweep") / "sweeps"
     earlier: Optional[Ledger] = None
     if config.resume == _AUTO:
-        earlier = find_earlier(sweeps, [record.id for record in records])
+        if points.composer is None:
+            earlier = find_earlier(sweeps, [record.id for record in records])
+        else:
+            earlier = find_same_command(sweeps, argv)
         if earlier is None:
             screen.line(f"note: resume=auto found no sweep of these points in {sweeps}; running all of them")
     elif config.resume is not None:
         earlier = Ledger.load(config.resume)
     if earlier is None:
-        folder = new_folder(Path(points.sweep_dir) if points.sweep_dir else sweeps / timestamp())
+        folder = new_folder(Path(points.launching.sweep_dir) if points.launching.sweep_dir else sweeps / timestamp())
         ledger = Ledger(folder, argv, records)
     else:
         ledger = Ledger(earlier.folder, argv, records)
-        ledger.adopt(earlier)
-        done = len(records) - len(ledger.unfinished)
-        screen.line(f"resuming {earlier.folder}: {done} of {len(records)} points are finished")
+        if points.composer is None:
+            ledger.adopt(earlier)
+        else:
+            ledger.records = earlier.records
+        done = len(ledger.records) - len(ledger.unfinished)
+        total = len(records) or points.launching.sweeper_keys["n_trials"]
+        screen.line(f"resuming {earlier.folder}: {done} of {total} points are finished")
     return ledger
-
-
-def _run_all(
-    ledger: Ledger, checked: Sequence[Checked], screen: Screen, errors: Screen, began: Optional[float]
-) -> bool:
-    """Run the unfinished points; return True if the user stopped the sweep."""
-    num_points = len(ledger.records)
-    receiver = ScreenReceiver(screen)
-    for record, item in zip(ledger.records, checked):
-        if record.status == FINISHED:
-            continue
-        label = f"[{record.index + 1}/{num_points}] {_swept_text(record)}".rstrip()
-        screen.begin(f"{label} starting")
-        try:
-            outcome = _run_one(ledger, record, item, label, screen, receiver, began)
-        except KeyboardInterrupt:
-            outcome = Outcome(INTERRUPTED, "interrupted")
-        screen.close()
-        record.status, record.reason = outcome.status, outcome.reason
-        record.folder = outcome.folder or record.folder
-        record.results = outcome.results
-        ledger.save()
-        _write_table(ledger, item.point.config.sweep.rank_by)
-        if outcome.status == INTERRUPTED:
-            return True
-        if outcome.status == FINISHED:
-            screen.line(f"{label} {_result_text(record)}")
-        elif outcome.status == FAILED:
-            errors.line(f"{label} failed\n{outcome.detail}{_log_text(record)}")
-            if item.point.config.sweep.on_error == "stop":
-                return False
-    return False
-
-
-def _run_one(
-    ledger: Ledger,
-    record: Record,
-    item: Checked,
-    label: str,
-    screen: Screen,
-    receiver: ScreenReceiver,
-    began: Optional[float],
-) -> Outcome:
-    if item.obstacle is not None or item.plan is None:
-        reason = item.obstacle.problems[0].what if item.obstacle else "it has no plan"
-        return Outcome(FAILED, reason, str(item.obstacle))
-    folder = ledger.folder / f"{record.index:03d}"
-    resume_folder = _resumable(record, folder)
-    jobs = ledger.folder / "jobs"
-    jobs.mkdir(exist_ok=True)
-    job_file = jobs / f"{record.index:03d}.json"
-    write_job(job_file, item.point, str(folder), resume_folder, began)
-    record.status, record.folder = RUNNING, str(resume_folder or folder)
-    ledger.save()
-    return run_child(
-        job_file,
-        jobs / f"{record.index:03d}.output.txt",
-        {**item.plan.environment, **job_environment(item.point)},
-        lambda message: receiver.show(message, label),
-        lambda: screen.line(f"{label} is saving before it stops; press Ctrl-C again to stop it at once"),
-        item.point.config.sweep.timeout_seconds,
-    )
-
-
-def _resumable(record: Record, folder: Path) -> Optional[str]:
-    """Return the folder of an earlier attempt that has a checkpoint."""
-    for candidate in (record.folder, str(folder)):
-        if candidate and (Path(candidate) / "config.yaml").is_file() and latest(RunFolder(candidate)):
-            return candidate
-    return None
 
 
 def _record(item: Checked, index: int) -> Record:
@@ -220,26 +217,8 @@ def _record(item: Checked, index: int) -> Record:
     )
 
 
-def _log_text(record: Record) -> str:
-    log = RunFolder(record.folder).log_file if record.folder else None
-    return f"\n  log    {log}" if log is not None and log.is_file() else ""
-
-
-def _result_text(record: Record) -> str:
-    results = record.results
-    parts = ["finished"]
-    if results.get("best") is not None:
-        parts.append(f"best {results['monitor']} {metric(results['best'])}")
-    parts += [f"{count(results['samples_per_second'])} samples/s", duration(results["seconds"].get("total"))]
-    return ", ".join(parts)
-
-
-def _swept_text(record: Record) -> str:
-    return " ".join(f"{key}={value}" for key, value in record.swept.items())
-
-
-def _write_table(ledger: Ledger, rank_by: Optional[str]) -> Ranking:
-    ranking = rank(ledger.records, rank_by)
+def _write_table(ledger: Ledger, rank_by: Optional[str], higher_is_better: Optional[bool]) -> Ranking:
+    ranking = rank(ledger.records, rank_by, higher_is_better)
     ledger.write("sweep.csv", csv_text(rows_as_data(ranking)))
     document = _document(ranking, ledger.argv, ledger.folder)
     ledger.write("sweep.json", json.dumps(document, indent=2, default=str) + "\n")

@@ -10,24 +10,31 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.log.format import count, duration, metric
 from ipurun.log.style import aligned
-from ipurun.sweep.ledger import FINISHED, Record
+from ipurun.sweep.ledger import ENDED, FINISHED, PRUNED, Record
 
 __all__ = [
+    "SPEED",
     "Ranking",
+    "chart_lines",
     "csv_text",
-    "higher_is_better",
+    "is_higher_better",
+    "is_smaller_better",
     "rank",
     "rows_as_data",
+    "short",
     "table_cells",
     "table_lines",
-    "throughput_lines",
     "value_of",
 ]
 
-_SPEED = "samples_per_second"
+SPEED = "samples_per_second"
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer", "seconds", "distance")
 _BAR_WIDTH = 30
 _LONGEST_REASON = 60
+_SIDE_BY_SIDE = " *"  # marks the speed of points that ran at the same time
+_LONGEST_NUMBER = 9
+_MOST_BARS = 40
+_MOST_COLUMNS = 12
 
 
 @dataclass(frozen=True)
@@ -43,21 +50,28 @@ class Ranking:
         return first if first is not None and first.status == FINISHED else None
 
 
-def rank(records: Sequence[Record], rank_by: Optional[str] = None) -> Ranking:
+def rank(records: Sequence[Record], rank_by: Optional[str] = None, higher_is_better: Optional[bool] = None) -> Ranking:
     """Rank the records of a sweep.
 
     Args:
         records: All points.
         rank_by: The column; if None or in no result, the monitored metric, else samples per second.
+        higher_is_better: Its direction; None: that of the metric.
     """
     finished = [record for record in records if record.status == FINISHED]
     wanted = [name for name in (rank_by, _monitor(finished)) if name]
     known = [name for name in wanted if any(value_of(record, name) is not None for record in finished)]
-    column = known[0] if known else _SPEED
+    column = known[0] if known else SPEED
     ranked = [record for record in finished if value_of(record, column) is not None]
     unranked = [record for record in finished if value_of(record, column) is None]
-    ranked.sort(key=lambda record: _sort_key(value_of(record, column), higher_is_better(record, column)))
+    ranked.sort(
+        key=lambda record: _sort_key(
+            value_of(record, column),
+            is_higher_better(record, column) if higher_is_better is None else higher_is_better,
+        )
+    )
     rest = [record for record in records if record.status != FINISHED]
+    rest.sort(key=lambda record: record.status != PRUNED)
     return Ranking(column, ranked + unranked + rest)
 
 
@@ -73,7 +87,8 @@ def rows_as_data(ranking: Ranking) -> List[Dict[str, Any]]:
             row[f"best_{results['monitor']}"] = results.get("best")
         row.update(results.get("metrics", {}))
         row["train_loss"] = results.get("loss")
-        row[_SPEED] = results.get(_SPEED)
+        row[SPEED] = results.get(SPEED)
+        row["points_at_once"] = record.at_once if record.status in ENDED else None
         row["seconds"] = results.get("seconds", {}).get("total")
         row.update({"reason": record.reason, "folder": record.folder, "overrides": " ".join(record.overrides)})
         rows.append(row)
@@ -92,14 +107,16 @@ def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
 
 def table_lines(ranking: Ranking) -> List[str]:
     """Return the table of a sweep as plain lines; see `table_cells`."""
-    return aligned(*table_cells(ranking))
+    marked = any(record.results and record.at_once > 1 for record in ranking.records)
+    note = [f"{_SIDE_BY_SIDE.strip()} measured beside other points: speeds do not compare; sweep.jobs=1 measures alone"]
+    return aligned(*table_cells(ranking)) + (note if marked else [])
 
 
 def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:
     """Return header and rows of the table of a sweep, failed points at the bottom with their reasons."""
     swept = list(dict.fromkeys(key for record in ranking.records for key in record.swept))
     metrics = list(dict.fromkeys(name for record in ranking.records for name in record.results.get("metrics", {})))
-    first = [] if ranking.column == _SPEED else [ranking.column]
+    first = [] if ranking.column == SPEED else [ranking.column]
     columns = first + [name for name in metrics if name not in first]
     monitor = _monitor(ranking.records)
     heads = [f"best {name}" if name == monitor else name for name in columns]
@@ -108,32 +125,99 @@ def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:
     for place, record in enumerate(ranking.records, 1):
         done = record.status == FINISHED
         results = record.results
-        cells = [str(place) if done else "-", *(record.swept.get(key, "") for key in swept), record.status]
+        cells = [str(place) if done else "-", *(short(record.swept.get(key, "")) for key in swept), record.status]
         cells += ["-" if value is None else metric(value) for value in (value_of(record, name) for name in columns)]
-        cells += [count(results.get(_SPEED)), duration(results.get("seconds", {}).get("total"))]
+        beside = _SIDE_BY_SIDE if results and record.at_once > 1 else ""
+        cells += [count(results.get(SPEED)) + beside, duration(results.get("seconds", {}).get("total"))]
         cells.append(Path(record.folder or "").name if done else _shortened(record.reason))
         body.append(cells)
     return header, body
 
 
-def throughput_lines(records: Sequence[Record]) -> List[str]:
-    """Return throughput against the swept key as bars; empty unless exactly one key was swept."""
-    keys = {key for record in records for key in record.swept}
-    speeds = [
-        (record.swept, record.results[_SPEED])
-        for record in sorted(records, key=lambda record: record.index)
-        if record.status == FINISHED and record.results.get(_SPEED)
-    ]
-    if len(keys) != 1 or len(speeds) < 2:
+def short(value: str) -> str:
+    """Return a swept value for people: a number that a search has chosen with all its digits becomes readable."""
+    number = _number(value) if len(value) > _LONGEST_NUMBER else None
+    return value if number is None else f"{number:.4g}"
+
+
+def chart_lines(ranking: Ranking) -> List[str]:
+    """Return the ranked value against the swept key as bars, or against two swept keys as a grid; empty for others."""
+    found = sorted(ranking.records, key=lambda record: record.index)
+    keys = list(dict.fromkeys(key for record in found for key in record.swept))
+    values = [(record.swept, value_of(record, ranking.column)) for record in found if record.status == FINISHED]
+    known = [(swept, value) for swept, value in values if value is not None and value == value]
+    if len(keys) == 1 and len(known) > 1:
+        bars = [(swept[keys[0]], value) for swept, value in known]
+        return [f"{ranking.column} by {keys[0]}", *_bars(bars, ranking.column)]
+    if len(keys) == 2 and len(known) > 1 and all(len(swept) == 2 for swept, _ in known):
+        cells = {(swept[keys[0]], swept[keys[1]]): value for swept, value in known}
+        return _grid(keys[0], keys[1], cells, ranking)
+    return []
+
+
+def _bars(bars: Sequence[Tuple[str, float]], column: str) -> List[str]:
+    """Return a bar for each value, by the size of a swept number."""
+    numbers = [_number(label) for label, _ in bars]
+    if all(number is not None for number in numbers):
+        bars = [bar for _, bar in sorted(zip(numbers, bars), key=lambda pair: pair[0] or 0.0)]
+    left_out = len(bars) - _MOST_BARS
+    bars = bars[:_MOST_BARS]
+    bars = [(short(label), value) for label, value in bars]
+    longest = max(len(label) for label, _ in bars)
+    values = [value for _, value in bars]
+    # Metrics that hardly differ would all have a full bar: it begins below the smallest, and the ends are given.
+    low, high = min(values), max(values)
+    begin = low - (high - low) / 4
+    if low == high or (low >= 0 and (low < high / 2 or column == SPEED)):
+        begin = min(low, 0.0)
+    lines = []
+    for label, value in bars:
+        share = 1.0 if high == begin else (value - begin) / (high - begin)
+        bar = "#" * max(1, round(_BAR_WIDTH * share))
+        lines.append(f"  {label:>{longest}}  {bar:<{_BAR_WIDTH}}  {_shown(value, column)}")
+    if begin:
+        lines.append(f"  bars begin at {_shown(begin, column)}")
+    return lines + ([f"  and {left_out} more"] if left_out > 0 else [])
+
+
+def _grid(rows: str, columns: str, cells: Dict[Tuple[str, str], float], ranking: Ranking) -> List[str]:
+    """Return a table of the values, the best of them marked."""
+    downward = _in_order([row for row, _ in cells])
+    across = _in_order([column for _, column in cells])
+    is_sparse = 2 * len(cells) < len(downward) * len(across)  # values that a search has chosen
+    if is_sparse or len(across) > _MOST_COLUMNS < len(downward):
         return []
-    key = keys.pop()
-    longest = max(len(swept[key]) for swept, _ in speeds)
-    fastest = max(speed for _, speed in speeds)
-    lines = [f"samples/s by {key}"]
-    for swept, speed in speeds:
-        bar = "#" * max(1, round(_BAR_WIDTH * speed / fastest))
-        lines.append(f"  {swept[key]:>{longest}}  {bar:<{_BAR_WIDTH}}  {count(speed)}")
-    return lines
+    if len(across) > _MOST_COLUMNS:
+        rows, columns, downward, across = columns, rows, across, downward
+        cells = {(row, column): value for (column, row), value in cells.items()}
+    best = ranking.best.swept if ranking.best is not None else {}
+    body = []
+    for row in downward:
+        texts = []
+        for column in across:
+            value = cells.get((row, column))
+            is_best = best.get(rows) == row and best.get(columns) == column
+            texts.append("-" if value is None else _shown(value, ranking.column) + (" <" if is_best else ""))
+        body.append([short(row), *texts])
+    header = [f"{rows} \\ {columns}", *map(short, across)]
+    return [f"{ranking.column} by {rows} and {columns}", *(f"  {line}" for line in aligned(header, body))]
+
+
+def _in_order(labels: Sequence[str]) -> List[str]:
+    unique = list(dict.fromkeys(labels))
+    numbers = {label: _number(label) for label in unique}
+    return sorted(unique, key=lambda label: numbers[label] or 0.0) if None not in numbers.values() else unique
+
+
+def _number(text: str) -> Optional[float]:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _shown(value: float, column: str) -> str:
+    return count(value) if column == SPEED else metric(value)
 
 
 def _monitor(records: Sequence[Record]) -> Optional[str]:
@@ -152,12 +236,17 @@ def value_of(record: Record, column: str) -> Optional[float]:
     return None if found is None else float(found)
 
 
-def higher_is_better(record: Record, column: str) -> bool:
+def is_higher_better(record: Record, column: str) -> bool:
     """Return whether a larger value of a column is a better one."""
     results = record.results
     if column == results.get("monitor") and "higher_is_better" in results:
         return bool(results["higher_is_better"])
-    return not any(word in column.lower() for word in _SMALLER_IS_BETTER)
+    return not is_smaller_better(column)
+
+
+def is_smaller_better(column: str) -> bool:
+    """Return whether small values are better, judged by the name of a column."""
+    return any(word in column.lower() for word in _SMALLER_IS_BETTER)
 
 
 def _sort_key(value: Optional[float], higher_is_better: bool) -> Tuple[bool, float]:

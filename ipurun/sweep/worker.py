@@ -1,15 +1,17 @@
-"""The process of one point, started with the arguments JOB RESULT DESCRIPTOR."""
+"""The process of one point, started with the arguments JOB RESULT MESSAGES: files, the last may be a descriptor."""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
 import signal
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
 from ipurun.config.compose import ChangedKey, Point, from_yaml, to_yaml
 from ipurun.config.secrets import mask_text
@@ -17,16 +19,35 @@ from ipurun.errors import EXIT_FAILED, EXIT_INTERRUPTED, IpurunError
 from ipurun.files import write_atomically
 from ipurun.module_search import append_working_folder
 
-__all__ = ["console", "job_environment", "main", "read_job", "write_job"]
+__all__ = ["Job", "console", "import_all", "job_environment", "main", "read_job", "resumable", "write_job"]
 
 _SECRETS = "IPURUN_POINT_SECRETS"  # of one point, so that no file has them
 _TEXTS = ("reason", "detail")
+_PR_SET_PDEATHSIG = 1  # of prctl
 
 
-def write_job(
-    path: Path, point: Point, run_dir: str, resume_folder: Optional[str], began: Optional[float] = None
-) -> None:
-    """Write a point to a file for its process; `read_job` reads it."""
+@dataclass(frozen=True)
+class Job:
+    """What the process of a point needs to know.
+
+    Args:
+        point: The point.
+        run_dir: Folder of its run.
+        earlier_folders: Folders of earlier attempts: the first one that has a checkpoint is continued.
+        began: When the time of the sweep began, by `time.monotonic`; None: with the process.
+        trial: Storage, study and number of the Optuna trial that it is, for `ipurun.sweep.search.TrialReport`.
+    """
+
+    point: Point
+    run_dir: str
+    earlier_folders: Sequence[str] = ()
+    began: Optional[float] = None
+    trial: Optional[Mapping[str, Any]] = None
+
+
+def write_job(path: Path, job: Job) -> None:
+    """Write a job to a file for its process; `read_job` reads it."""
+    point = job.point
     document = {
         "config": to_yaml(point.config, point.hidden),
         "overrides": list(point.overrides),
@@ -35,9 +56,10 @@ def write_job(
         "given": point.given,
         "swept": dict(point.swept),
         "hidden": dict(point.hidden),
-        "run_dir": run_dir,
-        "resume_folder": resume_folder,
-        "began": began,
+        "run_dir": job.run_dir,
+        "earlier_folders": list(job.earlier_folders),
+        "began": job.began,
+        "trial": job.trial,
     }
     write_atomically(path, json.dumps(document, indent=2, default=str) + "\n")
 
@@ -47,8 +69,8 @@ def job_environment(point: Point) -> Dict[str, str]:
     return {_SECRETS: json.dumps(point.secrets)} if point.hidden else {}
 
 
-def read_job(path: Path, secrets: Mapping[str, Any]) -> Tuple[Point, Optional[str], Optional[float]]:
-    """Return the point of a job file, the folder to resume or None, and when the time of the sweep began or None."""
+def read_job(path: Path, secrets: Mapping[str, Any]) -> Job:
+    """Return the job of a file."""
     document: Dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config_file = path.with_suffix(".yaml")
     write_atomically(config_file, document["config"])
@@ -62,23 +84,40 @@ def read_job(path: Path, secrets: Mapping[str, Any]) -> Tuple[Point, Optional[st
         run_dir=document["run_dir"],
         hidden=document["hidden"],
     )
-    return point, document["resume_folder"], document["began"]
+    others = (document[name] for name in ("run_dir", "earlier_folders", "began", "trial"))
+    return Job(point, *others)
+
+
+def import_all() -> None:
+    """Import everything that a point needs, so that processes forked from this one need not."""
+    import ipurun.runs.job
+    import ipurun.sweep.remote  # noqa: F401  # both for those who ask for them later
 
 
 def console() -> None:
-    """Run the point of the command line; what `run_child` starts."""
+    """Run the point of the command line; what a sweep starts."""
+    _end_with_parent()
     append_working_folder()
     sys.exit(main(sys.argv[1:]))
 
 
+def _end_with_parent() -> None:
+    """Let the kernel send SIGTERM when the sweep is gone, however that ended."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    except (OSError, AttributeError):
+        return  # not Linux: the next message to the sweep fails
+
+
 def main(argv: List[str]) -> int:
     """Run the point of a job file and write its result."""
-    job_file, result_file, descriptor = Path(argv[0]), Path(argv[1]), int(argv[2])
+    job_file, result_file = Path(argv[0]), Path(argv[1])
+    messages = int(argv[2]) if argv[2].isdigit() else os.open(argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     faulthandler.enable()
     signal.signal(signal.SIGTERM, _interrupt)
     secrets: Dict[str, Any] = json.loads(os.environ.pop(_SECRETS, "{}"))
     try:
-        result = _run(job_file, secrets, descriptor)
+        result = _run(read_job(job_file, secrets), messages)
     except KeyboardInterrupt:
         result = {"status": "interrupted", "code": EXIT_INTERRUPTED}
     except IpurunError as error:
@@ -103,23 +142,42 @@ def _print_traceback(secrets: Mapping[str, Any]) -> None:
     print(mask_text(traceback.format_exc(), secrets.values()), file=sys.stderr)
 
 
-def _run(job_file: Path, secrets: Mapping[str, Any], descriptor: int) -> Dict[str, Any]:
+def _run(job: Job, messages: int) -> Dict[str, Any]:
     from ipurun.runs.folder import RunFolder
     from ipurun.runs.job import run_job
     from ipurun.runs.prepare import prepare
     from ipurun.sweep.remote import RemoteScreen
 
-    point, resume_folder, began = read_job(job_file, secrets)
+    callbacks: Dict[str, Any] = {}
+    if job.trial is not None:
+        from ipurun.sweep.search import TrialReport
+
+        callbacks["optuna"] = TrialReport(job.trial)
+    earlier = resumable((job.run_dir, *job.earlier_folders))
     finished = run_job(
-        prepare(point, has_checkpoint=bool(resume_folder)),
-        RemoteScreen(descriptor),
-        RunFolder.open(resume_folder) if resume_folder else None,
-        began,
+        prepare(job.point, has_checkpoint=bool(earlier)),
+        RemoteScreen(messages),
+        RunFolder.open(earlier) if earlier else None,
+        job.began,
+        callbacks,
     )
     if finished.summary.status == "interrupted":
         return {"status": "interrupted", "folder": str(finished.folder), "code": EXIT_INTERRUPTED}
     results = {**finished.summary.to_dict(), "higher_is_better": finished.higher_is_better}
-    return {"status": "finished", "folder": str(finished.folder), "results": results, "code": 0}
+    pruned = "".join(callback.pruned for callback in callbacks.values())
+    status = {"status": "pruned", "reason": pruned} if pruned else {"status": "finished"}
+    return {**status, "folder": str(finished.folder), "results": results, "code": 0}
+
+
+def resumable(folders: Iterable[str]) -> Optional[str]:
+    """Return the first folder of a run that has a checkpoint."""
+    from ipurun.checkpoint import latest
+    from ipurun.runs.folder import RunFolder
+
+    for folder in folders:
+        if (Path(folder) / "config.yaml").is_file() and latest(RunFolder(folder)):
+            return folder
+    return None
 
 
 def _interrupt(number: int, frame: Any) -> None:

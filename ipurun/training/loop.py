@@ -196,6 +196,7 @@ class _Trainer:
 
     def _added_state(self) -> Dict[str, Any]:
         """Return what a checkpoint holds besides the state of the run."""
+        self._report_calls()  # their losses belong to the window
         return {
             "average": {} if self._average is None else self._average.state(),
             "callbacks": self._callbacks.state(),

@@ -29,8 +29,8 @@ _VERBS = {
     "school": "asks learns reads writes",
 }
 TOPICS = tuple(_NOUNS)
-_ADJECTIVES = "big dark new old red small".split()
-_ADVERBS = "now often rarely slowly".split()
+_ADJECTIVES = ["big", "dark", "new", "old", "red", "small"]
+_ADVERBS = ["now", "often", "rarely", "slowly"]
 _LABELLED = 4  # one word in four occurs in labelled sentences
 _SENTENCES_OF_PARAGRAPH = 8
 _PARAGRAPHS = 1500

@@ -288,3 +288,12 @@ def test_a_queue_of_a_closed_loader_reports_nothing(context: Any, reported: bool
     queue.close()
     queue.join_thread()
     assert ("BrokenPipeError" in capfd.readouterr().err) == reported
+
+
+def test_a_worker_reports_errors_but_not_that_the_run_is_gone(capsys: Any) -> None:
+    from ipurun.build.workers import _report_unless_disconnected
+
+    for error in (ConnectionResetError(), EOFError(), ValueError("a real error")):
+        _report_unless_disconnected(type(error), error, None)
+    printed = capsys.readouterr().err
+    assert "a real error" in printed and "Connection" not in printed and "EOF" not in printed

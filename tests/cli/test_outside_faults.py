@@ -182,3 +182,16 @@ def test_a_fault_of_ipurun_is_to_be_reported(monkeypatch: pytest.MonkeyPatch, ca
     assert main(["train", "+recipe=own"]) == 1
     text = capsys.readouterr().err
     assert "inside ipurun" in text and "report it" in text
+
+
+def test_an_interrupt_that_makes_a_library_fail_is_an_interrupt() -> None:
+    """omegaconf, for one, reads a variable in `finally` that an interrupt kept it from setting."""
+
+    def command() -> int:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ValueError("the library did not expect that")
+
+    with pytest.raises(KeyboardInterrupt):
+        guarded(command, "train", [])

@@ -304,8 +304,9 @@ class TestBadInput:
         assert problem.fix == "model.width=VALUE"
 
     def test_foreign_launchers_are_refused_rather_than_ignored(self) -> None:
-        (problem,) = problems_of("-m", "+recipe=mnist", "hydra/launcher=joblib")
-        assert "hydra/launcher" in problem.what
+        (problem,) = problems_of("-m", "+recipe=mnist", "hydra/launcher=ray")
+        assert problem.what == "`hydra/launcher` cannot be `ray`"
+        assert problem.known == "basic, joblib, submitit_local, submitit_slurm"
 
     def test_an_unknown_flag(self) -> None:
         (problem,) = problems_of("+recipe=mnist", "--resum")

@@ -1,6 +1,7 @@
 """Loggers and metrics with the real clients: TensorBoard, W&B offline, MLflow in a local store, torchmetrics."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,7 @@ def _scalars(folder):
 
 def test_tensorboard_over_a_resume():
     _train("logger=tensorboard", "epochs=1", "checkpoint.every_steps=20", "+metrics.confusion_matrix={}")
-    # As after a kill: the checkpoint of step 20 is the newest, the steps after it are repeated.
-    for file in Path("run/checkpoints").glob("step-00000040.*"):
-        file.unlink()
-    Path("run/summary.json").unlink()
+    _as_after_a_kill("step-00000040")  # the steps after 20 are repeated
     _resume("epochs=2")
     found = _scalars("run/tensorboard")
     assert [event.step for event in found.Scalars("train/loss")] == list(range(10, 81, 10))
@@ -66,27 +64,75 @@ def test_tensorboard_over_a_resume():
     assert b"optimizer.lr" in parameters
 
 
-def test_wandb_offline_keeps_its_id_over_a_resume():
-    _train("logger=wandb", "epochs=1")
+def _as_after_a_kill(newest):
+    """Leave the checkpoints and the folder as if the run had been killed after its newest checkpoint."""
+    for file in Path("run/checkpoints").glob(f"{newest}.*"):
+        file.unlink()
+    Path("run/summary.json").unlink()
+
+
+def _wandb_records(file):
+    """Yield the records of an offline file of wandb: blocks of 32 kB with pieces of records, after a header of 7."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, piece = file.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        piece += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = Record()
+            record.ParseFromString(piece)
+            piece = b""
+            yield record
+
+
+def _wandb_history(file):
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in _wandb_records(file)
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+def _expected_losses(split="train"):
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["split"] == split}
+
+
+def test_wandb_offline_keeps_its_id_over_a_resume_and_no_step_twice():
+    _train("logger=wandb", "epochs=2", "checkpoint.every_steps=20", "log_every_steps=6")
     first = json.loads(Path("run/wandb_run.json").read_text())["id"]
-    _resume("epochs=2")
+    _as_after_a_kill("step-00000080")
+    _resume()
     assert json.loads(Path("run/wandb_run.json").read_text())["id"] == first
     files = sorted(Path("run/wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and {file.stem for file in files} == {f"run-{first}"}
+    rows = [row for file in files for row in _wandb_history(file)]
+    for split in ("train", "test"):
+        losses = [(row["step"], row[f"{split}/loss"]) for row in rows if f"{split}/loss" in row]
+        expected = _expected_losses(split)
+        assert [step for step, _ in losses] == sorted(expected) and dict(losses) == pytest.approx(expected)
 
 
-def test_mlflow_keeps_its_run_over_a_resume():
+def test_mlflow_keeps_its_run_over_a_resume_and_no_step_twice():
     import mlflow
 
-    _train("logger=mlflow", "epochs=1", "runs_dir=mine", "+metrics.confusion_matrix={}")
-    _resume("epochs=2")
-    client = mlflow.MlflowClient("sqlite:///mine/mlflow.db")
+    words = ["runs_dir=mine", "+metrics.confusion_matrix={}", "checkpoint.every_steps=20", "log_every_steps=6"]
+    _train("logger=mlflow", "epochs=2", *words)
+    _as_after_a_kill("step-00000080")
+    _resume()
+    client = mlflow.MlflowClient(f"sqlite:///{Path.cwd()}/mine/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("mnist").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["optimizer.lr"] == "0.002"
-    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    expected = {record["step"]: record["loss"] for record in records if record["split"] == "train"}
-    found = {entry.step: entry.value for entry in client.get_metric_history(run.info.run_id, "train/loss")}
-    assert found == pytest.approx(expected) and len(found) == 8
+    for split in ("train", "test"):
+        found = [(entry.step, entry.value) for entry in client.get_metric_history(run.info.run_id, f"{split}/loss")]
+        expected = _expected_losses(split)
+        assert sorted(step for step, _ in found) == sorted(expected) and dict(found) == pytest.approx(expected)
     assert not Path("mlruns").exists() and list(Path("mine/mlflow_files").rglob("confusion_matrix-*.json"))
 
 

@@ -80,7 +80,9 @@ def test_early_stopping_ends_at_the_same_step(layout, stop_at, patience, change,
     module = Module(lambda parameters: torch.optim.Adam(parameters, lr=0.05))
     trainer = theirs(module, epochs, [stopping])
     keys: Dict[str, Any] = {"metric": "loss", "min_change": change}
-    keys.update({} if patience is None else {"patience": patience}, **({} if threshold is None else {"threshold": threshold}))
+    keys.update(
+        {} if patience is None else {"patience": patience}, **({} if threshold is None else {"threshold": threshold})
+    )
     run = ours(layout, stop_at, optimizer={**ADAM, "lr": 0.05}, epochs=epochs, early_stopping=keys)
     assert run.result.step == trainer.global_step < epochs * STEPS_PER_EPOCH
     assert run.result.stop_reason.startswith("early stopping")
@@ -228,7 +230,8 @@ class _WithLoss(Net):
 
     def forward(self, points: Any, labels: Any = None) -> Dict[str, Any]:
         scores = super().forward(points)
-        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
+        loss = {} if labels is None else {"loss": torch.nn.functional.cross_entropy(scores, labels)}
+        return {**loss, "logits": scores}
 
 
 class _InOrder(transformers.Trainer):
@@ -302,8 +305,11 @@ def test_no_decay_smoothing_and_clipping_of_hugging_face(layout, stop_at):
     optimizer = {**ADAMW, "weight_decay": 2.0, "no_decay": "norms_and_biases", "max_grad_norm": 0.1}
     run = ours(layout, stop_at, optimizer=optimizer, epochs=3, loss_args={"label_smoothing": 0.1})
     assert_same_weights(run.state["model"], _weights(trainer))
-    without = ours(layout, optimizer={**optimizer, "no_decay": None}, epochs=3, loss_args={"label_smoothing": 0.1})
-    assert not torch.allclose(without.state["model"]["body.1.weight"], _weights(trainer)["body.1.weight"], atol=1e-2)
+    assert (
+        float(run.state["model"]["body.1.weight"].abs().mean())
+        > 0.5
+        > float(run.state["model"]["head.weight"].abs().mean())
+    )  # only the second decays
 
 
 @pytest.mark.parametrize("layout", ["plain", "everything"])

@@ -158,9 +158,7 @@ class Module(lightning.LightningModule):
 
     def weights(self) -> Dict[str, torch.Tensor]:
         """Return the weights under the names of `Net`."""
-        return {
-            name.replace("backbone.", "body."): value.detach().clone() for name, value in self.state_dict().items()
-        }
+        return {name.replace("backbone.", "body."): value.detach().clone() for name, value in self.state_dict().items()}
 
 
 def theirs(module: Module, epochs: int, callbacks: Sequence[Any] = (), **keys: Any) -> Any:
@@ -186,4 +184,6 @@ def first_of_each(values: Sequence[float], every: int) -> List[float]:
 def assert_same_weights(found: Dict[str, torch.Tensor], expected: Dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name].float(), value, rtol=2e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name].float(), value, rtol=2e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )

@@ -177,6 +177,7 @@ def test_wandb_keeps_one_run_over_resumes(folder: Path, summary: Summary, monkey
     assert first["config"]["devices"] == 8 and first["config"]["logger"]["mine"]["api_key"] == "${oc.env:SOME_KEY}"
     assert calls[1] == {"test/loss": 0.5, "test/accuracy": 0.75, "step": 8}
     assert calls[2] == 0
+    assert json.loads((folder / "wandb_run.json").read_text()) == {"id": "abc123", "sent": {"test": 8}}
     resumed = WandbLogger(folder)
     resumed.on_start(RunStart("digits", str(folder), 8, 64, "step-8.pt"))
     assert (calls[3]["id"], calls[3]["resume"]) == ("abc123", "allow")
@@ -221,6 +222,23 @@ def test_a_tracker_gets_repeated_steps_once(tmp_path: Path, step: Callable[..., 
     resumed.on_eval(replace(EVAL, step=24))
     resumed.flush()
     assert sorted(_steps(received)) == [("test", 24, 0.5), *(("train", n, 1 / n) for n in (8, 16, 24, 32))]
+
+
+def test_what_a_killed_service_may_have_lost_is_sent_again(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
+    received: List[Record] = []
+    for start in (RunStart("digits", str(tmp_path), 0, 64), RunStart("digits", str(tmp_path), 8, 64, "step-8.pt")):
+        tracker = _Service(tmp_path, received)
+        tracker.is_written_at_once = False
+        tracker.on_start(start)
+        tracker.on_step(step(step=16))
+        tracker.flush()
+    assert [record.step for record in received] == [16, 16]
+    tracker.confirm()
+    last = _Service(tmp_path, received)
+    last.on_start(RunStart("digits", str(tmp_path), 8, 64, "step-8.pt"))
+    last.on_step(step(step=16))
+    last.flush()
+    assert len(received) == 2
 
 
 def test_a_tracker_shows_both_attempts_where_they_differ(tmp_path: Path, step: Callable[..., StepEnd]) -> None:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import io
 import os
-from typing import List
+from typing import Any, List
 
 import pytest
 
 from ipurun.log.screen import PlainScreen
-from ipurun.sweep.remote import RemoteScreen, ScreenReceiver
+from ipurun.sweep.remote import RemoteScreen, ScreenReceiver, TableReceiver
 
 
 def _shown(*points: List[str]) -> List[str]:
@@ -60,3 +60,33 @@ def test_a_point_whose_sweep_is_gone_ends() -> None:
     with pytest.raises(BrokenPipeError):
         RemoteScreen(writer).live(["step 1"])
     os.close(writer)
+
+
+def test_points_at_once_have_a_row_each() -> None:
+    drawn: List[List[List[str]]] = []
+
+    class Table(PlainScreen):
+        draws_over = True
+
+        def live_table(self, header: Any, rows: Any, note: str = "") -> None:
+            drawn.append([list(row) for row in rows] + [[note]])
+
+    receiver = TableReceiver(Table(io.StringIO()))
+    receiver.begin("[1] a")
+    receiver.begin("[2] b")
+    receiver.show('{"do": "live", "parts": ["step 1", "loss 2"], "fraction": 0.1}', "[1] a")
+    receiver.refresh("0 of 2 finished")
+    assert [[row[0], row[-1]] for row in drawn[-1][:2]] == [["[1] a", "step 1  loss 2"], ["[2] b", "starting"]]
+    assert drawn[-1][2] == ["0 of 2 finished"]
+    receiver.end("[1] a")
+    assert [row[0] for row in drawn[-1][:-1]] == ["[2] b"]
+
+
+def test_live_lines_are_sent_a_few_times_a_second() -> None:
+    reader, writer = os.pipe()
+    screen = RemoteScreen(writer)
+    assert screen.wants_live(0.1)
+    screen.live(["step 1"], 0.1)
+    assert not screen.wants_live(0.2) and not screen.wants_waiting() and screen.wants_live(1.0)
+    os.close(writer)
+    os.close(reader)

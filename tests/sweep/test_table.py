@@ -6,8 +6,8 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 
-from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, Record
-from ipurun.sweep.table import csv_text, rank, rows_as_data, table_lines, throughput_lines
+from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PRUNED, Record
+from ipurun.sweep.table import chart_lines, csv_text, rank, rows_as_data, table_lines
 
 
 def _record(index: int, swept: Dict[str, str], results: Optional[Dict[str, Any]] = None, **more: Any) -> Record:
@@ -94,17 +94,59 @@ def test_csv_has_a_row_for_each_point(records: List[Record]) -> None:
     assert rows[3]["status"] == "failed" and rows[3]["reason"].startswith("no data")
 
 
-def test_throughput_is_drawn_against_the_swept_key(records: List[Record]) -> None:
-    lines = throughput_lines(records)
-    assert lines[0] == "samples/s by lr"
-    bars = {line.split()[0]: line.count("#") for line in lines[1:]}
-    assert bars == {"0.1": 8, "0.3": 4, "0.4": 30}
-    assert "0.2" not in bars
+def test_the_ranked_value_is_drawn_against_the_swept_key(records: List[Record]) -> None:
+    lines = chart_lines(rank(records))
+    assert lines[0] == "accuracy by lr"
+    bars = {line.split()[0]: line.count("#") for line in lines[1:4]}
+    # 0.80 to 0.95: the bars begin a quarter of that below, which is said.
+    assert bars == {"0.1": 22, "0.3": 30, "0.4": 6}
+    assert lines[4] == "  bars begin at 0.7625" and len(lines) == 5
 
 
-def test_throughput_is_not_drawn_for_two_swept_keys() -> None:
-    grid = [_record(0, {"a": "1", "b": "2"}, _result(0.5, 10)), _record(1, {"a": "1", "b": "3"}, _result(0.5, 20))]
-    assert throughput_lines(grid) == []
+def test_speed_is_drawn_from_zero_where_it_ranks(records: List[Record]) -> None:
+    lines = chart_lines(rank(records, "samples_per_second"))
+    assert {line.split()[0]: line.count("#") for line in lines[1:]} == {"0.1": 8, "0.3": 4, "0.4": 30}
+
+
+def test_swept_numbers_are_drawn_by_their_size() -> None:
+    swept = [_record(place, {"lr": lr}, _result(0.5, 10)) for place, lr in enumerate(["1e-1", "0.01", "2"])]
+    assert [line.split()[0] for line in chart_lines(rank(swept))[1:]] == ["0.01", "1e-1", "2"]
+
+
+def test_two_swept_keys_give_a_grid() -> None:
+    values = {("1", "x"): 0.5, ("1", "y"): 0.75, ("8", "x"): 0.25}
+    grid = [_record(n, {"a": a, "b": b}, _result(value, 10)) for n, ((a, b), value) in enumerate(values.items())]
+    lines = [line.split() for line in chart_lines(rank(grid))]
+    assert lines[0] == ["accuracy", "by", "a", "and", "b"]
+    assert lines[1] == ["a", "\\", "b", "x", "y"]
+    assert lines[3] == ["1", "0.5000", "0.7500", "<"] and lines[4] == ["8", "0.2500", "-"]
+
+
+def test_what_a_search_has_chosen_makes_no_grid() -> None:
+    tried = [_record(n, {"a": f"0.{n}", "b": f"0.{n}"}, _result(0.5, 10)) for n in range(5)]
+    assert chart_lines(rank(tried)) == []
+
+
+def test_speeds_measured_side_by_side_are_marked(records: List[Record]) -> None:
+    assert not any("*" in line for line in table_lines(rank(records)))
+    records[0].at_once = 2
+    marked = [line for line in table_lines(rank(records)) if " * " in line]
+    assert len(marked) == 1 and "100 *" in marked[0]
+    assert "* measured beside other points" in table_lines(rank(records))[-1]
+    assert {row["point"]: row["points_at_once"] for row in rows_as_data(rank(records))} == {0: 2, 1: None, 2: 1, 3: 1}
+
+
+def test_pruned_points_come_before_failed_ones_and_a_direction_can_be_given(records: List[Record]) -> None:
+    records[3].status, records[3].reason = PRUNED, "MedianPruner stopped it at step 4"
+    assert _order(records) == [2, 0, 3, 1]
+    assert [record.index for record in rank(records, "accuracy", higher_is_better=False).records] == [0, 2, 3, 1]
+    assert any("MedianPruner stopped it" in line for line in table_lines(rank(records)))
+
+
+def test_numbers_with_all_their_digits_are_shown_shortly() -> None:
+    tried = [_record(0, {"lr": "0.017826497151386938", "name": "a_long_name_of_something"}, _result(0.5, 10))]
+    line = table_lines(rank(tried))[2]
+    assert "0.01783 " in line and "a_long_name_of_something" in line
 
 
 def test_unfinished_points_are_shown(records: List[Record]) -> None:

@@ -67,7 +67,22 @@ def test_resume_is_exact_anywhere(tmp_path: Path, stop_at: int) -> None:
 
 
 def test_a_record_of_several_calls_has_the_loss_of_all_of_them_after_a_resume(tmp_path: Path) -> None:
-    _assert_equal_runs(*_straight_and_resumed(tmp_path, 3, log_every_steps=10, device_iterations=2, devices=2, epochs=8))
+    _assert_equal_runs(
+        *_straight_and_resumed(tmp_path, 3, log_every_steps=10, device_iterations=2, devices=2, epochs=8)
+    )
+
+
+def test_a_record_is_whole_after_a_resume_where_short_host_calls_are_reported_together(tmp_path: Path) -> None:
+    class Late(Recorder):
+        takes_steps_late = True
+
+    keys = {"log_every_steps": 10, "device_iterations": 2, "checkpoint__every_steps": 6, "checkpoint__keep": 9}
+    straight, resumed = Late(), Late()
+    train(built(**keys), Folder(tmp_path / "straight"), [straight])
+    middle = listed(Folder(tmp_path / "straight"))[0]
+    train(built(**keys), Folder(tmp_path / "resumed"), [resumed], resume_from=middle)
+    records = [[(e.step, e.loss) for e in seen.events["step"] if e.logged] for seen in (straight, resumed)]
+    assert middle.step == 6 and records[0] == records[1] and records[0][0][0] == 10
 
 
 LOADERS: Dict[str, Dict[str, Any]] = {

@@ -158,6 +158,49 @@ def test_ema_decays_by_weight_updates(tmp_path: Path, iterations: int, every: in
         assert torch.equal(found["model"][name], seen[-1][name])  # averaging does not change training
 
 
+EMA = {"averaging__kind": "ema", "averaging__decay": 0.8}
+
+
+@pytest.mark.parametrize("kind", ["ema", "tail"])
+def test_an_average_over_replicas_is_that_of_larger_batches(tmp_path: Path, kind: str) -> None:
+    keys = {"averaging__kind": kind, "averaging__decay": 0.8, "averaging__start_step": 2, "loader__shuffle": False}
+    _, _, one = trained(tmp_path / "one", micro_batch_size=8, **keys)
+    _, _, four = trained(tmp_path / "four", micro_batch_size=2, devices=4, **keys)
+    expected, found = (load(latest(Folder(tmp_path / name)))["average"]["model"] for name in ("one", "four"))
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=1e-5), name
+    for first, second in zip(one.events["eval"], four.events["eval"]):
+        assert dict(second.metrics) == pytest.approx(dict(first.metrics), rel=1e-4)
+
+
+UNFREEZE: Dict[str, Any] = {
+    "freeze": ["first"],
+    "unfreeze": {"first": 6},
+    "device_iterations": 2,
+    "devices": 2,
+    "epochs": 4,
+}
+
+
+@pytest.mark.parametrize("kind", ["ema", "tail"])
+def test_an_average_continues_over_an_unfreeze(tmp_path: Path, kind: str) -> None:
+    seen = _weights_by_call(tmp_path / "raw", **UNFREEZE)
+    average = {"averaging__kind": kind, "averaging__decay": 0.8, "averaging__start_step": 0}
+    trained(tmp_path / "averaged", **UNFREEZE, **average)
+    assert len(seen) == 8 and torch.equal(seen[2]["first.weight"], seen[0]["first.weight"])
+    for name, value in load(latest(Folder(tmp_path / "averaged")))["average"]["model"].items():
+        expected = seen[0][name].double()
+        for count, weights in enumerate(seen[1:], 2):
+            share = 1 - 0.8**2 if kind == "ema" else 1 / count
+            expected += share * (weights[name].double() - expected)
+        assert torch.allclose(value.double(), expected, atol=1e-6), name
+
+
+@pytest.mark.parametrize("step", [4, 6, 10])
+def test_an_average_resumes_on_either_side_of_an_unfreeze(tmp_path: Path, step: int) -> None:
+    _equal_when_resumed(tmp_path, step, **EMA, **UNFREEZE)
+
+
 def test_ema_equals_torchs_averaged_model(tmp_path: Path) -> None:
     from torch.optim.swa_utils import AveragedModel
 

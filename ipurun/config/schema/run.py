@@ -268,6 +268,11 @@ class SecurityConfig:
 class SweepConfig:
     """How the points of `-m` are run."""
 
+    jobs: Union[int, str] = option(
+        1,
+        "Points that run at the same time; auto: as many as there are IPUs for, on the CPU engine one for each core. "
+        "Side by side they disturb each other's speed.",
+    )
     on_error: str = option(
         "continue", "Whether the sweep continues after a failed point.", choices=("continue", "stop")
     )

@@ -79,10 +79,18 @@ def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSetti
         first = None
     try:
         connection.send(first)
-    except BrokenPipeError:
-        return  # nobody waits for the data any more
+    except OSError:
+        if _is_abandoned():
+            return
+        raise
     if first is not None:
         feeder.run()
+
+
+def _is_abandoned() -> bool:
+    """Return whether nobody waits for the data any more: the accessor's process has ended, or is about to."""
+    parent = multiprocessing.parent_process()
+    return parent is None or bool(wait([parent.sentinel], _SECONDS_TO_STOP_AFTER_PARENT))
 
 
 def _exit_on_signal(number: int, frame: Optional[FrameType]) -> None:

@@ -33,6 +33,7 @@ def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool)
         "arguments": (arguments.positional, arguments.named),
         "options": executor.options,
         "rng_state": executor.rng_state if save_rng_state else None,
+        "program": None if executor._export is None else executor._export.program,
         "model": None,
     }
     if export_model:

@@ -464,9 +464,18 @@ class ChunkRunner:
         make_replay: Makes the function that runs a graph.
         weights: The device's parameters and buffers.
         enabled: False to always run one by one.
+        folder: Folder of the executable cache, where choices are remembered; None without one.
     """
 
-    def __init__(self, graph: Graph, make_replay: ReplayMaker, weights: DeviceWeights, enabled: bool) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        make_replay: ReplayMaker,
+        weights: DeviceWeights,
+        enabled: bool,
+        folder: Optional[str] = None,
+    ) -> None:
+        self._folder = folder
         self._graph = graph
         self._make_replay = make_replay
         self._weights = weights
@@ -506,14 +515,17 @@ class ChunkRunner:
         reason = obstacle(self._graph) if self._enabled else "each is inspected"
         if reason:
             return Form(1, reason)
-        if self._adopted is not None and self._adopted.fits(count):
-            return self._adopted if self._adopted.size == 1 else self._try(self._adopted.size, block, self._adopted)
-        size = batch_size_for(self._graph, count)
+        known = self._adopted if self._adopted is not None and self._adopted.fits(count) else None
+        size = batch_size_for(self._graph, count) if known is None else known.size
         if size == 1:
-            return Form(1, "they are large")
+            return known or Form(1, "they are large")
         key = program_key(self._graph, size, count, self._make_replay)
-        known = recall(key)
-        return known if known is not None and known.size == 1 else remember(key, self._try(size, block, known))
+        if known is not None:
+            return self._try(size, block, known, key)
+        known = recall(key, self._folder)
+        if known is None:
+            return remember(key, self._try(size, block, None, key), self._folder)
+        return known if known.size == 1 else self._try(size, block, known, key)
 
     def run(
         self, block: Block, first: int, inputs: Sequence[torch.Tensor], *, with_outputs: bool = True
@@ -542,13 +554,15 @@ class ChunkRunner:
             with_outputs=with_outputs,
         )
 
-    def _try(self, size: int, block: Block, known: Optional[Form]) -> Form:
+    def _try(self, size: int, block: Block, known: Optional[Form], key: str) -> Form:
         """Make the graph of several micro-batches, compare it with one by one and return the form to use.
 
         Args:
             size: Number of micro-batches to compute at once.
             block: The micro-batches.
-            known: The form to use if the results are equal; None to choose by measuring.
+            known: The form to use if the results are equal; None to choose by measuring. If they were compared before,
+                for the same program, they are not again: other data might round differently, and end otherwise.
+            key: Key of the program.
         """
         written = [copy for name in self._graph.buffers_written() for copy in self._weights.buffers[name]]
         before = [tensor.clone() for tensor in written]
@@ -581,23 +595,24 @@ class ChunkRunner:
             replay = nearest(self._graph)
             together = Together(self._graph, size, block.arguments(0, inputs[0], block.seed), nearest)
             restore()
-            outputs: List[Sequence[torch.Tensor]] = []
-            sums: Dict[str, torch.Tensor] = {}
-            for index in range(size):
-                results = alone(index)
-                outputs.append(results[: len(self._graph.outputs)])
-                for name, gradient in zip(self._graph.grads, results[len(self._graph.outputs) :]):
-                    sums[name] = sums[name] + gradient if name in sums else gradient.clone()
-            expected = restore()
-            stacked = [torch.stack(list(column)) for column in zip(*inputs)]
-            _compare(outputs, sums, *at_once())
-            for wanted, got in zip(expected, restore()):
-                _require_equal("a buffer", wanted, got)
-            form = known or choose(size, seconds, alone, at_once)
+            if known is None or known.program != key:
+                outputs: List[Sequence[torch.Tensor]] = []
+                sums: Dict[str, torch.Tensor] = {}
+                for index in range(size):
+                    results = alone(index)
+                    outputs.append(results[: len(self._graph.outputs)])
+                    for name, gradient in zip(self._graph.grads, results[len(self._graph.outputs) :]):
+                        sums[name] = sums[name] + gradient if name in sums else gradient.clone()
+                expected = restore()
+                stacked = [torch.stack(list(column)) for column in zip(*inputs)]
+                _compare(outputs, sums, *at_once())
+                for wanted, got in zip(expected, restore()):
+                    _require_equal("a buffer", wanted, got)
+            form = dataclasses.replace(known or choose(size, seconds, alone, at_once), program=key)
             restore()
         except (RuntimeError, NotImplementedError, ValueError, IndexError, TypeError, KeyError, Error) as error:
             restore()
-            return Form(1, str(error))
+            return Form(1, str(error), key)
         if form.size > 1:
             if self._make_replay.rounds:
                 together.use(self._make_replay)

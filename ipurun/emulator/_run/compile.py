@@ -36,6 +36,7 @@ def compile_model(
     seed: int,
     groups: Optional[Dict[str, ReplicaGroups]] = None,
     optimizer: str = "",
+    export: Optional[executable_cache.ExportSlot] = None,
 ) -> Executable:
     """Capture a model on the first micro-batch of a call, or load its graph, and return its executable.
 
@@ -47,6 +48,7 @@ def compile_model(
         seed: Seed of the random operations.
         groups: Parameters whose values differ between replicas.
         optimizer: What executables of a device hold of the optimizer: its kind and its constant values.
+        export: Takes the place of the cache if the program is exported to, or loaded from, a file.
 
     Raises:
         Error: If the model or the options cannot be compiled. The model is left unchanged.
@@ -64,7 +66,7 @@ def compile_model(
     streams = RandomStreams(seed)
     originals = [tensor.clone() for tensor in micro_batch]
     program = _Program(model, arguments.with_tensors(micro_batch), options, training, weights, layout)
-    slot = program.find_slot(optimizer)
+    slot = program.find_slot(optimizer) if export is None else export
     with executable_cache.locked(slot):
         options._execution_strategy.onStartTracing()
         with host_generator_kept():
@@ -82,7 +84,9 @@ def compile_model(
         log_placement(captured.graph, options)
         log_program(captured.graph, options)
         add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
-        executable = Executable(captured, weights, layout, streams, options.anchored_tensors, replay_maker(options))
+        executable = Executable(
+            captured, weights, layout, streams, options.anchored_tensors, replay_maker(options), slot.folder
+        )
         checks.check_named_buffers(options, captured.graph)
         checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)
         if layout.replicas > 1:

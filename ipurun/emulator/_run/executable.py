@@ -17,7 +17,7 @@ from ipurun.emulator._run.anchors import Anchors
 from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.chunks import Block, ChunkRunner
-from ipurun.emulator._run.forms import Form
+from ipurun.emulator._run.forms import from_words, to_words
 
 Run = Tuple[int, int, int]
 _PLAIN = ReplayMaker()
@@ -138,6 +138,7 @@ class Executable:
         streams: Seeds of the random operations.
         anchors: Tensors to keep after each call, as named in the options.
         make_replay: Turns a graph into a function that runs it.
+        cache_folder: Folder of the executable cache, None without one.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Executable:
         streams: RandomStreams,
         anchors: Optional[Dict[str, Any]] = None,
         make_replay: ReplayMaker = _PLAIN,
+        cache_folder: Optional[str] = None,
     ) -> None:
         self.captured = captured
         self.graph = captured.graph
@@ -161,7 +163,7 @@ class Executable:
         self._anchored = list(self.anchors.in_graph.values())
         self._run_graph = GraphRunner(make_replay, self.graph, extra=self._anchored)
         enabled = not make_replay.checks and not weights.groups and not self._anchored
-        self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled=enabled)
+        self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled, cache_folder)
         self._is_random = make_replay.rounds or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
         self._last_seed: Optional[Tuple[float, torch.Tensor]] = None
@@ -185,13 +187,13 @@ class Executable:
     def state(self) -> List[int]:
         """Return what another run needs to continue: the random streams and, once chosen, the form of micro-batches."""
         form = self.chunks.form
-        return [*self.streams.state, *([] if form is None else [form.size])]
+        return [*self.streams.state, *([] if form is None else to_words(form))]
 
     @state.setter
     def state(self, words: Sequence[int]) -> None:
         self.streams.state = list(words[:2])
         if len(words) > 2:
-            self.chunks.adopt(Form(int(words[2]), "as before the resume"))
+            self.chunks.adopt(from_words(words[2:]))
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Run one call.

@@ -96,7 +96,7 @@ class Slot:
     """
 
     def __init__(self, folder: Optional[str], key: str, training: bool) -> None:
-        self._folder = folder
+        self.folder = folder
         self._key = key
         self._training = training
         self._digest = ""
@@ -104,7 +104,7 @@ class Slot:
 
     def look_up(self, trace: Callable[[], ForwardTrace]) -> Optional[ForwardTrace]:
         """Return the trace of the forward pass if there is an entry for it, which `use` then names."""
-        if self._folder is None:
+        if self.folder is None:
             return None
         self.use = CacheUse("miss")
         if not self._candidates():
@@ -148,7 +148,7 @@ class Slot:
 
     def observe(self, recorder: Recorder, returned: Any) -> None:
         """Find the digest of a forward pass that is being captured."""
-        if self._folder is None or self.use.state == "uncached":
+        if self.folder is None or self.use.state == "uncached":
             return
         try:
             self._digest = forward_digest(recorder, list(tensors_in(returned)))
@@ -157,7 +157,7 @@ class Slot:
 
     def prepare(self, captured: Captured) -> Optional[Dict[str, Any]]:
         """Return a captured program as data, before anything changes its graph; None if it will not be stored."""
-        if self._folder is None or self.use.state != "miss":
+        if self.folder is None or self.use.state != "miss":
             return None
         try:
             return stored_graph.to_data(captured)
@@ -205,13 +205,13 @@ class Slot:
         return f"{self._key}-{self._digest[:16]}"
 
     def _path(self, ending: str) -> str:
-        assert self._folder is not None
-        return os.path.join(self._folder, self._name + ending)
+        assert self.folder is not None
+        return os.path.join(self.folder, self._name + ending)
 
     def _candidates(self) -> List[str]:
-        assert self._folder is not None
+        assert self.folder is not None
         try:
-            names = os.listdir(self._folder)
+            names = os.listdir(self.folder)
         except OSError:
             return []
         return [name for name in names if name.startswith(f"{self._key}-") and name.endswith(_ENTRY)]
@@ -241,6 +241,51 @@ class Slot:
             _write(path, json.dumps(about, indent=1).encode())
 
 
+class ExportSlot(Slot):
+    """The place of a program in an exported file.
+
+    Args:
+        options: The executor's options.
+        training: Whether the program trains.
+        program: What the file holds of it; None to find that out.
+    """
+
+    def __init__(self, options: Any, training: bool, program: Optional[Mapping[str, Any]] = None) -> None:
+        super().__init__(None, hashlib.sha256(repr(_compiled_options(options)).encode()).hexdigest(), training)
+        self.program = program
+
+    def load(self, trace: Callable[[], ForwardTrace]) -> Optional[Captured]:
+        if self.program is None:
+            return None
+        with python_random_kept() as restore_random:
+            try:
+                if self.program["options"] != self._key:
+                    raise stored_graph.NotStorableError("it was compiled with other options")
+                traced = trace()
+                if traced.digest != self.program["digest"]:
+                    raise stored_graph.NotStorableError("its forward pass is another one")
+                return stored_graph.from_data(self.program["graph"], traced)
+            except Exception as error:  # of the user's code, or of a kernel that meta tensors lack
+                restore_random()
+                logger.warning("The exported program is compiled again: %s", _first_line(error))
+                self.program = None
+        return None
+
+    def observe(self, recorder: Recorder, returned: Any) -> None:
+        with contextlib.suppress(NotTraceableError):
+            self._digest = forward_digest(recorder, list(tensors_in(returned)))
+
+    def prepare(self, captured: Captured) -> Optional[Dict[str, Any]]:
+        if self.program is None and self._digest:
+            with contextlib.suppress(stored_graph.NotStorableError):
+                self.program = {
+                    "options": self._key,
+                    "digest": self._digest,
+                    "graph": stored_graph.to_data(captured),
+                }
+        return None
+
+
 def find_slot(options: Any, training: bool, known: Sequence[Any]) -> Slot:
     """Return the place of a program in the cache folder of the options, without locking it.
 
@@ -252,9 +297,13 @@ def find_slot(options: Any, training: bool, known: Sequence[Any]) -> Slot:
     folder = _folder(options)
     if folder is None:
         return Slot(None, "", training)
-    kept = {key: repr(value) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS}
-    text = repr((_FORMAT, sorted(cache_versions().items()), training, sorted(kept.items()), known))
+    text = repr((_FORMAT, sorted(cache_versions().items()), training, _compiled_options(options), known))
     return Slot(os.path.join(folder, _SUBFOLDER), hashlib.sha256(text.encode()).hexdigest()[:16], training)
+
+
+def _compiled_options(options: Any) -> List[Any]:
+    """Return the options that an executable depends on."""
+    return sorted((key, repr(value)) for key, value in options.toDict().items() if key not in _RUN_TIME_OPTIONS)
 
 
 @contextlib.contextmanager
@@ -263,7 +312,7 @@ def locked(slot: Slot) -> Iterator[None]:
 
     The lock is the kernel's and ends with its process, however that ends; the file itself means nothing.
     """
-    folder = slot._folder
+    folder = slot.folder
     if folder is None:
         yield
         return

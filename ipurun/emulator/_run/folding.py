@@ -54,8 +54,8 @@ _POINTWISE = names_in("""
 """)
 _RESHAPES = names_in("_reshape_alias _reshape_copy _unsafe_view flatten reshape unflatten view view_copy")
 _ALONG_A_DIMENSION = names_in("""
-    _log_softmax _softmax argsort cummax cummin cumprod cumsum flip glu log_softmax logcumsumexp narrow roll slice
-    softmax sort split split_with_sizes topk unsafe_split unsafe_split_with_sizes
+    _log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum flip glu log_softmax logcumsumexp narrow
+    roll slice softmax sort split split_with_sizes topk unsafe_split unsafe_split_with_sizes
 """)
 _REDUCTIONS = names_in("""
     all amax amin any argmax argmin linalg_vector_norm logsumexp max mean min nansum norm prod std std_mean sum var

@@ -1,15 +1,19 @@
 """The form in which micro-batches are computed: how many at once, chosen by measuring.
 
-Sums round differently in another form, so a choice is remembered: by the process, and by `rng_state`, with which a
-program resumes. It is plain data: `dataclasses.asdict` describes it, and `Form(**data)` makes it again.
+Sums round differently in another form, so a choice is remembered: by the process, by the executable cache for the next
+one, and by `rng_state`, with which a program resumes. It is plain data: `dataclasses.asdict` describes it, and
+`Form(**data)` makes it again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import json
+import os
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 
@@ -20,6 +24,8 @@ from ipurun.emulator._capture.graph import Graph, values_in
 _MARGIN = 1.05
 _ROUNDS = 3
 _MOST_REMEMBERED = 1000
+_KEY_DIGITS = 15  # in 64 bits
+FORM_ENDING = ".form"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +35,12 @@ class Form:
     Attributes:
         size: How many are computed at once, 1 for one by one.
         why: Why, for the log.
+        program: Key of the program whose results were compared in this form and in the other, "" if none were.
     """
 
     size: int
     why: str = ""
+    program: str = ""
 
     def fits(self, micro_batches: int) -> bool:
         """Whether this many micro-batches can be computed in this form."""
@@ -45,17 +53,38 @@ class Form:
 _remembered: Dict[str, Form] = {}
 
 
-def recall(key: str) -> Optional[Form]:
-    """Return the form that this process chose for a program, None if it has not chosen yet."""
+def recall(key: str, folder: Optional[str] = None) -> Optional[Form]:
+    """Return the form that this process, or another one that uses a folder, chose for a program; None if none did."""
+    if key not in _remembered and folder is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            with open(_file(folder, key), encoding="utf-8") as file:
+                form = Form(**json.load(file))
+            if type(form.size) is int and form.size >= 1 and form.program == key:
+                _keep(key, form)
     return _remembered.get(key)
 
 
-def remember(key: str, form: Form) -> Form:
-    """Use a form whenever this process runs the program again, and return it."""
+def remember(key: str, form: Form, folder: Optional[str] = None) -> Form:
+    """Use a form whenever this process, or another one that uses a folder, runs the program again, and return it."""
+    _keep(key, form)
+    if folder is not None:
+        with contextlib.suppress(OSError):  # the next process chooses itself
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            temporary = f"{_file(folder, key)}.{os.getpid()}"
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(dataclasses.asdict(form), file)
+            os.replace(temporary, _file(folder, key))
+    return form
+
+
+def _keep(key: str, form: Form) -> None:
     if len(_remembered) >= _MOST_REMEMBERED:
         _remembered.pop(next(iter(_remembered)))
     _remembered[key] = form
-    return form
+
+
+def _file(folder: str, key: str) -> str:
+    return os.path.join(folder, key + FORM_ENDING)
 
 
 def program_key(graph: Graph, *settings: Any) -> str:
@@ -64,7 +93,18 @@ def program_key(graph: Graph, *settings: Any) -> str:
     for node in graph.nodes:
         shapes = [(graph.specs[value].shape, graph.specs[value].dtype) for value in values_in(node.outputs)]
         digest.update(repr((node.name, list(map(int, node.reads())), shapes)).encode())
-    return digest.hexdigest()
+    return digest.hexdigest()[:_KEY_DIGITS]
+
+
+def to_words(form: Form) -> List[int]:
+    """Return a form as the numbers of `rng_state`."""
+    return [form.size, int(form.program or "0", 16)]
+
+
+def from_words(words: Sequence[int]) -> Form:
+    """Return the form that `to_words` described; older states have its size alone."""
+    program = f"{words[1]:0{_KEY_DIGITS}x}" if len(words) > 1 and words[1] else ""
+    return Form(int(words[0]), "as before the resume", program)
 
 
 def choose(size: int, seconds: Dict[str, List[float]], alone: Callable[[], Any], together: Callable[[], Any]) -> Form:

@@ -9,7 +9,7 @@ import ctypes
 import dataclasses
 import functools
 import os
-from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -68,7 +68,9 @@ def _spare_operands(graph: Graph, results: Sequence[Value]) -> Dict[int, List[in
 
     Such an operand has the shape and type of the result, and nothing else uses its memory from then on.
     """
-    kept = {graph.specs[value].storage for value in results} | {graph.specs[item.value].storage for item in graph.inputs}
+    kept = {graph.specs[value].storage for value in results} | {
+        graph.specs[item.value].storage for item in graph.inputs
+    }
     last_use: Dict[int, int] = {}
     views: Dict[int, Set[Value]] = {}
     for index, node in enumerate(graph.nodes):
@@ -123,8 +125,16 @@ def _channels_at_once(image: torch.Tensor) -> int:
     return next((n for n in range(min(_MOST_CHANNELS, planes), _LEAST_CHANNELS - 1, -1) if planes % n == 0), 0)
 
 
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+    """Look for rows of which everything is masked in the result, where they are NaN, instead of in all scores."""
+    weights = torch.softmax(scores, dim, dtype)
+    if weights.dim() and weights.numel() and bool(weights.select(dim, 0).sum().isnan()):
+        return torch.ops.aten._safe_softmax.default(scores, dim, dtype)
+    return weights
+
+
 def _into_gradient(op: Any, grad: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Put the gradient of an input into that of the output, if it then lies in memory as that of the operation would."""
+    """Put the gradient of an input into that of the output, if both inputs lie in memory alike."""
     if grad.stride() != source.stride():
         return op.default(grad, source, *args, **kwargs)
     return op.grad_input(grad, source, *args, grad_input=grad, **kwargs)
@@ -132,6 +142,8 @@ def _into_gradient(op: Any, grad: torch.Tensor, source: torch.Tensor, *args: Any
 
 _ATEN = torch.ops.aten
 _QUICKER: Dict[Any, Callable[..., Any]] = {_ATEN.max_pool2d_with_indices.default: _max_pool2d}
+if hasattr(_ATEN, "_safe_softmax"):  # since torch 2.5
+    _QUICKER[_ATEN._safe_softmax.default] = _safe_softmax
 _INTO_FIRST: Dict[Any, Callable[..., torch.Tensor]] = {
     _ATEN.add.Tensor: _ATEN.add_.Tensor,
     _ATEN.div.Scalar: _ATEN.div_.Scalar,

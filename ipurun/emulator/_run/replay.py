@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
+from ipurun.emulator._capture.op_kinds import names_in
 
 Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
 
@@ -24,6 +25,27 @@ _METADATA_WRITERS = frozenset(
         "unsqueeze_",
     ]
 )
+
+
+def _bindings() -> Dict[Any, Callable[..., Any]]:
+    """Return the functions of torch that take the same positional arguments as an overload of the same name."""
+    found = {}
+    for name in names_in("""
+        _log_softmax.default _softmax.default add.Tensor add_.Tensor addmm.default bmm.default cat.default clone.default
+        convolution.default div.Tensor exp.default expand.default index_select.default log.default mm.default mul.Tensor
+        mul_.Tensor native_batch_norm.default native_group_norm.default native_layer_norm.default neg.default
+        permute.default relu.default relu_.default rsqrt.default select.int sigmoid.default sigmoid_.default
+        sqrt.default stack.default sub.Tensor sum.dim_IntList t.default tanh.default tanh_.default transpose.int
+        unbind.int unsafe_split.Tensor unsqueeze.default view.default
+    """):
+        base, overload = name.split(".")
+        bound = getattr(torch, base, None) or getattr(torch.Tensor, base, None)
+        if bound is not None:
+            found[getattr(getattr(torch.ops.aten, base), overload)] = bound
+    return found
+
+
+_BINDINGS = _bindings()
 
 
 def generate(
@@ -94,13 +116,22 @@ def _statement(node: Node, namespace: Dict[str, Any], defined: Set[Value], alias
         right = _expression(node.args[0], namespace)
     else:
         function = f"f{len(namespace)}"
-        namespace[function] = node.op
+        namespace[function] = _binding(node)
         parts = [_expression(arg, namespace) for arg in node.args]
         parts += [f"{name}={_expression(arg, namespace)}" for name, arg in node.kwargs.items()]
         right = f"{function}({', '.join(parts)})"
     left = _targets(node.outputs, defined)
     defined.update(values_in(node.outputs))
     return f"{left} = {right}" if left else right
+
+
+def _binding(node: Node) -> Callable[..., Any]:
+    """Return the quickest way to call an operation from Python: torch's own binding, if it has one, or its overload."""
+    op = node.op
+    if not isinstance(op, torch._ops.OpOverload):
+        return op
+    bound = _BINDINGS.get(op) if not node.kwargs else None
+    return bound or getattr(op, "_op", op)
 
 
 def _targets(outputs: Any, defined: Set[Value]) -> str:

@@ -120,3 +120,45 @@ def test_processes_of_a_distributed_program_compile_one_at_a_time(tmp_path):
     opts.Distributed.configureProcessId(1, 2)
     poptorch.inferenceModel(Classifier(), opts)(images(4)[0])
     assert sorted(os.path.splitext(name)[1] for name in os.listdir(tmp_path)) == ["", ".lock"]
+
+
+def test_an_export_is_loaded_and_not_compiled_again(tmp_path, monkeypatch):
+    """Forward runs on tensors without data, and nothing is captured; with another model or options it is."""
+    from ipurun.emulator._run import compile as compiling
+
+    class Net(torch.nn.Module):
+        def __init__(self, hidden=4, scale=1.0):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = torch.nn.Linear(3, hidden), torch.nn.Linear(hidden, 2)
+            self.scale = scale
+
+        def forward(self, x, y):
+            out = self.second(torch.relu(self.first(x)) * self.scale)
+            return out, torch.nn.functional.cross_entropy(out, y)
+
+    def executor(iterations=1, **changes):
+        model = Net(**changes)
+        options = poptorch.Options().randomSeed(3).deviceIterations(iterations)
+        return poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+
+    captured = []
+    usual = compiling.capture
+    monkeypatch.setattr(compiling, "capture", lambda *args, **kwargs: captured.append(1) or usual(*args, **kwargs))
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 0])
+    path = str(tmp_path / "net.poptorch")
+    first = executor()
+    first.compileAndExport(path, *batch, export_model=False)
+    assert len(captured) == 1
+    second = executor()
+    second.loadExecutable(path)
+    assert len(captured) == 1
+    for _ in range(2):
+        assert torch.equal(first(*batch)[1], second(*batch)[1])
+    expected = first.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in second.model.state_dict().items())
+    first.destroy(), second.destroy()
+    for number, other in enumerate((executor(scale=2.0), executor(iterations=2))):
+        other.loadExecutable(path)
+        assert len(captured) == 2 + number
+        other.destroy()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ipurun import emulator as poptorch
+from ipurun.emulator._run import chunks, forms
 from ipurun.emulator.graph import cache_prospect, cache_use
 
 SECONDS = "POPTORCH_EMULATOR_CACHE_SECONDS"
@@ -363,3 +364,59 @@ def test_a_process_killed_while_it_writes_blocks_nobody(folder):
     assert state(folder) == "miss"
     assert state(folder) == "hit"
     assert entries(folder, ".partial") == []
+
+
+class Foldable(Net):
+    """A model without constants, so that its micro-batches can be computed at once."""
+
+    def forward(self, x, y):
+        out = self.second(self.norm(self.first(x)).relu())
+        return out, torch.nn.functional.cross_entropy(out, y)
+
+
+class TestForms:
+    """How many micro-batches are computed at once is chosen by measuring and comparing: once, for all processes."""
+
+    def _call(self, folder, state=None):
+        """Make a call in a process that remembers nothing; return the number, and the state with which to resume."""
+        forms._remembered.clear()
+        opts = options(folder)
+        opts.Training.gradientAccumulation(4)
+        net = Foldable()
+        model = poptorch.trainingModel(net, opts, poptorch.optim.SGD(net.parameters(), lr=0.1))
+        model.compile(*batch(32))
+        if state is not None:
+            model.rng_state = state
+        model(*batch(32))
+        found = model._executable.chunks.size, model.rng_state
+        model.destroy()
+        return found
+
+    def _refuse(self, *args):
+        raise RuntimeError("compared or measured again")
+
+    @pytest.mark.parametrize("size", [1, 4])
+    def test_the_next_process_takes_the_choice_of_the_first(self, folder, monkeypatch, size):
+        monkeypatch.setattr(chunks, "choose", lambda *args: forms.Form(size, "test"))
+        assert self._call(folder)[0] == size
+        monkeypatch.setattr(chunks, "choose", self._refuse)
+        monkeypatch.setattr(chunks, "_compare", self._refuse)
+        assert self._call(folder)[0] == size
+        assert self._call(folder.with_name("other"))[0] == 1  # nothing is known there
+
+    @pytest.mark.parametrize("size", [1, 4])
+    def test_a_resumed_run_keeps_it_whatever_the_data(self, tmp_path, monkeypatch, size):
+        monkeypatch.setattr(chunks, "choose", lambda *args: forms.Form(size, "test"))
+        state = self._call(tmp_path / "one")[1]
+        monkeypatch.setattr(chunks, "_compare", self._refuse)
+        assert self._call(tmp_path / "two", state)[0] == size
+        assert self._call(tmp_path / "three", state[:3])[0] == 1  # a state of another program is compared
+
+    def test_a_damaged_file_is_ignored(self, folder, monkeypatch):
+        monkeypatch.setattr(chunks, "choose", lambda *args: forms.Form(4, "test"))
+        self._call(folder)
+        (file,) = (folder / "cpu").glob("*.form")
+        for text in ("", "{", "[]", '{"size": "x"}', '{"size": -1}', '{"more": 1}'):
+            file.write_text(text)
+            assert self._call(folder)[0] == 4
+        assert json.loads(file.read_text())["size"] == 4

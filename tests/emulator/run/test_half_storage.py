@@ -9,6 +9,8 @@ from torch.utils._pytree import tree_map
 import ipurun.emulator as poptorch
 from ipurun.emulator._run import chunks
 
+pytestmark = pytest.mark.usefixtures("at_once_where_possible")
+
 NORMS = (torch.ops.aten.native_group_norm, torch.ops.aten.native_layer_norm)
 FLOAT_STATISTICS = torch.__version__.startswith("2.0.")  # newer kernels return statistics in the type of the input
 
@@ -254,7 +256,9 @@ def accumulating(model, options, steps=8, **kwargs):
 def sizes_of_chunks(training, monkeypatch):
     sizes = []
     run = chunks.Together.run
-    monkeypatch.setattr(chunks.Together, "run", lambda self, *args, **kwargs: sizes.append(self.size) or run(self, *args, **kwargs))
+    monkeypatch.setattr(
+        chunks.Together, "run", lambda self, *args, **kwargs: sizes.append(self.size) or run(self, *args, **kwargs)
+    )
     return sizes
 
 

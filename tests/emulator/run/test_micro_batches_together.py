@@ -12,6 +12,8 @@ from torch.nn import functional
 from ipurun import emulator
 from ipurun.emulator._run import chunks
 
+pytestmark = pytest.mark.usefixtures("at_once_where_possible")
+
 ROWS = 4
 ACCUMULATION, REPLICAS = 4, 2
 
