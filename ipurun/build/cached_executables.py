@@ -170,15 +170,15 @@ def _report_of_popart(run: Run, about: Mapping[str, Any], folder: str, before: S
     ]
     if not known:
         return Compiled(seconds, "hit")
-    differing, before, nearest = min(known, key=lambda each: each[:2])
+    differing, then, nearest = min(known, key=lambda each: each[:2])
     if differing:
         # PopART's keys leave out more than those of a config: such an executable took about as long.
-        why = f"estimated: compiling took {before:.0f} s with {differing} other key{'s' if differing > 1 else ''}"
-        return Compiled(seconds, "hit", before - seconds, why) if before > seconds else Compiled(seconds, "hit")
-    if seconds > max(_LONG_SECONDS, _CLOSE_TO_COMPILING * before):
+        why = f"estimated: compiling took {then:.0f} s with {differing} other key{'s' if differing > 1 else ''}"
+        return Compiled(seconds, "hit", then - seconds, why) if then > seconds else Compiled(seconds, "hit")
+    if seconds > max(_LONG_SECONDS, _CLOSE_TO_COMPILING * then):
         return Compiled(seconds, "", why="no new executable, but it took as long as to compile one")
     executables.count_hit(nearest)
-    return Compiled(seconds, "hit", before - seconds)
+    return Compiled(seconds, "hit", then - seconds)
 
 
 def _limit_size(run: Run, keep: Set[Path]) -> None:

@@ -17,12 +17,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ipurun.config import checks, hydra_plugins, hydra_session, overrides, secrets
+from ipurun.config import checks, hydra_session, overrides, secrets
 from ipurun.config.argv import parse_argv
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import Document, NotText, load_file, yaml_problem
 from ipurun.config.keys import all_keys, complete, schema, type_problem
-from ipurun.config.schema import RunConfig
+from ipurun.config.schema import RunConfig, hydra_plugins
 from ipurun.errors import ConfigError, Problem
 
 __all__ = ["ChangedKey", "Point", "Points", "from_yaml", "one", "points", "to_yaml", "where_typed", "with_words"]

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse as parse_interpolation
 
-from ipurun.config import folders, hydra_plugins, keys, overrides
+from ipurun.config import folders, keys, overrides
 from ipurun.config.argv import CommandLine
 from ipurun.config.catalog import RECIPE_GROUP
 from ipurun.config.documents import (
@@ -40,6 +40,7 @@ from ipurun.config.documents import (
     yaml_problem,
 )
 from ipurun.config.folders import builtin_folder
+from ipurun.config.schema import hydra_plugins
 from ipurun.errors import ConfigError, Problem, listing, nearest
 
 __all__ = ["CONFIG_PATH", "Composed", "Session", "open_hydra", "prepare_hydra", "with_overrides"]

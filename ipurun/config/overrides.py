@@ -12,9 +12,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
-from ipurun.config import hydra_plugins, keys
+from ipurun.config import keys
 from ipurun.config.documents import load_text
 from ipurun.config.keys import ONE_CHOICE, several_choices
+from ipurun.config.schema import hydra_plugins
 from ipurun.errors import ConfigError, Problem, listing, nearest
 
 __all__ = ["Groups", "Interval", "Parsed", "each_key_once", "only_for_a_search", "parse", "spread"]

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from ipurun import engine as engines
 from ipurun.config.compose import Points
-from ipurun.config.hydra_plugins import BASIC
+from ipurun.config.schema.hydra_plugins import BASIC
 from ipurun.config.secrets import mask_word
 from ipurun.errors import ConfigError
 from ipurun.log.format import metric, plural

@@ -85,7 +85,7 @@ def test_points_run_side_by_side_and_a_crash_ends_only_its_own(capsys: Any) -> N
     parents = set(Path("parents.txt").read_text().split())
     assert len(parents) == 1 and str(os.getpid()) not in parents
     assert [point["status"] for point in _manifest()] == ["finished", "finished", "failed", "failed"]
-    assert {point["at_once"] for point in _manifest()} == {2}
+    assert max(point["at_once"] for point in _manifest()) == 2
     assert captured.err.count("killed by SIGSEGV") == 2
     assert "samples/s side by side" in captured.out and "* measured beside other points" in captured.out
     # Output is kept apart.

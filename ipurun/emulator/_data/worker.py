@@ -79,8 +79,8 @@ def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSetti
         first = None
     try:
         connection.send(first)
-    except OSError:
-        if _is_abandoned():
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or _is_abandoned():
             return
         raise
     if first is not None:

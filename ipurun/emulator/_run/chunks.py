@@ -33,7 +33,7 @@ _CACHE_BYTES = 7 * 2**20
 # Above this average work of an operation, starting it takes no time worth saving. Measured, as the limits above, on
 # some twenty small models.
 _LARGE_WORK_FLOPS = 8e6
-_BATCH_NORM_COPIES = 1.5
+_BATCH_NORM_COPIES = 2.0
 # Random operations that use no values of their tensor argument.
 _DRAWN_BY_SHAPE = names_in("""
     bernoulli_.float bernoulli.p cauchy_.default exponential_.default geometric_.default log_normal_.default

@@ -303,3 +303,20 @@ def test_items_are_in_memory_without_a_name(access):
     item = next(iter(access(Counting(4))))
     maps = Path("/proc/self/maps").read_text()
     assert item[0].is_shared() and "memfd:AsynchronousDataAccessor" in maps
+
+
+def test_a_worker_that_nobody_waits_for_ends_quietly(capfd):
+    """The run was interrupted while the process started: there is nothing to report."""
+    from ipurun.emulator._data.ring import Ring
+    from ipurun.emulator._data.worker import WorkerSettings, worker_main
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    receiver.close()
+    settings = WorkerSettings(0.001, False, False, None, False, None, 1, None)
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    process = context.Process(target=worker_main, args=(data, Ring(context, 3), sender, settings))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert "Traceback" not in capfd.readouterr().err

@@ -120,7 +120,7 @@ def test_a_resumed_run_computes_in_the_form_of_the_first(size, monkeypatch):
     for batch in batches[:2]:
         training(*batch)
     state, random = weights(model, training), training.rng_state
-    assert random[2:] == [size]
+    assert random[2:3] == [size]  # and the key of the program
     monkeypatch.setattr(forms, "_remembered", {})  # as in another process,
     measured = choosing(monkeypatch, 9 - size)  # which would choose otherwise
     resumed, training = start()
@@ -141,7 +141,7 @@ def test_a_form_that_the_micro_batches_do_not_allow_is_not_used(at_once_where_po
     training.rng_state = [7, 3, 8]
     training(*batch)
     assert training._executable.chunks.size == 4
-    assert training.rng_state == [7, 7, 4]
+    assert training.rng_state[:3] == [7, 7, 4]
 
 
 def test_the_random_state_of_earlier_versions_loads(at_once_where_possible):
@@ -150,7 +150,7 @@ def test_the_random_state_of_earlier_versions_loads(at_once_where_possible):
     training.compile(*batch)
     training.rng_state = [7, 3]
     training(*batch)
-    assert training.rng_state == [7, 11, 8]
+    assert training.rng_state[:3] == [7, 11, 8]
 
 
 def test_a_process_measures_a_program_once(monkeypatch):
