@@ -170,11 +170,11 @@ class PlanReport:
         Raises:
             ConfigError: There is no estimate.
         """
-        from ipurun.log.estimate_html import page_of
+        from ipurun.pages.plan import plan_page
 
         if self.estimate is None:
             raise ConfigError(self.no_estimate or "there is no estimate")
-        return page_of(self.plan, self.estimate)
+        return plan_page(self.plan, self.estimate, self.words)
 
     def solution_yaml(self) -> str:
         """Return the config file of the best solution, empty where there is none."""
@@ -546,6 +546,22 @@ def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[Pa
         from ipurun.runs.prepare import prepare
 
         return [_report(prepare(found.points[0], Purpose.PLAN), words, solve, calibrate)]
+
+
+def plan_of_run(run: PathLike) -> PlanReport:
+    """Plan the config of a stored run, as `plan` does for a recipe; its model's code is needed.
+
+    Args:
+        run: The run folder.
+    """
+    with _one_call((), run):
+        from ipurun.inspect.facts import Purpose
+        from ipurun.runs.folder import RunFolder
+        from ipurun.runs.prepare import prepare
+        from ipurun.runs.reload import stored_point
+
+        point = stored_point(RunFolder.open(os.fspath(run)), [], "plan")
+        return _report(prepare(point, Purpose.PLAN), (), False, None)
 
 
 def compile_words(

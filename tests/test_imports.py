@@ -118,6 +118,7 @@ FLOW = (
     "log",
     "runs",
     "sweep",
+    "pages",
     "interface",
     "selftest",
     "cli",

@@ -451,7 +451,7 @@ class _Processes:
 
     Args:
         config: The loader's keys.
-        is_asynchronous: Whether PopTorch's accessor reads the data in a process of its own.
+        is_asynchronous: Whether PopTorch's accessor reads the data in a separate process.
     """
 
     def __init__(self, config: LoaderConfig, is_asynchronous: bool) -> None:

@@ -207,7 +207,7 @@ def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], 
                 fix=f"distributed.instances={started.count}, or leave it out",
                 key="distributed.instances",
             )
-        _check_config(config, found)
+        _check_config(config, facts, found)
         kind = keys.kind if keys.kind != "none" else started.by
         return Instances(kind, started.count, started.rank, started.by == "poprun", tuple(keys.hosts))
     if keys.kind == "none":
@@ -220,7 +220,7 @@ def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], 
             )
         return Instances()
     count = keys.instances or 1
-    _check_config(config, found)
+    _check_config(config, facts, found)
     _check_launcher(config, facts, count, found)
     return Instances(keys.kind, count, 0, keys.kind == "poprun", tuple(keys.hosts))
 
@@ -286,7 +286,13 @@ def start_command(config: RunConfig, plan: Plan, words: Sequence[str]) -> List[s
     return command + program
 
 
-def _check_config(config: RunConfig, found: Findings) -> None:
+def _check_config(config: RunConfig, facts: Facts, found: Findings) -> None:
+    if facts.logged or facts.own_optimizer:
+        found.problem(
+            "a LightningModule runs in one process: what its steps log is not merged over several",
+            fix="distributed=none, or a model with metrics and optimizer in the config",
+            key="distributed",
+        )
     if config.loader.on_error == "skip":
         found.problem(
             "`loader.on_error=skip`: several instances cannot leave out samples that cannot be read",

@@ -55,7 +55,7 @@ def plan_variables(
 
     Args:
         config: The config.
-        profile: The planned profile, which has variables of its own.
+        profile: The planned profile, which has its own variables.
         settings: What was set, and where.
         environ: The user's environment.
         found: Takes problems, and a note for each value that another one wins over.

@@ -9,12 +9,24 @@ import stat
 import threading
 import time
 from types import FrameType
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
-__all__ = ["Interrupts", "WaitStoppedError"]
+__all__ = ["Interrupts", "WaitStoppedError", "announce_to"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LONGEST_WAIT_SECONDS = 2.0  # for data, after an interrupt
+
+_announce: Optional[Callable[[str], None]] = None
+
+
+def announce_to(show: Optional[Callable[[str], None]]) -> None:
+    """Give the message of an interrupt to a live view, or to standard error again: written past it, it moves its lines.
+
+    Args:
+        show: Called by the signal handler with a line of text, so it may only store it; None: standard error.
+    """
+    global _announce
+    _announce = show
 
 
 class WaitStoppedError(KeyboardInterrupt):
@@ -114,7 +126,7 @@ class Interrupts:
             return
         self._received = signal.Signals(number)
         how = "again" if number == signal.SIGINT else "Ctrl-C"
-        _write_now(f"{self.received}: saving after this host call; {how} to stop now\n")
+        (_announce or _write_now)(f"{self.received}: saving after this host call; {how} to stop now\n")
         if self._waits:
             _stop_waiting_in(_LONGEST_WAIT_SECONDS)
 

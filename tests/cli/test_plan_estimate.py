@@ -38,13 +38,13 @@ def _json(capsys: Any, code: int, *argv: str) -> Any:
 def test_every_figure_is_called_an_estimate(capsys: Any) -> None:
     assert main(["plan", "+recipe=mnist", "devices=4"]) == 0
     text = capsys.readouterr().out
-    told: List[str] = text[text.index("estimate for") :].splitlines()
-    assert told[0] == "estimate for GC200: fits"
-    assert "memory of each IPU in MiB, of 897 (estimate)" in told
+    shown: List[str] = text[text.index("estimate for") :].splitlines()
+    assert shown[0] == "estimate for GC200: fits"
+    assert "memory of each IPU in MiB, of 897 (estimate)" in shown
     for label in ("throughput", "one update", "host I/O", "links"):
-        (line,) = [line for line in told if line.strip().startswith(label)]
+        (line,) = [line for line in shown if line.strip().startswith(label)]
         assert line.endswith("(estimate)")
-    assert "assumptions" not in told
+    assert "assumptions" not in shown
 
 
 def test_assumptions_are_listed_when_asked_for(capsys: Any) -> None:

@@ -203,7 +203,7 @@ class AveragingConfig:
 
     @property
     def prefix(self) -> str:
-        """Begins the names of the average's metrics; empty without an average of its own."""
+        """Begins the names of the average's metrics; empty without its own average."""
         return f"{self.kind}_" if self.kind != "none" and self.evaluate == "both" else ""
 
 
