@@ -112,9 +112,11 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Wait while another process downloads to the same folder; without locks in its file system, download as well."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / ".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            # A lock on a folder that exists leaves no file behind.
+            existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+            descriptor = os.open(existing, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 
 

@@ -222,9 +222,13 @@ def _outcome(folder: LaunchFolder, signals: _Signals, failure: Optional[Failure]
 
 
 def _torchrun_failure(failures: Mapping[int, Any], folder: LaunchFolder, max_restarts: int) -> Failure:
-    """Return what ended the instances: not those that only lost another one."""
-    first = sorted(failures, key=lambda rank: (failures[rank].exitcode == EXIT_LOST, failures[rank].timestamp, rank))
-    rank = first[0]
+    """Return what ended the instances: not those that only lost another one, or that torchrun ended after it."""
+    after_another = (EXIT_LOST, -signal.SIGTERM)
+
+    def order(rank: int) -> Tuple[bool, float, int]:
+        return failures[rank].exitcode in after_another, failures[rank].timestamp, rank
+
+    rank = min(failures, key=order)
     code = failures[rank].exitcode
     if code < 0:
         what = f"instance {rank} was killed by {signal.Signals(-code).name}"

@@ -278,7 +278,7 @@ def test_a_model_that_cannot_be_traced_still_has_a_plan(capsys: Any, monkeypatch
 def test_a_page_is_written(capsys: Any) -> None:
     assert main(["plan", "+recipe=mnist", "--html", "page.html", "--quiet"]) == 0
     page = Path("page.html").read_text(encoding="utf-8")
-    assert page.startswith("<!doctype html>") and "mnist: fits (estimate)" in page
+    assert page.startswith("<!doctype html>") and 'Plan of mnist <span class="badge good">fits</span>' in page
 
 
 def test_split_auto_says_what_it_lacks(capsys: Any) -> None:
