@@ -4,6 +4,7 @@ VENV := .venv
 SDK_VENV := .venv-sdk
 EXTRAS_VENV := .venv-extras
 LIGHTNING_VENV := .venv-lightning
+SITE_VENV := .venv-site
 BIN := $(VENV)/bin
 # What users see is tested with one thread per process: the suite starts many processes.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
@@ -24,7 +25,7 @@ endef
 INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk test-extras test-slurm test-wheel bench bench-lightning bench-planner lint typecheck format docs wheel clean
+.PHONY: help dev run test test-sdk test-extras test-slurm test-faults test-wheel bench bench-lightning bench-planner lint typecheck format docs gallery site wheel clean
 
 help:  ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-15s %s\n", $$1, $$2}'
@@ -68,9 +69,9 @@ $(SDK_VENV)/.test: pyproject.toml constraints.txt
 	touch $@
 
 # Traces are opened in Chromium if it is installed or CHROMIUM names it (TRACE_VIEWER: an HTML file for builds without chrome://tracing).
-test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics, files and sweeps of the extras with the real libraries, on Python 3.11, and traces in Chromium.
+test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics, files and sweeps of the extras with the real libraries, on Python 3.11, and traces and pages in Chromium.
 	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras
-	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest -rs tests/profiling/test_chromium.py
+	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest -rs tests/profiling/test_chromium.py tests/pages/test_browser.py
 
 $(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
 	@$(FIND_PYTHON); python="$${PYTHON:-$$(find_python 3.11)}"; \
@@ -91,6 +92,9 @@ test-slurm: $(EXTRAS_VENV)/.test  ## Test sweeps on a SLURM of one node, this ma
 		echo "skipped: SLURM is not installed here (Debian: apt install slurm-wlm)"; \
 	fi
 
+test-faults: $(VENV)/.test  ## Kill each process of runs with several, at random moments, many times.
+	$(BIN)/python tests/distributed/kill_storm.py
+
 test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found; only CUDA builds of torch may be on offer, several GB each.
 	@$(FIND_PYTHON); folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; wheel=$$(ls $$PWD/dist/*.whl); \
 	for version in $(sort $(PYTHONS)); do \
@@ -107,13 +111,14 @@ test-wheel: wheel  ## Try the wheel in a fresh environment of every Python found
 	done; \
 	echo; cat $$folder.results; rm $$folder.results; exit $${failed:-0}
 
-bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, half precision, both starts of a compile, the training loop, how quickly commands answer, and what grows.
+bench: $(VENV)/.installed  ## Measure the CPU engine beside a hand-written loop, half precision, both starts of a compile, the training loop, how quickly commands answer, what grows, and two processes against one.
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/half.py
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/loop.py
 	$(BIN)/python tests/bench/commands.py
 	$(BIN)/python tests/bench/growth.py
+	$(BIN)/python tests/bench/processes.py
 
 bench-lightning: $(LIGHTNING_VENV)/.installed  ## Measure whole runs beside Lightning, in an environment that has it.
 	OMP_NUM_THREADS=1 $(LIGHTNING_VENV)/bin/python tests/bench/beside_lightning.py
@@ -148,10 +153,28 @@ docs: $(VENV)/.test  ## Rewrite the generated reference pages, and what the exam
 	$(BIN)/python tests/emulator/coverage_table.py ipurun/api/api.json tests/emulator docs/reference/emulator-coverage.md
 	$(BIN)/python tests/docs_examples.py
 
+gallery: $(VENV)/.installed  ## Draw the pictures of README.md and docs/gallery.md from real runs; needs tmux and Chromium.
+	$(BIN)/python tests/gallery.py
+
+site: $(SITE_VENV)/.installed  ## Build docs/ as a site into build/site, and check its links; it loads nothing from the network.
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	@echo "open build/site/index.html"
+
+$(SITE_VENV)/.installed: pyproject.toml
+	@$(FIND_PYTHON); python="$(PYTHON)"; python="$${python:-$$(find_python 3.11 3.12 3.13 3.10)}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python 3.10 to 3.13 with venv found: install one, 3.11 for example, or name it with make PYTHON=/path/to/python"; exit 1; \
+	fi; \
+	set -ex; \
+	"$$python" -m venv $(SITE_VENV); \
+	$(SITE_VENV)/bin/python -m pip install -qq --upgrade pip; \
+	$(SITE_VENV)/bin/python -m pip install -qq 'mkdocs-material==9.*'; \
+	touch $@
+
 wheel: $(VENV)/.installed  ## Build the wheel into dist/.
 	rm -rf build dist
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir dist .
 
 clean:  ## Remove everything that is generated, environments included.
-	rm -rf $(VENV) $(SDK_VENV) $(EXTRAS_VENV) $(LIGHTNING_VENV) build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
+	rm -rf $(VENV) $(SDK_VENV) $(EXTRAS_VENV) $(LIGHTNING_VENV) $(SITE_VENV) build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,6 +43,24 @@ class Engine:
     version: str
     available_ipus: Optional[int] = None
 
+    def options(self, popdist_ipus: Optional[int] = None) -> Any:
+        """Return new options.
+
+        Args:
+            popdist_ipus: IPUs of a replica, for the options of PopDist, in a process that PopRun started.
+        """
+        if popdist_ipus is None:
+            return self.module.Options()
+        try:
+            return importlib.import_module("popdist.poptorch").Options(ipus_per_replica=popdist_ipus)
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                "PopDist refused these options",
+                seen=str(error),
+                fix="run the command that `ipurun plan` shows",
+                key="distributed.kind",
+            ) from error
+
 
 def load(choice: str, offline: bool = False) -> Engine:
     """Find and import the engine of a run.

@@ -26,7 +26,7 @@ __all__ = [
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
-_WIDEST, _NARROWEST = 110, 60
+_WIDEST, _NARROWEST = 110, 36
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,21 @@ class Problem:
 
     def __str__(self) -> str:
         labelled = (("at", self.where), ("seen", self.seen), ("known", self.known), ("try", self.fix))
-        lines = [f"error: {self.what}"]
+        lines = [_heading(f"error: {self.what}")]
         lines += [_field(label, text) for label, text in labelled if text]
         return "\n".join(lines)
 
     def to_dict(self) -> dict:
         """Return the problem as JSON-ready data without empty fields."""
         return {name: text for name, text in vars(self).items() if text}
+
+
+def _heading(text: str) -> str:
+    """Return the first line of a problem; narrow terminals would break it inside words."""
+    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+    if columns >= _WIDEST or "\n" in text:
+        return text
+    return "\n".join(textwrap.wrap(text, max(_NARROWEST, columns), subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _field(label: str, text: str) -> str:

@@ -170,11 +170,11 @@ class PlanReport:
         Raises:
             ConfigError: There is no estimate.
         """
-        from ipurun.log.estimate_html import page_of
+        from ipurun.pages.plan import plan_page
 
         if self.estimate is None:
             raise ConfigError(self.no_estimate or "there is no estimate")
-        return page_of(self.plan, self.estimate)
+        return plan_page(self.plan, self.estimate, self.words)
 
     def solution_yaml(self) -> str:
         """Return the config file of the best solution, empty where there is none."""
@@ -509,11 +509,17 @@ def train_words(
                         "note: resume=auto finds no unfinished run with a checkpoint: starting from the beginning"
                     )
                 try:
-                    finished = run_job(prepared, screen, folder, began)
+                    if prepared.plan.instances.command:
+                        from ipurun.runs.launch import launch_job  # deferred: few runs need it
+
+                        place, summary = launch_job(prepared, words, screen, quiet)
+                    else:
+                        finished = run_job(prepared, screen, folder, began)
+                        place, summary = finished.folder, finished.summary
                 finally:
                     screen.close()
-    code = interrupt_code if finished.summary.status == "interrupted" else 0
-    return Result(**vars(finished.summary), name=prepared.plan.name, folder=finished.folder.path, exit_code=code)
+    code = interrupt_code if summary.status == "interrupted" else 0
+    return Result(**vars(summary), name=prepared.plan.name, folder=place.path, exit_code=code)
 
 
 @contextlib.contextmanager
@@ -540,6 +546,22 @@ def plan_words(words: Sequence[str], solve: bool = False, calibrate: Optional[Pa
         from ipurun.runs.prepare import prepare
 
         return [_report(prepare(found.points[0], Purpose.PLAN), words, solve, calibrate)]
+
+
+def plan_of_run(run: PathLike) -> PlanReport:
+    """Plan the config of a stored run, as `plan` does for a recipe; its model's code is needed.
+
+    Args:
+        run: The run folder.
+    """
+    with _one_call((), run):
+        from ipurun.inspect.facts import Purpose
+        from ipurun.runs.folder import RunFolder
+        from ipurun.runs.prepare import prepare
+        from ipurun.runs.reload import stored_point
+
+        point = stored_point(RunFolder.open(os.fspath(run)), [], "plan")
+        return _report(prepare(point, Purpose.PLAN), (), False, None)
 
 
 def compile_words(

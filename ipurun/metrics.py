@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping  # quicker to ask for than typing's, which every step would pay
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -51,6 +52,11 @@ class Metric:
         total, count = self.measure(outputs, targets)
         self.total += float(total)
         self.count += int(count)
+
+    def merge(self, other: Any) -> None:
+        """Add what another process has seen."""
+        self.total += other.total
+        self.count += other.count
 
     def measure(self, outputs: torch.Tensor, targets: torch.Tensor) -> Tuple[Any, int]:
         """Return the sum over a batch, and its number of items."""
@@ -186,6 +192,12 @@ class F1(Metric):
             seen[1] += int((predicted == number).sum())
             seen[2] += int((classes == number).sum())
 
+    def merge(self, other: Any) -> None:
+        """Add what another process has seen."""
+        for number, counts in other._counts.items():
+            seen = self._counts.setdefault(number, [0, 0, 0])
+            seen[:] = [own + added for own, added in zip(seen, counts)]
+
     def compute(self) -> Any:
         """Return the value over all batches; for each class a vector, with NaN for classes that do not occur."""
         scores = {number: 2 * hits / (predicted + actual) for number, (hits, predicted, actual) in self._counts.items()}
@@ -215,9 +227,18 @@ class ConfusionMatrix(Metric):
         scores, classes = _flat_scores(outputs, targets, self.ignore_index)
         size = max(scores.shape[1], len(self._counts))
         found = torch.bincount(classes * size + scores.argmax(dim=1), minlength=size * size).reshape(size, size)
-        before = len(self._counts)
-        found[:before, :before] += self._counts
-        self._counts = found
+        self._add(found)
+
+    def merge(self, other: Any) -> None:
+        """Add what another process has seen."""
+        self._add(other._counts)
+
+    def _add(self, counts: torch.Tensor) -> None:
+        size = max(len(counts), len(self._counts))
+        total = torch.zeros(size, size, dtype=torch.int64)
+        for part in (counts, self._counts):
+            total[: len(part), : len(part)] += part
+        self._counts = total
 
     def compute(self) -> Any:
         """Return the counts over all batches."""
@@ -278,6 +299,24 @@ class MetricSet:
         for metric in self._metrics.values():
             metric.update(outputs, targets)
 
+    @property
+    def can_merge(self) -> bool:
+        """Whether all metrics can add what other processes have seen: a class that adds batches its own way must."""
+        return all(_defines(metric, "merge") <= _defines(metric, "update") for metric in self._metrics.values())
+
+    @property
+    def parts(self) -> Dict[str, Any]:
+        """What each metric has seen, to be merged in another process; functions need not leave this one."""
+        return {
+            name: SimpleNamespace(**{key: value for key, value in vars(metric).items() if not callable(value)})
+            for name, metric in self._metrics.items()
+        }
+
+    def merge(self, parts: Mapping[str, Any]) -> None:
+        """Add the `parts` of another process."""
+        for name, metric in self._metrics.items():
+            metric.merge(parts[name])
+
     def compute(self) -> Dict[str, float]:
         """Return the value of each metric.
 
@@ -325,6 +364,12 @@ class MetricSet:
         metric = self._metrics.get(name)
         declared = getattr(metric, "higher_is_better", None)
         return bool(declared) if declared is not None else name != "loss"
+
+
+def _defines(metric: Any, method: str) -> float:
+    """Return how far up the classes of a metric the first one is that defines a method; infinity if none does."""
+    classes = type(metric).__mro__
+    return next((place for place, kind in enumerate(classes) if method in vars(kind)), math.inf)
 
 
 def _flat_scores(

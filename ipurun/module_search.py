@@ -49,6 +49,8 @@ def python_command(entry: str) -> list[str]:
     """
     module, _, name = entry.rpartition(".")
     path = [entry for entry in sys.path if entry] + [os.getcwd()] * ("" in sys.path)
+    if _OWN_ROOT not in path and PathFinder.find_spec("ipurun", path) is None:  # `drop_working_folder` took it off
+        path.append(_OWN_ROOT)
     program = f"import sys; sys.path[:] = {path!r}; from {module} import {name}; {name}()"
     return [sys.executable, "-c", program]
 

@@ -41,6 +41,7 @@ ONLY_IMPORTED_IN = {
     "hydra._internal": (),
     "ipurun.emulator": (
         "ipurun/emulator/",
+        "ipurun/distributed/team.py",
         "ipurun/engine.py",
         "ipurun/inspect/",
         "ipurun/build/cached_executables.py",
@@ -101,6 +102,7 @@ FLOW = (
     "api",
     "config",
     "datasets",
+    "distributed",
     "engine",
     "host",
     "metrics",
@@ -116,6 +118,7 @@ FLOW = (
     "log",
     "runs",
     "sweep",
+    "pages",
     "interface",
     "selftest",
     "cli",

@@ -286,10 +286,10 @@ def _prospects(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: E
         try:
             collate = collate_of(config, plan, inspected.splits)
             run.enter_training()
-            training = _prospect(run.training_model, collate(_samples(inspected, "train", plan.training)))
+            training = _prospect(run.training_model, collate(_samples(inspected, "train", plan.local_training)))
             run.enter_inference()
             split = run.eval_split or "train"
-            inference = _prospect(run.inference_model, collate(_samples(inspected, split, plan.inference)))
+            inference = _prospect(run.inference_model, collate(_samples(inspected, split, plan.local_inference)))
         finally:
             run.close()
     return [training, inference]

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -44,12 +44,13 @@ from ipurun.inspect.sampling import (
     seed_everything,
     seed_of,
 )
-from ipurun.planning.plan import BatchSizes
+from ipurun.planning.plan import BatchSizes, Instances
 
 __all__ = ["EvalLoader", "TrainLoader"]
 
 _SECONDS_TO_DIE = 0.5
 _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
+_ONE_PROCESS = Instances()
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
 
@@ -121,6 +122,7 @@ class TrainLoader:
         self._epoch = 0
         self._discard = 0
         self._processes = _Processes(config, is_asynchronous=config.mode != "sync")
+        self._share = _Share.of_process(options, sizes.distinct_replicas * sizes.micro_batch_size)
 
     @property
     def padding_share(self) -> Optional[float]:
@@ -143,32 +145,34 @@ class TrainLoader:
         data = self._data if self._skipped is None else skipping(self._data, "train", self._skipped, marks=False)
         if self._times is not None and not is_stream(data):
             data = self._times.wrapped(data)
-        named: Dict[str, Any] = {}
-        if isinstance(data, IterDataPipe):
+        named: Dict[str, Any] = {} if self._share.count == 1 else {"auto_distributed_partitioning": False}
+        if isinstance(data, IterDataPipe) and self._share.count == 1:
             pass  # torch divides it among workers, which it can do only if it is not wrapped
         elif is_read_by_position(data):
-            part = self._part()
-            data = _Parts(data, part, epoch, skip_calls * self._sizes.samples_per_call, seed=self._seed)
-            if part.processes > 1:
-                named["auto_distributed_partitioning"] = False
+            data = _Parts(data, self._part(), epoch, skip_calls * self._sizes.samples_per_call, seed=self._seed)
             self._discard = 0
         elif is_stream(data):
-            data = _Stream(data, self._seed, epoch, None if self._config.workers else length_of(data))
-        elif self._is_distributed():
-            named["shuffle"] = self._config.shuffle
+            length = None if self._config.workers else length_of(data)
+            data = _Stream(data, self._seed, epoch, length, self._part())
         else:
             is_batched = bool(self._config.batch_sampler)
-            items_per_call = self._micro_batches_per_call() * (1 if is_batched else self._sizes.micro_batch_size)
-            named["batch_sampler" if is_batched else "sampler"] = ResumableSampler(
+            whole = _in_whole_batches(data, self._collate, 0) if self._loads_here() else data
+            # Random numbers drawn here would depend on which other samples this process reads.
+            marks = not self._loads_here() or (self._share.count > 1 and whole is data)
+            micro_batch_size = 1 if is_batched else self._sizes.micro_batch_size
+            items_per_call = self._micro_batches_per_call() * micro_batch_size
+            sampler = ResumableSampler(
                 make_sampler(self._config, data, self._seed, self._sizes.micro_batch_size, self._sampler),
                 self._seed,
                 epoch,
-                skip_calls * items_per_call,
-                marks=not self._loads_here(),
+                skip_calls * items_per_call * self._share.count,
+                marks=marks,
                 draws_batches=is_batched,
             )
+            share = replace(self._share, width=self._sizes.distinct_replicas * micro_batch_size)
+            named["batch_sampler" if is_batched else "sampler"] = sampler if share.count == 1 else share.of(sampler)
             self._discard = 0
-            data = _in_whole_batches(data, self._collate, 0) if self._loads_here() else MarkedSamples(data)
+            data = MarkedSamples(data) if marks else whole
         self._loader = self._open(data, named)
 
     def epoch(self) -> Iterator[Any]:
@@ -221,15 +225,10 @@ class TrainLoader:
         """Return the part of a stream that this process reads, and in pieces of which size."""
         rows = self._sizes.samples_per_call
         piece = self._config.rebatched_worker_size if self._config.mode == "async_rebatched" else None
-        distributed = self._options.Distributed
-        return _Part(rows, piece or rows, int(distributed.processId), int(distributed.numProcesses), drops_last=True)
+        return _Part(rows, piece or rows, self._share, drops_last=True)
 
     def _micro_batches_per_call(self) -> int:
         return self._sizes.samples_per_call // self._sizes.micro_batch_size
-
-    def _is_distributed(self) -> bool:
-        """Return whether several processes run, among which PopTorch divides the data set."""
-        return int(self._options.Distributed.numProcesses) > 1
 
     def _open(self, data: Any, named: Dict[str, Any]) -> Any:
         mode = self._config.mode
@@ -279,6 +278,7 @@ class EvalLoader:
         collate: Makes a batch of samples.
         max_samples: Largest number of samples to use.
         skipped: Where samples that cannot be read are counted; None: they raise an error.
+        instances: The processes that share the split.
     """
 
     def __init__(
@@ -292,6 +292,7 @@ class EvalLoader:
         collate: Callable[[List[Any]], Any],
         max_samples: Optional[int] = None,
         skipped: Optional[SkippedSamples] = None,
+        instances: Instances = _ONE_PROCESS,
     ) -> None:
         self._engine = engine_module
         self._options = options
@@ -308,6 +309,7 @@ class EvalLoader:
         elif is_read_by_position(data):
             self._limit = min((limit for limit in (length_of(data), max_samples) if limit is not None), default=None)
         self._skipped = skipped
+        self._share = _Share(instances.index, instances.count, self._rows)
         self._processes = _Processes(config, is_asynchronous=False)
         self._loader: Any = None
         self._order: Optional[Sequence[int]] = None  # of the open loader
@@ -337,6 +339,10 @@ class EvalLoader:
         return self._limit
 
     def __iter__(self) -> Iterator[Tuple[Any, int]]:
+        """Yield the batches of this process: as many as each other process has, some without a sample of its own."""
+        if self._share.count > 1:
+            yield from self._shared_stream() if is_stream(self._data) else self._shared_calls()
+            return
         if is_stream(self._data):
             yield from self._calls(None)
             return
@@ -361,6 +367,32 @@ class EvalLoader:
         self._loader = self._order = None
         self._is_reading = False
         self._processes.close()
+
+    def _shared_calls(self) -> Iterator[Tuple[Any, int]]:
+        """Yield this process's rows of the host calls of all processes."""
+        assert self._limit is not None
+        process, count, rows = self._share.process, self._share.count, self._rows
+        firsts = range(process * rows, -(-self._limit // (count * rows)) * count * rows, count * rows)
+        reals = [min(max(self._limit - first, 0), rows) for first in firsts]
+        order: List[int] = []
+        for first, real in zip(firsts, reals):
+            # One without samples of its own runs the first sample, which does not count.
+            order += [first + row if real else 0 for row in rows_to_fill(real or rows, self._micro_batch_size, rows)]
+        for (batch, _), real in zip(self._calls(order), reals):
+            yield batch, real
+
+    def _shared_stream(self) -> Iterator[Tuple[Any, int]]:
+        """Yield every batch of a stream whose turn it is; all processes read the whole stream."""
+        own: Optional[Tuple[Any, int]] = None
+        for number, (batch, real) in enumerate(self._calls(None)):
+            turn = number % self._share.count
+            if turn == 0 or turn == self._share.process:
+                own = batch, real if turn == self._share.process else 0
+            if turn == self._share.count - 1 and own is not None:
+                yield own
+                own = None
+        if own is not None:
+            yield own
 
     def _readable(self) -> Sequence[int]:
         """Return the indices of all samples that no one has failed to read so far."""
@@ -408,6 +440,7 @@ class EvalLoader:
             drop_last=order is not None,
             collate_fn=AnonymousBatches(self._collate),
             generator=torch.Generator().manual_seed(0),
+            auto_distributed_partitioning=False,
             **self._processes.arguments,
             **named,
         )
@@ -418,7 +451,7 @@ class _Processes:
 
     Args:
         config: The loader's keys.
-        is_asynchronous: Whether PopTorch's accessor reads the data in a process of its own.
+        is_asynchronous: Whether PopTorch's accessor reads the data in a separate process.
     """
 
     def __init__(self, config: LoaderConfig, is_asynchronous: bool) -> None:
@@ -510,10 +543,12 @@ class _Stream(_Iterable):
         seed: Seed of the run.
         epoch: Epoch of the first iteration.
         length: Number of samples of an epoch, at which one that is longer ends; None: all there are.
+        part: How it is divided among processes.
     """
 
-    def __init__(self, items: Any, seed: int, epoch: int, length: Optional[int]) -> None:
+    def __init__(self, items: Any, seed: int, epoch: int, length: Optional[int], part: _Part) -> None:
         super().__init__(items)
+        self._part = part
         self._seed = seed
         self._epoch = epoch
         self._length = length
@@ -524,46 +559,94 @@ class _Stream(_Iterable):
             self._items.set_epoch(epoch)
         worker = torch.utils.data.get_worker_info()
         seed_everything(seed_of(self._seed, epoch, *([] if worker is None else [worker.id])))
-        return itertools.islice(super().__iter__(), self._length)
+        samples = itertools.islice(super().__iter__(), self._length)
+        return samples if self._part.share.count == 1 else self._part.share.taken_from(samples)
 
 
 def _read_in_order(data: Any, rows: int) -> Any:
     """Return the data of an evaluation: a stream that is read by position is divided among workers."""
     if is_read_by_position(data):
-        return _Parts(data, _Part(rows, rows, 0, 1, drops_last=False))
+        return _Parts(data, _Part(rows, rows, _Share(0, 1, rows), drops_last=False))
     return data if isinstance(data, IterableDataset) else _Iterable(data)
 
 
 @dataclass(frozen=True)
+class _Share:
+    """The samples of one of several processes: every process in turn has those of its replicas.
+
+    The host calls of all processes together then have the samples that one process with all replicas would have.
+
+    Args:
+        process: Number of this process.
+        count: Number of processes.
+        width: Samples, or micro-batches, of its replicas in one accumulation step.
+    """
+
+    process: int
+    count: int
+    width: int
+
+    @classmethod
+    def of_process(cls, options: Any, width: int) -> _Share:
+        """Return the share of this process."""
+        return cls(int(options.Distributed.processId), int(options.Distributed.numProcesses), width)
+
+    def taken_from(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield this process's share of some items, without a last step that is not complete."""
+        while True:
+            step = list(itertools.islice(items, self.width * self.count))
+            if len(step) < self.width * self.count:
+                return
+            yield from step[self.process * self.width : (self.process + 1) * self.width]
+
+    def of(self, sampler: Any) -> _SharedSampler:
+        """Return a sampler that draws this process's share of what another one draws."""
+        return _SharedSampler(sampler, self)
+
+
+class _SharedSampler:
+    def __init__(self, sampler: Any, share: _Share) -> None:
+        self._sampler = sampler
+        self._share = share
+        if hasattr(sampler, "batch_size"):
+            self.batch_size = sampler.batch_size
+
+    def __len__(self) -> int:
+        return len(self._sampler) // (self._share.width * self._share.count) * self._share.width
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._share.taken_from(iter(self._sampler))
+
+
+@dataclass(frozen=True)
 class _Part:
-    """How a stream is divided: among processes by host calls, and within each among workers by their batches.
+    """How a stream is divided: among processes, and within each among workers by their batches.
 
     Args:
         rows: Samples of a host call of one process.
         piece: Samples that a worker reads at a time, which become a batch of torch's data loader.
-        process: Number of this process.
-        processes: Number of processes.
+        share: The samples of this process.
         drops_last: Whether samples that do not fill a host call of all processes are left out.
     """
 
     rows: int
     piece: int
-    process: int
-    processes: int
+    share: _Share
     drops_last: bool
 
     def samples(self, length: Optional[int]) -> Optional[int]:
         """Return how many of the samples of an epoch this process reads; None: until they end."""
         if length is None or not self.drops_last:
             return length
-        return length // (self.rows * self.processes) * self.rows
+        return length // (self.rows * self.share.count) * self.rows
 
     def ranges(self, first: int, last: int) -> Iterator[Tuple[int, int]]:
         """Yield the positions in the whole stream of a range of this process's samples."""
+        share = self.share
         while first < last:
-            call, row = divmod(first, self.rows)
-            size = min(self.rows - row, last - first)
-            begin = (call * self.processes + self.process) * self.rows + row
+            step, row = divmod(first, share.width)
+            size = last - first if share.count == 1 else min(share.width - row, last - first)
+            begin = (step * share.count + share.process) * share.width + row
             yield begin, begin + size
             first += size
 

@@ -15,7 +15,7 @@ __all__ = ["ReadingTimes"]
 
 
 class ReadingTimes:
-    """The times of the processes that read a data set, each in a file of its own until they are collected."""
+    """The times of the processes that read a data set, each in a separate file until they are collected."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ipurun-reading-")

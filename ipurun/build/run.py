@@ -17,6 +17,7 @@ from ipurun.build.reading_times import ReadingTimes
 from ipurun.build.skipped import SkippedSamples
 from ipurun.config.patterns import match_parameters
 from ipurun.config.schema import RunConfig
+from ipurun.distributed.team import ALONE, Team
 from ipurun.engine import Engine
 from ipurun.errors import ConfigError
 from ipurun.inspect.data import split_for_eval
@@ -71,6 +72,7 @@ class Run:
         reading_times: When training samples are read, with ``profile=trace``.
         inference_wrapper: The model with its loss, as inference runs it.
         steps: The steps of a LightningModule; None for other models.
+        team: The processes that train together.
     """
 
     config: RunConfig
@@ -98,6 +100,7 @@ class Run:
     built_for_step: int = 0
     reading_times: Optional[ReadingTimes] = None
     steps: Optional[Steps] = None
+    team: Team = ALONE
 
     def enter_training(self) -> None:
         """Switch the device to training."""
@@ -109,6 +112,8 @@ class Run:
     def enter_inference(self) -> None:
         """Switch the device to inference; the weights pass through the host."""
         _release(self.training_model)
+        # Each process has statistics of its own data: all use those that are saved.
+        self.team.copy_from_first([buffer for buffer in self.user_model.buffers() if buffer.is_floating_point()])
         if not self.inference_model.isCompiled():
             self.annotations.install(self.plan.inference_placements)
         self.user_model.eval()
@@ -157,6 +162,7 @@ class Run:
             # The same file: by now, another run may be the newest of a folder.
             load_initial_weights(replace(self.config, init_from=self.plan.initial_weights.path), model)
         made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, step, self.reading_times)
+        made.team = self.team
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -166,7 +172,7 @@ class Run:
         _release(self.inference_model)
 
 
-def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: Engine) -> Run:
+def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: Engine, team: Team = ALONE) -> Run:
     """Build options, annotated model, optimizer, loaders and executors from a plan.
 
     Raises:
@@ -178,7 +184,9 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     can_skip = {name: data for name, data in inspected.splits.items() if skips and not isinstance(data, IterDataPipe)}
     skipped = SkippedSamples(can_skip, config.loader.max_errors, config.loader.workers)
     times = ReadingTimes() if config.profile.kind == "trace" else None
-    return _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
+    run = _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
+    run.team = team
+    return run
 
 
 def _build(
@@ -248,8 +256,9 @@ def _build(
     )
     for executed in (for_training, for_inference):
         overlap_io(executed, module, plan.overlap_io)
-    training_options = apply_calls(module.Options(), plan.training_options, module)
-    inference_options = apply_calls(module.Options(), plan.inference_options, module)
+    popdist_ipus = plan.devices.per_replica if plan.instances.uses_popdist else None
+    training_options = apply_calls(engine.options(popdist_ipus), plan.training_options, module)
+    inference_options = apply_calls(engine.options(popdist_ipus), plan.inference_options, module)
     own = configured_optimizer(model, trainer) if steps is not None and plan.own_optimizer else None
     if own is not None:
         _freeze_left_out(model, own)
@@ -260,9 +269,9 @@ def _build(
         training_options,
         splits["train"],
         config.loader,
-        plan.training,
+        plan.local_training,
         config.seed,
-        collate,
+        collate_of(config, plan, splits),
         skipped if skipped.covers("train") else None,
         times,
         splits.traits["train"].sampler if isinstance(splits, Splits) and "train" in splits.traits else None,
@@ -274,10 +283,11 @@ def _build(
             name,
             data,
             config.loader,
-            plan.inference,
+            plan.local_inference,
             collate_of(config, plan, splits, name),
             most_eval_samples(config, plan.inference),
             skipped if skipped.covers(name) else None,
+            plan.instances,
         )
         for name, data in splits.items()
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
+from ipurun.log.style import has_colour, paint_problem
 
 __all__ = [
     "Flags",
@@ -278,7 +279,10 @@ def show_problems(error: IpurunError, as_json: bool = False, debug: bool = False
         kind = "config" if isinstance(error, ConfigError) else "run"
         print(json.dumps({"error": kind, "problems": [problem.to_dict() for problem in error.problems]}))
         return
-    print("\n\n".join(str(problem) for problem in error.problems), file=sys.stderr)
+    texts = [str(problem) for problem in error.problems]
+    if has_colour(sys.stderr):
+        texts = [paint_problem(text, problem.key) for text, problem in zip(texts, error.problems)]
+    print("\n\n".join(texts), file=sys.stderr)
 
 
 def answer(command: str, argv: List[str]) -> Optional[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -12,6 +13,7 @@ from ipurun import executables
 from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.errors import EXIT_FAILED, ConfigError, nearest
 from ipurun.executables import Entry
+from ipurun.log.style import print_table
 
 __all__ = ["run_cache", "run_compile"]
 
@@ -136,8 +138,8 @@ def _ls(words: Sequence[str], flags: Flags) -> int:
     if not found:
         print(f"no executables in {', '.join(map(str, _folders(flags)[:2]))}")
         return 0
-    rows = [("key", "run", "mode", "engine", "size", "compiled in", "hits", "last used")]
-    rows += [
+    header = ("key", "run", "mode", "engine", "size", "compiled in", "hits", "last used")
+    rows = [
         (
             _printable(entry.key),
             _printable(entry.name),
@@ -150,9 +152,7 @@ def _ls(words: Sequence[str], flags: Flags) -> int:
         )
         for entry in found
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+    print_table(sys.stdout, header, rows, numeric=(4, 5, 6), droppable=(3, 6, 5, 2, 7))
     aside = sum(path.suffix == ".broken" for folder in _folders(flags) for path in executables.leftovers(folder))
     print(f"{_count(found)}, {_size(sum(entry.size for entry in found))}" + (f"; {aside} set aside" if aside else ""))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
+import sys
 import textwrap
 from typing import Callable, Dict, List, Sequence, Tuple
 
@@ -12,6 +13,7 @@ from ipurun.cli.common import Flags, split
 from ipurun.config.catalog import ConfigFile, groups, recipes
 from ipurun.config.schema import Key, RunConfig, walk_keys
 from ipurun.errors import ConfigError, nearest
+from ipurun.log.style import has_colour, paint
 
 __all__ = ["run"]
 
@@ -96,7 +98,7 @@ def _list_keys(flags: Flags, rest: Sequence[str]) -> None:
         print("\n".join(key.path for key in found))
     else:
         for key in found:
-            print(f"{key.path}={key.default_text}  ({key.type_name})")
+            print(f"{paint(key.path, 'label', has_colour(sys.stdout))}={key.default_text}  ({key.type_name})")
             print(textwrap.indent(textwrap.fill(key.help, _width() - 4), "    "))
 
 
@@ -125,9 +127,14 @@ def _mark(entry: ConfigFile) -> str:
 
 def _print_table(rows: Sequence[Tuple[str, str]]) -> None:
     first = max(len(left) for left, _ in rows)
+    colour = has_colour(sys.stdout)
     for left, right in rows:
-        wrapped = textwrap.wrap(right, max(30, _width() - first - 2)) or [""]
-        print(f"{left:<{first}}  " + ("\n" + " " * (first + 2)).join(wrapped))
+        if _width() - first < 32:  # no room beside the names
+            print(paint(left, "label", colour), *textwrap.wrap(right, _width() - 4), sep="\n    ")
+            continue
+        wrapped = textwrap.wrap(right, _width() - first - 2) or [""]
+        name = paint(left, "label", colour) + " " * (first - len(left))
+        print(f"{name}  " + ("\n" + " " * (first + 2)).join(wrapped))
 
 
 def _width() -> int:

@@ -22,6 +22,10 @@ COMMANDS = {
     "export": "Write a run's weights as safetensors, for torch and transformers.",
     "plan": "Show what a config would do, without running it.",
     "validate": "Check configs without running them.",
+    "report": "Show a run or a sweep as one page: curves, config, time, ranking.",
+    "compare": "Compare runs: curves, keys that differ, speed.",
+    "runs": "List, show and remove runs: ls, show, rm.",
+    "watch": "Serve the pages of runs on this machine, up to date during runs.",
     "bench": "Measure throughput, the data pipeline alone, and numbers of device_iterations.",
     "ls": "List recipes; `ls keys` lists every config key.",
     "cat": "Print a recipe.",
@@ -36,15 +40,30 @@ COMMANDS = {
 _MODULES = {
     "cache": "ipurun.cli.executables",
     "cat": "ipurun.cli.recipes",
+    "compare": "ipurun.cli.runs",
     "compile": "ipurun.cli.executables",
     "cp": "ipurun.cli.recipes",
+    "eval": "ipurun.cli.results",
     "export": "ipurun.cli.results",
     "import": "ipurun.cli.import_",
     "predict": "ipurun.cli.results",
+    "report": "ipurun.cli.runs",
+    "watch": "ipurun.cli.runs",
 }
 _COMPOSING = ("train", "plan", "validate", "compile")  # their words go through Hydra, so its own flags work there
 _WITH_ENGINE = (*_COMPOSING, "bench", "eval", "predict", "export", "selftest", "exec")
-_TO_READ = ("plan", "validate", "ls", "cat", "bench", "env", "eval", "selftest")  # their result is what they print
+_TO_READ = (
+    "plan",
+    "validate",
+    "ls",
+    "cat",
+    "bench",
+    "env",
+    "eval",
+    "selftest",
+    "compare",
+    "runs",
+)  # their result is what they print
 _FAILED, _INTERRUPTED = 1, 130
 _USUAL_COLLECTIONS = gc.get_threshold()
 _RARE_COLLECTIONS = (100_000, 50, 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, List, Optional, Tuple
 
@@ -51,6 +52,8 @@ def run(argv: List[str]) -> int:
     with only_json(flags.json):
         from ipurun.config.argv import parse_argv
         from ipurun.interface import plan_words
+        from ipurun.log.format import columns
+        from ipurun.log.style import draws_blocks, has_colour, is_drawn_on, paint_plan
 
         calibrate = flags.values.get("calibrate")
         reports = plan_words(rest, "solve" in flags.values, None if calibrate is None else str(calibrate))
@@ -61,7 +64,10 @@ def run(argv: List[str]) -> int:
     else:
         texts = [report.text("explain" in flags.values, "inference" in flags.values, flags.quiet) for report in reports]
         texts += _sweep_lines(reports) if parse_argv(rest).multirun else []
-        print(("\n" if flags.quiet else "\n\n").join(texts))
+        text = ("\n" if flags.quiet else "\n\n").join(texts)
+        if is_drawn_on(sys.stdout) and not flags.quiet:
+            text = paint_plan(text, columns(), draws_blocks(sys.stdout), has_colour(sys.stdout))
+        print(text)
     return EXIT_DOES_NOT_FIT if any(report.fits is False for report in reports) else 0
 
 

@@ -1,15 +1,32 @@
-"""`ipurun predict` and `ipurun export`: write the outputs and the weights of a run."""
+"""`ipurun eval`, `predict` and `export`: compute the metrics, write the outputs and write the weights of a run."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import List
+from typing import List, Optional, Tuple
 
 from ipurun.cli.common import only_json, print_json, split
-from ipurun.cli.eval import run_folder_of, text
+from ipurun.errors import ConfigError
 
-__all__ = ["run_export", "run_predict"]
+__all__ = ["run_eval", "run_export", "run_predict"]
+
+_EVAL_USAGE = """\
+usage: ipurun eval RUN_FOLDER [key=value ...] [flags]
+
+Loads the config and the newest checkpoint of a run and computes its loss and metrics on the test split where the data
+has one, else on the eval split. A last partial batch is padded, and the padding is left out of every number.
+
+flags
+  --split NAME        another split: train, eval or test
+  --checkpoint FILE   another checkpoint of the run
+  --best              the best checkpoint instead of the newest
+  --quiet --json --debug
+
+examples
+  ipurun eval runs/mnist/2024-05-01_12-30-00
+  ipurun eval runs/mnist/2024-05-01_12-30-00 data.root=/data/mnist --split test --best
+"""
 
 _PREDICT_USAGE = """\
 usage: ipurun predict RUN_FOLDER [key=value ...] [flags]
@@ -57,13 +74,38 @@ examples
 """
 
 
+def run_eval(argv: List[str]) -> int:
+    """Evaluate the run that the command line names."""
+    flags, rest = split(argv, switches=("--best",), with_value=("--split", "--checkpoint"))
+    if flags.help:
+        print(_EVAL_USAGE, end="")
+        return 0
+    path, words = _run_folder_of(rest, "eval")
+    with only_json(flags.json):
+        from ipurun.interface import evaluate
+
+        result = evaluate(
+            path,
+            _text(flags.values.get("split")),
+            _text(flags.values.get("checkpoint")),
+            "best" in flags.values,
+            words,
+            quiet=flags.quiet or flags.json,
+        )
+    if flags.json:
+        print_json(result.to_dict())
+    else:
+        print(result)
+    return 0
+
+
 def run_predict(argv: List[str]) -> int:
     """Predict with the run that the command line names."""
     flags, rest = split(argv, switches=("--best",), with_value=("--split", "--checkpoint", "--out", "--columns"))
     if flags.help:
         print(_PREDICT_USAGE, end="")
         return 0
-    path, words = run_folder_of(rest, "predict")
+    path, words = _run_folder_of(rest, "predict")
     with only_json(flags.json):
         from ipurun.interface import predict
         from ipurun.log.predictions import check_file, columns_of, describe, write_predictions
@@ -71,15 +113,15 @@ def run_predict(argv: List[str]) -> int:
         from ipurun.runs.folder import RunFolder
 
         RunFolder.open(path)
-        given = text(flags.values.get("out"))
+        given = _text(flags.values.get("out"))
         wanted = Path(path, "predictions.pt") if given is None else Path(given)
         check_file(wanted)
-        columns = columns_of(wanted, text(flags.values.get("columns")))
+        columns = columns_of(wanted, _text(flags.values.get("columns")))
         quiet = flags.quiet or flags.json
         result = predict(
             path,
-            text(flags.values.get("split")),
-            text(flags.values.get("checkpoint")),
+            _text(flags.values.get("split")),
+            _text(flags.values.get("checkpoint")),
             "best" in flags.values,
             words,
             quiet=quiet,
@@ -110,14 +152,14 @@ def run_export(argv: List[str]) -> int:
     if flags.help:
         print(_EXPORT_USAGE, end="")
         return 0
-    path, words = run_folder_of(rest, "export")
+    path, words = _run_folder_of(rest, "export")
     with only_json(flags.json):
         from ipurun.interface import export
 
         result = export(
             path,
-            text(flags.values.get("out")),
-            text(flags.values.get("checkpoint")),
+            _text(flags.values.get("out")),
+            _text(flags.values.get("checkpoint")),
             "best" in flags.values,
             "half" in flags.values,
             words,
@@ -131,3 +173,25 @@ def run_export(argv: List[str]) -> int:
     else:
         print(result)
     return 0
+
+
+def _run_folder_of(words: List[str], command: str) -> Tuple[str, List[str]]:
+    """Return the run folder of a command line, and the other words.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for position, word in enumerate(words):
+        if "=" not in word and not word.startswith(("-", "~")):
+            return word, words[:position] + words[position + 1 :]
+    raise ConfigError(
+        f"`{command}` needs the folder of a run",
+        "command line",
+        seen=" ".join(words),
+        fix=f"ipurun {command} runs/NAME/TIME",
+    )
+
+
+def _text(value: object) -> Optional[str]:
+    """Return the value of a flag, None where the flag was not given."""
+    return None if value is None else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import sys
@@ -10,7 +11,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Callable, Iterator, List, Mapping, Optional, Tuple
 
 from ipurun.errors import ConfigError
 
@@ -93,14 +94,30 @@ def fetch(source: Source, folder: Path) -> Path:
     Raises:
         ConfigError: If the folder cannot be created, or no mirror has a file with the right checksum.
     """
-    wanted = [
-        name for name in source.files if not (folder / name).exists() and not (folder / name[: -len(".gz")]).exists()
-    ]
-    if wanted:
-        with _progress_bar() as progress:
-            for name in wanted:
+    if _missing(source, folder):
+        with _one_at_a_time(folder), _progress_bar() as progress:
+            for name in _missing(source, folder):
                 _fetch_file(source, name, folder, progress)
     return folder
+
+
+def _missing(source: Source, folder: Path) -> List[str]:
+    return [
+        name for name in source.files if not (folder / name).exists() and not (folder / name[: -len(".gz")]).exists()
+    ]
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait while another process downloads to the same folder; without locks in its file system, download as well."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            # A lock on a folder that exists leaves no file behind.
+            existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+            descriptor = os.open(existing, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from ipurun.emulator._run.executable_cache import ExportSlot, cache_lock
 from ipurun.emulator._run.op_times import OperationRecorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
+from ipurun.emulator.processes import Processes, connected
 from ipurun.emulator.profiling import Channel
 
 # A nominal clock rate, to convert measured seconds to cycles.
@@ -560,6 +561,7 @@ class PoplarExecutor:
             wrapping.wrap(self._user_model, self)
         given = self._parser.bind(args, kwargs)
         has_seed = self._options.exists("random_seed")
+        processes = self._connected()
         for hook in list(_before.values()):
             hook()
         try:
@@ -575,6 +577,7 @@ class PoplarExecutor:
                     groups=self.per_replica_params,
                     optimizer="" if self._optimizer is None else self._optimizer.constants(),
                     export=self._export,
+                    processes=processes,
                 )
                 if self._optimizer is not None:
                     self._optimizer.compile(executable, named_tensors(self._model)[0])
@@ -585,6 +588,15 @@ class PoplarExecutor:
         self._compiled_arguments = given
         files.write_compile_files(self._debugGetPopartIR, self._options, os.environ)
         self._compilation_time = datetime.timedelta(seconds=time.perf_counter() - start)
+
+    def _connected(self) -> Optional[Processes]:
+        """Return the processes that train together, before one of them locks the cache; None: this one alone."""
+        count = self._options.Distributed.numProcesses
+        processes = connected(count) if self._training and count > 1 else None
+        if processes is not None and self.per_replica_params:
+            names = ", ".join(self.per_replica_params)
+            raise createPoptorchError(f"The emulator cannot group replicas of several processes, as asked for: {names}")
+        return processes
 
     def _host_tensors(self) -> Dict[str, torch.Tensor]:
         parameters, buffers = named_tensors(self._model)

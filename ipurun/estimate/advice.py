@@ -226,7 +226,7 @@ def _recomputation(model: EstimatedModel, blocks: Tuple[int, ...]) -> Iterator[_
 def _locations(model: EstimatedModel) -> Iterator[_Change]:
     settings = model.settings
     off_chip, sharded = "memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true"
-    can_shard = settings.replicas > 1 and not settings.state_sharded
+    can_shard = settings.sharding_replicas > 1 and not settings.state_sharded
     if settings.state_bytes:
         if settings.state_on_chip:
             yield _change(model, "optimizer state off chip", [off_chip], state_on_chip=False)

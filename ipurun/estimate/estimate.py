@@ -123,8 +123,8 @@ def _about_training(model: EstimatedModel) -> List[Tuple[str, str]]:
         text = "Stage i of S (counted from 0) keeps the activations of 2 (S - i) - 1 micro-batches."
         found.append(("activations", text))
     place = "on chip" if settings.state_on_chip else "in streaming memory"
-    if settings.state_sharded and settings.replicas > 1:
-        place += f", sharded over {settings.replicas} replicas"
+    if settings.state_sharded and settings.sharding_replicas > 1:
+        place += f", sharded over {settings.sharding_replicas} replicas"
     found.append(
         (
             "optimizer",

@@ -84,7 +84,7 @@ def share_of(parameters: Sequence[TracedParameter], settings: Settings, traced: 
     for parameter in parameters:
         count = parameter.elements if parameter.trainable and settings.training else 0
         trained += count
-        parts = settings.replicas if parameter.elements >= settings.min_elements_sharded else 1
+        parts = settings.sharding_replicas if parameter.elements >= settings.min_elements_sharded else 1
         is_small = parameter.elements < settings.min_elements_off_chip
         weight_parts = parts if settings.weights_sharded else 1
         if settings.weights_on_chip or is_small:

@@ -80,12 +80,13 @@ def timeline_of(model: EstimatedModel) -> PipelineTimeline:
     return PipelineTimeline(stages, micro_batches, fill, steady, cycles - steady - fill, extra / cycles, idle)
 
 
-def gantt(model: EstimatedModel, most_cycles: int = 24) -> List[Bar]:
-    """Return the bars of the first cycles of an update.
+def gantt(model: EstimatedModel, most_cycles: int = 24, first_cycle: int = 0) -> List[Bar]:
+    """Return the bars of some cycles of an update.
 
     Args:
         model: The model.
-        most_cycles: Where to stop: a long accumulation repeats itself.
+        most_cycles: How many: a long accumulation repeats itself.
+        first_cycle: Where to begin; only in a pipeline.
     """
     layout, settings, time = model.layout, model.settings, model.estimate.time
     micro_batches = settings.micro_batches
@@ -94,7 +95,8 @@ def gantt(model: EstimatedModel, most_cycles: int = 24) -> List[Bar]:
     last = layout.num_stages - 1
     longest = max(ipu.total for ipu in time.ipus)
     bars: List[Bar] = []
-    for cycle in range(min(most_cycles, micro_batches + (2 if settings.training else 1) * last)):
+    end = micro_batches + (2 if settings.training else 1) * last
+    for cycle in range(first_cycle, min(first_cycle + most_cycles, end)):
         free = [cycle * longest] * layout.num_ipus
         work = [("forward", stage, cycle - stage) for stage in range(last + 1)]
         if settings.training:

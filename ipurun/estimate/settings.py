@@ -64,6 +64,7 @@ def settings_of(
         micro_batch_size=batch.micro_batch_size,
         gradient_accumulation=batch.gradient_accumulation,
         replicas=batch.replicas,
+        instances=plan.instances.count,
         device_iterations=batch.device_iterations,
         training=training,
         compute_bytes=compute_bytes,

@@ -68,6 +68,7 @@ class Settings:
         micro_batch_size: Samples of one forward pass on one replica.
         gradient_accumulation: Micro-batches of one weight update.
         replicas: Data-parallel replicas.
+        instances: Processes that share them; tensors are sharded over the replicas of one process only.
         device_iterations: Weight updates (batches in inference) of one host call.
         training: Whether there is a backward pass and an optimizer.
         strategy: ``pipelined``, ``sharded``, ``serial_phased`` or ``parallel_phased``.
@@ -129,6 +130,12 @@ class Settings:
     min_elements_off_chip: int = 2
     min_elements_sharded: int = 2
     state_tensors: int = 0
+    instances: int = 1
+
+    @property
+    def sharding_replicas(self) -> int:
+        """Replicas over which tensors can be sharded: those of one process."""
+        return max(self.replicas // self.instances, 1)
 
     @property
     def global_batch_size(self) -> int:

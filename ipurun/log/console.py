@@ -1,14 +1,16 @@
-"""Show a run on a screen: the panel before, the compile bar, the live line, the summary after."""
+"""Show a run on a screen: the panel before, the compile bar, the live view, the summary after."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import textwrap
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.compose import ChangedKey, Point
 from ipurun.errors import listing
+from ipurun.executables import entries
 from ipurun.log.format import (
     batch_equation,
     count,
@@ -24,7 +26,7 @@ from ipurun.log.format import (
 )
 from ipurun.log.plan_text import initial_rows
 from ipurun.log.profile_text import profile_lines
-from ipurun.log.screen import Screen, show_progress
+from ipurun.log.screen import Screen, TrainingState, show_progress
 from ipurun.planning.plan import Plan
 from ipurun.profiling.report import ProfileReport
 from ipurun.training.events import (
@@ -41,6 +43,7 @@ from ipurun.training.events import (
     StepEnd,
     Summary,
 )
+from ipurun.training.interrupts import announce_to
 
 __all__ = ["Console", "console_for", "final_line"]
 
@@ -56,20 +59,23 @@ class Console(Observer):
     Args:
         screen: The screen.
         engine_draws_bar: Whether PopTorch draws a compile bar, so that a second one must not be drawn.
+        plan: The plan of the run, for the folder of its executables.
     """
 
     takes_steps_late = True
 
-    def __init__(self, screen: Screen, engine_draws_bar: bool = False) -> None:
+    def __init__(self, screen: Screen, engine_draws_bar: bool = False, plan: Optional[Plan] = None) -> None:
         self._screen = screen
         self._engine_draws_bar = engine_draws_bar and screen.draws_over
-        self._saved_step: Optional[int] = None
+        self._plan = plan
+        self._state = TrainingState()
+        self._is_followed = False  # by a live view, which needs no more than the state
 
     def show_panel(self, point: Point, plan: Plan, folder: str) -> None:
         """Show the panel before compilation, and the plan's notes."""
         self._screen.panel(f"ipurun train: {plan.name}", panel_rows(point, plan, folder))
-        for note in plan.notes:
-            self._screen.remark(f"note: {note}")
+        self._state.save_intervals = _save_intervals(point, plan)
+        self._screen.notes(plan.notes)
 
     def on_start(self, event: RunStart) -> None:
         if event.resumed_from:
@@ -85,7 +91,10 @@ class Console(Observer):
         if self._engine_draws_bar:
             self._screen.line(f"compiling for {event.mode} ...")
             return
-        self._screen.begin(f"compiling for {event.mode}")
+        self._pause()
+        earlier = self._earlier_seconds(event.mode) if self._screen.draws_over else None
+        took = "" if earlier is None else f" (took {spelled_duration(earlier)} before)"
+        self._screen.begin(f"compiling for {event.mode}{took}")
 
     def on_compile_end(self, event: CompileEnd) -> None:
         verb = "loaded" if event.cache in ("hit", "precompiled") else "compiled"
@@ -95,37 +104,67 @@ class Console(Observer):
         self._screen.live([f"waiting for IPUs that are in use: {duration(event.seconds_left)} left"])
 
     def on_step(self, event: StepEnd) -> None:
+        self._state.step = event
+        if self._is_followed:
+            return
+        self._is_followed = self._screen.follow(self._state)
+        if self._is_followed:
+            announce_to(self._state.announce)
+            return
         fraction = event.step / event.total_steps if event.total_steps else None
         if self._screen.wants_live(fraction):
-            self._screen.live(live_parts(event, self._saved_step), fraction)
+            self._screen.live(live_parts(event, self._state.saved_step), fraction)
 
     def show_progress(self, doing: str, done: int, total: Optional[int], unit: str) -> None:
         """Show how far a long task is; see `ipurun.log.screen.show_progress`."""
         show_progress(self._screen, doing, done, total, unit)
 
     def on_eval_progress(self, event: EvalProgress) -> None:
+        self._state.evaluating = event
+        if self._is_followed:
+            return
         fraction = event.samples / event.total_samples if event.total_samples else None
         if self._screen.wants_waiting():
             total = "" if event.total_samples is None else f"/{count(event.total_samples)}"
             self._screen.waiting(f"evaluating {count(event.samples)}{total} samples", fraction)
 
     def on_eval(self, event: EvalEnd) -> None:
+        self._state.evaluating, self._state.evaluation = None, event
+        if event.is_best:
+            self._state.best = event
         values = "  ".join(f"{name} {metric(value)}" for name, value in without_classes(event.metrics).items())
         best = "  (best so far)" if event.is_best else ""
-        self._screen.line(
+        self._screen.result(
             f"step {count(event.step)}  epoch {event.epoch:.2f}  {event.split}: {values}{best}  "
-            f"[{plural(event.samples, 'sample')}, {duration(event.seconds)}]"
+            f"[{plural(event.samples, 'sample')}, {duration(event.seconds)}]",
+            event.is_best,
         )
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
-        self._saved_step = event.step
+        self._state.saved_step = event.step
 
     def on_rollback(self, event: RolledBack) -> None:
         source = "the beginning" if event.checkpoint is None else event.checkpoint
         self._screen.remark(f"warning: {event.reason}; back to step {count(event.step)}, from {source}")
 
     def on_end(self, event: Summary) -> None:
+        self._pause()
         self._screen.close()
+
+    def _pause(self) -> None:
+        """End the live view; the next host call brings it back."""
+        if self._is_followed:
+            announce_to(None)
+        self._is_followed = False
+
+    def _earlier_seconds(self, mode: str) -> Optional[float]:
+        """Return what the compilations of this run's cache folder took, the median of them."""
+        if self._plan is None or not self._plan.cache_dir:
+            return None
+        engine = "cpu" if self._plan.engine == "cpu" else "ipu"
+        found = [entry for entry in entries(self._plan.cache_dir, engine) if entry.mode == mode]
+        times = [entry.compile_seconds for entry in found if entry.compile_seconds is not None]
+        return statistics.median(times) if times else None
 
     def show_summary(self, summary: Summary, name: str, folder: str, reproduce: str) -> None:
         """Show the summary after a run."""
@@ -144,7 +183,7 @@ class Console(Observer):
 
 def console_for(plan: Plan, screen: Screen) -> Console:
     """Return the console of a run: PopTorch draws a compile bar, the CPU engine does not."""
-    return Console(screen, engine_draws_bar=plan.engine != "cpu")
+    return Console(screen, engine_draws_bar=plan.engine != "cpu", plan=plan)
 
 
 def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
@@ -162,6 +201,16 @@ def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
     ]
     parts += [f"{name} {metric(value)}" for name, value in event.metrics.items()]
     return parts
+
+
+def _save_intervals(point: Point, plan: Plan) -> List[int]:
+    """Return the weight updates between checkpoints: by steps, and by epochs where the data has a length."""
+    found = []
+    if plan.steps.save_every_calls is not None:
+        found.append(plan.steps.save_every_calls * plan.training.device_iterations)
+    if point.config.checkpoint.every_epochs and plan.steps.updates_per_epoch:
+        found.append(point.config.checkpoint.every_epochs * plan.steps.updates_per_epoch)
+    return found
 
 
 def panel_rows(point: Point, plan: Plan, folder: str) -> List[Tuple[str, str]]:

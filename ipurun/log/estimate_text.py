@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from dataclasses import asdict, fields
 from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
@@ -191,9 +192,16 @@ def _memory_table(found: Estimate) -> List[str]:
     rows = [_cells(ipu) for ipu in found.ipus]
     widths = [max(len(text), *(len(row[column]) for row in rows)) for column, text in enumerate(_HEADINGS)]
     bars = [f"{bar(ipu.share)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)]
-    is_wide = columns() >= WIDE
+    longest = 5 + sum(width + 2 for width in widths) + 2 + max(map(len, bars), default=0)
+    is_wide = columns() >= (longest if sys.stdout.isatty() else WIDE)
     gap = "  " if is_wide else " "
-    lines.append("  IPU" + "".join(f"{gap}{text:>{width}}" for text, width in zip(_HEADINGS, widths)))
+    heading = "  IPU" + "".join(f"{gap}{text:>{width}}" for text, width in zip(_HEADINGS, widths))
+    if len(heading) > columns():  # only what matters most
+        bars = [
+            f"{bar(ipu.share, 10)} {ipu.share:,.0%} {verdict.value}" for ipu, verdict in zip(found.ipus, found.verdicts)
+        ]
+        return lines + [f"  IPU {ipu.ipu:>2}  {drawn}" for ipu, drawn in zip(found.ipus, bars)]
+    lines.append(heading)
     for ipu, row, drawn in zip(found.ipus, rows, bars):
         cells = "".join(f"{gap}{text:>{width}}" for text, width in zip(row, widths))
         lines.append(f"  {ipu.ipu:>3}{cells}" + (f"  {drawn}" if is_wide else ""))

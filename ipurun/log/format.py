@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 WIDE = 120  # columns from which on lines are not wrapped
-_NARROWEST = 60
+_NARROWEST = 36
 
 
 def duration(seconds: Optional[float]) -> str:

@@ -60,7 +60,7 @@ class MlflowLogger(Tracker):
     def open_run(self, event: RunStart, known: Optional[str]) -> str:
         if self._tracking_uri is not None and self._tracking_uri.startswith(_SQLITE):
             Path(self._tracking_uri[len(_SQLITE) :]).parent.mkdir(parents=True, exist_ok=True)
-        # A client of its own: the run that the user's own code may have active in MLflow stays as it is.
+        # A separate client: the run that the user's own code may have active in MLflow stays as it is.
         self._client = self._mlflow.MlflowClient(tracking_uri=self._tracking_uri)
         if known is not None:
             self._run_id = known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
@@ -26,6 +27,7 @@ def plan_rows(plan: Plan) -> List[Tuple[str, str]]:
         *initial_rows(plan.initial_weights),
         *_frozen_rows(plan),
         ("devices", _devices_text(plan)),
+        *_instance_rows(plan),
         ("batch", batch_equation(plan.training)),
         ("", f"{plural(plan.training.samples_per_update, 'sample')} per weight update"),
         ("inference", batch_equation(plan.inference)),
@@ -87,6 +89,29 @@ def _frozen_rows(plan: Plan) -> List[Tuple[str, str]]:
     ]
 
 
+def _instance_rows(plan: Plan) -> List[Tuple[str, str]]:
+    """Return how several processes share the work, and what starts them."""
+    instances, local = plan.instances, plan.local_training
+    if instances.count == 1:
+        return []
+    hosts = f" on {plural(len(instances.hosts), 'host')}" if instances.hosts else ""
+    rows = [
+        (
+            "instances",
+            f"{instances.count} ({instances.kind}){hosts}, each with {plural(local.replicas, 'replica')} of "
+            f"{plan.training.replicas}",
+        ),
+        (
+            "",
+            f"{plural(local.samples_per_call, 'sample')} of a host call for each, "
+            f"{plural(plan.local_inference.samples_per_call, 'sample')} in inference",
+        ),
+    ]
+    if instances.command:
+        rows.append(("command", shlex.join(instances.command)))
+    return rows
+
+
 def _devices_text(plan: Plan) -> str:
     if plan.is_left_whole:
         return f"1 IPU of {plan.devices.total}: no split fits, so the model is shown unsplit"
@@ -109,6 +134,7 @@ def plan_dict(plan: Plan) -> Dict[str, Any]:
         "name": plan.name,
         "engine": {"kind": plan.engine, "version": plan.engine_version},
         "devices": asdict(plan.devices),
+        "instances": asdict(plan.instances),
         "stages": plan.stages,
         "precision": plan.precision,
         "parameters": plan.parameters,
@@ -177,9 +203,12 @@ def calls_text(plan: Plan) -> List[str]:
         f"os.environ[{name!r}] = {value!r}  # {plan.environment_origins.get(name, '').partition(' (')[0]}"
         for name, value in plan.environment.items()
     ]
-    lines.append("opts = poptorch.Options()")
+    options = "poptorch.Options()"
+    if plan.instances.uses_popdist:
+        options = f"popdist.poptorch.Options(ipus_per_replica={plan.devices.per_replica})"
+    lines.append(f"opts = {options}")
     lines += _option_lines("opts", plan.training_options)
-    lines.append("inference_opts = poptorch.Options()")
+    lines.append(f"inference_opts = {options}")
     lines += _option_lines("inference_opts", plan.inference_options)
     lines += _model_lines(plan)
     lines += [_frozen_line(part) for part in plan.frozen]

@@ -8,16 +8,54 @@ from __future__ import annotations
 import os
 import textwrap
 import time
+from dataclasses import dataclass
 from typing import IO, Callable, List, Optional, Sequence, Tuple
 
 from ipurun.log.format import count
+from ipurun.log.style import is_drawn_on
+from ipurun.training.events import EvalEnd, EvalProgress, StepEnd
 
-__all__ = ["PlainScreen", "Rows", "Screen", "SilentScreen", "make_screen", "show_progress"]
+__all__ = ["PlainScreen", "Rows", "Screen", "SilentScreen", "TrainingState", "make_screen", "show_progress"]
 
 Rows = Sequence[Tuple[str, str]]  # label and text; an empty label continues the row above
 
 _PLAIN_WIDTH = 110
 _LABEL_WIDTH = 12
+
+
+@dataclass
+class TrainingState:
+    """What a live view of training shows: the latest events, which the console stores and the view reads.
+
+    Args:
+        step: The latest host call.
+        evaluation: The latest evaluation.
+        evaluating: How far the evaluation under way is.
+        best: The best evaluation by the monitored metric.
+        saved_step: Weight updates in the newest checkpoint.
+        save_intervals: Weight updates between checkpoints: by steps, by epochs.
+        message: What an interrupt has to say.
+    """
+
+    step: Optional[StepEnd] = None
+    evaluation: Optional[EvalEnd] = None
+    evaluating: Optional[EvalProgress] = None
+    best: Optional[EvalEnd] = None
+    saved_step: Optional[int] = None
+    save_intervals: Sequence[int] = ()
+    message: str = ""
+
+    def announce(self, text: str) -> None:
+        """Store the message of an interrupt; called by a signal handler."""
+        self.message = text.strip()
+
+    @property
+    def next_save(self) -> Optional[int]:
+        """The step of the next checkpoint, None where that is not known."""
+        if self.step is None or not self.save_intervals:
+            return None
+        coming = min((self.step.step // interval + 1) * interval for interval in self.save_intervals)
+        return coming if self.step.total_steps is None else min(coming, self.step.total_steps)
 
 
 class SilentScreen:
@@ -35,6 +73,15 @@ class SilentScreen:
         """Show a note or a warning, also from a point of a sweep."""
         self.line(text)
 
+    def notes(self, notes: Sequence[str]) -> None:
+        """Show the notes of a plan together."""
+        for note in notes:
+            self.remark(f"note: {note}")
+
+    def result(self, text: str, is_best: bool = False) -> None:
+        """Show a line with the result of an evaluation."""
+        self.line(text)
+
     def begin(self, title: str) -> None:
         """Begin a long task, such as a compilation: show a bar with the elapsed time."""
 
@@ -43,6 +90,10 @@ class SilentScreen:
 
     def end(self, text: str) -> None:
         """End the long task: replace the bar by a line that stays."""
+
+    def follow(self, state: TrainingState) -> bool:
+        """Show the state of a run several times a second; return False if this screen shows `live` lines instead."""
+        return False
 
     def wants_live(self, fraction: Optional[float] = None) -> bool:
         """Return whether it would show a live line now: most of many short steps are not worth composing one."""
@@ -143,7 +194,7 @@ def make_screen(stream: IO[str], quiet: bool = False) -> Screen:
     """Return the screen for a stream: redrawn on a terminal, plain lines elsewhere, silent if quiet."""
     if quiet:
         return SilentScreen()
-    if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+    if is_drawn_on(stream):
         from ipurun.log.terminal import TerminalScreen
 
         return TerminalScreen(stream)

@@ -73,7 +73,7 @@ class TensorBoardLogger(Observer):
             return
         from torch.utils.tensorboard.summary import hparams
 
-        # Not `add_hparams`, which would make a second run of it in a folder of its own.
+        # Not `add_hparams`, which would make a second run of it in a separate folder.
         for part in hparams(chosen_keys(self._folder), dict(metrics)):
             self._writer.file_writer.add_summary(part)
         self._has_parameters = True

@@ -1,25 +1,39 @@
-"""The screen of a terminal: a framed panel, a bar while compiling, a live line while training."""
+"""The screen of a terminal: framed panels, bars for long tasks, and a live view of training."""
 
 from __future__ import annotations
 
+import re
 import time
-from typing import IO, List, Optional, Sequence
+from typing import IO, Any, List, Optional, Sequence, Tuple
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from ipurun.log.screen import Rows, Screen
+from ipurun.log.format import count, duration, learning_rate, metric
+from ipurun.log.screen import Rows, Screen, TrainingState
+from ipurun.log.style import STYLES, block_bar, draws_blocks, sparkline
+from ipurun.training.events import EvalEnd, StepEnd
 
-__all__ = ["TerminalScreen", "fit"]
+__all__ = ["TerminalScreen", "TrainingView", "fit"]
 
 _SEPARATOR = "  "
-_LIVE_PER_SECOND = 8
+_LIVE_PER_SECOND = 5
 _BAR_WIDTH = 24
+_SHORTEST_BAR = 6
+_MARGIN = 4  # columns that stay free in live lines: a terminal echoes ^C there, and must not wrap
+_LONGEST_HISTORY = 240  # losses; neighbours are merged beyond that
+_SMOOTHING = 0.8  # share of the old value in a smoothed one, at each redraw
+_NARROW = 60
+
+Field = Tuple[str, str]  # text and what it means, a key of STYLES or ""
 
 
 class TerminalScreen(Screen):
@@ -33,32 +47,79 @@ class TerminalScreen(Screen):
 
     def __init__(self, stream: IO[str]) -> None:
         self._console = Console(file=stream, highlight=False, soft_wrap=False)
+        self._blocks = draws_blocks(stream)
         self._live: Optional[Live] = None
         self._last_live = 0.0
         self._progress: Optional[Progress] = None
+        self._view: Optional[TrainingView] = None
+        self._is_following = False
 
     def panel(self, title: str, rows: Rows) -> None:
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold cyan", no_wrap=True)
+        table.add_column(style=STYLES["label"], no_wrap=True)
         table.add_column(overflow="fold")
         for label, text in rows:
-            table.add_row(Text(label), Text(text))
+            table.add_row(Text(label), Text(text, style=STYLES["best"] if label == "best" else ""))
         self.close()
-        self._console.print(Panel(table, title=f"[bold]{escape(title)}[/bold]", title_align="left", border_style="dim"))
+        self._to_line_start()
+        name, colon, outcome = title.rpartition(": ")
+        heading = Text(f"{name}{colon}", style="bold") + Text(outcome, style=_outcome_style(outcome))
+        self._console.print(Panel(table, title=heading, title_align="left", border_style="dim"))
 
     def line(self, text: str, style: str = "") -> None:
-        # Live keeps its line at the bottom and lets this one scroll above it. The terminal wraps long lines: a command
-        # copied from here must not contain line breaks.
+        # Live keeps its lines at the bottom and lets this one scroll above them. The terminal wraps long lines: a
+        # command copied from here must not contain line breaks.
+        self._to_line_start()
         self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def remark(self, text: str) -> None:
+        kind, colon, rest = text.partition(": ")
+        if not colon or kind not in ("note", "warning"):
+            self.line(text)
+            return
+        style = STYLES["warning" if kind == "warning" else "quiet"]
+        table = Table.grid(padding=(0, 1))
+        table.add_column(style=style, no_wrap=True)
+        table.add_column(style=style if kind == "warning" else "", overflow="fold")
+        table.add_row(Text(f"{kind}:"), Text(rest))
+        self._to_line_start()
+        self._console.print(table)
+
+    def notes(self, notes: Sequence[str]) -> None:
+        if not notes:
+            return
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True, style=STYLES["quiet"])
+        table.add_column(overflow="fold", style=STYLES["quiet"])
+        for note in notes:
+            table.add_row("•" if self._blocks else "-", Text(note))
+        self._to_line_start()
+        self._console.print(Text("notes", style=STYLES["quiet"]))
+        self._console.print(Padding(table, (0, 0, 0, 2)))
+
+    def result(self, text: str, is_best: bool = False) -> None:
+        # What a narrow terminal leaves out, in this order: samples and time, then the epoch.
+        for pattern in (r"  \[[^\]]*\]$", r"  epoch [\d.]+"):
+            if len(text) > self._console.width:
+                text = re.sub(pattern, "", text)
+        shown = Text(text)
+        if is_best:
+            shown.highlight_regex(r"\(best so far\)", STYLES["best"])
+        shown.highlight_regex(r"\[[^\]]*\]$", STYLES["quiet"])
+        self._to_line_start()
+        self._console.print(shown, soft_wrap=False, overflow="fold")
 
     def begin(self, title: str) -> None:
         self.close()
+        self._to_line_start()
         self._progress = Progress(
+            SpinnerColumn("dots" if self._blocks else "line", style=STYLES["label"]),
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
+            _BlockBar(self._blocks),
             TimeElapsedColumn(),
             TextColumn("{task.fields[phase]}"),
             console=self._console,
+            refresh_per_second=_LIVE_PER_SECOND,
             transient=True,
         )
         self._progress.start()
@@ -75,7 +136,25 @@ class TerminalScreen(Screen):
 
     def end(self, text: str) -> None:
         self.close()
-        self.line(text)
+        self._to_line_start()
+        self._console.print(Text(text, style=STYLES["quiet"]), overflow="fold")
+
+    def follow(self, state: TrainingState) -> bool:
+        if self._view is None or self._view.state is not state:
+            self._view = TrainingView(state, self._blocks)
+        view = self._view  # after a pause the same one: it has the history of the loss
+        self.close()
+        self._is_following = True
+        self._to_line_start()
+        # rich draws in a separate thread: a host call only stores its values, however short it is.
+        self._live = Live(
+            console=self._console,
+            get_renderable=lambda: view.draw(self._console.width),
+            refresh_per_second=_LIVE_PER_SECOND,
+            transient=True,
+        )
+        self._live.start()
+        return True
 
     def wants_live(self, fraction: Optional[float] = None) -> bool:
         is_last = fraction is not None and fraction >= 1
@@ -83,7 +162,13 @@ class TerminalScreen(Screen):
 
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
         self._last_live = time.monotonic()
-        self._draw(Text(fit(parts, self._console.width), no_wrap=True, overflow="ellipsis"))
+        width = self._console.width - _MARGIN
+        if fraction is not None and self._console.width >= _NARROW:
+            width -= _BAR_WIDTH + 1
+        text = Text(fit(parts, width), no_wrap=True, overflow="ellipsis")
+        if fraction is not None and self._console.width >= _NARROW:
+            text = Text(block_bar(fraction, _BAR_WIDTH, self._blocks) + " ", style=STYLES["label"]) + text
+        self._draw(text)
 
     def live_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
         if time.monotonic() - self._last_live < 1 / _LIVE_PER_SECOND and self._live is not None:
@@ -100,8 +185,9 @@ class TerminalScreen(Screen):
         self._draw(Group(table, Text(more + note, style="dim")))
 
     def _draw(self, shown: RenderableType) -> None:
-        if self._live is None:
+        if self._live is None or self._is_following:
             self.close()
+            self._to_line_start()
             self._live = Live(shown, console=self._console, refresh_per_second=_LIVE_PER_SECOND, transient=True)
             self._live.start()
         else:
@@ -111,10 +197,7 @@ class TerminalScreen(Screen):
         return time.monotonic() - self._last_live >= 1 / _LIVE_PER_SECOND
 
     def waiting(self, text: str, fraction: Optional[float] = None) -> None:
-        if fraction is not None:
-            done = round(fraction * _BAR_WIDTH)
-            text = f"[{'=' * done}{' ' * (_BAR_WIDTH - done)}] {text}"
-        self.live([text])
+        self.live([text], fraction)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -123,6 +206,149 @@ class TerminalScreen(Screen):
         if self._live is not None:
             self._live.stop()
             self._live = None
+            self._is_following = False
+
+    def _to_line_start(self) -> None:
+        """Overwrite what the terminal has echoed, such as ^C: the next line would be shifted by it."""
+        if self._live is None and self._progress is None:
+            self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+
+def _outcome_style(outcome: str) -> str:
+    meaning = {"finished": "good", "failed": "error", "interrupted": "warning"}.get(outcome)
+    return f"bold {STYLES[meaning]}" if meaning else "bold"
+
+
+class _BlockBar(ProgressColumn):
+    """A bar in block characters, empty while it is not known how much there is to do."""
+
+    def __init__(self, blocks: bool) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text("")
+        return Text(block_bar((task.completed or 0) / task.total, _BAR_WIDTH, self._blocks), style=STYLES["label"])
+
+
+class TrainingView:
+    """Draws the state of a run in a few lines, most useful fields first.
+
+    Args:
+        state: The state, read at every redraw.
+        blocks: Whether the terminal shows block characters.
+    """
+
+    def __init__(self, state: TrainingState, blocks: bool = True) -> None:
+        self.state = state
+        self._blocks = blocks
+        self._begun = time.monotonic()
+        self._losses: List[float] = []
+        self._loss: Optional[float] = None
+        self._speed: Optional[float] = None
+        self._eta: Optional[float] = None
+        self._seen_step = -1
+
+    def draw(self, width: int) -> Any:
+        """Return what to show on a terminal of a width."""
+        event = self.state.step
+        if event is None:
+            return Text("")
+        self._smooth(event)
+        inside = max(width - _MARGIN, 20)
+        lines = [self._progress_line(event, inside), *self._value_lines(event, inside)]
+        evaluating = self.state.evaluating
+        if evaluating is not None:
+            of_all = f"/{count(evaluating.total_samples)}" if evaluating.total_samples else ""
+            text = f"evaluating {evaluating.split} {count(evaluating.samples)}{of_all}"
+            fraction = evaluating.samples / evaluating.total_samples if evaluating.total_samples else None
+            lines.append(self._with_bar([(text, "")], fraction, inside))
+        if self.state.message:
+            lines.append(_joined([(self.state.message[:inside], "warning")], inside))
+        return Group(*(Text.assemble(*parts, no_wrap=True, overflow="crop") for parts in lines if parts))
+
+    def _smooth(self, event: StepEnd) -> None:
+        if event.step == self._seen_step:
+            return
+        self._seen_step = event.step
+        self._loss = _smoothed(self._loss, event.loss)
+        self._speed = _smoothed(self._speed, event.samples_per_second)
+        if event.eta_seconds is not None:
+            self._eta = event.eta_seconds
+        self._losses.append(self._loss)
+        if len(self._losses) > _LONGEST_HISTORY:
+            pairs = zip(self._losses[::2], self._losses[1::2])
+            self._losses = [(one + other) / 2 for one, other in pairs] + self._losses[len(self._losses) // 2 * 2 :]
+
+    def _progress_line(self, event: StepEnd, width: int) -> List[Any]:
+        fraction = event.step / event.total_steps if event.total_steps else None
+        elapsed = duration(time.monotonic() - self._begun)
+        total = f"/{count(event.total_steps)}" if event.total_steps else ""
+        fields: List[Field] = [(f"ETA {duration(self._eta)}", "title")] if event.total_steps else []
+        fields += [(f"step {count(event.step)}{total}", ""), (f"epoch {event.epoch:.2f}", "quiet")]
+        fields.append((f"elapsed {elapsed}", "quiet"))
+        return self._with_bar(fields, fraction, width)
+
+    def _with_bar(self, fields: Sequence[Field], fraction: Optional[float], width: int) -> List[Any]:
+        """Return the first field, a bar with its share, and the other fields that fit."""
+        if fraction is None:
+            return _joined(fields, width)
+        room = width - len(fields[0][0]) - len(" 100%") - len(_SEPARATOR)  # for the bar alone
+        with_second = room - len(_SEPARATOR) - (len(fields[1][0]) if len(fields) > 1 else 0)
+        bar_width = min(_BAR_WIDTH, max(with_second if with_second >= _SHORTEST_BAR else room, _SHORTEST_BAR))
+        bar = (f"{block_bar(fraction, bar_width, self._blocks)} {fraction:4.0%}", "label")
+        return _joined([fields[0], bar, *fields[1:]], width)
+
+    def _value_lines(self, event: StepEnd, width: int) -> List[List[Any]]:
+        spark = sparkline(self._losses, 20 if width >= _NARROW else 12, self._blocks)
+        loss = "-" if self._loss is None else metric(self._loss)
+        values: List[Field] = [(f"loss {loss}", ""), (spark, "label")]
+        values += [(f"{count(self._speed)} samples/s", ""), (f"lr {learning_rate(event.lr)}", "")]
+        values += [(f"{name} {metric(value)}", "") for name, value in event.metrics.items()]
+        if event.data_wait >= 0.005:
+            values.append((f"data wait {event.data_wait:.0%}", "warning" if event.data_wait > 0.2 else "quiet"))
+        state = self.state
+        results: List[Field] = []
+        if state.evaluation is not None:
+            results.append((f"{state.evaluation.split} {_short_result(state.evaluation)}", ""))
+        if state.best is not None and state.best.monitor:
+            results.append((f"best {_short_result(state.best)} at {count(state.best.step)}", "best"))
+        if state.next_save is not None:
+            results.append((f"next save at {count(state.next_save)}", "quiet"))
+        results.append(
+            ("not saved yet" if state.saved_step is None else f"saved at {count(state.saved_step)}", "quiet")
+        )
+        if width >= _NARROW:
+            return [_joined(values, width), _joined(results, width)]
+        # A narrow terminal has more lines instead of longer ones.
+        return [_joined(values[:2], width), _joined(values[2:], width), _joined(results, width)]
+
+
+def _smoothed(before: Optional[float], now: float) -> float:
+    if before is None or before != before or abs(before) == float("inf"):
+        return now
+    return _SMOOTHING * before + (1 - _SMOOTHING) * now
+
+
+def _short_result(event: EvalEnd) -> str:
+    """Return the monitored metric of an evaluation, or its loss."""
+    name = event.monitor if event.monitor in event.metrics else next(iter(event.metrics), None)
+    return "" if name is None else f"{name} {metric(event.metrics[name])}"
+
+
+def _joined(fields: Sequence[Field], width: int) -> List[Any]:
+    """Return as many fields as fit in one line, most important first, as parts for rich."""
+    parts: List[Any] = []
+    used = 0
+    for text, meaning in fields:
+        gap = len(_SEPARATOR) if parts else 0
+        if text and used + gap + len(text) <= width:
+            if parts:
+                parts.append(_SEPARATOR)
+            parts.append((text, STYLES.get(meaning, "")))
+            used += gap + len(text)
+    return parts
 
 
 def fit(parts: Sequence[str], width: int) -> str:

@@ -50,7 +50,7 @@ class WandbLogger(Tracker):
     def open_run(self, event: RunStart, known: Optional[str]) -> str:
         self._run = self._wandb.init(
             name=f"{event.name}/{self.folder.name}",
-            dir=str(self.folder.resolve()),  # its service has a working folder of its own
+            dir=str(self.folder.resolve()),  # its service has its own working folder
             config=stored_config(self.folder),
             id=known,
             resume="allow" if known else None,

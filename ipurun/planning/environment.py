@@ -21,6 +21,7 @@ __all__ = ["Variables", "plan_variables"]
 
 _ENGINE = "POPLAR_ENGINE_OPTIONS"
 _TARGET = "POPLAR_TARGET_OPTIONS"
+_FIXED_ORDER = "POPTORCH_EMULATOR_FIXED_ORDER"
 _WAIT = "POPTORCH_WAIT_FOR_IPU"
 _VARIABLES_OF = {
     "debug.log_level": ("POPTORCH_LOG_LEVEL",),
@@ -54,7 +55,7 @@ def plan_variables(
 
     Args:
         config: The config.
-        profile: The planned profile, which has variables of its own.
+        profile: The planned profile, which has its own variables.
         settings: What was set, and where.
         environ: The user's environment.
         found: Takes problems, and a note for each value that another one wins over.
@@ -75,6 +76,8 @@ def plan_variables(
             before = environ.get(name)
             if before not in (None, str(value)):
                 found.note(f"{key}={value} wins over {name}={before} of the environment")
+    if config.distributed.deterministic:
+        values[_FIXED_ORDER], origins[_FIXED_ORDER] = "1", _origin("distributed.deterministic", settings)
     targets = _merged("poplar.target_options", config.poplar.target_options, _TARGET, environ, found)
     if config.poplar.target_options and targets:
         values[_TARGET] = json.dumps(targets, sort_keys=True)

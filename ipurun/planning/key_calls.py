@@ -12,7 +12,7 @@ from ipurun.inspect.facts import Facts
 from ipurun.planning.memory import memory_calls
 from ipurun.planning.placement.layout import Layout
 from ipurun.planning.placement.stages import StageList
-from ipurun.planning.plan import BatchSizes
+from ipurun.planning.plan import BatchSizes, Instances
 from ipurun.planning.sizes import Sizes
 from ipurun.planning.user_settings import STRATEGIES, TWINS, UserSettings
 
@@ -38,7 +38,12 @@ class KeyCalls:
 
 
 def batch_calls(
-    batch: BatchSizes, group_type: Symbol, training: bool, origins: Mapping[str, str], grouped: bool
+    batch: BatchSizes,
+    group_type: Symbol,
+    training: bool,
+    origins: Mapping[str, str],
+    grouped: bool,
+    instances: Instances,
 ) -> List[Call]:
     """The sizes of the batch arithmetic, which has looked at every source already.
 
@@ -48,11 +53,15 @@ def batch_calls(
         training: False leaves out what only training has.
         origins: What decided each number.
         grouped: Whether groups of one replica are written, too, because another source has larger ones.
+        instances: The processes that share the replicas.
     """
-    calls = [
-        Call("deviceIterations", (batch.device_iterations,), origin=origins["device_iterations"]),
-        Call("replicationFactor", (batch.replicas,), origin=origins["replicas"]),
-    ]
+    calls = [Call("deviceIterations", (batch.device_iterations,), origin=origins["device_iterations"])]
+    if not instances.uses_popdist:  # popdist gives each process its replicas, and its number
+        local = batch.share_of(instances).replicas
+        calls.append(Call("replicationFactor", (local,), origin=origins["replicas"]))
+        if instances.count > 1:
+            number = (instances.index, instances.count)
+            calls.append(Call("Distributed.configureProcessId", number, origin="distributed.instances"))
     if training:
         accumulation = batch.gradient_accumulation
         calls.append(Call("Training.gradientAccumulation", (accumulation,), origin=origins["gradient_accumulation"]))
@@ -94,7 +103,8 @@ def shared_calls(
         stops = config.debug.fp_exceptions
         calls.add("Precision.enableFloatingPointExceptions", stops, origin="debug.fp_exceptions")
     calls.add("randomSeed", config.seed, origin="seed", chosen=settings.has("seed"))
-    calls.chosen += memory_calls(config, settings, layout.ipus, batch.replicas, training, found)
+    local = batch.share_of(sizes.instances).replicas  # PopART shards over the replicas of one process only
+    calls.chosen += memory_calls(config, settings, layout.ipus, local, training, found)
     return calls
 
 

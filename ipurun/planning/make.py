@@ -57,11 +57,11 @@ def make_plan(
         config = with_valid_values(config)  # so that the other problems are found, too
     name = config.name or "run"
     settings = _user_settings(config, unlike_defaults(config) if keys is None else keys, found)
-    _note_processes(settings, environ, found)
+    _note_processes(settings, found)
     _check_failures(config, settings, found)
     if not config.init_from and settings.has("init"):
         found.note("no init_from: the run starts from the values that the model's code gives, and `init` has no effect")
-    sizes = plan_sizes(config, facts, settings, found)
+    sizes = plan_sizes(config, facts, settings, environ, found)
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
     steps = count_steps(config, sizes.training, enough_samples(sizes.training, facts, found), found)
     check_loading(config.loader, sizes.training, found)
@@ -135,6 +135,7 @@ def make_plan(
         is_left_whole=facts.is_left_whole,
         own_optimizer=bool(facts.own_optimizer),
         logged=facts.logged,
+        instances=sizes.instances,
     )
 
 
@@ -150,11 +151,9 @@ def _user_settings(config: RunConfig, keys: Mapping[str, str], found: Findings) 
     return UserSettings(file, options, inference, keys)
 
 
-def _note_processes(settings: UserSettings, environ: Mapping[str, str], found: Findings) -> None:
-    configured = settings.argument("Distributed.configureProcessId", 1)
-    launched = environ.get("OMPI_COMM_WORLD_SIZE", "")
-    processes = configured or (int(launched) if launched.isdigit() else 1)
-    if processes > 1:
+def _note_processes(settings: UserSettings, found: Findings) -> None:
+    processes = settings.argument("Distributed.configureProcessId", 1)
+    if processes is not None and processes > 1:
         found.note(f"batch sizes and steps are those of one of the {processes} processes")
 
 

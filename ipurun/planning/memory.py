@@ -84,7 +84,9 @@ def _check_sharding(config: RunConfig, replicas: int, found: Findings) -> None:
     sharded = [kind for kind in LOCATIONS if getattr(config.memory, kind).sharded]
     if replicas == 1 and (config.replication.tensor_sharding or sharded):
         # PopART warns ("Unable to shard tensor ... due to lack of replication") and keeps whole tensors.
-        found.note("replicated tensor sharding needs two or more replicas; with one, PopART does not shard")
+        found.note(
+            "replicated tensor sharding needs two or more replicas in a process; with one, PopART does not shard"
+        )
 
 
 def _proportions(value: Any, ipus: int, training: bool, found: Findings) -> Dict[str, float]:

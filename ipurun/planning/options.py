@@ -109,7 +109,8 @@ def training_options(
     is_chosen = settings.has("output.mode") or (mode == "every_n" and settings.has("output.every"))
     outputs = KeyCalls(chosen=[call]) if is_chosen else KeyCalls(defaults=[call])
     grouped = settings.argument("inputReplicaGrouping") is not None
-    batch = batch_calls(sizes.training, input_group_type(config, settings), True, _origins(settings), grouped)
+    group_type, origins = input_group_type(config, settings), _origins(settings)
+    batch = batch_calls(sizes.training, group_type, True, origins, grouped, sizes.instances)
     sources = (
         _Source(shared.defaults + calls.defaults + outputs.defaults + folders.defaults),
         _Source(settings.file, noted=True),
@@ -142,7 +143,9 @@ def inference_options(
         _Source(_for_inference(settings.options, settings)),
         _Source(shared.chosen + [output] + folders.chosen),
         _Source(settings.inference, noted=True, twins=INFERENCE_TWINS),
-        _Source(batch_calls(sizes.inference, group_type, False, _inference_origins(sizes, settings), False)),
+        _Source(
+            batch_calls(sizes.inference, group_type, False, _inference_origins(sizes, settings), False, sizes.instances)
+        ),
     )
     return _merge(sources, settings, found)
 

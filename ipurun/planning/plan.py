@@ -5,7 +5,7 @@ Plain frozen data. Nothing here needs torch or an engine, so a plan can be made,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Mapping, Optional, Tuple
 
 from ipurun.api.calls import Call
@@ -16,6 +16,7 @@ __all__ = [
     "Devices",
     "EvalPass",
     "FrozenPart",
+    "Instances",
     "ParameterGroup",
     "Placement",
     "Plan",
@@ -35,14 +36,39 @@ class Devices:
 
 
 @dataclass(frozen=True)
+class Instances:
+    """The processes of a run.
+
+    Args:
+        kind: What starts them: none, poprun, torchrun or mpirun.
+        count: How many there are.
+        index: Number of this one, from 0.
+        uses_popdist: Whether `popdist.poptorch.Options` gives each its share of the replicas.
+        hosts: The machines; empty: this one.
+        command: What starts all of them; empty where they run already, or there is one.
+    """
+
+    kind: str = "none"
+    count: int = 1
+    index: int = 0
+    uses_popdist: bool = False
+    hosts: Tuple[str, ...] = ()
+    command: Tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class BatchSizes:
-    """The batch sizes of one mode (training or inference)."""
+    """The batch sizes of one mode (training or inference), of all processes."""
 
     micro_batch_size: int
     device_iterations: int
     gradient_accumulation: int
     replicas: int
     input_group_size: int = 1
+
+    def share_of(self, instances: Instances) -> BatchSizes:
+        """Return the batch sizes of one process."""
+        return self if instances.count == 1 else replace(self, replicas=max(self.replicas // instances.count, 1))
 
     @property
     def distinct_replicas(self) -> int:
@@ -197,6 +223,17 @@ class Plan:
     )  # linear layer or convolution -> share of tile memory
     overlap_io: str = "none"  # or accumulation_loop, device_iteration_loop
     is_left_whole: bool = False  # no split fits: the plan shows the model on one IPU
+    instances: Instances = Instances()
     environment_origins: Mapping[str, str] = field(default_factory=dict)  # variable -> its key, and where that was set
     own_optimizer: bool = False  # the optimizer and its schedule are those that a LightningModule configures
     logged: Mapping[str, Mapping[str, LoggedValue]] = field(default_factory=dict)  # kind of step -> name -> value
+
+    @property
+    def local_training(self) -> BatchSizes:
+        """The batch sizes of training in one process."""
+        return self.training.share_of(self.instances)
+
+    @property
+    def local_inference(self) -> BatchSizes:
+        """The batch sizes of inference in one process."""
+        return self.inference.share_of(self.instances)

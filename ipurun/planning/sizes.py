@@ -6,15 +6,23 @@ Keys that were set win over `options`, and those over poptorch.conf.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Mapping, Optional
 
 from ipurun.api.calls import last_call
 from ipurun.config.schema import PipelineConfig, RunConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts
-from ipurun.planning.devices import MAX_IPUS, DeviceRequest, is_power_of_two, next_power_of_two, share_devices
+from ipurun.planning.devices import (
+    MAX_IPUS,
+    DeviceRequest,
+    check_share,
+    is_power_of_two,
+    next_power_of_two,
+    plan_instances,
+    share_devices,
+)
 from ipurun.planning.placement.layout import Layout, lay_out, names_first_block
-from ipurun.planning.plan import BatchSizes, Devices
+from ipurun.planning.plan import BatchSizes, Devices, Instances
 from ipurun.planning.user_settings import UserSettings
 
 __all__ = ["Sizes", "plan_sizes"]
@@ -29,10 +37,14 @@ class Sizes:
     inference: BatchSizes
     layout: Layout
     inference_layout: Layout
+    instances: Instances
 
 
-def plan_sizes(config: RunConfig, facts: Facts, settings: UserSettings, found: Findings) -> Sizes:
+def plan_sizes(
+    config: RunConfig, facts: Facts, settings: UserSettings, environ: Mapping[str, str], found: Findings
+) -> Sizes:
     """Return the sizes of a run."""
+    instances = plan_instances(config, facts, environ, found)
     strategy = settings.strategy(config.pipeline)
     named = names_first_block(strategy)
     before = len(found.problems)
@@ -42,7 +54,8 @@ def plan_sizes(config: RunConfig, facts: Facts, settings: UserSettings, found: F
     if not settings.has("pipeline.auto_round"):
         auto_round = auto_round or settings.argument("autoRoundNumIPUs") is True
     factor = config.replication.factor or settings.argument("replicationFactor")
-    request = DeviceRequest(config.devices, layout.ipus, factor, auto_round, facts.available_ipus, facts.purpose)
+    available = facts.available_ipus if instances.count == 1 else None  # one process cannot see those of the others
+    request = DeviceRequest(config.devices, layout.ipus, factor, auto_round, available, facts.purpose, instances.count)
     devices = share_devices(request, found)
     group_size = _group_size(config, settings, devices.replicas, found)
     pipelined = is_laid_out and _is_pipelined(config, settings)
@@ -59,7 +72,8 @@ def plan_sizes(config: RunConfig, facts: Facts, settings: UserSettings, found: F
         is_laid_out = len(found.problems) == before
     stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, settings) else 1
     inference = _inference_batch(config, settings, devices, training, inference_layout, stages, auto_round, found)
-    return Sizes(devices, training, inference, layout, inference_layout)
+    check_share(instances, training, inference, found)
+    return Sizes(devices, training, inference, layout, inference_layout, instances)
 
 
 def _inference_placement(config: RunConfig) -> Optional[PipelineConfig]:
@@ -175,7 +189,8 @@ def _inference_batch(
         found.note(f"inference runs {stages} device iterations per host call, the least for {stages} pipeline stages")
         iterations = stages
     replicas = config.inference.replicas or settings.inference_argument("replicationFactor") or training.replicas
-    _check_inference_devices(replicas * layout.ipus, replicas, devices, auto_round, found)
+    if config.distributed.kind == "none":
+        _check_inference_devices(replicas * layout.ipus, replicas, devices, auto_round, found)
     group_size = training.input_group_size if replicas == training.replicas else 1
     grouped = last_call("inputReplicaGrouping", settings.inference)
     if grouped is not None:

@@ -91,6 +91,10 @@ class RunFolder:
         """Everything that was shown, and the tracebacks that the terminal did not show."""
         return self.path / "log.txt"
 
+    def instance_log(self, rank: int) -> Path:
+        """Return the log of one of several processes; what the first shows is in `log_file`."""
+        return self.path / "logs" / f"instance-{rank}.log"
+
     @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""

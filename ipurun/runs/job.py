@@ -6,18 +6,23 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import shutil
+import sys
 import time
 import traceback
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import IO, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.build import Run, build_run
 from ipurun.checkpoint import Checkpoint, latest, newest_good
 from ipurun.config.compose import Point
+from ipurun.distributed.environment import launched
+from ipurun.distributed.notes import LaunchFolder, write_to
+from ipurun.distributed.team import Team, join
 from ipurun.errors import ConfigError, IpurunError, Problem, RunError
 from ipurun.inspect.targets import make
 from ipurun.log.console import console_for
@@ -72,12 +77,18 @@ def run_job(
     """
     point, plan, engine = prepared.point, prepared.plan, prepared.engine
     deadline = _deadline(point.config.max_minutes, began)
-    run = build_run(point.config, plan, prepared.inspected, engine)
+    team = join(plan.instances.count, point.config.distributed.rendezvous)
+    run = build_run(point.config, plan, prepared.inspected, engine, team)
+    if not team.is_first:
+        return _follow(prepared, run, screen, deadline)
     described = (point.config, point, plan, engine)
+    resume_folder = _folder_of_restart() or resume_folder
     folder = resume_folder or RunFolder.create(*described)
     try:
         with locked(folder.path, "run", screen.remark):
             checkpoint, skipped = _checkpoint_to_resume(folder) if resume_folder else (None, {})
+            if not team.is_alone:
+                _tell(team, folder, checkpoint)
             with folder.described_as(*described) if resume_folder else nullcontext():
                 summary = _train_in(folder, prepared, run, screen, checkpoint, skipped, deadline, callbacks or {})
             if summary.samples or not folder.finished:
@@ -92,6 +103,68 @@ def run_job(
     except OSError as error:  # the files of the folder: `_guarded` reports everything else that fails inside
         raise _unwritable(folder, error) from error
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
+
+
+def _follow(prepared: PreparedRun, run: Run, screen: Screen, deadline: Optional[float]) -> FinishedRun:
+    """Train as one of several processes but the first, which has the folder and writes everything in it."""
+    point, plan = prepared.point, prepared.plan
+    folder, checkpoint = _tell(run.team)
+    log = folder.instance_log(run.team.rank)
+    with suppress(OSError):  # a machine that does not share the folder keeps the log where it is
+        _move_log(log)
+    console = console_for(plan, PlainScreen(sys.stdout))
+    console.show_panel(point, plan, str(folder))
+    callbacks = make_callbacks(point.config.callbacks)
+    try:
+        summary = train(run, folder, [console], checkpoint, deadline, callbacks=callbacks)
+    except BaseException as error:
+        traceback.print_exception(type(error), error, error.__traceback__)
+        raise
+    finally:
+        sys.stdout.flush()
+    return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
+
+
+def _tell(
+    team: Team, folder: Optional[RunFolder] = None, checkpoint: Optional[Checkpoint] = None
+) -> Tuple[RunFolder, Optional[Checkpoint]]:
+    """Let all processes know the run folder and the checkpoint of the first one."""
+    told: Tuple[RunFolder, Optional[Checkpoint]] = team.from_first((folder, checkpoint))
+    notes = LaunchFolder.of_this_process()
+    if notes is not None:
+        notes.note_run(team.rank, told[0].path.absolute())
+    return told
+
+
+def _folder_of_restart() -> Optional[RunFolder]:
+    """Return the folder of this run if it was started before, and has a checkpoint."""
+    notes, started = LaunchFolder.of_this_process(), launched()
+    if notes is None or started is None or not started.attempt or not notes.run_file.is_file():
+        return None
+    folder = RunFolder(os.path.relpath(notes.run_file.read_text(encoding="utf-8")))
+    return folder if latest(folder) is not None else None
+
+
+def _move_log(log: Path) -> None:
+    """Write to the run folder from now on, beginning with what was written before there was one."""
+    notes, started = LaunchFolder.of_this_process(), launched()
+    log.parent.mkdir(exist_ok=True)
+    if notes is not None and started is not None:
+        early = notes.early_log(started.rank)
+        with log.open("ab") as stream:
+            stream.write(early.read_bytes() if early.is_file() else b"")
+    write_to(log)
+
+
+def _restart_note(prepared: PreparedRun) -> Iterator[str]:
+    """Yield why this run was started again, if it was."""
+    notes, started = LaunchFolder.of_this_process(), launched()
+    if notes is None or started is None or not started.attempt:
+        return
+    rank, how = notes.culprit(started.attempt - 1)
+    what = "an instance ended" if rank is None else f"instance {rank} {how}"
+    most = prepared.point.config.distributed.max_restarts
+    yield f"{what}: all instances were started again, {started.attempt} of {most}"
 
 
 def _checkpoint_to_resume(folder: RunFolder) -> Tuple[Checkpoint, Dict[str, str]]:
@@ -129,7 +202,7 @@ def _train_in(
         consoles = [console_for(plan, screen), console_for(plan, PlainScreen(log))]
         for console in consoles:
             console.show_panel(point, plan, str(folder))
-            for note in skipped_notes(skipped, checkpoint) if checkpoint else ():
+            for note in (*_restart_note(prepared), *(skipped_notes(skipped, checkpoint) if checkpoint else ())):
                 console.on_note(Note(note, level="warning"))
 
         def warn(text: str) -> None:

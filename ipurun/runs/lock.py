@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Set
 
 from ipurun.errors import ConfigError, Problem
 
-__all__ = ["LOCK_NAME", "locked"]
+__all__ = ["LOCK_NAME", "is_held", "locked"]
 
 LOCK_NAME = "lock.json"
 _BEAT_SECONDS = 5.0
@@ -155,14 +155,9 @@ def _link(own: Path, path: Path) -> bool:
 
 def _lives(holder: Dict[str, Any], path: Path, on_wait: Callable[[str], None], what: str) -> bool:
     """Return whether the process that holds a lock still runs."""
-    if holder.get("token") in _HELD:
-        return True
-    here = _machine()
-    if _UNKNOWN not in here.values() and all(holder.get(key) == value for key, value in here.items()):
-        pid = holder.get("pid")
-        if not isinstance(pid, int) or pid == os.getpid():
-            return False  # of an earlier process with our number, or of this one before it forgot the lock
-        return _start_of(pid) == holder.get("started") if _start_of(pid) else _is_hidden(pid)
+    lives_here = _lives_here(holder)
+    if lives_here is not None:
+        return lives_here
     on_wait(f"{_described(holder)} may still use this {what}: watching its lock for {_WATCH_SECONDS:.0f} s")
     deadline = time.monotonic() + _WATCH_SECONDS
     while time.monotonic() < deadline:
@@ -173,6 +168,37 @@ def _lives(holder: Dict[str, Any], path: Path, on_wait: Callable[[str], None], w
         if now is not None and now != holder:
             return True
     return False
+
+
+def _lives_here(holder: Dict[str, Any]) -> Optional[bool]:
+    """Return whether the process that holds a lock runs on this machine; None if it is of another one."""
+    if holder.get("token") in _HELD:
+        return True
+    here = _machine()
+    if _UNKNOWN in here.values() or any(holder.get(key) != value for key, value in here.items()):
+        return None
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or pid == os.getpid():
+        return False  # of an earlier process with our number, or of this one before it forgot the lock
+    return _start_of(pid) == holder.get("started") if _start_of(pid) else _is_hidden(pid)
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a process uses a folder, for display: it is not waited for one of another machine.
+
+    Such a process renews its lock; the time of the file shows whether it did so of late, as far as clocks agree.
+    """
+    path = folder / LOCK_NAME
+    holder = _read(path)
+    if holder is None:
+        return False
+    lives_here = _lives_here(holder)
+    if lives_here is not None:
+        return lives_here
+    try:
+        return abs(time.time() - path.stat().st_mtime) < _WATCH_SECONDS
+    except OSError:
+        return False
 
 
 def _remove_dead(path: Path, dead: Dict[str, Any]) -> None:

@@ -11,12 +11,14 @@ from typing import List, Mapping, Optional
 from ipurun import engine as engines
 from ipurun.checkpoint import broken, latest
 from ipurun.config.compose import Point
+from ipurun.distributed.environment import launched
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.lightning.checks import adopt
 from ipurun.inspect.model_and_data import ModelAndData, inspect, inspect_again
 from ipurun.inspect.targets import check_node
 from ipurun.planning import make_plan
+from ipurun.planning.devices import start_command
 from ipurun.planning.placement.forms import is_auto
 from ipurun.planning.plan import Plan
 from ipurun.runs.folder import RunFolder, check_writable, find_latest
@@ -84,6 +86,9 @@ def prepare(
         problems += _new_problems(error, problems)
     if problems or engine is None or inspected is None or plan is None:
         raise ConfigError(point.complete(problems))
+    if plan.instances.count > 1 and launched() is None:
+        command = tuple(start_command(config, plan, point.overrides))
+        plan = replace(plan, instances=replace(plan.instances, command=command))
     return PreparedRun(point, engine, inspected, plan)
 
 

@@ -111,7 +111,7 @@ def _words(case: Case) -> List[str]:
 
 
 def _placed(point: Point, engine: str, folder: Path) -> Point:
-    """Return a point that runs on an engine, in a folder of its own."""
+    """Return a point that runs on an engine, in a separate folder."""
     return _changed(point, engine=engine, runs_dir=str(folder / engine))
 
 

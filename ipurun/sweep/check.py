@@ -91,6 +91,13 @@ def check_point(point: Point) -> Checked:
     Raises:
         ConfigError: Anything but its data is wrong.
     """
+    if point.config.distributed.kind != "none":
+        raise ConfigError(
+            "a sweep cannot start points with several processes",
+            point.where("distributed.kind"),
+            seen=f"distributed={point.config.distributed.kind}",
+            fix="distributed=none with sweep.jobs=N, which runs N points at once; or start the points one by one",
+        )
     identity = point_id(point)
     # `resume` names the sweep, not a run of this point.
     alone = replace(point, config=replace(point.config, resume=None))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.log.format import count, duration, metric
+from ipurun.log.style import aligned
 from ipurun.sweep.ledger import ENDED, FINISHED, PRUNED, Record
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "Ranking",
     "chart_lines",
     "csv_text",
+    "is_higher_better",
     "is_smaller_better",
     "rank",
     "rows_as_data",
     "short",
+    "table_cells",
     "table_lines",
     "value_of",
 ]
@@ -64,7 +67,7 @@ def rank(records: Sequence[Record], rank_by: Optional[str] = None, higher_is_bet
     ranked.sort(
         key=lambda record: _sort_key(
             value_of(record, column),
-            _higher_is_better(record, column) if higher_is_better is None else higher_is_better,
+            is_higher_better(record, column) if higher_is_better is None else higher_is_better,
         )
     )
     rest = [record for record in records if record.status != FINISHED]
@@ -103,7 +106,14 @@ def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
 
 
 def table_lines(ranking: Ranking) -> List[str]:
-    """Return the table of a sweep, failed points at the bottom with their reasons."""
+    """Return the table of a sweep as plain lines; see `table_cells`."""
+    marked = any(record.results and record.at_once > 1 for record in ranking.records)
+    note = [f"{_SIDE_BY_SIDE.strip()} measured beside other points: speeds do not compare; sweep.jobs=1 measures alone"]
+    return aligned(*table_cells(ranking)) + (note if marked else [])
+
+
+def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:
+    """Return header and rows of the table of a sweep, failed points at the bottom with their reasons."""
     swept = list(dict.fromkeys(key for record in ranking.records for key in record.swept))
     metrics = list(dict.fromkeys(name for record in ranking.records for name in record.results.get("metrics", {})))
     first = [] if ranking.column == SPEED else [ranking.column]
@@ -121,9 +131,7 @@ def table_lines(ranking: Ranking) -> List[str]:
         cells += [count(results.get(SPEED)) + beside, duration(results.get("seconds", {}).get("total"))]
         cells.append(Path(record.folder or "").name if done else _shortened(record.reason))
         body.append(cells)
-    marked = any(record.results and record.at_once > 1 for record in ranking.records)
-    note = [f"{_SIDE_BY_SIDE.strip()} measured beside other points: speeds do not compare; sweep.jobs=1 measures alone"]
-    return _aligned(header, body) + (note if marked else [])
+    return header, body
 
 
 def short(value: str) -> str:
@@ -192,7 +200,7 @@ def _grid(rows: str, columns: str, cells: Dict[Tuple[str, str], float], ranking:
             texts.append("-" if value is None else _shown(value, ranking.column) + (" <" if is_best else ""))
         body.append([short(row), *texts])
     header = [f"{rows} \\ {columns}", *map(short, across)]
-    return [f"{ranking.column} by {rows} and {columns}", *(f"  {line}" for line in _aligned(header, body))]
+    return [f"{ranking.column} by {rows} and {columns}", *(f"  {line}" for line in aligned(header, body))]
 
 
 def _in_order(labels: Sequence[str]) -> List[str]:
@@ -228,7 +236,8 @@ def value_of(record: Record, column: str) -> Optional[float]:
     return None if found is None else float(found)
 
 
-def _higher_is_better(record: Record, column: str) -> bool:
+def is_higher_better(record: Record, column: str) -> bool:
+    """Return whether a larger value of a column is a better one."""
     results = record.results
     if column == results.get("monitor") and "higher_is_better" in results:
         return bool(results["higher_is_better"])
@@ -250,9 +259,3 @@ def _sort_key(value: Optional[float], higher_is_better: bool) -> Tuple[bool, flo
 def _shortened(text: str) -> str:
     line = text.splitlines()[0] if text else ""
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
-
-
-def _aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> List[str]:
-    widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
-    rows = [header, ["-" * width for width in widths], *body]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -12,16 +12,26 @@ import torch
 
 from ipurun.build import Run
 from ipurun.build.cached_executables import compile_and_report
+from ipurun.distributed.team import Team
 from ipurun.errors import ConfigError, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, split_target, target_of
 from ipurun.inspect.lightning.logged import LoggedValues
-from ipurun.metrics import Matrix
+from ipurun.metrics import Matrix, MetricSet
 from ipurun.training.events import CompileEnd, CompileStart, DeviceWait, EvalProgress, Note, Observer
 from ipurun.training.failures import explained, when_free
 from ipurun.training.interrupts import WaitStoppedError
 from ipurun.training.phases import COMPILE, DATA, Phases
 
-__all__ = ["Evaluation", "evaluate", "gathered", "output_of", "predict", "report_skipped"]
+__all__ = [
+    "Evaluation",
+    "add_to_metrics",
+    "computed_metrics",
+    "evaluate",
+    "gathered",
+    "output_of",
+    "predict",
+    "report_skipped",
+]
 
 Explain = Callable[[str], ContextManager[None]]  # what is being done -> the context that explains its failures
 
@@ -69,7 +79,7 @@ def evaluate(
     """
     name = split or run.eval_split
     begun = time.perf_counter()
-    compiling, samples = 0.0, 0
+    compiling, samples, team = 0.0, 0, run.team
     total_loss, total_weight = 0.0, 0.0
     run.use_step(str(name))
     run.eval_metrics.reset()
@@ -79,29 +89,64 @@ def evaluate(
         if call is None or should_stop():
             return None
         compiling += call.compile_seconds
-        samples += call.real
-        observer.on_eval_progress(EvalProgress(str(name), samples, run.eval_loaders[str(name)].most_samples))
         if isinstance(run.eval_metrics, LoggedValues):
             with explain("computing metrics"):
                 loss, weight = _add_logged(run, call, run.eval_metrics)
         else:
             loss, weight = _loss_of(run, call)
-        total_loss += loss
-        total_weight += weight
+        for its_samples, its_loss, its_weight in team.exchanged((call.real, loss, weight)):
+            samples += its_samples
+            total_loss += its_loss
+            total_weight += its_weight
+        observer.on_eval_progress(EvalProgress(str(name), samples, run.eval_loaders[str(name)].most_samples))
         if run.eval_metrics and not isinstance(run.eval_metrics, LoggedValues):
-            rows = run.plan.inference.samples_per_call
+            rows = run.plan.local_inference.samples_per_call
             outputs = _without_padding(output_of(run, call.result), call.real, rows)
             targets = _without_padding(target_of(call.batch, run.config.loss.target), call.real, rows)
             with explain("computing metrics"):
-                run.eval_metrics.update(outputs, targets)
+                add_to_metrics(run.eval_metrics, team, outputs, targets, call.real)
     with explain("computing metrics"):
-        values = run.eval_metrics.compute()
+        values, matrices = computed_metrics(run.eval_metrics, team)
     if total_weight or run.steps is None:
         values = {"loss": total_loss / total_weight if total_weight else float("nan"), **values}
     report_skipped(run, observer)
     left_out = run.eval_loaders[str(name)].left_out
     seconds = time.perf_counter() - begun - compiling
-    return Evaluation(str(name), values, samples, seconds, compiling, left_out, run.eval_metrics.matrices)
+    return Evaluation(str(name), values, samples, seconds, compiling, left_out, matrices)
+
+
+def add_to_metrics(metrics: MetricSet, team: Team, outputs: Any, targets: Any, rows: Optional[int] = None) -> None:
+    """Add a host call of all processes to metrics.
+
+    Metrics that can be merged see only what this process has; others see everything, in the first process.
+
+    Args:
+        metrics: The metrics.
+        team: The processes.
+        outputs: The outputs of this process.
+        targets: Their targets.
+        rows: Samples among them, 0 if all are padding; None: all are samples.
+    """
+    if team.is_alone or metrics.can_merge:
+        if rows != 0:
+            metrics.update(outputs, targets)
+        return
+    parts = [part for part in team.exchanged((outputs, targets) if rows != 0 else None) if part is not None]
+    if team.is_first:
+        metrics.update(_join([part[0] for part in parts]), _join([part[1] for part in parts]))
+
+
+def computed_metrics(metrics: MetricSet, team: Team) -> Tuple[Dict[str, float], Mapping[str, Matrix]]:
+    """Return the values of metrics over all processes, and what is a table rather than a number."""
+    if team.is_alone or not metrics:
+        return metrics.compute(), metrics.matrices
+    if metrics.can_merge:
+        for rank, parts in enumerate(team.exchanged(metrics.parts)):
+            if rank != team.rank:
+                metrics.merge(parts)
+    values = metrics.compute() if team.is_first else {}
+    found: Tuple[Dict[str, float], Mapping[str, Matrix]] = team.from_first((values, metrics.matrices))
+    return found
 
 
 def report_skipped(run: Run, observer: Observer) -> None:
@@ -136,7 +181,7 @@ def predict(run: Run, split: str, observer: Observer, columns: Sequence[str] = (
         ConfigError: The data has no such split.
         RunError: Compiling or running failed.
     """
-    rows, first = run.plan.inference.samples_per_call, 0
+    rows, first = run.plan.local_inference.samples_per_call, 0
     run.use_step(split, predicts=True)
     for call in _inference_calls(run, observer, split, _explainer(run), Phases()):
         inputs, target = _inputs_and_target(call.batch, run.config.loss.target)
@@ -257,7 +302,7 @@ def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:
     The device returns one loss per micro-batch. For a micro-batch with padding the host recomputes it from the real
     rows; if the model computes its own loss, it is weighted by its share of real rows instead.
     """
-    rows = run.plan.inference.samples_per_call
+    rows = run.plan.local_inference.samples_per_call
     size = run.plan.inference.micro_batch_size
     config = run.config.loss
     if run.loss is not None:

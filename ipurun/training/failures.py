@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Callable, Optional
 
 from ipurun.build.workers import DeadWorkerError, LoaderTimeoutError
+from ipurun.distributed.team import LostProcessError, lost_instance
 from ipurun.errors import IpurunError, RunError
 
 __all__ = ["CompileError", "DeviceFault", "explained", "when_free", "where_raised"]
@@ -82,6 +83,8 @@ class explained:  # noqa: N801  # a context manager that every step enters: as a
 
 
 def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: Callable[[], str]) -> RunError:
+    if isinstance(error, LostProcessError):
+        return lost_instance(error)
     if isinstance(error, engine_module.RecoverableError):
         action = str(getattr(error, "recovery_action", "") or "unknown")
         return DeviceFault(doing, action, str(error), then())

@@ -9,12 +9,24 @@ import stat
 import threading
 import time
 from types import FrameType
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
-__all__ = ["Interrupts", "WaitStoppedError"]
+__all__ = ["Interrupts", "WaitStoppedError", "announce_to"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LONGEST_WAIT_SECONDS = 2.0  # for data, after an interrupt
+
+_announce: Optional[Callable[[str], None]] = None
+
+
+def announce_to(show: Optional[Callable[[str], None]]) -> None:
+    """Give the message of an interrupt to a live view, or to standard error again: written past it, it moves its lines.
+
+    Args:
+        show: Called by the signal handler with a line of text, so it may only store it; None: standard error.
+    """
+    global _announce
+    _announce = show
 
 
 class WaitStoppedError(KeyboardInterrupt):
@@ -31,19 +43,31 @@ class Interrupts:
 
     Args:
         deadline: When to stop, by `time.monotonic`; None: never.
+        is_shared: Whether several processes stop together, when they have agreed to: see `agree`.
     """
 
-    def __init__(self, deadline: Optional[float] = None) -> None:
+    def __init__(self, deadline: Optional[float] = None, is_shared: bool = False) -> None:
         self._deadline = deadline
         self._received: Optional[signal.Signals] = None
-        self._armed = False
+        self._is_shared = is_shared
+        self._is_agreed = False
+        self._armed = is_shared  # a process that stops before the others are ready would leave them waiting
         self._waits = False
         self._before: Dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
         """Whether the run is to save and stop."""
+        return self._is_agreed if self._is_shared else self.wanted
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process was asked to stop."""
         return self._received is not None or self.is_over_time
+
+    def agree(self, stops: bool) -> None:
+        """Take what all processes have agreed on: to stop or not."""
+        self._is_agreed = stops
 
     @property
     def is_over_time(self) -> bool:
@@ -102,7 +126,7 @@ class Interrupts:
             return
         self._received = signal.Signals(number)
         how = "again" if number == signal.SIGINT else "Ctrl-C"
-        _write_now(f"{self.received}: saving after this host call; {how} to stop now\n")
+        (_announce or _write_now)(f"{self.received}: saving after this host call; {how} to stop now\n")
         if self._waits:
             _stop_waiting_in(_LONGEST_WAIT_SECONDS)
 

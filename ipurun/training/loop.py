@@ -23,7 +23,14 @@ from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.averaging import WeightAverage
 from ipurun.training.callbacks import Callback, Callbacks
 from ipurun.training.clock import Clock, Window
-from ipurun.training.evaluate import Evaluation, evaluate, output_of, report_skipped
+from ipurun.training.evaluate import (
+    Evaluation,
+    add_to_metrics,
+    computed_metrics,
+    evaluate,
+    output_of,
+    report_skipped,
+)
 from ipurun.training.events import (
     CompileEnd,
     CompileStart,
@@ -88,7 +95,7 @@ def train(
     Raises:
         RunError: The run failed; the newest checkpoint is intact.
     """
-    with Interrupts(deadline) as interrupts:
+    with Interrupts(deadline, is_shared=not run.team.is_alone) as interrupts:
         everyone = Observers(observers)
         trainer = None
         try:
@@ -138,6 +145,7 @@ class _Trainer:
         phases: Phases,
     ) -> None:
         self._run = run
+        self._team = run.team
         self._phases = phases
         self._observer = observer
         self._callbacks = callbacks
@@ -164,8 +172,8 @@ class _Trainer:
         self._average = WeightAverage(run) if run.config.averaging.kind != "none" else None
         self._stop_reason = ""
         self._epoch_values: Dict[str, float] = {}  # of an epoch whose end was not known in advance
-        self._eval_minutes = Minutes(run.config.eval.every_minutes)
-        self._log_minutes = Minutes(run.config.log_every_minutes)
+        self._eval_minutes = Minutes(run.config.eval.every_minutes, run.team)
+        self._log_minutes = Minutes(run.config.log_every_minutes, run.team)
         self._calls_differ = self._restore(resume_from)
         self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases, self._added_state)
         self._reading, self._training = self._explained("reading the training data"), self._explained("training")
@@ -278,7 +286,8 @@ class _Trainer:
         if newest != self._recovered_step:
             self._recoveries, self._recovered_step = 0, newest
         resets_itself = fault.action == "IPU_RESET"  # attaching again does it
-        if self._recoveries >= config.max_attempts or not (resets_itself or config.reset_command):
+        gives_up = self._recoveries >= config.max_attempts or not self._team.is_alone  # others need a new start, too
+        if gives_up or not (resets_itself or config.reset_command):
             raise fault
         self._recoveries += 1
         seconds = config.backoff_seconds * 2 ** (self._recoveries - 1)
@@ -368,7 +377,8 @@ class _Trainer:
     def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
         reading = self._reading
         # Reading here may change the random state, and must come to its end.
-        get = self._next if self._run.train_loader.uses_processes else next
+        # Several processes stop together, after a host call.
+        get = self._next if self._run.train_loader.uses_processes and self._team.is_alone else next
         while True:
             begun = time.perf_counter()
             with self._phases.span(DATA), reading:
@@ -406,6 +416,9 @@ class _Trainer:
             result = model(*args, **kwargs)
         self._interrupts.arm()
         loss = self._mean_loss(result)
+        if not self._team.is_alone:
+            loss, stops = self._team.after_call(loss, self._interrupts.wanted)
+            self._interrupts.agree(stops)
         ended = time.perf_counter()
         seconds = ended - begun
         self._clock.add("train", seconds)
@@ -424,7 +437,9 @@ class _Trainer:
             with self._explained("averaging the weights"), self._clock.measure("averaging"):
                 self._average.read_if_due(progress.step, progress.call)
         logged = self._report_later(batch, result, lr, loss, seconds)
-        may_wait = self._observer.takes_steps_late and not self._callbacks and not self._is_much_unreported()
+        # Several processes report together: their metrics are exchanged.
+        may_wait = self._team.is_alone and self._observer.takes_steps_late and not self._callbacks
+        may_wait = may_wait and not self._is_much_unreported()
         if not may_wait or ended - self._reported >= _SECONDS_BETWEEN_REPORTS:
             self._report_calls()
             self._reported = ended
@@ -503,10 +518,10 @@ class _Trainer:
         metrics: Dict[str, float] = {}
         if run.train_metrics:
             with self._explained("computing metrics"):
-                run.train_metrics.update(output_of(run, call.result), call.target)
+                add_to_metrics(run.train_metrics, run.team, output_of(run, call.result), call.target)
             if call.logged:
                 with self._explained("computing metrics"):
-                    metrics = {**self._epoch_values, **run.train_metrics.compute()}
+                    metrics = {**self._epoch_values, **computed_metrics(run.train_metrics, run.team)[0]}
                     if call.ended_epoch is not None:
                         metrics.update(run.train_metrics.end_epoch(call.ended_epoch))
                 run.train_metrics.reset()
@@ -545,7 +560,7 @@ class _Trainer:
 
     def _evaluate_and_save(self, ends_epoch: bool) -> None:
         run, progress, config = self._run, self._progress, self._run.config.eval
-        asked = self._callbacks.requests
+        asked = self._requests()
         self._stop_reason = self._stop_reason or asked.stop
         done = self._is_done()
         wants_eval = (
@@ -559,13 +574,22 @@ class _Trainer:
         fresh = wants_eval and progress.evaluated_step != progress.step
         evaluates = fresh and run.eval_split is not None
         improved = evaluates and self._evaluate()
-        self._stop_reason = self._stop_reason or asked.stop
+        self._stop_reason = self._stop_reason or self._requests().stop
         done = self._is_done()  # the evaluation may end the run
         self._saver.save_if_due(ends_epoch, done, improved, asked.save)
         asked.save = False
         if evaluates and not done and not self._interrupts.requested:
             with self._explained("switching the device to training"):
                 run.enter_training()
+
+    def _requests(self) -> Any:
+        """Return what the callbacks ask for, of all processes."""
+        asked = self._callbacks.requests
+        if self._callbacks and not self._team.is_alone:
+            for others in self._team.exchanged((asked.stop, asked.evaluate, asked.save)):
+                asked.stop = asked.stop or others[0]
+                asked.evaluate, asked.save = asked.evaluate or others[1], asked.save or others[2]
+        return asked
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether the monitored metric is the best so far."""
@@ -633,11 +657,16 @@ class _Trainer:
             return evaluate(
                 self._run,
                 self._observer,
-                should_stop=lambda: self._interrupts.requested,
+                should_stop=self._stops_evaluation,
                 explain=self._explained,
-                waiting=self._interrupts.stop_waiting,
+                waiting=self._interrupts.stop_waiting if self._team.is_alone else contextlib.nullcontext,
                 phases=self._phases,
             )
+
+    def _stops_evaluation(self) -> bool:
+        if not self._team.is_alone:
+            self._interrupts.agree(self._interrupts.requested or self._team.any(self._interrupts.wanted))
+        return self._interrupts.requested
 
     def _consider_stopping(self, metrics: Mapping[str, float]) -> None:
         config = self._run.config.early_stopping

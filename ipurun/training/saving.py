@@ -63,7 +63,7 @@ class Saver:
         self._write: Optional[_Write] = None
         self._last_step: Optional[int] = None if newest is None else newest.step
         self._added_state = added_state
-        self._minutes = Minutes(run.config.checkpoint.every_minutes)
+        self._minutes = Minutes(run.config.checkpoint.every_minutes, run.team)
         self.progress = progress
         self.newest = newest
 
@@ -138,6 +138,9 @@ class Saver:
         begun = time.perf_counter()
         self._minutes.restart()
         self.wait()
+        if not self._run.team.is_first and self._run.config.nonfinite_action != "rollback":
+            self._last_step = progress.step
+            return  # the first process writes
         with self._phases.span(CHECKPOINT), self._clock.measure("checkpoint"), self._explained():
             state = {**collect_state(self._run, progress), **self._added_state()}
             if self._run.config.nonfinite_action == "rollback":
@@ -151,6 +154,8 @@ class Saver:
         }
         keep, hours, step = self._run.config.checkpoint.keep, self._run.config.checkpoint.keep_hours, progress.step
         self._last_step = step
+        if not self._run.team.is_first:
+            return
         self._observer.flush()  # a resumed run does not repeat the steps before its checkpoint
         self._write = _Write(
             lambda: save(self._folder, step, state, keep=keep, keep_hours=hours, info=info, is_best=is_best),
@@ -199,6 +204,12 @@ class Saver:
         Returns:
             The names of those set aside.
         """
+        abandoned = self._go_back(failed_step) if self._run.team.is_first else []
+        if not self._run.team.is_alone:
+            self.newest, abandoned = self._run.team.from_first((self.newest, abandoned))
+        return abandoned
+
+    def _go_back(self, failed_step: Optional[int]) -> List[str]:
         if self.newest is None:
             return []
         saved = [checkpoint for checkpoint in reversed(listed(self._folder)) if checkpoint.step <= self.newest.step]

@@ -7,6 +7,7 @@ import time
 from typing import Optional
 
 from ipurun.config.schema import EarlyStoppingConfig
+from ipurun.distributed.team import ALONE, Team
 from ipurun.training.state import Progress
 
 __all__ = ["Minutes", "falls_due", "note_for_stopping", "reason_to_stop"]
@@ -22,16 +23,18 @@ class Minutes:
 
     Args:
         minutes: Its length; None: it never ends.
+        team: The processes for which it ends at the same time.
     """
 
-    def __init__(self, minutes: Optional[float]) -> None:
+    def __init__(self, minutes: Optional[float], team: Team = ALONE) -> None:
+        self._team = team
         self._seconds = None if minutes is None else 60 * minutes
         self._begun = time.monotonic()
 
     @property
     def are_over(self) -> bool:
         """Whether the interval has ended."""
-        return self._seconds is not None and time.monotonic() - self._begun >= self._seconds
+        return self._seconds is not None and self._team.any(time.monotonic() - self._begun >= self._seconds)
 
     def restart(self) -> None:
         """Begin the interval again."""

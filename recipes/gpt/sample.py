@@ -54,7 +54,7 @@ def generate(
     """Yield tokens that continue a prompt.
 
     Every call has the same shape, as an IPU needs: what is written so far fills a window from the left, and padding
-    behind it, which a decoder does not see, fills the rest. A longer text is seen through its last tokens.
+    after it, which a decoder does not see, fills the rest. A longer text is seen through its last tokens.
 
     Args:
         scores_of: Tokens (1 x window) and a position (1) -> the scores of the token after it.

@@ -1,6 +1,6 @@
 """Whole runs beside Lightning: the same model, data, batches, optimizer, schedule and metric, progress and logs on.
 
-Run it with ``make bench-lightning``, which makes an environment of its own: Lightning is not a dependency of ipurun.
+Run it with ``make bench-lightning``, which makes a separate environment: Lightning is not a dependency of ipurun.
 Both train in this process, on one thread, in turns. The time is that between two steps of a run, so that neither pays
 for its start; it is CPU time, since the machine is shared, and of each the best round counts.
 """

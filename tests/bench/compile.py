@@ -1,7 +1,7 @@
 """How long the compile phase takes at the first and at the second start: the executable cache is to make it 5 times
 shorter where it matters. Run it with ``make bench``.
 
-Each start is a process of its own, with one thread. Its CPU time is shown beside the wall time, since the machine is
+Each start is a separate process, with one thread. Its CPU time is shown beside the wall time, since the machine is
 shared. A start compiles for training and for inference, as `ipurun train` does.
 """
 

@@ -1,6 +1,6 @@
 """Speed and memory of the CPU engine beside a hand-written torch loop over the same micro-batches.
 
-Each model runs in a process of its own with one thread. Loop and engine take turns in short rounds and are timed by the
+Each model runs in a separate process with one thread. Loop and engine take turns in short rounds and are timed by the
 CPU time of the process, since the machine is shared; the ratio is that of their best rounds, and more is better. Beside
 it stands what the loop itself gains from the best of some larger batches, where no operation mixes rows: with torch's
 own kernels, computing micro-batches at once gives no more on this machine. Memory is the peak of a process that runs
@@ -193,7 +193,7 @@ def loader_times() -> Tuple[float, float]:
 
 
 def in_child(name: str, what: str) -> Any:
-    """Measure one case in a process of its own."""
+    """Measure one case in a separate process."""
     words = [sys.executable, __file__, "--measure", name, what]
     return json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
 

@@ -178,11 +178,11 @@ def test_null_takes_a_key_back(capsys: Any) -> None:
     ],
 )
 def test_a_key_and_its_option_must_agree(capsys: Any, key: str, option: str) -> None:
-    told = _refusal(capsys, "devices=2", key, option)
+    message = _refusal(capsys, "devices=2", key, option)
     setter = option.partition("=")[0].replace(".useOnChipStorage", "")
-    assert f"error: `{key.partition('=')[0]}` and `{setter}` disagree" in told
-    assert told.count("error:") == 1
-    assert f"command line: {key}; command line: {option}" in told
+    assert f"error: `{key.partition('=')[0]}` and `{setter}` disagree" in message
+    assert message.count("error:") == 1
+    assert f"command line: {key}; command line: {option}" in message
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,15 @@ def test_what_agrees_or_speaks_of_another_mode_is_fine(capsys: Any, words: Any) 
 def test_both_in_a_recipe_are_named_with_their_lines(capsys: Any) -> None:
     _recipe("mine", "device_iterations: 1\noptions:\n  deviceIterations: 8\n")
     assert main(["plan", "+recipe=mine"]) == 2
-    told = capsys.readouterr().err
-    assert "`device_iterations` and `options.deviceIterations` disagree" in told
-    assert "conf/recipe/mine.yaml:4; conf/recipe/mine.yaml:6" in told
+    message = capsys.readouterr().err
+    assert "`device_iterations` and `options.deviceIterations` disagree" in message
+    assert "conf/recipe/mine.yaml:4; conf/recipe/mine.yaml:6" in message
     assert main(["plan", "+recipe=mine", "~options.deviceIterations"]) == 0
 
 
 def test_only_the_swept_points_that_disagree_are_named(capsys: Any) -> None:
-    told = _refusal(capsys, "-m", "device_iterations=1,8", "options.deviceIterations=8")
-    assert "sweep point device_iterations=1" in told and told.count("error:") == 1
+    message = _refusal(capsys, "-m", "device_iterations=1,8", "options.deviceIterations=8")
+    assert "sweep point device_iterations=1" in message and message.count("error:") == 1
 
 
 def test_validate_refuses_the_same(capsys: Any) -> None:
@@ -231,8 +231,8 @@ def test_a_run_and_what_resumes_it_have_the_same_plan(capsys: Any) -> None:
     assert main(["train", "resume=run", "--quiet"]) == 0
     assert Path("run/plan.txt").read_text() == before
     assert main(["train", "resume=run", "options.deviceIterations=4", "--quiet"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "command line: device_iterations=1; command line: options.deviceIterations=4" in told
+    message = " ".join(capsys.readouterr().err.split())
+    assert "command line: device_iterations=1; command line: options.deviceIterations=4" in message
 
 
 def test_the_points_of_a_sweep_know_what_was_typed() -> None:

@@ -1,4 +1,4 @@
-"""`plan` and `validate`: everything is told, nothing is touched."""
+"""`plan` and `validate`: they report everything and change nothing."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ def _json(capsys: Any, code: int, *argv: str) -> Any:
 def test_every_figure_is_called_an_estimate(capsys: Any) -> None:
     assert main(["plan", "+recipe=mnist", "devices=4"]) == 0
     text = capsys.readouterr().out
-    told: List[str] = text[text.index("estimate for") :].splitlines()
-    assert told[0] == "estimate for GC200: fits"
-    assert "memory of each IPU in MiB, of 897 (estimate)" in told
+    shown: List[str] = text[text.index("estimate for") :].splitlines()
+    assert shown[0] == "estimate for GC200: fits"
+    assert "memory of each IPU in MiB, of 897 (estimate)" in shown
     for label in ("throughput", "one update", "host I/O", "links"):
-        (line,) = [line for line in told if line.strip().startswith(label)]
+        (line,) = [line for line in shown if line.strip().startswith(label)]
         assert line.endswith("(estimate)")
-    assert "assumptions" not in told
+    assert "assumptions" not in shown
 
 
 def test_assumptions_are_listed_when_asked_for(capsys: Any) -> None:
@@ -278,7 +278,7 @@ def test_a_model_that_cannot_be_traced_still_has_a_plan(capsys: Any, monkeypatch
 def test_a_page_is_written(capsys: Any) -> None:
     assert main(["plan", "+recipe=mnist", "--html", "page.html", "--quiet"]) == 0
     page = Path("page.html").read_text(encoding="utf-8")
-    assert page.startswith("<!doctype html>") and "mnist: fits (estimate)" in page
+    assert page.startswith("<!doctype html>") and 'Plan of mnist <span class="badge good">fits</span>' in page
 
 
 def test_split_auto_says_what_it_lacks(capsys: Any) -> None:

@@ -217,7 +217,7 @@ def test_a_secret_of_the_environment_is_in_no_file_and_is_read_again(monkeypatch
     assert main(["eval", str(_run()), "--quiet"]) == 0
     assert _train(f"resume={_run()}", "max_steps=4") == 2
     err = capsys.readouterr().err
-    assert "environment variable MY_KEY, which is not set" in err and f"{_run()}/config.yaml" in err
+    assert "environment variable MY_KEY, which is not set" in " ".join(err.split()) and f"{_run()}/config.yaml" in err
     monkeypatch.setenv("MY_KEY", "another-one")
     assert _train(f"resume={_run()}", "max_steps=4") == 0
     assert Path("sent.txt").read_text().split()[2:] == ["another-one"] * 2

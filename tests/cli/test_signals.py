@@ -56,7 +56,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def started(*words: str) -> Iterator[subprocess.Popen]:
-    """A run in a session of its own, of which nothing is left afterwards."""
+    """A run in a separate session, of which nothing is left afterwards."""
     command = [sys.executable, "-m", "ipurun", "train", "+recipe=tiny", *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""`ipurun train`, one run: what is shown, what is left behind, how it stops and goes on."""
+"""`ipurun train`, one run: what it shows, what files it leaves, how it stops and resumes."""
 
 from __future__ import annotations
 
@@ -248,9 +248,9 @@ def test_a_full_disk_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: Any
     monkeypatch.setattr("ipurun.runs.job.train", fill)
     monkeypatch.setattr(RunFolder, "write_summary", fill)
     assert _train() == 1
-    told = capsys.readouterr().err
-    assert f"the run folder `{_only_run()}` can no longer be written" in told
-    assert "No space left on device" in told and "inside ipurun" not in told
+    message = capsys.readouterr().err
+    assert f"the run folder `{_only_run()}` can no longer be written" in message
+    assert "No space left on device" in message and "inside ipurun" not in message
 
 
 def test_hydra_answers_its_own_questions(capsys: Any) -> None:

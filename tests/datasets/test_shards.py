@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 import ipurun
 from ipurun import emulator
-from ipurun.build.loader import TrainLoader, _Part, _Parts
+from ipurun.build.loader import TrainLoader, _Part, _Parts, _Share
 from ipurun.checkpoint import latest
 from ipurun.config.schema import LoaderConfig
 from ipurun.datasets.shards import splits
@@ -111,7 +111,7 @@ def test_parts_join_to_the_whole(files, workers, processes, piece, monkeypatch):
             for number in range(workers):
                 info = type("Info", (), {"id": number, "num_workers": workers})
                 monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda info=info: info)
-                part = _Part(rows, piece, process, processes, drops_last=True)
+                part = _Part(rows, piece, _Share(process, processes, rows), drops_last=True)
                 found = _ids(_Parts(splits(files, seed=5)["train"], part, epoch=2, start=start))
                 batches.append([found[at : at + piece] for at in range(0, len(found), piece)])
             in_turn = [batches[at % workers][at // workers] for at in range(sum(map(len, batches)))]

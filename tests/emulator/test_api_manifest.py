@@ -24,6 +24,7 @@ EXTRA_NAMES = {
     "graph": "captured graphs, for tools that inspect models",
     "install": "makes `import poptorch` import the emulator",
     "logger": "imported by PopTorch for internal use, and used by its examples",
+    "processes": "the processes that train together, for the launcher of ipurun",
     "register_cpu_implementation": "Python code of a custom op",
     "shim": "provides poptorch in child processes",
     "testing": "also an attribute of PopTorch once imported",

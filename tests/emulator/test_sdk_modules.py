@@ -114,7 +114,7 @@ def test_horovod_has_one_process(horovod):
 
 def test_horovod_refuses_several_processes(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(RuntimeError, match="one process, but OMPI_COMM_WORLD_SIZE is 4"):
+    with pytest.raises(RuntimeError, match="OMPI_COMM_WORLD_SIZE is 4"):
         hvd.init()
 
 
@@ -150,7 +150,7 @@ def test_horovod_keeps_parameters_and_optimizers(horovod):
         optimizer.step()
     assert isinstance(optimizer, torch.optim.SGD)
     assert model.weight.item() == pytest.approx(before - 1)
-    with pytest.raises(ValueError, match="one process, rank 0, not rank 1"):
+    with pytest.raises(ValueError, match="has 1 process, and not one with rank 1"):
         hvd.broadcast_parameters(model.state_dict(), root_rank=1)
 
 

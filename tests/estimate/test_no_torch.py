@@ -16,7 +16,7 @@ for found in pkgutil.iter_modules(ipurun.estimate.__path__):
     if found.name == "plan_estimate":
         continue  # it traces the model first
     importlib.import_module(f"ipurun.estimate.{found.name}")
-import ipurun.log.estimate_text, ipurun.log.estimate_html
+import ipurun.log.estimate_text, ipurun.pages.plan
 """
 
 

@@ -133,4 +133,4 @@ def test_a_wait_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     screen.waiting("eval: 5 of 10 samples", 0.5)
     assert not screen.wants_waiting()  # a moment later
     screen.close()
-    assert "[============            ] eval: 5 of 10 samples" in terminal.getvalue()
+    assert "############............ eval: 5 of 10 samples" in terminal.getvalue()

@@ -1,5 +1,7 @@
 import pytest
 
+from ipurun.estimate.settings import settings_of
+
 
 def test_epochs_and_dropped_samples(plan_of):
     plan = plan_of({"micro_batch_size": 16, "device_iterations": 4, "epochs": 3}, {"train_samples": 1000})
@@ -100,8 +102,77 @@ def test_loader_settings_that_poptorch_refuses(problems_of, keys, fix):
 def test_several_processes_are_noted(plan_of):
     notes = plan_of({"options": {"Distributed": {"configureProcessId": [0, 2]}}}).notes
     assert any("one of the 2 processes" in note for note in notes)
-    launched = plan_of({}, environ={"OMPI_COMM_WORLD_SIZE": "4"}).notes
-    assert any("one of the 4 processes" in note for note in launched)
+
+
+def test_a_launcher_says_how_many_processes_share_the_replicas(plan_of):
+    launched = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
+    plan = plan_of({"devices": 8}, environ=launched)
+    assert (plan.instances.kind, plan.instances.count, plan.instances.index) == ("mpirun", 4, 1)
+    assert (plan.training.replicas, plan.local_training.replicas) == (8, 2)
+    calls = {call.path: call.args for call in plan.training_options}
+    assert calls["replicationFactor"] == (2,)
+    assert calls["Distributed.configureProcessId"] == (1, 4)
+    by_poprun = plan_of({"devices": 8}, environ={**launched, "POPDIST_NUM_TOTAL_REPLICAS": "8"})
+    assert by_poprun.instances.uses_popdist
+    paths = {call.path for call in by_poprun.training_options}
+    assert not {"replicationFactor", "Distributed.configureProcessId"} & paths
+
+
+@pytest.mark.parametrize(
+    ("keys", "what", "fix"),
+    [
+        (
+            {"distributed.instances": 3, "devices": 8},
+            "8 replicas cannot be divided among 3 instances",
+            "distributed.instances=2 or distributed.instances=4",
+        ),
+        (
+            {"distributed.instances": 4, "devices": 8, "distributed.hosts": ["a", "b", "c"]},
+            "4 instances cannot be divided among 3 hosts",
+            "distributed.instances=3 or distributed.instances=6",
+        ),
+        (
+            {"distributed.instances": 4, "devices": 4, "replication.input_group_size": 2},
+            "groups of 2 replicas that share their input span instances",
+            "replication.input_group_size=1",
+        ),
+        (
+            {"distributed.rendezvous": "nowhere", "devices": 2, "distributed.instances": 2},
+            "`distributed.rendezvous` must be HOST:PORT",
+            "distributed.rendezvous=localhost:29400",
+        ),
+        (
+            {"distributed.ilds": 2, "devices": 2, "distributed.instances": 2},
+            "`distributed.ilds`: only poprun has these",
+            "leave them out, or distributed=poprun",
+        ),
+        (
+            {"loader.on_error": "skip", "devices": 2, "distributed.instances": 2},
+            "`loader.on_error=skip`: several instances cannot leave out samples that cannot be read",
+            "loader.on_error=raise",
+        ),
+        (
+            {"distributed.kind": "poprun", "distributed.instances": 6, "devices": 8, "distributed.ilds": 4},
+            "6 instances cannot be divided among 4 IPU-Link domains",
+            "distributed.instances=4 or distributed.instances=8",
+        ),
+        (
+            {"distributed.kind": "none", "distributed.instances": 2, "devices": 2},
+            "`distributed.instances` needs `distributed`",
+            "distributed=torchrun",
+        ),
+    ],
+)
+def test_instances_that_do_not_work_are_refused(problems_of, keys, what, fix):
+    found = {problem.what: problem.fix for problem in problems_of({"distributed.kind": "torchrun", **keys})}
+    assert found[what] == fix
+
+
+def test_tensors_are_sharded_over_the_replicas_of_one_instance(plan_of):
+    keys = {"devices": 4, "replication.tensor_sharding": True, "distributed.kind": "torchrun"}
+    notes = plan_of({**keys, "distributed.instances": 4}).notes
+    assert any("two or more replicas in a process" in note for note in notes)
+    assert settings_of(plan_of({**keys, "distributed.instances": 2})).sharding_replicas == 2
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,48 @@ class PoplarConfig:
 
 
 @dataclass
+class DistributedConfig:
+    """Several processes (PopRun's instances) that train one model together."""
+
+    kind: str = option(
+        "none",
+        "none: one process; poprun: several on IPUs; torchrun: several on CPUs.",
+        choices=("none", "poprun", "torchrun"),
+    )
+    instances: Optional[int] = option(
+        None, "Processes in total, each with an equal share of the replicas; null: as many as were started.", minimum=1
+    )
+    hosts: List[str] = option(
+        [], "Machines, with equal shares of the instances; []: this one. For torchrun, start the command on each."
+    )
+    rendezvous: Optional[str] = option(
+        None, "HOST:PORT where the instances find each other; null: a free port of the first host."
+    )
+    deterministic: bool = option(
+        False,
+        "On the CPU engine, add gradients in the order of micro-batches and replicas, one by one: the same weights bit "
+        "for bit with any number of instances, also one.",
+    )
+    max_restarts: int = option(
+        3, "Restarts from the last checkpoint when an instance dies, in the whole run; 0: stop.", minimum=0
+    )
+    partition: Optional[str] = option(None, "V-IPU partition of poprun; null: poprun's choice.")
+    allocation: Optional[str] = option(None, "V-IPU allocation in which poprun makes the partition.")
+    ilds: Optional[int] = option(
+        None,
+        "IPU-Link domains of poprun, each with an equal share of the instances; null: the V-IPU server's.",
+        minimum=1,
+    )
+    server: Optional[str] = option(None, "V-IPU server of poprun: HOST or HOST:PORT; null: poprun's.")
+    mpi_args: List[str] = option(
+        [], "Further arguments of poprun's mpirun, such as [--mca, btl_tcp_if_include, eth0] (--mpi-global-args)."
+    )
+    environment: List[str] = option(
+        [], "Names of environment variables that poprun passes to the instances, besides those it always does."
+    )
+
+
+@dataclass
 class ProfileConfig:
     """What is recorded about where the time goes (docs/how-to/profile.md)."""
 

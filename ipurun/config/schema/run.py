@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Union
 
 from ipurun.config.schema.device import (
     CacheConfig,
+    DistributedConfig,
     InferenceConfig,
     MemoryConfig,
     OutputConfig,
@@ -202,7 +203,7 @@ class AveragingConfig:
 
     @property
     def prefix(self) -> str:
-        """Begins the names of the average's metrics; empty without an average of its own."""
+        """Begins the names of the average's metrics; empty without its own average."""
         return f"{self.kind}_" if self.kind != "none" and self.evaluate == "both" else ""
 
 
@@ -421,6 +422,7 @@ class RunConfig:
     inference: InferenceConfig = node(InferenceConfig, "Differences for evaluation and prediction.")
     cache: CacheConfig = node(CacheConfig, "Executable cache.")
     profile: ProfileConfig = node(ProfileConfig, "Profiling.")
+    distributed: DistributedConfig = node(DistributedConfig, "Several processes for one run.")
     poplar: PoplarConfig = node(PoplarConfig, "Variables of Graphcore's libraries, and the IPUs as a machine.")
     machine: MachineConfig = node(MachineConfig, "The kind of IPU that `plan` estimates for: machine=gc200 or bow.")
     options: Dict[str, Any] = option(

@@ -72,7 +72,7 @@ def trace_forward(
     """Run the Python code of a model once, without its computations; the arguments are those of `capture`.
 
     Raises:
-        NotTraceableError: The model has gradients of its own.
+        NotTraceableError: The model has its own gradients.
         Exception: Whatever a model raises that cannot run on meta tensors.
     """
     recorder = _Tracer(training, options, check_op)

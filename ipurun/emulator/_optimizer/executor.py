@@ -83,6 +83,7 @@ class ExecutorOptimizer:
             accumulation=executable.layout.accumulation,
             num_replicas=executable.layout.replicas * self._options.Distributed.numProcesses,
             rows=executable.weights.rows_by_replica(),
+            processes=None if executable.adds_in_order else executable.processes,
         )
         if self._converted.value("accum_type") == torch.float16:
             executable.chunks.disable()  # a half accumulator rounds after every micro-batch

@@ -288,7 +288,7 @@ class Pack:
         self.names = [slot.name for slot in slots]
         self._is_uniform = False
         self._without = set(self.names)
-        self._gradient, self._gradients = self._joined(
+        self.gradient, self._gradients = self._joined(
             [torch.zeros_like(slot.weight, dtype=accumulation_type) for slot in slots]
         )
         weight, parts = self._joined([slot.weight for slot in slots])
@@ -331,7 +331,7 @@ class Pack:
     def work(self) -> List[Tuple[Slot, torch.Tensor]]:
         """Return what to update, with its gradient: one slot if all parameters have the same values."""
         if self._is_whole():
-            return [(self._whole, self._gradient)]
+            return [(self._whole, self.gradient)]
         return [pair for pair in zip(self.slots, self._gradients) if pair[0].name not in self._without]
 
     def finish(self) -> None:
@@ -340,7 +340,7 @@ class Pack:
             self._steps.fill_(self._whole.state.get("Step", self._steps[0]))
         else:
             self.refresh()
-        self._gradient.zero_()
+        self.gradient.zero_()
         self._without.update(self.names)
 
     def _is_whole(self) -> bool:

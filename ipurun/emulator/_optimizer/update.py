@@ -14,6 +14,7 @@ from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, 
 from ipurun.emulator._optimizer.rules import RULES, Pack, Rounding, Slot, UpdateValues, clipped, packs_of
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, single, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
+from ipurun.emulator.processes import Processes
 
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
 _ACCUMULATORS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
@@ -130,6 +131,12 @@ class AutomaticLossScaling:
         self._large += int(((magnitude > self._limit) | ~torch.isfinite(magnitude)).sum())
         self._seen += gradient.numel()
 
+    def sum_over(self, processes: Processes) -> None:
+        """Count what all processes have seen."""
+        counts = torch.tensor([self._large, self._seen])
+        processes.reduce_(counts)
+        self._large, self._seen = int(counts[0]), int(counts[1])
+
     def step(self, loss_scaling: float) -> None:
         """Adjust the factor after a weight update, if there are half gradients."""
         self._updates += 1
@@ -153,6 +160,7 @@ class DeviceOptimizer:
         accumulation: Gradient accumulation factor.
         num_replicas: Number of replicas in all processes.
         rows: For parameters whose values differ between replicas, the row that each replica computes with.
+        processes: The processes over which accumulated gradients are summed; None: this one alone.
 
     Raises:
         poptorch.Error: If the backend rejects a value.
@@ -168,9 +176,11 @@ class DeviceOptimizer:
         num_replicas: int = 1,
         *,
         rows: Optional[Mapping[str, Sequence[int]]] = None,
+        processes: Optional[Processes] = None,
     ) -> None:
         check_attributes(converted)
         self._converted = converted
+        self._processes = processes
         self._group_of = dict(group_of)
         self._accumulation_type: torch.dtype = converted.value("accum_type") if accumulation > 1 else None
         training = options.Training
@@ -240,6 +250,8 @@ class DeviceOptimizer:
         factor = (self._micro_batches if self._running else 1) / self._mean_over
         rounding: Rounding = StochasticRounding() if self._rounds else round_to_nearest
         step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, rounding)
+        if self._processes is not None:
+            self._sum_over(self._processes)
         max_norm = float(self._converted.value("max_grad_norm"))
         work = [(self._slots[name], gradient) for name, gradient in self._gradients.items()]
         work += [part for pack in self._packs for part in pack.work()]
@@ -258,6 +270,18 @@ class DeviceOptimizer:
         self._micro_batches = 0
         if self._automatic is not None:
             self._automatic.step(self._loss_scaling.value)
+
+    def _sum_over(self, processes: Processes) -> None:
+        """Sum what this process has accumulated over all of them."""
+        names = list(self._gradients)
+        gradients = [*self._gradients.values(), *(pack.gradient for pack in self._packs)]
+        sums = processes.summed(gradients)
+        self._gradients = dict(zip(names, sums))
+        self._owned = set(names)
+        for pack, total in zip(self._packs, sums[len(names) :]):
+            pack.gradient.copy_(total)
+        if self._automatic is not None:
+            self._automatic.sum_over(processes)
 
     def update(self, converted: Converted) -> None:
         """Use the values of another optimizer (`setOptimizer`); do nothing if they are equal.

@@ -24,6 +24,7 @@ from ipurun.emulator._run.chunks import alike, largest
 from ipurun.emulator._run.executable import Executable, RandomStreams, host_generator_kept
 from ipurun.emulator._run.executable_cache import CacheUse
 from ipurun.emulator._run.kernels import keep_freed_memory
+from ipurun.emulator.processes import Processes
 
 
 @torch.inference_mode(False)  # inference mode would not decompose composite operations
@@ -37,6 +38,7 @@ def compile_model(
     groups: Optional[Dict[str, ReplicaGroups]] = None,
     optimizer: str = "",
     export: Optional[executable_cache.ExportSlot] = None,
+    processes: Optional[Processes] = None,
 ) -> Executable:
     """Capture a model on the first micro-batch of a call, or load its graph, and return its executable.
 
@@ -49,6 +51,7 @@ def compile_model(
         groups: Parameters whose values differ between replicas.
         optimizer: What executables of a device hold of the optimizer: its kind and its constant values.
         export: Takes the place of the cache if the program is exported to, or loaded from, a file.
+        processes: The processes that train together; None: this one alone.
 
     Raises:
         Error: If the model or the options cannot be compiled. The model is left unchanged.
@@ -84,8 +87,9 @@ def compile_model(
         log_placement(captured.graph, options)
         log_program(captured.graph, options)
         add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
+        make_replay, anchored = replay_maker(options), options.anchored_tensors
         executable = Executable(
-            captured, weights, layout, streams, options.anchored_tensors, replay_maker(options), slot.folder
+            captured, weights, layout, streams, anchored, make_replay, cache_folder=slot.folder, processes=processes
         )
         checks.check_named_buffers(options, captured.graph)
         checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)

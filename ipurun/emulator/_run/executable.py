@@ -18,6 +18,7 @@ from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.chunks import Block, ChunkRunner
 from ipurun.emulator._run.forms import from_words, to_words
+from ipurun.emulator.processes import Processes, in_fixed_order
 
 Run = Tuple[int, int, int]
 _PLAIN = ReplayMaker()
@@ -139,6 +140,7 @@ class Executable:
         anchors: Tensors to keep after each call, as named in the options.
         make_replay: Turns a graph into a function that runs it.
         cache_folder: Folder of the executable cache, None without one.
+        processes: The processes that train together; None: this one alone.
     """
 
     def __init__(
@@ -150,19 +152,24 @@ class Executable:
         anchors: Optional[Dict[str, Any]] = None,
         make_replay: ReplayMaker = _PLAIN,
         cache_folder: Optional[str] = None,
+        processes: Optional[Processes] = None,
     ) -> None:
         self.captured = captured
         self.graph = captured.graph
         self.weights = weights
         self.layout = layout
         self.streams = streams
+        self.processes = processes
+        self.adds_in_order = in_fixed_order()
+        self._first_replica = 0 if processes is None else processes.rank * layout.replicas
+        self._of_replicas: List[Dict[str, torch.Tensor]] = []  # gradients of one accumulation step, until all are there
         self.optimizer: Optional[Any] = None
         self.cache_use: Optional[Any] = None
         self.timestamps = Timestamps()
         self.anchors = Anchors(self.graph, anchors or {})
         self._anchored = list(self.anchors.in_graph.values())
         self._run_graph = GraphRunner(make_replay, self.graph, extra=self._anchored)
-        enabled = not make_replay.checks and not weights.groups and not self._anchored
+        enabled = not self.adds_in_order and not make_replay.checks and not weights.groups and not self._anchored
         self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled, cache_folder)
         self._is_random = make_replay.rounds or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
@@ -287,12 +294,31 @@ class Executable:
         if self.layout.hands_over(iteration, step):
             self.timestamps.end_run()
         if self.optimizer is not None:
-            self.optimizer.accumulate(self._per_group(replica, grads), 1)
+            self._accumulate(replica, self._per_group(replica, grads))
+
+    def _accumulate(self, replica: int, grads: Dict[str, torch.Tensor]) -> None:
+        """Add the gradients of one micro-batch; in a fixed order, those of all processes by replica."""
+        assert self.optimizer is not None
+        if self.processes is None or not self.adds_in_order:
+            self.optimizer.accumulate(grads, 1)
+            return
+        self._of_replicas.append({name: grad.clone() for name, grad in grads.items()})
+        if replica + 1 < self.layout.replicas:
+            return
+        names = [(place, name) for place, own in enumerate(self._of_replicas) for name in own]
+        sent = [self._of_replicas[place][name] for place, name in names]
+        for received in self.processes.gathered_lists(sent):
+            of_replicas: List[Dict[str, torch.Tensor]] = [{} for _ in self._of_replicas]
+            for (place, name), grad in zip(names, received):
+                of_replicas[place][name] = grad
+            for own in of_replicas:
+                self.optimizer.accumulate(own, 1)
+        self._of_replicas = []
 
     def _start_stream(self, run: Run) -> None:
         if self._is_random:
             iteration, step, replica = run
-            self.streams.start(iteration * self.layout.accumulation + step, replica)
+            self.streams.start(iteration * self.layout.accumulation + step, self._first_replica + replica)
 
     def _inputs_of(self, run: Run, pieces: List[List[torch.Tensor]]) -> List[torch.Tensor]:
         piece = self.layout.piece_of(*run)

@@ -1,7 +1,7 @@
 """A small double of Graphcore's package, for tests of the runner against an engine that is not the emulator.
 
 It shares no code with the emulator. What it copies from PopTorch is what the Python layer does to a model and to its
-caller: it is a module object of its own; blocks do nothing outside a trace; options are frozen once used; while the
+caller: it is a separate module object; blocks do nothing outside a trace; options are frozen once used; while the
 model is traced its parameters are replaced by tensors on the device, whose types follow torch's inference; weights
 and the optimizer's values live on the device and reach the host only when copied; a device serves one executor at a
 time. The numbers come from plain torch, one micro-batch after the other. `DOUBLE_IPUS` sets how many IPUs there are.

@@ -1,0 +1,169 @@
+"""Notes between the ipurun that starts the instances of a run and the instances, and among those of one machine.
+
+They are small files in a folder of the one that starts them. Only the standard library is imported here: an instance
+begins with this, before anything that takes time or may fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from ipurun.distributed.environment import LAUNCH_FOLDER, launched
+from ipurun.errors import Problem
+from ipurun.files import write_atomically
+
+__all__ = ["EXIT_LOST", "SIGNALS", "LaunchFolder", "begin_instance", "tail", "write_to"]
+
+EXIT_LOST = 75  # of an instance that ended because another one did
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SET_PARENT_DEATH_SIGNAL = 1
+_TAIL_LINES = 12
+
+
+class LaunchFolder:
+    """The notes of one launch.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_this_process(cls) -> Optional[LaunchFolder]:
+        """Return the folder of the ipurun that started this process; None if another program did."""
+        path = os.environ.get(LAUNCH_FOLDER, "")
+        return cls(Path(path)) if path and launched() is not None and Path(path).is_dir() else None
+
+    @property
+    def stop_file(self) -> Path:
+        """Exists when the run is to stop: instances that start after that end at once."""
+        return self.path / "stop"
+
+    @property
+    def run_file(self) -> Path:
+        """Names the run folder, once there is one."""
+        return self.path / "run"
+
+    def early_log(self, rank: int) -> Path:
+        """Return where an instance writes until there is a run folder."""
+        return self.path / f"instance-{rank}.log"
+
+    def begin(self, attempt: int, rank: int) -> None:
+        """Note that an instance has started."""
+        place = self.path / str(attempt)
+        place.mkdir(exist_ok=True)
+        write_atomically(place / f"{rank}.pid", str(os.getpid()))
+
+    def end(self, attempt: int, rank: int, how: str, problems: Sequence[Problem] = (), code: int = 0) -> None:
+        """Note how an instance ended.
+
+        Args:
+            attempt: Its attempt.
+            rank: Its number.
+            how: done, interrupted, lost, or failed.
+            problems: Why it failed, if it knows.
+            code: Its exit code.
+        """
+        document = {"how": how, "problems": [problem.to_dict() for problem in problems], "code": code}
+        with suppress(OSError):
+            write_atomically(self.path / str(attempt) / f"{rank}.end", json.dumps(document))
+
+    def note_run(self, rank: int, run: Path) -> None:
+        """Note the run folder; every instance may."""
+        own = self.path / f"run-{rank}"
+        own.write_text(str(run), encoding="utf-8")
+        os.replace(own, self.run_file)
+
+    def pids(self) -> List[int]:
+        """Return the instances of the last attempt on this machine that have started."""
+        attempt = self.last_attempt()
+        found = (self.path / str(attempt)).glob("*.pid") if attempt is not None else ()
+        return [int(path.read_text(encoding="utf-8")) for path in found]
+
+    def ends(self, attempt: int) -> Dict[int, Dict[str, Any]]:
+        """Return how the instances of an attempt ended: empty for those that did not say so."""
+        ends = {}
+        for started in sorted((self.path / str(attempt)).glob("*.pid")):
+            end = started.with_suffix(".end")
+            ends[int(started.stem)] = json.loads(end.read_text(encoding="utf-8")) if end.is_file() else {}
+        return ends
+
+    def culprit(self, attempt: int) -> Tuple[Optional[int], str]:
+        """Return the instance that ended an attempt for all, and how; None if the notes do not tell."""
+        ends = self.ends(attempt)
+        for how, text in (("failed", "failed"), (None, "was killed")):
+            ranks = [rank for rank, end in ends.items() if end.get("how") == how]
+            if ranks:
+                return ranks[0], text
+        return None, ""
+
+    def last_attempt(self) -> Optional[int]:
+        """Return the number of the last attempt; None if no instance has started."""
+        return max((int(place.name) for place in self.path.iterdir() if place.name.isdigit()), default=None)
+
+    def failed(self) -> Optional[Tuple[int, List[Problem], int]]:
+        """Return the instance that failed with problems that it knows, these, and its exit code; None: none did."""
+        for attempt in range((self.last_attempt() or 0) + 1):
+            for rank, end in self.ends(attempt).items():
+                if end.get("how") == "failed" and end["problems"]:
+                    return rank, [Problem(**problem) for problem in end["problems"]], int(end["code"])
+        return None
+
+
+def begin_instance(has_log: bool = True) -> Optional[LaunchFolder]:
+    """Prepare a process that ipurun started as an instance: its signals, its log, and its note.
+
+    Signals that the one that started it receives are passed on by it, so the instance leaves the terminal's group, in
+    which it would get them twice. It ends with the one that started it.
+
+    Args:
+        has_log: Whether all but the first write to a log instead of the terminal.
+
+    Returns:
+        The notes of the launch; None in a process that ipurun did not start so.
+    """
+    folder, started = LaunchFolder.of_this_process(), launched()
+    if folder is None or started is None:
+        return None
+    if os.getsid(0) != os.getpid():
+        with suppress(OSError):
+            os.setsid()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
+    if started.rank and has_log:
+        write_to(folder.early_log(started.rank))
+    folder.begin(started.attempt, started.rank)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if folder.stop_file.exists():
+        raise SystemExit(0)
+    return folder
+
+
+def write_to(path: Path) -> None:
+    """Send everything that this process and its children write to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def tail(path: Optional[Path]) -> str:
+    """Return the last lines of a log, empty if there is none."""
+    if path is None:
+        return ""
+    try:
+        lines: List[Any] = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_TAIL_LINES:])

@@ -1,0 +1,257 @@
+"""The looks that terminals share: colours by meaning, bars in block characters, sparklines, tables.
+
+Nothing here loads rich before a table is drawn, so that errors and help come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from typing import IO, Any, Callable, List, Mapping, Match, Optional, Sequence
+
+__all__ = [
+    "STYLES",
+    "aligned",
+    "block_bar",
+    "draws_blocks",
+    "has_colour",
+    "is_drawn_on",
+    "paint",
+    "paint_plan",
+    "paint_problem",
+    "print_table",
+    "sparkline",
+    "verdict_style",
+]
+
+# What a text means -> how rich draws it. Only the eight colours that every terminal's theme keeps readable.
+STYLES = {
+    "error": "bold red",
+    "warning": "yellow",
+    "good": "green",
+    "tight": "yellow",
+    "bad": "red",
+    "best": "bold green",
+    "label": "cyan",
+    "title": "bold",
+    "quiet": "dim",
+    "key": "bold yellow",
+    "try": "green",
+}
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_PLAIN_LEVELS = "_.-=+*#"
+_VERDICTS = {"fits": "good", "tight": "tight", "does not fit": "bad"}
+
+
+def is_drawn_on(stream: IO[str]) -> bool:
+    """Return whether a stream is a terminal on which lines can be redrawn."""
+    return bool(stream.isatty()) and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def has_colour(stream: IO[str]) -> bool:
+    """Return whether to write colours to a stream."""
+    return is_drawn_on(stream) and not os.environ.get("NO_COLOR")
+
+
+def draws_blocks(stream: IO[str]) -> bool:
+    """Return whether a stream can show block characters."""
+    try:
+        (_EIGHTHS + _LEVELS).encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def paint(text: str, meaning: str, colour: bool = True) -> str:
+    """Return a text with the ANSI codes of a meaning, or as it is."""
+    if not colour or not text or meaning not in STYLES:
+        return text
+    codes = ";".join(_CODES[word] for word in STYLES[meaning].split())
+    return f"\x1b[{codes}m{text}\x1b[0m"
+
+
+def paint_problem(text: str, key: str = "") -> str:
+    """Return the text of a problem in colours: what is wrong in red, keys and values marked, advice in green."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("error: "):
+            what = line[len("error: ") :]
+            rest = re.sub(r"`([^`]*)`", lambda found: f"\x1b[0m{paint(str(found[0]), 'key')}\x1b[1m", what)
+            line = f"{paint('error:', 'error')} \x1b[1m{rest}\x1b[0m"
+        elif re.match(r"  (at|seen|known|try) ", line):
+            label, text = line[:9], line[9:]
+            if label.strip() == "try":
+                text = paint(text, "try")
+            elif key and label.strip() == "at":
+                text = text.replace(f"{key}=", paint(f"{key}=", "key"), 1)
+            line = paint(label, "label") + text
+        lines.append(line)
+    return "\n".join(lines)
+
+
+_LABELLED = re.compile(r"^  (?=.{10} \S)([A-Za-z][A-Za-z/ ]*?)( +)(?<=^.{13})(\S.*)$")  # a column of 11 characters
+_BAR = re.compile(r"\[(?=[#.>]{3})(#*)(\.*)(>?)\]")
+_COMMAND = re.compile(r"^ {5,}['\"]?[a-z_.]+=")  # to be copied as it is
+_VERDICT = re.compile(r"\b(does not fit|tight|fits)\b")
+
+
+def paint_plan(text: str, width: int, blocks: bool = True, colour: bool = True) -> str:
+    """Return the text of a plan for a terminal: wrapped, verdicts in their colours, bars in block characters.
+
+    Args:
+        text: The plan as files and pipes get it.
+        width: Columns of the terminal.
+        blocks: Whether it shows block characters.
+        colour: Whether it shows colours.
+    """
+    lines: List[str] = []
+    in_code = False
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            in_code = line == "in PopTorch"
+        lines += [_paint_line(part, line, in_code, blocks, colour) for part in _wrap_plan(line, width, in_code)]
+    return "\n".join(lines)
+
+
+def _wrap_plan(line: str, width: int, in_code: bool) -> List[str]:
+    if len(line) <= width or _COMMAND.match(line):
+        return [line]
+    labelled = _LABELLED.match(line)
+    start = re.match(r"\s*(- |\d+\. )?", line)
+    indent = len(line) - len(labelled[3]) if labelled and not in_code else len(start[0] if start else "") + 4 * in_code
+    narrow = min(indent, max(2, width // 3))
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * narrow, drop_whitespace=True, break_on_hyphens=False, break_long_words=True
+    ) or [""]
+
+
+def _paint_line(part: str, line: str, in_code: bool, blocks: bool, colour: bool) -> str:
+    """Paint a part of a wrapped line."""
+    verdicts = _VERDICT.findall(line)
+    if not part.startswith(" "):
+        shown = _VERDICT.sub(lambda found: paint(found[0], verdict_style(found[0]), colour), part)
+        return shown if verdicts else paint(part, "title", colour)
+    if in_code:
+        code, mark, comment = part.partition("  # ")
+        return code + paint(mark + comment, "quiet", colour)
+    meaning = verdict_style(verdicts[-1]) if verdicts else "label"
+    label = _LABELLED.match(part)
+    if label:
+        part = f"  {paint(label[1], 'label', colour)}{label[2]}{label[3]}"
+    if blocks or colour:
+        part = _BAR.sub(lambda found: _block_bar(found, meaning, blocks, colour), part)
+    part = _VERDICT.sub(lambda found: paint(found[0], verdict_style(found[0]), colour), part)
+    return part.replace(" (estimate)", paint(" (estimate)", "quiet", colour))
+
+
+def _block_bar(found: Match[str], meaning: str, blocks: bool, colour: bool) -> str:
+    """Return a bar of the plain text in block characters; one that is too long ends with an arrow."""
+    if not blocks:
+        return paint(found[0], meaning, colour)
+    full, rest = len(found[1]), len(found[2])
+    return paint("█" * full, meaning, colour) + paint("░" * rest, "quiet", colour) + ("▶" if found[3] else "")
+
+
+def verdict_style(verdict: str) -> str:
+    """Return the meaning of a verdict of the planner: good, tight or bad."""
+    return _VERDICTS.get(verdict, "quiet")
+
+
+def block_bar(share: float, width: int, blocks: bool = True) -> str:
+    """Draw a bar that is full at 1, in eighths of a character where the terminal can show them."""
+    share = min(max(share, 0.0), 1.0) if share == share else 0.0
+    if not blocks:
+        return ("#" * round(share * width)).ljust(width, ".")
+    eighths = round(share * width * 8)
+    full, rest = divmod(eighths, 8)
+    drawn = "█" * full + (_EIGHTHS[rest] if rest else "")
+    return drawn.ljust(width, "░" if full < width else " ")
+
+
+def sparkline(values: Sequence[float], width: int, blocks: bool = True) -> str:
+    """Draw values as one line of columns, the newest on the right; means of neighbours where there are too many."""
+    kept = [value for value in values if value == value and abs(value) != float("inf")]
+    if not kept or width < 1:
+        return ""
+    if len(kept) > width:
+        edges = [round(place * len(kept) / width) for place in range(width + 1)]
+        kept = [sum(kept[low:high]) / (high - low) for low, high in zip(edges, edges[1:])]
+    levels = _LEVELS if blocks else _PLAIN_LEVELS
+    low, high = min(kept), max(kept)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((value - low) * scale)] for value in kept)
+
+
+def aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> List[str]:
+    """Return a table as plain lines: columns of equal width, a rule below the header."""
+    widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
+    rows = [header, ["-" * width for width in widths], *body]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def print_table(
+    stream: IO[str],
+    header: Sequence[str],
+    body: Sequence[Sequence[str]],
+    styles: Optional[Mapping[int, Callable[[str], str]]] = None,
+    numeric: Sequence[int] = (),
+    droppable: Sequence[int] = (),
+) -> None:
+    """Print a table: drawn by rich on a terminal, in plain columns elsewhere.
+
+    Args:
+        stream: Where to.
+        header: Names of the columns.
+        body: The rows, as text.
+        styles: Column -> the meaning of a cell by its text, a key of `STYLES` or "".
+        numeric: Columns to align to the right on a terminal.
+        droppable: Columns to leave out where the terminal is too narrow for all, first to go first.
+    """
+    if not is_drawn_on(stream):
+        stream.write("\n".join(aligned(header, body)) + "\n")
+        return
+    from rich.console import Console
+
+    console = Console(file=stream, highlight=False)
+    console.print(rich_table(header, body, styles, numeric, droppable, console.width, draws_blocks(stream)))
+
+
+def rich_table(
+    header: Sequence[str],
+    body: Sequence[Sequence[str]],
+    styles: Optional[Mapping[int, Callable[[str], str]]] = None,
+    numeric: Sequence[int] = (),
+    droppable: Sequence[int] = (),
+    width: int = 80,
+    blocks: bool = True,
+) -> Any:
+    """Return a table for rich, with as many columns as fit; see `print_table`."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = list(range(len(header)))
+    widths = [max([len(header[column]), *(len(row[column]) for row in body)]) for column in shown]
+    for column in droppable:
+        if sum(widths[other] + 2 for other in shown) > width and len(shown) > 1:
+            shown.remove(column)
+    table = Table(box=box.SIMPLE_HEAD if blocks else box.ASCII2, pad_edge=False, show_edge=False, header_style="bold")
+    for column in shown:
+        is_number = column in numeric
+        # Numbers are never cut: text gives way.
+        table.add_column(
+            Text(header[column]),
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="ellipsis" if is_number else "fold",
+        )
+    for row in body:
+        cells = []
+        for column in shown:
+            meaning = styles[column](row[column]) if styles and column in styles else ""
+            cells.append(Text(row[column], style=STYLES.get(meaning, "")))
+        table.add_row(*cells)
+    return table
