@@ -155,6 +155,8 @@ _TRANSFORMERS: Dict[str, _Meaning] = {
     "train_batch_size": _Meaning("micro_batch_size"),
     "eval_batch_size": _Meaning("inference.micro_batch_size"),
     "max_train_steps": _Meaning("max_steps"),
+    "num_steps": _Meaning("max_steps"),
+    "steps": _Meaning("max_steps"),
     "data_seed": _Meaning("seed"),
     "loss_scaling_value": _Meaning("loss_scaling"),
     "warmup_steps": _Meaning("schedule.warmup_steps"),

@@ -321,8 +321,8 @@ def _explain(
         fix = f"write `- /{group}: NAME` without `override`" if group in groups else f"remove `override /{group}`"
         return [Problem(what, where, seen=detail, known=known, fix=fix)]
     twice = _CHOSEN_TWICE.search(f"{message} {detail}")
-    for override, _ in chosen if twice is not None else ():
-        if override.is_group and override.prefix.startswith("+") and override.key in twice[0]:
+    for override, _ in chosen:
+        if twice is not None and override.is_group and override.prefix.startswith("+") and override.key in twice[0]:
             what = f"`{override.key}` has a file already, which `{override.prefix}` does not replace"
             known = listing(groups.get(override.key, ()), most=40)
             return [Problem(what, f"command line: {override.typed}", known=known, fix=override.typed.lstrip("+"))]

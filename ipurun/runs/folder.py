@@ -194,7 +194,9 @@ class RunFolder:
                 )
             return folder
         what = f"`{path}` is not a run folder"
-        seen = "no config.yaml in it" if folder.path.is_dir() else "a file" if folder.path.is_file() else "no such folder"
+        seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
+        if folder.path.is_file():
+            seen = "a file"
         parent = folder.path.parent
         runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
         inside = next((above for above in folder.path.parents if cls(above).config_file.is_file()), None)

@@ -143,7 +143,8 @@ class TestBadInput:
             ("fast_dev_run=true", "debug=fast"),
             ("autoreport=true", "profile.kind=graph"),
             ("autoreport_dir=a/b", "profile.dir=a/b"),
-            ("convert_model_to_half=true", "precision=16.16"),
+            ("convert_model_to_half=true", "precision=16-true"),
+            ("steps=20", "max_steps=20"),
             ("per_device_train_batch_size=4", "micro_batch_size=4"),
             ("learning_rate=1e-3", "optimizer.lr=1e-3"),
             ("num_train_epochs=3.0", "epochs=3"),
@@ -169,8 +170,8 @@ class TestBadInput:
         assert problems_of("+recipe=mnist", better) == []
 
     def test_a_foreign_value_without_a_counterpart_names_only_the_key(self) -> None:
-        (problem,) = problems_of("+recipe=mnist", "warmup_ratio=0.1")
-        assert (problem.known, problem.fix) == ("schedule.warmup_steps", "remove warmup_ratio=0.1")
+        (problem,) = problems_of("+recipe=mnist", "lr_scheduler_type=odd")
+        assert (problem.known, problem.fix) == ("schedule", "remove lr_scheduler_type=odd")
 
     @pytest.mark.parametrize("value", ["[1,4]", "{0:1,5:4}"])
     def test_accumulation_that_changes_during_a_run_is_refused_with_the_reason(self, value: str) -> None:
