@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import Iterable, List, Optional, Tuple, Union
@@ -61,9 +62,9 @@ class Problem:
 
 
 def _heading(text: str) -> str:
-    """Return the first line of a problem; narrow terminals would break it inside words."""
+    """Return the first line of a problem; narrow terminals would break it inside words, files and pipes do not."""
     columns = shutil.get_terminal_size((_WIDEST, 24)).columns
-    if columns >= _WIDEST or "\n" in text:
+    if columns >= _WIDEST or "\n" in text or not sys.stderr.isatty():
         return text
     return "\n".join(textwrap.wrap(text, max(_NARROWEST, columns), subsequent_indent="  ", break_on_hyphens=False))
 

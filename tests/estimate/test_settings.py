@@ -50,15 +50,15 @@ def test_accumulators_exist_only_where_gradients_accumulate() -> None:
 
 
 def test_accumulators_of_a_half_model_are_float32_by_default_and_combined_ones_always_exist() -> None:
-    accumulating = dataclasses.replace(_settings("precision=16", "gradient_accumulation=1"), gradient_accumulation=8)
+    accumulating = dataclasses.replace(_settings("precision=16.16", "gradient_accumulation=1"), gradient_accumulation=8)
     assert accumulating.gradient_bytes == 4
-    sgd = ["precision=16", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.use_combined_accum=true"]
+    sgd = ["precision=16.16", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.use_combined_accum=true"]
     assert _settings(*sgd, "gradient_accumulation=1").gradient_bytes == 2
 
 
 def test_locations_and_precision() -> None:
     found = _settings(
-        "precision=16", "partials=half", "memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true"
+        "precision=16.16", "partials=half", "memory.optimizer_state.on_chip=false", "replication.tensor_sharding=true"
     )
     assert (found.compute_bytes, found.partials_bytes) == (2, 2)
     assert not found.state_on_chip and found.state_sharded

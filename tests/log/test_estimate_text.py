@@ -78,7 +78,7 @@ def test_the_reason_why_poptorch_would_refuse_follows_the_verdict() -> None:
     traced = dataclasses.replace(plan_estimate.training.traced, refused="value read back (net.py:3)")
     refused = dataclasses.replace(plan_estimate, training=dataclasses.replace(plan_estimate.training, traced=traced))
     assert estimate_lines(refused, MISS)[1:3] == [
-        "  but PopTorch would refuse to train the model; it was traced in evaluation mode. The reason:",
+        "  but PopTorch would refuse the model; it was traced past the reason:",
         "  value read back (net.py:3)",
     ]
     assert estimate_dict(refused, MISS)["refused"] == "value read back (net.py:3)"

@@ -18,7 +18,7 @@ def test_a_plan_reads_like_a_poptorch_program(plan_of):
         {
             "devices": 8,
             "gradient_accumulation": 8,
-            "precision": "16",
+            "precision": "16.16",
             "pipeline.split": ["fc"],
             "memory.optimizer_state.on_chip": False,
             "optimizer": {"_target_": "poptorch.optim.AdamW", "lr": 0.1, "variable": ["weight_decay"]},

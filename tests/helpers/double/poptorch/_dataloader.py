@@ -17,6 +17,7 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_size: Optional[int] = 1,
         drop_last: bool = True,
         mode: DataLoaderMode = DataLoaderMode.Sync,
+        auto_distributed_partitioning: bool = True,
         async_options: Any = None,
         **kwargs: Any,
     ) -> None:
