@@ -273,13 +273,15 @@ _DAMAGED = "its checksum is wrong: it was changed or cut off after it was writte
 
 
 def set_aside(entry: Entry) -> Path:
-    """Rename a damaged entry so that no run finds it.
+    """Rename a damaged entry so that no run finds it, and remove the file about it.
 
     Raises:
         OSError: The folder cannot be written.
     """
     target = entry.path.with_name(entry.path.name + ".broken")
     os.replace(entry.path, target)
+    with contextlib.suppress(OSError):
+        entry.about_path.unlink()
     return target
 
 

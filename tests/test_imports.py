@@ -209,11 +209,20 @@ def test_quick_commands_load_neither_torch_nor_hydra(tmp_path, words):
     assert loaded & {"torch", "numpy", "hydra", "omegaconf", "rich", "yaml", "poptorch"} == set()
 
 
-@pytest.mark.parametrize("line", ["ipurun tr", "ipurun train +recipe=", "ipurun plan +recipe=mnist optim"])
-def test_completion_never_loads_torch(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "allowed"),
+    [
+        ("ipurun tr", set()),
+        ("ipurun train +recipe=", set()),
+        ("ipurun plan +recipe=mnist optim", set()),
+        ("ipurun plan +recipe=mnist precision=", set()),
+        ("ipurun plan +recipe=mnist optimizer.", {"hydra", "omegaconf", "yaml"}),
+    ],
+)
+def test_completion_loads_hydra_only_where_a_config_must_be_composed(tmp_path, line, allowed):
     program = "from ipurun.cli.main import main\nassert main(['-sc', 'query=bash']) == 0"
     loaded = loaded_after(program, tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
-    assert loaded & {"torch", "numpy", "poptorch"} == set()
+    assert loaded & {"torch", "numpy", "poptorch", "hydra", "omegaconf", "rich", "yaml"} == allowed
 
 
 @pytest.mark.parametrize("package", ["api", "config", "planning"])

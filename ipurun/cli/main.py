@@ -158,7 +158,7 @@ def _dispatch(words: List[str]) -> int:
         print("ipurun", import_module("ipurun").__version__)
         return 0
     if words[0] in ("-sc", "--shell-completion"):
-        return int(import_module("ipurun.config.hydra_main").complete(words[1:], COMMANDS))
+        return _complete(words[1:])
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         return _unknown_command(name)
@@ -167,6 +167,14 @@ def _dispatch(words: List[str]) -> int:
         report.forgiving_output(needs_reader=name in _TO_READ)
     code = int(report.guarded(lambda: _command(name, rest), name, rest))
     return int(report.check_output(code)) if name in _TO_READ else code
+
+
+def _complete(words: List[str]) -> int:
+    answer = import_module("ipurun.config.completion").answer(words, os.environ.get("COMP_LINE", ""), COMMANDS)
+    if answer is None:
+        return int(import_module("ipurun.config.hydra_main").complete(words))
+    print(answer)
+    return 0
 
 
 def _command(name: str, rest: List[str]) -> int:

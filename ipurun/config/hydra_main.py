@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from typing import Iterable, List, Optional, Sequence
+from typing import List, Optional, Sequence
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from ipurun.config import overrides
 from ipurun.config.argv import CommandLine
+from ipurun.config.completion import after_program
 from ipurun.config.hydra_session import CONFIG_PATH, open_hydra, prepare_hydra
 from ipurun.errors import ConfigError
 
 __all__ = ["complete", "show_info"]
-
-_COMPOSING = ("train", "plan", "validate", "bench", "eval", "predict", "selftest")
 
 
 def show_info(command: str, line: CommandLine) -> int:
@@ -30,24 +28,15 @@ def show_info(command: str, line: CommandLine) -> int:
     return _call_hydra(command, line.for_hydra())
 
 
-def complete(argv: Sequence[str], commands: Iterable[str]) -> int:
-    """Install shell completion, or answer its query (``-sc install=bash``, ``-sc query=bash``).
+def complete(argv: Sequence[str]) -> int:
+    """Install shell completion (``-sc install=bash``), or answer a query about a composed config.
 
     Args:
         argv: The arguments after ``-sc``.
-        commands: Names of ipurun's commands.
     """
     prepare_hydra(CommandLine())
-    if any(word.startswith("query=") for word in argv):
-        parts = re.match(r"\s*(\S+)\s+(\S*)(.*)", os.environ.get("COMP_LINE", ""), flags=re.DOTALL)
-        if parts is None or not parts.group(3):
-            typed = parts.group(2) if parts else ""
-            print(" ".join(name for name in commands if name.startswith(typed)))
-            return 0
-        if parts.group(2) not in _COMPOSING:
-            return 0
-        # Hydra does not have subcommands: it must see `ipurun +recipe=m`, not `ipurun train +recipe=m`.
-        os.environ["COMP_LINE"] = f"{parts.group(1)}{parts.group(3)}"
+    # Hydra does not have subcommands: it must see `ipurun optimizer.`, not `ipurun train optimizer.`.
+    os.environ["COMP_LINE"] = f"ipurun{after_program(os.environ.get('COMP_LINE', ''))[1]}"
     return _call_hydra("", ["--shell-completion", *argv])
 
 

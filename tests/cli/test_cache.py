@@ -78,6 +78,7 @@ def test_entries_are_listed_shown_verified_and_removed(capsys: Any) -> None:
     said = _said(capsys, "cache", "verify", code=1)
     assert f"{training['file']}: its checksum is wrong" in said and "2 executables checked, 1 damaged" in said
     assert os.path.exists(f"{training['file']}.broken")
+    assert not Path(training["file"]).with_suffix(".json").exists()
     assert [entry["key"] for entry in _json(capsys, "cache", "ls")] == [inference["key"]]
     assert "removed 1 executable" in _said(capsys, "cache", "clear")
     assert _json(capsys, "cache", "ls") == [] and not os.path.exists(f"{training['file']}.broken")

@@ -14,6 +14,7 @@ import pytest
 
 from ipurun import __version__
 from ipurun.cli.main import COMMANDS, collect_as_usual, console, main
+from ipurun.config import completion
 from ipurun.training.failures import DeviceFault
 
 
@@ -89,19 +90,55 @@ def test_completion_scripts(shell: str) -> None:
     assert "complete" in script.stdout
 
 
+def completed(line: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, shell: str = "bash") -> str:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", f"query={shell}"]) == 0
+    return str(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("ipurun tr", "train"),
         ("ipurun train +recipe=mn", "+recipe=mnist"),
+        ("ipurun compile +recipe=mn", "+recipe=mnist"),
         ("ipurun train device_it", "device_iterations="),
+        ("ipurun train device_iterations=", "device_iterations=1"),
         ("ipurun plan optimizer=adamw loader.shu", "loader.shuffle="),
+        ("ipurun plan optimizer=adamw optimizer.we", "optimizer.weight_decay="),
+        ("ipurun train loader.shuffle=", "loader.shuffle=true loader.shuffle=false"),
+        ("ipurun train --quiet loader.mode=async_", "loader.mode=async_rebatched"),
+        ("ipurun train init_from=./we", "init_from=./weights.pt"),
+        ("ipurun train seed=1", ""),
+        ("ipurun cat mn", ""),
     ],
 )
-def test_completion_answers_below_the_commands(line: str, expected: str) -> None:
-    answer = run("-sc", "query=bash", COMP_LINE=line)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.split() == [expected]
+def test_completion_answers_below_the_commands(
+    line: str, expected: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("weights.pt").touch()
+    assert completed(line, capsys, monkeypatch) == expected + "\n"
+
+
+def test_completion_for_fish_has_an_answer_on_each_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert completed("ipurun train dev", capsys, monkeypatch, "fish") == "device_iterations=\ndevices=\n"
+
+
+def test_completion_without_hydra_answers_as_hydra_does(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("recipe/mine", "recipe/sub/deep", "parts/one/first", "model/my_model"):
+        path = Path("conf", f"{name}.yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    words = ["", "+", "~", "opt", "+recipe", "recipe=m", "+recipe/", "model=", "+parts/", "-m loader.s", "unknown"]
+    words += [f"+recipe=bert pipeline=bert_base_4ipu {section}" for section in ("pipeline.", "inference.", "security.")]
+    lines = [f"ipurun train {word}" for word in words]
+    ours = [completed(line, capsys, monkeypatch) for line in lines]
+    monkeypatch.setattr(completion, "answer", lambda *_: None)
+    assert ours == [completed(line, capsys, monkeypatch) for line in lines]
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -137,7 +137,14 @@ def test_precision_rules_match_modules(plan_of, problems_of):
 
 @pytest.mark.parametrize(
     ("written", "normal"),
-    [("16", "16.32"), ("16-true", "16.16"), ("32", "32.32"), ("16.16", "16.16"), ("16.32", "16.32"), ("32.32", "32.32")],
+    [
+        ("16", "16.32"),
+        ("16-true", "16.16"),
+        ("32", "32.32"),
+        ("16.16", "16.16"),
+        ("16.32", "16.32"),
+        ("32.32", "32.32"),
+    ],
 )
 def test_precision_is_normalised(plan_of, written, normal):
     assert plan_of({"precision": written}).precision == normal

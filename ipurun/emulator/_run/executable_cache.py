@@ -126,7 +126,7 @@ class Slot:
 
     def load(self, trace: Callable[[], ForwardTrace]) -> Optional[Captured]:
         """Return the program from the cache, None if it has to be captured."""
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.thread_time()
         traced = self.look_up(trace)
         if traced is None:
             return None
@@ -137,12 +137,14 @@ class Slot:
             self._set_aside(str(error))
             return None
         before = self.use.compile_seconds
-        seconds = time.perf_counter() - begun
-        saved = None if before is None else before - seconds
+        saved = None if before is None else before - (time.perf_counter() - begun)
+        cpu_seconds = time.thread_time() - cpu_begun
         self.use = CacheUse("hit", self._name, before, saved)
         self._count_hit()
         native_logger.info("Found the executable in the cache: %s", path)
-        if saved is not None and saved < 0 and _SECONDS_VARIABLE not in os.environ:
+        # By CPU time: other work on the machine, or a slow disk, says nothing about the next start.
+        compiled_cpu_seconds = _read_about(self._path(_ABOUT)).get("compile_cpu_seconds", cpu_seconds)
+        if cpu_seconds > compiled_cpu_seconds and _SECONDS_VARIABLE not in os.environ:
             self._remove("loading it takes longer than compiling")
         return captured
 
@@ -165,12 +167,12 @@ class Slot:
             self._skip(str(error))
             return None
 
-    def store(self, data: Optional[Dict[str, Any]], seconds: float) -> None:
-        """Write a program that took this long to compile, if loading it will be quicker."""
+    def store(self, data: Optional[Dict[str, Any]], seconds: float, cpu_seconds: float) -> None:
+        """Write a program that took this long to compile, and this much CPU time, if loading it will be quicker."""
         if data is None:
             return
         least = float(os.environ.get(_SECONDS_VARIABLE) or _LEAST_SECONDS)
-        if seconds < least:
+        if cpu_seconds < least:
             self._skip(f"compiling takes less than {least:g} s")
             return
         body = json.dumps(data, separators=(",", ":")).encode()
@@ -183,6 +185,7 @@ class Slot:
             "mode": "training" if self._training else "inference",
             "versions": {**cache_versions(), **_description.get("versions", {})},
             "compile_seconds": seconds,
+            "compile_cpu_seconds": cpu_seconds,
             "sha256": hashlib.sha256(_header(checksum) + body).hexdigest(),
             "bytes": len(_header(checksum)) + len(body),
             "created": now,
@@ -225,6 +228,7 @@ class Slot:
         logger.warning("The executable %s in the cache is damaged (%s): set aside, compiling again.", path, why)
         with contextlib.suppress(OSError):
             os.replace(path, path + _BROKEN)
+            os.remove(self._path(_ABOUT))
         self.use = CacheUse("miss", why=f"the stored executable is damaged: {why}")
 
     def _remove(self, why: str) -> None:

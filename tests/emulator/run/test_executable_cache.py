@@ -240,6 +240,18 @@ def test_what_compiles_quickly_is_not_stored(folder, monkeypatch):
     assert entries(folder) == []
 
 
+@pytest.mark.parametrize(("cpu_seconds", "left"), [(1000.0, 1), (0.0, 0)], ids=["busy machine", "quick to compile"])
+def test_an_entry_is_dropped_if_loading_it_takes_more_cpu_time(folder, monkeypatch, cpu_seconds, left):
+    trained(folder)
+    monkeypatch.delenv(SECONDS)
+    about = next(folder.glob("cpu/*.json"))
+    about.write_text(
+        json.dumps({**json.loads(about.read_text()), "compile_seconds": 0.0, "compile_cpu_seconds": cpu_seconds})
+    )
+    assert cache_use(trained(folder)).saved_seconds < 0
+    assert len(entries(folder)) == left
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "other"])
 def test_a_damaged_entry_is_set_aside_and_built_again(folder, damage, caplog):
     expected = trained(folder).model.state_dict()
