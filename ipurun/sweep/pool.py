@@ -101,9 +101,10 @@ class Pool:
         self._display = TableReceiver(screen) if launcher.at_once > 1 else ScreenReceiver(screen)
         self._active: Dict[RunningPoint, _Active] = {}
         self._stopping = False  # no further points are started
+        self._was_interrupted = False  # a point was, though not by this process
 
     def run(self, source: Source) -> bool:
-        """Run all points; return True if the user stopped the sweep.
+        """Run all points; return True if the sweep or one of its points was interrupted.
 
         The first Ctrl-C is passed on, so that the points can save; the second one ends them.
         """
@@ -112,7 +113,7 @@ class Pool:
             while True:
                 try:
                     if not self._step(source):
-                        return interrupts > 0
+                        return interrupts > 0 or self._was_interrupted
                 except KeyboardInterrupt:
                     interrupts += 1
                     self._stopping = True
@@ -226,8 +227,10 @@ class Pool:
             self._errors.line(f"{label} failed\n{outcome.detail}{_log_text(record)}")
             self._stopping = self._stopping or active.item.point.config.sweep.on_error == "stop"
         elif outcome.status == INTERRUPTED and not self._stopping:
-            # By someone else: the point can be resumed, and so can the sweep.
+            # By `max_minutes` or by someone else: the point can be resumed, and so can the sweep.
             self._errors.line(f"{label} was interrupted")
+            self._was_interrupted = True
+            self._stopping = not self._launcher.is_elsewhere  # a cluster ends single jobs
 
     def _interrupt(self, at_once: bool) -> None:
         for running, active in self._active.items():

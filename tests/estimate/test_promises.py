@@ -149,7 +149,12 @@ def test_text_json_page_and_python_show_the_same_changes(capsys: pytest.CaptureF
     document = report.to_dict()
     assert [remedy["overrides"] for remedy in document["estimate"]["remedies"]] == [tuple(words) for words in shown]
     page = html.unescape(report.html())
-    assert re.findall("<br><code>(.*?)</code>", page) == [shlex.join(words) for words in shown]
+    commands = []
+    for more in ([], *shown):
+        changed = {word.partition("=")[0] for word in more}
+        kept = [word for word in words if word.partition("=")[0] not in changed]
+        commands.append(shlex.join(["ipurun", "plan", *kept, *more]))
+    assert re.findall("<code>(ipurun plan .*?)</code>", page) == commands
 
 
 def test_why_nothing_that_was_tried_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
