@@ -166,7 +166,7 @@ class TrialSource(Source):
         assert record.trial is not None
         states = importlib.import_module("optuna").trial.TrialState
         value = value_of(record, self._search.metric) if record.results else None
-        # ValueError: it was told before the sweep was ended. RuntimeError: a grid is complete and wants to end a loop.
+        # ValueError: reported before the sweep ended. RuntimeError: a grid is complete and wants to end a loop.
         with contextlib.suppress(ValueError, RuntimeError):
             if record.status == FINISHED and value is not None and math.isfinite(value):
                 self._study.tell(record.trial, value)
@@ -189,7 +189,7 @@ class TrialSource(Source):
         record.overrides = [word for word in point.overrides if not word.lstrip("+").startswith("resume=")]
         try:
             checked = check_point(point)
-        except ConfigError as error:  # values that do not go together: the search goes on with others
+        except ConfigError as error:  # values that do not go together: the search continues with others
             checked = Checked(point, "", None, error)
         record.id = checked.id
         return checked

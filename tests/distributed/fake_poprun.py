@@ -17,7 +17,7 @@ with open("poprun.txt", "a") as stream:
     print(given, file=stream)
 processes = []
 for rank in range(count):
-    # mpirun passes only what it is told to: what else is missing here shows an instance that needs it.
+    # mpirun passes only variables that are named: what else is missing here shows an instance that needs it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("IPURUN_", "MASTER_"))}
     environment.update({name: os.environ[name] for name in passed if name in os.environ})
     environment.update(

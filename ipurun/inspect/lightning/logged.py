@@ -37,7 +37,7 @@ class _Reduced:
     updates: int = 0
 
     def add(self, values: torch.Tensor, weights: torch.Tensor, scale: float, updates: int) -> None:
-        """Add values with their weights; each stands for `scale` micro-batches, in sum."""
+        """Add values with their weights; each is the sum of `scale` micro-batches."""
         self.total += float((values * weights).sum()) * scale
         self.weight += float(weights.sum()) * scale
         self.low = min(self.low, float(values.min()))

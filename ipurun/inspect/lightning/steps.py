@@ -90,7 +90,7 @@ class HostValue(NamedTuple):
 
 
 class _Unusable:
-    """Stands for a metric's value inside a step, and explains any other use than self.log."""
+    """Takes the place of a metric's value inside a step, and explains any other use than self.log."""
 
     def __init__(self, value: HostValue) -> None:
         self.host_value = value
