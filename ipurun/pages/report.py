@@ -95,7 +95,7 @@ def _run_head(run: RunData) -> str:
     ]
     facts += [(f"last {name}", metric(value)) for name, value in list(without_classes(final).items())[:4]]
     devices = run.config.get("devices")
-    facts.append(("IPUs", "" if devices is None else value_text(devices)))
+    facts.append(("IPUs", value_text(devices) if isinstance(devices, int) else ""))  # not if chosen by the plan
     words = [word for word in run.overrides if word]
     shown = [tiles(facts)]
     if run.reason:
