@@ -98,15 +98,16 @@ def _is_list_of_numbers(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1 and all(isinstance(item, (int, float)) for item in value)
 
 
-def check_shapes(data: Any, collate: Callable[[List[Any]], Any]) -> List[Problem]:
+def check_shapes(data: Any, sample: Any, collate: Callable[[List[Any]], Any]) -> List[Problem]:
     """Return the problem of named batches whose shapes vary: a compiled model takes one.
 
     Args:
-        data: A map-style data set, of which a few samples are read.
+        data: A map-style data set, of which a few samples are read if they are named.
+        sample: Its first sample.
         collate: Makes a batch of them.
     """
     try:
-        if not isinstance(data[0], Mapping):
+        if not isinstance(sample, Mapping):
             return []
         places = [len(data) * part // _PROBES for part in range(_PROBES)]
         samples = [data[place] for place in places]

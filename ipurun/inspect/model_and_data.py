@@ -377,12 +377,14 @@ def _check_splits(config: RunConfig, splits: Mapping[str, Any]) -> List[Problem]
                 key="loader.on_error",
             )
         )
-    if not stream and config.loader.collate is None and own_collate(splits, "train") is None:
+    if not stream:
         with seeded(config.seed):
-            problems += check_sample(first_sample(splits["train"]))
-    if not stream and not problems:
-        with seeded(config.seed):
-            problems += check_shapes(splits["train"], make_collate(config.loader, own_collate(splits, "train")))
+            sample = first_sample(splits["train"])
+            if config.loader.collate is None and own_collate(splits, "train") is None:
+                problems += check_sample(sample)
+            if not problems:
+                collate = make_collate(config.loader, own_collate(splits, "train"))
+                problems += check_shapes(splits["train"], sample, collate)
     return problems
 
 

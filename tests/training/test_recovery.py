@@ -331,5 +331,5 @@ def test_a_generator_cannot_be_skipped_in(tmp_path: Path) -> None:
         built(data={"_target_": "run_toys.Stream"}, loader__on_error="skip")
     assert raised.value.problems[0].key == "loader.on_error"
     data = {"_target_": "run_toys.damaged_generator", "bad": [3]}
-    with pytest.raises(RunError, match="sample 3 of the split `eval` cannot be skipped, because the iterator ended"):
+    with pytest.raises(RunError, match=r"sample 3 of the split `eval` cannot be skipped, because\s+the iterator ended"):
         trained(tmp_path, data=data, loader__on_error="skip")
