@@ -202,6 +202,8 @@ def record_script(path: str, args: Sequence[str]) -> RecordedProgram:
     _prepare(os.path.dirname(os.path.realpath(path)))
     sys.argv = [path, *args]
     with contextlib.ExitStack() as patches:
+        # Later processes of data loaders read the file of __main__, which would be the program.
+        patches.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
         patches.enter_context(contextlib.redirect_stdout(sys.stderr))
         options = Options()
         groups = [("", options)]

@@ -1,6 +1,7 @@
 """`ipurun import` of what other tools are configured and started with."""
 
 import json
+import sys
 import textwrap
 
 import pytest
@@ -163,5 +164,7 @@ def test_a_script_that_fails_or_compiles_nothing_is_reported(capsys):
     said = capsys.readouterr().err
     assert "broken.py:2" in said
     assert "ValueError: no data" in said
+    own = sys.modules["__main__"]
     assert main(["import", "idle.py", "made"]) == 2
+    assert sys.modules["__main__"] is own  # loaders of later runs start processes from its file
     assert "without compiling a model" in capsys.readouterr().err

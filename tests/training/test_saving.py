@@ -137,7 +137,7 @@ def test_the_planned_size_is_that_of_the_checkpoint(tmp_path: Path) -> None:
         assert run.plan.saving.saves == 1 and run.plan.saving.free_bytes
 
 
-@pytest.mark.parametrize("mode", ["sync"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_time_limit_ends_a_wait_for_a_worker_that_hangs(tmp_path: Path, mode: str) -> None:
     run = built(
         data={"_target_": "run_toys.Hanging", "hangs_at": 21},
