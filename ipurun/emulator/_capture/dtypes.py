@@ -31,7 +31,10 @@ _FROM_HALF_EXPONENTS = torch.tensor(2.0**112)
 _KEPT_BITS = torch.tensor(-(2**_DROPPED_BITS), dtype=torch.int32)
 _NOISE_BITS = torch.tensor(2**_DROPPED_BITS - 1, dtype=torch.int32)
 _BLOCK = 2**14  # random numbers that are drawn from the generator at once
-_POOL = 2**16  # random numbers that are made of them at once for an update
+# Roundings share random numbers and begin to read them at different places, each at the start of a cache line.
+_NUM_PLACES, _ALIGNMENT = 1024, 16
+_SPREAD = 617  # odd: all places are used before one is used again
+NOISE_MARGIN = _NUM_PLACES * _ALIGNMENT  # random numbers beyond those of the largest tensor
 
 
 def narrowed(dtype: torch.dtype) -> torch.dtype:
@@ -269,6 +272,11 @@ def draw_noise(noise: torch.Tensor) -> None:
         torch.bitwise_xor(drawn[: block.numel()], twice[shift : shift + block.numel()], out=block)
 
 
+def noise_place(user: int) -> int:
+    """Return where a rounding begins in random numbers that it shares with others."""
+    return user * _SPREAD % _NUM_PLACES * _ALIGNMENT
+
+
 def round_up_or_down(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Round float32 values in place to one of their two neighbours in half precision, with the same expected value.
 
@@ -287,12 +295,13 @@ def round_up_or_down(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 class StochasticRounding:
     """Rounds up or down at random such that the expected value is unchanged.
 
-    The random numbers are drawn from torch's generator in blocks: make one of these for each update, so that the
-    generator's state at its beginning determines all that follows.
+    The random numbers are drawn from torch's generator once for all tensors: make one of these for each update, so
+    that the generator's state at its beginning determines all that follows.
     """
 
     def __init__(self) -> None:
         self._noise = torch.empty(0, dtype=torch.int32)
+        self._num_users = 0
 
     def __call__(self, destination: torch.Tensor, result: torch.Tensor) -> None:
         """Store `result` in `destination`, rounded at random if that is half precision."""
@@ -307,9 +316,10 @@ class StochasticRounding:
         return half
 
     def _take(self, count: int) -> torch.Tensor:
-        """Return random numbers that were not used before."""
-        if count > self._noise.numel():
-            self._noise = torch.empty(max(count, _POOL), dtype=torch.int32)
+        """Return random numbers that begin at another place than those before."""
+        if count + NOISE_MARGIN > self._noise.numel():
+            self._noise = torch.empty(count + NOISE_MARGIN, dtype=torch.int32)
             draw_noise(self._noise)
-        taken, self._noise = self._noise[:count], self._noise[count:]
-        return taken
+        self._num_users += 1
+        start = noise_place(self._num_users)
+        return self._noise[start : start + count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
@@ -287,6 +288,8 @@ _LOGGED_NAMES: Mapping[OptimizerType, str] = {
 
 def log_optimizer(converted: Converted) -> None:
     """Log the optimizer's defaults and each group's values at debug level."""
+    if not native_logger.isEnabledFor(logging.DEBUG):
+        return
     name = _LOGGED_NAMES[converted.type]
     fields = [f"{label}={_type_name(converted.value(key))}" for label, key in _LOGGED_TYPES.items()]
     fields += _fields(_with_velocity_scaling(converted, converted.defaults), prefix="default_")

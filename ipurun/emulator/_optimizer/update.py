@@ -294,8 +294,13 @@ class DeviceOptimizer:
         check_replacement(self._converted, converted)
         self._converted = converted
         self._set_loss_scaling()
+        made: Dict[Tuple[int, Variant], Dict[str, Scalar]] = {}
         for name, slot in self._slots.items():
-            self._refresh(slot, self._values_of(name))
+            values = self._values_of(name)
+            kind = id(values), slot.variant
+            if kind not in made:
+                made[kind] = make_scalars(slot.variant, values, converted.attributes["loss_scaling"])
+            self._refresh(slot, values, made[kind])
         for pack in self._packs:
             pack.refresh()
         log_optimizer(converted)
@@ -357,14 +362,17 @@ class DeviceOptimizer:
             )
         return slot
 
-    @torch.no_grad()
-    def _refresh(self, slot: Slot, values: Dict[str, Value]) -> None:
-        slot.scalars = make_scalars(slot.variant, values, self._converted.attributes["loss_scaling"])
+    def _refresh(self, slot: Slot, values: Dict[str, Value], scalars: Mapping[str, Scalar]) -> None:
+        # Scalars are not shared between slots: a loaded state may set those of a single one.
+        for name, scalar in scalars.items():
+            slot.scalars[name].value = scalar.value
+            slot.scalars[name].is_const = scalar.is_const
         slot.nesterov = _uses_nesterov(values)
         scaling = self._velocity_scaling(slot.variant, values)
         if slot.variant is Variant.SGD_SEPARATE and scaling != slot.velocity_scaling:
             # The stored velocity includes the loss scaling, so it is rescaled when that changes.
-            slot.state["Accl1"].mul_(scaling / slot.velocity_scaling)
+            with torch.no_grad():
+                slot.state["Accl1"].mul_(scaling / slot.velocity_scaling)
         slot.velocity_scaling = scaling
 
     def _velocity_scaling(self, variant: Variant, values: Dict[str, Value]) -> float:

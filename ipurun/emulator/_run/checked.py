@@ -47,7 +47,7 @@ class ReplayMaker(NamedTuple):
         """
         wanted = [*graph.outputs, *graph.grads.values()] if results is None else results
         if not self.as_captured:
-            graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums)
+            graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums, one_by_one=self.checks)
             graph = with_quick_kernels(graph, wanted)
         return Interpreter(graph, wanted, checks=True) if self.checks else generate(graph, results=wanted)
 

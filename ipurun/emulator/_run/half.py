@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+import math
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 
 from ipurun.emulator._capture.dtypes import (
+    NOISE_MARGIN,
     HalfThroughFloat,
     StochasticRounding,
     draw_noise,
     holds_half,
+    noise_place,
     round_up_or_down,
     to_nearest_half,
 )
@@ -38,9 +41,6 @@ _SAME_DRAWS = names_in("bernoulli bernoulli_ native_dropout")
 _PASSES_SUMS_ON = names_in("_to_copy _unsafe_view add clone")
 _FLOATS = (torch.float16, torch.float32)
 _DEPENDS_ON_STORAGE = names_in("nextafter nextafter_")
-# Operations read the random numbers of a run at different places, each at the start of a cache line.
-_NUM_PLACES, _ALIGNMENT = 1024, 16
-_SPREAD = 617  # odd: all places are used before one is used again
 
 
 def float_specs(graph: Graph) -> Dict[Value, TensorSpec]:
@@ -52,7 +52,12 @@ def float_specs(graph: Graph) -> Dict[Value, TensorSpec]:
 
 
 def in_float_storage(
-    graph: Graph, results: Sequence[Value], *, stochastic: bool, sums: Sequence[Value] = ()
+    graph: Graph,
+    results: Sequence[Value],
+    *,
+    stochastic: bool,
+    sums: Sequence[Value] = (),
+    one_by_one: bool = False,
 ) -> Tuple[Graph, List[Value]]:
     """Return a graph that computes the same with float32 tensors in place of half ones, and its results.
 
@@ -61,13 +66,14 @@ def in_float_storage(
         results: The values to return; half ones become half tensors at the end.
         stochastic: Whether to round at random, with numbers from torch's generator, instead of to nearest.
         sums: Half values among the results that are returned as float32 and not rounded.
+        one_by_one: Whether to round each result where it is computed, to see which operation overflows.
     """
     if not any(spec.dtype == torch.float16 for spec in graph.specs.values()):
         return graph, list(results)
     if _shares_written_memory(graph):
         nodes = [dataclasses.replace(node, op=_rounding_op(node)) for node in graph.nodes]
         return dataclasses.replace(graph, nodes=nodes) if stochastic else graph, list(results)
-    return _Widening(graph, _Buffers(stochastic), sums).run(results)
+    return _Widening(graph, _Buffers(stochastic), sums, () if one_by_one else results).run(results)
 
 
 def _shares_written_memory(graph: Graph) -> bool:
@@ -91,7 +97,7 @@ def _is_view(node: Node) -> bool:
 
 def _rounding_op(node: Node) -> Callable[..., Any]:
     """Return the operation on half tensors with stochastic rounding of its results."""
-    if not hasattr(node.op, "_schema") or _is_view(node) or node.is_random or _base_name(node) in _EXACT:
+    if not hasattr(node.op, "_schema") or _is_view(node) or node.is_random or _is_exact(node):
         return node.op
     rounded = HalfThroughFloat(float_op(node), StochasticRounding().to_half)
     return lambda *args, **kwargs: (rounded if holds_half((args, kwargs)) else node.op)(*args, **kwargs)
@@ -106,6 +112,20 @@ def _base_name(node: Node) -> str:
     return node.name[:-1] if node.name.endswith("_") else node.name
 
 
+def _is_exact(node: Node) -> bool:
+    """Whether the results are numbers of half precision if all operands are."""
+    if node.name == "max_pool2d_with_indices_backward":
+        # Where windows do not overlap, a gradient is moved and never added to another one.
+        kernel, stride, dilation = node.args[2], node.args[3] or node.args[2], node.args[5]
+        reach = [(k - 1) * d + 1 for k, d in zip(_pair(kernel), _pair(dilation))]
+        return all(extent <= step for extent, step in zip(reach, _pair(stride)))
+    return _base_name(node) in _EXACT
+
+
+def _pair(sizes: Sequence[int]) -> Sequence[int]:
+    return sizes if len(sizes) == 2 else [*sizes, *sizes]
+
+
 class _Buffers:
     """Memory that the roundings of a replay use one after another, large enough for each of their tensors."""
 
@@ -115,15 +135,14 @@ class _Buffers:
         self._num_users = 0
         self._made: Dict[torch.dtype, torch.Tensor] = {}
 
-    def rounding_of(self, shape: Tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def rounding_of(self, shape: Tuple[int, ...]) -> Union[_NearestInPlace, _StochasticInPlace]:
         """Return a function that rounds a tensor of this shape in place; none may be called before the last is made."""
         count = 1
         for size in shape:
             count *= size
         self._size = max(self._size, count)
         self._num_users += 1
-        place = self._num_users * _SPREAD % _NUM_PLACES * _ALIGNMENT
-        return _StochasticInPlace(self, place) if self.stochastic else _NearestInPlace(self)
+        return _StochasticInPlace(self, noise_place(self._num_users)) if self.stochastic else _NearestInPlace(self)
 
     def draw(self) -> None:
         """Draw the random numbers of a run."""
@@ -136,7 +155,7 @@ class _Buffers:
     def _flat(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._made:
             is_noise = dtype == torch.int32
-            size = self._size + _NUM_PLACES * _ALIGNMENT if is_noise else self._size
+            size = self._size + NOISE_MARGIN if is_noise else self._size
             self._made[dtype] = torch.empty(size, dtype=dtype)
         return self._made[dtype]
 
@@ -167,13 +186,22 @@ class _StochasticInPlace:
         self._buffers = buffers
         self._place = place
         self._noise: Optional[torch.Tensor] = None
+        self._half: Optional[torch.Tensor] = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._half is None:
+            self._half = self._buffers.like(tensor, torch.float16)
+        self._half.copy_(self._rounded(tensor))
+        return tensor.copy_(self._half)
+
+    def to_half(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rounded tensor in half precision; the tensor itself is overwritten."""
+        return self._rounded(tensor).half()
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._noise is None:
             self._noise = self._buffers.like(tensor, torch.int32, self._place)
-            self._half = self._buffers.like(tensor, torch.float16)
-        self._half.copy_(round_up_or_down(tensor, self._noise))
-        return tensor.copy_(self._half)
+        return round_up_or_down(tensor, self._noise)
 
 
 class _Widening:
@@ -183,9 +211,10 @@ class _Widening:
         graph: The graph of half values, which is left unchanged.
         buffers: Memory and kind of the roundings.
         sums: Results to return as float32, without rounding.
+        late: Results that may be rounded at the end, if nothing else reads them.
     """
 
-    def __init__(self, graph: Graph, buffers: _Buffers, sums: Sequence[Value]) -> None:
+    def __init__(self, graph: Graph, buffers: _Buffers, sums: Sequence[Value], late: Sequence[Value]) -> None:
         self._graph = graph
         self._buffers = buffers
         self._half = {value for value, spec in graph.specs.items() if spec.dtype == torch.float16}
@@ -193,6 +222,7 @@ class _Widening:
         self._sums = set(sums)
         self._unrounded = _only_used_for(graph, self._sums)
         self._written = graph.storages_written()
+        self._late = self._only_results(late)
         self._nodes: List[Node] = []
         self._wide: Dict[Value, Value] = {}
         self._numbers = itertools.count(max(graph.specs) + 1)
@@ -212,8 +242,12 @@ class _Widening:
         for value in inputs:
             if graph.specs[value].storage in self._written:
                 self._add(torch.Tensor.copy_, (value, self._wide[value]), None, "copy_", mutated=(value,))
+        together = self._round_together([value for value in dict.fromkeys(results) if value in self._late])
         narrowed = self._half - self._sums
-        new_results = [self._narrowed(value) if value in narrowed else self._now(value) for value in results]
+        new_results = [
+            together[value] if value in together else self._narrowed(value) if value in narrowed else self._now(value)
+            for value in results
+        ]
         constants = {value: _widened(tensor) for value, tensor in graph.constants.items()}
         rewritten = dataclasses.replace(graph, nodes=self._nodes, constants=constants, specs=self._specs)
         return rewritten, new_results
@@ -232,7 +266,7 @@ class _Widening:
     def _call_on_float(self, node: Node, results: Iterable[Value]) -> None:
         """Run the float32 kernel and round the results."""
         floats = [value for value in node.reads() if self._graph.specs[value].dtype.is_floating_point]
-        is_exact = _is_view(node) or (_base_name(node) in _EXACT and self._half.issuperset(floats))
+        is_exact = _is_view(node) or (_is_exact(node) and self._half.issuperset(floats))
         stored = [value for value in node.writes() if self._graph.specs[value].dtype.is_floating_point]
         replace = _with_half_numbers if is_exact and self._half.issuperset(stored) else _with_float_type
         self._nodes.append(
@@ -246,7 +280,7 @@ class _Widening:
             )
         )
         for value in () if is_exact else dict.fromkeys([*results, *node.mutated]):
-            if value in self._half and value not in self._unrounded:
+            if value in self._half and value not in self._unrounded and value not in self._late:
                 self._round(node, self._now(value))
 
     def _round(self, node: Node, value: Value) -> None:
@@ -257,6 +291,42 @@ class _Widening:
                 node, op=rounding, args=(value,), kwargs={}, outputs=value, mutated=(value,), is_random=False
             )
         )
+
+    def _only_results(self, late: Sequence[Value]) -> Set[Value]:
+        """Return the results that one operation computes and none reads: gradients of weights, most of all."""
+        read = {value for node in self._graph.nodes for value in node.reads()}
+        computed = {
+            value
+            for node in self._graph.nodes
+            if hasattr(node.op, "_schema") and not _is_view(node)
+            for value in values_in(node.outputs)
+        }
+        return {
+            value
+            for value in late
+            if value in self._half & computed
+            and value not in read | self._sums
+            and self._graph.specs[value].storage not in self._written
+        }
+
+    def _round_together(self, values: Sequence[Value]) -> Dict[Value, Value]:
+        """Round some results at once, and return their half values; rounding to nearest is part of the conversion."""
+        if not self._buffers.stochastic:
+            return {value: self._narrowed(value) for value in values}
+        if not values:
+            return {}
+        made = [self._new_value(value, torch.float16) for value in values]
+        shapes = [self._specs[value].shape for value in values]
+        numels = [math.prod(shape) for shape in shapes]
+        rounding = self._buffers.rounding_of((sum(numels),))
+        assert isinstance(rounding, _StochasticInPlace)
+
+        def rounded(*tensors: torch.Tensor) -> List[torch.Tensor]:
+            flat = rounding.to_half(torch.cat([tensor.flatten() for tensor in tensors]))
+            return [part.view(shape) for part, shape in zip(flat.split(numels), shapes)]
+
+        self._add(rounded, tuple(map(self._now, values)), made, "_to_copy")
+        return dict(zip(values, made))
 
     def _cast(self, node: Node, source: Value, target: Value) -> None:
         """Convert between the two types, without copies where nothing is rounded."""

@@ -46,6 +46,17 @@ class Images(nn.Module):
         return self.layers(x.view(-1, 2, 8, 8))
 
 
+class OverlappingWindows(nn.Module):
+    """Gradients of windows that overlap are added up, and so rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d(3, stride=1), nn.Flatten(), nn.Linear(64, 5))
+
+    def forward(self, x):
+        return self.layers(x.view(-1, 2, 8, 8))
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
@@ -88,7 +99,7 @@ def infer(function, options=None):
 
 
 @pytest.mark.parametrize("checks", [False, True])
-@pytest.mark.parametrize("kind", [Images, Words])
+@pytest.mark.parametrize("kind", [Images, OverlappingWindows, Words])
 def test_a_step_equals_operations_rounded_one_by_one(kind, checks):
     model, x, labels = half_model(kind)
     expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -135,6 +146,31 @@ def test_products_are_rounded_up_or_down_without_bias(factor):
     assert float(nearest) in found
     share = (exact - found[0]) / (found[1] - found[0])
     assert (result == found[1]).double().mean().item() == pytest.approx(share, abs=0.012)  # 5 standard deviations
+
+
+def test_gradients_of_several_weights_are_rounded_up_or_down_without_bias():
+    """No operation reads them, so they are rounded together."""
+
+    class Products(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Parameter(torch.zeros(30000, dtype=torch.float16))
+            self.second = nn.Parameter(torch.zeros(2, 10000, dtype=torch.float16))
+
+        def forward(self, x, y):
+            both = (self.first * x * y).sum() + (self.second.view(-1) * x[:20000] * y[:20000]).sum()
+            return poptorch.identity_loss(both, "none")
+
+    model = Products()
+    training = poptorch.trainingModel(model, options_of(), poptorch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.full((30000,), 1.3330078125).half()
+    training(x, torch.full_like(x, 1.0009765625))
+    exact = -float(x[0].double() * 1.0009765625)
+    for weight in (model.first, model.second):
+        found = weight.detach().double()
+        low, high = sorted(found.unique().tolist())
+        assert low < exact < high
+        assert abs(found.mean() - exact) < 0.02 * (high - low)
 
 
 def test_numbers_of_half_precision_are_never_moved():
