@@ -1,12 +1,13 @@
 """Shell completion: commands, options of groups, keys and their choices, without loading Hydra where that is possible.
 
-Hydra answers what only a composed config knows: arguments in open mappings such as `optimizer`, and values as they are.
+What open mappings such as `optimizer` hold is read from the files that a config would be composed of. Hydra answers
+where those choose further files, and shows values as they are.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from ipurun.config import folders
 from ipurun.config.schema import Key, RunConfig, walk_keys
@@ -66,7 +67,7 @@ def _answers(typed: str) -> Optional[List[str]]:
         return (
             None if values is None and not value else [f"{key}={one}" for one in values or [] if one.startswith(value)]
         )
-    inside = _keys_inside(keys, name) if not sign else []
+    inside = _keys_inside(keys, name, before, groups) if not sign else []
     return None if inside is None else sorted({*(sign + group for group in _groups(groups, name, sign)), *inside})
 
 
@@ -92,20 +93,64 @@ def _group_ending(groups: Dict[str, List[str]], group: str, sign: str) -> str:
     return "" if sign == "~" else "="
 
 
-def _keys_inside(keys: Dict[str, Key], word: str) -> Optional[List[str]]:
-    """Return the keys and sections one level down that a word begins, or None in a section without a schema."""
+def _keys_inside(
+    keys: Dict[str, Key], word: str, before: Sequence[str], groups: Dict[str, List[str]]
+) -> Optional[List[str]]:
+    """Return the keys and sections one level down that a word begins, or None where only Hydra can say."""
     above = word.rpartition(".")[0]
     section = above + "." if above else ""
-    if above and not any(path.startswith(section) for path in keys):
+    has_schema = not above or any(path.startswith(section) for path in keys)
+    known = {path: _is_container(key) for path, key in keys.items()} if has_schema else _keys_of_files(before, groups)
+    if known is None:
         return None
     found = {f"{_HYDRA}."} if not word else set()
-    for path, key in keys.items():
-        if path.startswith(word):
+    for path, is_container in known.items():
+        if path.startswith(word) and path.startswith(section):
             first, deeper, _ = path[len(section) :].partition(".")
-            has_keys = deeper or _is_container(key)
-            found.add(f"{section}{first}{'.' if has_keys else '='}")
+            found.add(f"{section}{first}{'.' if deeper or is_container else '='}")
     return sorted(found)
 
 
 def _is_container(key: Key) -> bool:
     return isinstance(key.default, (dict, list)) or key.type_name.startswith(("list", "mapping"))
+
+
+def _keys_of_files(before: Sequence[str], groups: Dict[str, List[str]]) -> Optional[Dict[str, bool]]:
+    """Return the keys in the files that some words choose, and whether each is a container.
+
+    None if this takes more than to read files: words add or remove keys, a file chooses further ones or cannot be read.
+    """
+    import yaml
+
+    from ipurun.config import catalog
+    from ipurun.config.documents import read_document
+    from ipurun.errors import ConfigError
+
+    typed = dict(word.lstrip("+").partition("=")[::2] for word in before if "=" in word)
+    if any(word.startswith(("+", "~")) and word.lstrip("+~").partition("=")[0] not in groups for word in before):
+        return None
+    try:
+        recipe = read_document(catalog.find(typed["recipe"]).path, "") if "recipe" in typed else None
+        chosen = {}
+        for document in (read_document(folders.builtin_folder() / "train.yaml", ""), recipe):
+            chosen.update({entry.key: entry.value for entry in (document.choices if document else ())})
+        chosen.update({group: option for group, option in typed.items() if group in groups and group != "recipe"})
+        found = {}
+        for group, option in chosen.items():
+            if option in (None, "null"):
+                continue
+            path = catalog.find(f"{group}/{option}").path
+            is_global = "@package _global_" in path.read_text(encoding="utf-8").partition("\n")[0]
+            document = read_document(path, "" if is_global else group)
+            if document.choices:
+                return None
+            found.update({entry.key: _holds_values(entry.node) for entry in document.entries})
+    except (ConfigError, OSError, ValueError, yaml.YAMLError):
+        return None
+    # A run drops what a recipe gives a group that the command line chooses.
+    own = [entry for entry in (recipe.entries if recipe else ()) if entry.key.split(".")[0] not in typed]
+    return {**found, **{entry.key: _holds_values(entry.node) for entry in own}}
+
+
+def _holds_values(node: Any) -> bool:
+    return isinstance(node.value, list)

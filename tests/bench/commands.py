@@ -33,6 +33,7 @@ def cases() -> List[Case]:
         Case("ipurun ls", [*ipurun, "ls"], 0.1),
         Case("ipurun cat mnist", [*ipurun, "cat", "mnist"], 0.1),
         Case("completion", [*ipurun, "-sc", "query=bash"], 0.2, typed="ipurun train +recipe=m"),
+        Case("completion, open keys", [*ipurun, "-sc", "query=bash"], 0.2, typed="ipurun train +recipe=gpt model."),
         Case(_IMPORT_TORCH, [sys.executable, "-c", "import torch"], None),
         Case("ipurun validate mnist", [*ipurun, "validate", "+recipe=mnist"], 0.7, True),
         Case("ipurun plan mnist", [*ipurun, "plan", "+recipe=mnist"], 0.7, True),

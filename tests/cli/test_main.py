@@ -135,6 +135,17 @@ def test_completion_without_hydra_answers_as_hydra_does(
         path.touch()
     words = ["", "+", "~", "opt", "+recipe", "recipe=m", "+recipe/", "model=", "+parts/", "-m loader.s", "unknown"]
     words += [f"+recipe=bert pipeline=bert_base_4ipu {section}" for section in ("pipeline.", "inference.", "security.")]
+    words += [
+        f"+recipe={recipe} {section}"
+        for recipe in ("gpt", "resnet")
+        for section in ("model.", "metrics.", "optimizer.w")
+    ]
+    words += [
+        "+recipe=gpt model=gpt2_small model.",
+        "optimizer=sgd optimizer.",
+        "callbacks.",
+        "+optimizer.new=1 optimizer.n",
+    ]
     lines = [f"ipurun train {word}" for word in words]
     ours = [completed(line, capsys, monkeypatch) for line in lines]
     monkeypatch.setattr(completion, "answer", lambda *_: None)
