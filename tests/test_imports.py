@@ -216,7 +216,8 @@ def test_quick_commands_load_neither_torch_nor_hydra(tmp_path, words):
         ("ipurun train +recipe=", set()),
         ("ipurun plan +recipe=mnist optim", set()),
         ("ipurun plan +recipe=mnist precision=", set()),
-        ("ipurun plan +recipe=mnist optimizer.", {"hydra", "omegaconf", "yaml"}),
+        ("ipurun plan +recipe=mnist optimizer.", {"yaml"}),
+        ("ipurun plan +recipe=mnist optimizer.lr=", {"hydra", "omegaconf", "yaml"}),
     ],
 )
 def test_completion_loads_hydra_only_where_a_config_must_be_composed(tmp_path, line, allowed):

@@ -133,11 +133,11 @@ def _keys_of_files(before: Sequence[str], groups: Dict[str, List[str]]) -> Optio
         recipe = read_document(catalog.find(typed["recipe"]).path, "") if "recipe" in typed else None
         chosen = {}
         for document in (read_document(folders.builtin_folder() / "train.yaml", ""), recipe):
-            chosen.update({entry.key: entry.value for entry in (document.choices if document else ())})
+            chosen.update({entry.key: entry.node.value for entry in (document.choices if document else ())})
         chosen.update({group: option for group, option in typed.items() if group in groups and group != "recipe"})
         found = {}
         for group, option in chosen.items():
-            if option in (None, "null"):
+            if option == "null":
                 continue
             path = catalog.find(f"{group}/{option}").path
             is_global = "@package _global_" in path.read_text(encoding="utf-8").partition("\n")[0]
