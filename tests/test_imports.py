@@ -216,7 +216,7 @@ def test_quick_commands_load_neither_torch_nor_hydra(tmp_path, words):
         ("ipurun train +recipe=", set()),
         ("ipurun plan +recipe=mnist optim", set()),
         ("ipurun plan +recipe=mnist precision=", set()),
-        ("ipurun plan +recipe=mnist optimizer.", {"yaml"}),
+        ("ipurun plan +recipe=mnist optimizer.", {"omegaconf", "yaml"}),
         ("ipurun plan +recipe=mnist optimizer.lr=", {"hydra", "omegaconf", "yaml"}),
     ],
 )
