@@ -205,7 +205,7 @@ class Product:
 def forward_shape(dims: Tuple[int, ...], has_weight: bool = False) -> Shape:
     """Return the product of a traced operation with these `dims`; `has_weight`: whether it has a parameter."""
     groups, rows, columns, depth, kernel = dims
-    return _merged(Shape(groups, rows, columns, depth, kernel, is_weight_at_home=has_weight))
+    return Shape(groups, rows, columns, depth, kernel, is_weight_at_home=has_weight)
 
 
 def backward_shapes(dims: Tuple[int, ...], has_weight: bool = False) -> Tuple[Shape, Shape]:
@@ -213,19 +213,56 @@ def backward_shapes(dims: Tuple[int, ...], has_weight: bool = False) -> Tuple[Sh
     groups, rows, columns, depth, kernel = dims
     data = Shape(groups, rows, depth, columns, kernel, is_weight_at_home=has_weight)
     weight = Shape(groups, columns, depth, rows, kernel, is_weight_gradient=True)
-    return _merged(data), _merged(weight)
+    return data, weight
+
+
+def _channels(shape: Shape) -> int:
+    """Return the channels of a group: the larger of those that go in and those that come out."""
+    return max(shape.columns, shape.rows if shape.is_weight_gradient else shape.depth)
 
 
 def _merged(shape: Shape) -> Shape:
-    """Merge thin groups (depthwise convolutions) to fill a block, most of which then multiplies zeros."""
-    widest = max(shape.columns, shape.rows if shape.is_weight_gradient else shape.depth)
-    together = min(shape.groups, _BLOCK // widest) if widest < _BLOCK else 1
-    if together <= 1:
+    """Merge narrow groups (of 4 to 8 channels) to fill a block, most of which then multiplies zeros."""
+    return _together(shape, _BLOCK // _channels(shape)) if _channels(shape) < _BLOCK else shape
+
+
+def _together(shape: Shape, number: int) -> Shape:
+    number = min(shape.groups, number)
+    if number <= 1:
         return shape
-    groups, columns = math.ceil(shape.groups / together), shape.columns * together
+    groups, columns = math.ceil(shape.groups / number), shape.columns * number
     if shape.is_weight_gradient:
-        return shape._replace(groups=groups, columns=columns, rows=shape.rows * together)
-    return shape._replace(groups=groups, columns=columns, depth=shape.depth * together)
+        return shape._replace(groups=groups, columns=columns, rows=shape.rows * number)
+    return shape._replace(groups=groups, columns=columns, depth=shape.depth * number)
+
+
+# A tile reads 8 bytes at a time. Groups that are thinner than that (depthwise convolutions) would have to be fed to the
+# matrix unit value by value; vector instructions take less. PopLibs counts these cycles for one position and one point
+# of the kernel, and for each output channel the second ones, plus one for each vector of input channels.
+_VECTOR_BYTES = 8
+_POSITION_CYCLES, _DOT_CYCLES = 7.0, 6.0
+# For the gradient of such a weight it multiplies and adds vectors of two registers in three cycles.
+_VECTORS_ADDED, _ADDING_CYCLES = 2, 3.0
+
+
+def _is_thin(shape: Shape, element_bytes: int) -> bool:
+    return shape.groups > 1 and _channels(shape) * element_bytes < _VECTOR_BYTES
+
+
+def _plan_thin_groups(machine: Machine, shape: Shape, element_bytes: int) -> Product:
+    """Return the cost of groups of fewer channels than a vector has; all tiles do the same."""
+    width = _VECTOR_BYTES // element_bytes
+    if shape.is_weight_gradient:
+        macs = shape.groups * shape.rows * shape.columns * shape.depth * shape.kernel
+        compute = _ADDING_CYCLES * math.ceil(macs / (width * _VECTORS_ADDED * machine.tiles))
+        received = (shape.rows + shape.columns) * shape.depth
+    else:
+        shape = _together(shape, width // _channels(shape))
+        each = _POSITION_CYCLES + shape.columns * (_DOT_CYCLES + shape.depth / width)
+        compute = each * math.ceil(shape.groups * shape.rows * shape.kernel / machine.tiles)
+        received = shape.rows * shape.depth
+    tile_bytes = math.ceil(shape.groups * received / machine.tiles) * element_bytes
+    return Product(compute + tile_bytes / (machine.exchange_bytes_per_cycle * machine.exchange_efficiency), tile_bytes)
 
 
 @functools.lru_cache(maxsize=50_000)
@@ -242,6 +279,9 @@ def plan_product(machine: Machine, shape: Shape, element_bytes: int, partials_by
         partials_bytes: Size of partial sums.
         proportion: Share of a tile's memory for temporaries.
     """
+    if _is_thin(shape, element_bytes):
+        return _plan_thin_groups(machine, shape, element_bytes)
+    shape = _merged(shape)
     limit = proportion * machine.tile_bytes
     best: Optional[Product] = None
     for group_parts in sorted({1, min(shape.groups, machine.tiles)}):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Tuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 from ipurun.estimate.costs import OpCost, costs_by_ipu
 from ipurun.estimate.machine import Machine
@@ -22,15 +22,17 @@ def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, 
     shares = parameter_shares(traced, layout, settings)
     streaming = _streaming(traced, shares, layout, settings, machine)
     ipus = _ipu_times(stages, received, streaming, layout, settings, machine)
-    cycle, cycles, bubble = _cycles(ipus, layout, settings)
+    work = _work(stages, ipus, layout)
+    schedule = _schedule(work, layout, settings)
     machines = machine.machines(layout.num_ipus * settings.replicas)
     # Every cycle brings in data, and all IPUs wait for its announcement.
-    cycle += machine.transfer_seconds + _reading(traced, layout, settings, machine)
+    waiting = machine.transfer_seconds + _reading(traced, layout, settings, machine)
     # A synchronisation passes from machine to machine, and every replica waits for it.
-    cycle *= 1 + machine.machine_loss * (machines - 1)
-    compute = cycle * cycles
+    loss = 1 + machine.machine_loss * (machines - 1)
+    cycle = (schedule.cycle + waiting) * loss
+    compute = (schedule.seconds + schedule.cycles * waiting) * loss
     all_reduce = _all_reduce(shares, layout, settings, machine)
-    update = _update(shares, settings, machine)
+    update = _update(shares, layout, settings, machine)
     host = machine.host_call_seconds / settings.device_iterations
     batches = settings.gradient_accumulation if settings.training else 1
     input_bytes = traced.input_bytes * batches * settings.replicas
@@ -50,8 +52,8 @@ def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, 
         ipus=ipus,
         stages=tuple((forward, recompute + backward) for forward, recompute, backward in stages),
         cycle=cycle,
-        cycles=cycles,
-        bubble=bubble,
+        cycles=schedule.cycles,
+        bubble=schedule.bubble,
         compute=compute,
         all_reduce=all_reduce,
         update=update,
@@ -156,18 +158,72 @@ def _reading(traced: TracedModel, layout: StageLayout, settings: Settings, machi
     return traced.input_bytes * readers / machine.streaming_bytes_per_second
 
 
-def _cycles(ipus: Tuple[IpuTime, ...], layout: StageLayout, settings: Settings) -> Tuple[float, int, float]:
-    """Return the length of a cycle, the cycles of one update, and the share that fills and drains the pipeline."""
+def _work(
+    stages: Sequence[Tuple[float, float, float]], ipus: Sequence[IpuTime], layout: StageLayout
+) -> List[Tuple[float, float]]:
+    """Return (forward, backward) seconds of each stage, with its IPU's transfers divided among what the IPU does."""
+    shared = [time.links + time.streaming for time in ipus]
+    counts = [layout.ipu_of_stage.count(ipu) for ipu in range(layout.num_ipus)]
+    work = []
+    for (forward, recompute, backward), ipu in zip(stages, layout.ipu_of_stage):
+        moving = shared[ipu] / counts[ipu] / 2
+        work.append((forward + moving, recompute + backward + moving))
+    return work
+
+
+class _Schedule(NamedTuple):
+    """Cycles of one update (in inference: of one batch).
+
+    Args:
+        cycle: Seconds of a cycle in which every stage has work.
+        cycles: Number of cycles.
+        seconds: Seconds of all of them: one that fills or drains the pipeline lasts as long as its longest work.
+        bubble: Share of cycles that fill and drain.
+    """
+
+    cycle: float
+    cycles: int
+    seconds: float
+    bubble: float
+
+
+def _schedule(work: Sequence[Tuple[float, float]], layout: StageLayout, settings: Settings) -> _Schedule:
     micro_batches = settings.micro_batches
+    totals = [0.0] * layout.num_ipus
+    for (forward, backward), ipu in zip(work, layout.ipu_of_stage):
+        totals[ipu] += forward + backward
     if settings.strategy != "pipelined" or layout.num_stages == 1:
-        return sum(time.total for time in ipus), micro_batches if settings.training else 1, 0.0
-    longest = max(time.total for time in ipus)
-    passes = 2 if settings.training else 1
-    extra = passes * (layout.num_stages - 1)
-    cycles = micro_batches + extra
+        cycles = micro_batches if settings.training else 1
+        return _Schedule(sum(totals), cycles, sum(totals) * cycles, 0.0)
+    longest, last = max(totals), layout.num_stages - 1
     if not settings.training:  # the pipeline is filled once for all batches of a host call
-        return longest * cycles / micro_batches, 1, extra / cycles
-    return longest, cycles, extra / cycles
+        each = longest * (micro_batches + last) / micro_batches
+        return _Schedule(each, 1, each, last / (micro_batches + last))
+    # Forward work of stage i begins in cycle i and backward work in cycle 2 (S - 1) - i. Draining mirrors this.
+    forward = [seconds for seconds, _ in work]
+    backward = [seconds for _, seconds in work]
+    ends = _filling(forward, backward, layout) + _filling(backward, forward, layout)
+    extra = 2 * last
+    cycles = micro_batches + extra
+    if micro_batches >= extra:
+        seconds = ends + (micro_batches - extra) * longest
+    else:  # it drains before it was full
+        seconds = ends * cycles / (2 * extra)
+    return _Schedule(longest, cycles, seconds, extra / cycles)
+
+
+def _filling(first: Sequence[float], second: Sequence[float], layout: StageLayout) -> float:
+    """Return the seconds of the cycles until every stage does its `first` and its `second` work."""
+    last = layout.num_stages - 1
+    busy = [0.0] * layout.num_ipus
+    longest = seconds = 0.0
+    for cycle in range(2 * last):
+        stage = min(cycle, 2 * last - cycle)
+        ipu = layout.ipu_of_stage[stage]
+        busy[ipu] += (first[stage] if cycle <= last else 0.0) + (second[stage] if cycle >= last else 0.0)
+        longest = max(longest, busy[ipu])
+        seconds += longest
+    return seconds
 
 
 def _all_reduce(shares: List[ParameterShare], layout: StageLayout, settings: Settings, machine: Machine) -> float:
@@ -208,7 +264,9 @@ def compile_class(traced: TracedModel, layout: StageLayout, settings: Settings) 
     return next((text for most, text in _COMPILE_CLASSES if seconds < most), "half an hour or more")
 
 
-def _update(shares: List[ParameterShare], settings: Settings, machine: Machine) -> float:
+def _update(
+    shares: List[ParameterShare], layout: StageLayout, settings: Settings, machine: Machine
+) -> float:
     """Return the seconds of the optimizer: arithmetic on chip, and transfers of its state."""
     if not settings.training:
         return 0.0
@@ -216,6 +274,16 @@ def _update(shares: List[ParameterShare], settings: Settings, machine: Machine) 
     vector = machine.vector_bytes_per_cycle * machine.tiles * machine.clock_hz
     # State, accumulator and weight are read and written.
     seconds = 2 * largest * (settings.state_bytes + settings.gradient_bytes + settings.compute_bytes) / vector
-    per_ipu = machine.streaming_bytes_per_second / machine.ipus_per_machine
-    streams = max(share.streamed / per_ipu + share.transfers * machine.transfer_seconds for share in shares)
-    return seconds + streams
+    moved = _of_a_machine([share.streamed for share in shares], layout, settings, machine)
+    begun = max(share.transfers for share in shares) * machine.transfer_seconds
+    return seconds + moved / machine.streaming_bytes_per_second + begun
+
+
+def _of_a_machine(
+    amounts: Sequence[float], layout: StageLayout, settings: Settings, machine: Machine
+) -> float:
+    """Return the sum over the IPUs that share a machine, of the machine with most."""
+    size = machine.ipus_per_machine
+    if layout.num_ipus >= size:
+        return max(sum(amounts[first : first + size]) for first in range(0, layout.num_ipus, size))
+    return sum(amounts) * min(settings.replicas, size // layout.num_ipus)
