@@ -32,6 +32,7 @@ class Machine:
     op_cycles: float = 4000.0
     link_bytes_per_second: float = 64e9
     all_reduce_bytes_per_second: float = 40e9
+    all_reduce_step_seconds: float = 16e-6
     streaming_bytes_per_second: float = 17.6e9
     transfer_seconds: float = 69e-6
     host_bytes_per_second: float = 8e9
@@ -39,7 +40,6 @@ class Machine:
     host_samples_per_second: float = 0.0
     ipus_per_domain: int = 64
     gateway_bytes_per_second: float = 25e9
-    machine_loss: float = 0.008
     code_bytes_per_tile: float = 16_600.0
     code_bytes_per_op: float = 150.0
     code_bytes_per_call: float = 42.0

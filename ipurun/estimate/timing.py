@@ -27,10 +27,7 @@ def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, 
     machines = machine.machines(layout.num_ipus * settings.replicas)
     # Every cycle brings in data, and all IPUs wait for its announcement.
     waiting = machine.transfer_seconds + _reading(traced, layout, settings, machine)
-    # A synchronisation passes from machine to machine, and every replica waits for it.
-    loss = 1 + machine.machine_loss * (machines - 1)
-    cycle = (schedule.cycle + waiting) * loss
-    compute = (schedule.seconds + schedule.cycles * waiting) * loss
+    compute = schedule.seconds + schedule.cycles * waiting
     all_reduce = _all_reduce(shares, layout, settings, machine)
     update = _update(shares, layout, settings, machine)
     host = machine.host_call_seconds / settings.device_iterations
@@ -51,7 +48,7 @@ def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, 
     return TimeEstimate(
         ipus=ipus,
         stages=tuple((forward, recompute + backward) for forward, recompute, backward in stages),
-        cycle=cycle,
+        cycle=schedule.cycle + waiting,
         cycles=schedule.cycles,
         bubble=schedule.bubble,
         compute=compute,
@@ -229,13 +226,15 @@ def _filling(first: Sequence[float], second: Sequence[float], layout: StageLayou
 def _all_reduce(shares: List[ParameterShare], layout: StageLayout, settings: Settings, machine: Machine) -> float:
     """Return the seconds to sum gradients over replicas: corresponding IPUs do so at the same time.
 
-    Replicas of an IPU-Link domain first sum theirs, so that each has a part; parts are summed over the gateways.
+    They form a ring, around which parts of the sum pass twice; every step takes a synchronisation. Replicas of an
+    IPU-Link domain first sum theirs, so that each has a part; parts are summed over the gateways.
     """
     if not settings.training or settings.replicas < 2:
         return 0.0
     part = 2 * (settings.replicas - 1) / settings.replicas
     largest = max(share.trained for share in shares) * max(settings.gradient_bytes, settings.compute_bytes)
     seconds = part * largest / machine.all_reduce_bytes_per_second
+    seconds += 2 * (settings.replicas - 1) * machine.all_reduce_step_seconds
     domains = machine.domains(layout.num_ipus * settings.replicas)
     if domains > 1:
         own = largest / max(1, settings.replicas // domains)

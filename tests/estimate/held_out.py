@@ -24,8 +24,8 @@ PUBLISHED = Path(__file__).with_name("published.json")
 _RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}
 _HEADS = {"bert": "predictions.decoder", "gpt": "lm_head"}
 _BITS_OF_HALF = 16
-# The EfficientNet of the tests uses the data, loss and metrics of a recipe.
-_RECIPES = {"efficientnet": "resnet"}
+# Models of the tests use the data, loss and metrics of a recipe.
+_RECIPES = {"efficientnet": "resnet", "resnext": "resnet"}
 Row = Dict[str, Any]
 
 
@@ -129,6 +129,10 @@ def _model_words(model: Row) -> List[str]:
     kind = model["kind"]
     if kind == "resnet":
         return [f"model=resnet{model['depth']}", f"model.norm={model['norm']}", f"model.image_size={model['image']}"]
+    if kind == "resnext":
+        own = {"depth": model["depth"], "image_size": model["image"], "num_classes": model["classes"]}
+        target = ["model._target_=held_out_models.ResNeXt", "~model.norm", "~model.width"]
+        return ["model=resnet50", *target, *(f"++model.{key}={own[key]}" for key in own)]
     if kind == "efficientnet":
         own = {**model, "image_size": model["image"], "num_classes": model["classes"]}
         keys = ("image_size", "num_classes", "width", "depth", "expansion", "group", "norm_groups")

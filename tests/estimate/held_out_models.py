@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["EfficientNet"]
+from ipurun.recipes.resnet.model import Bottleneck, ResNet
+
+__all__ = ["EfficientNet", "ResNeXt"]
 
 _STEM = 32
 _FEATURES = 1280
@@ -106,3 +108,27 @@ def _rounded(channels: float) -> int:
     """Round to a multiple of eight that is not much smaller."""
     found = max(8, int(channels + 4) // 8 * 8)
     return found + 8 if found < 0.9 * channels else found
+
+
+class ResNeXt(ResNet):
+    """A ResNet of bottlenecks twice as wide, whose 3 x 3 convolutions have groups ("32x4d").
+
+    Args:
+        depth: Number of layers: 50 or 101.
+        image_size: Height and width of the pictures.
+        in_channels: Colours of the pictures.
+        num_classes: Number of classes.
+        groups: Groups of a 3 x 3 convolution.
+    """
+
+    def __init__(
+        self, depth: int, image_size: int, in_channels: int = 3, num_classes: int = 1000, groups: int = 32
+    ) -> None:
+        super().__init__(depth, image_size, in_channels, num_classes)
+        for block in self.modules():
+            if isinstance(block, Bottleneck):
+                narrow, wide = block.conv1, 2 * block.conv1.out_channels
+                block.conv1 = nn.Conv2d(narrow.in_channels, wide, 1, bias=False)
+                block.bn1, block.bn2 = nn.BatchNorm2d(wide), nn.BatchNorm2d(wide)
+                block.conv2 = nn.Conv2d(wide, wide, 3, block.conv2.stride, 1, groups=groups, bias=False)
+                block.conv3 = nn.Conv2d(wide, block.conv3.out_channels, 1, bias=False)
