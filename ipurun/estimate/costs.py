@@ -18,6 +18,7 @@ __all__ = [
     "backward_shapes",
     "costs_by_ipu",
     "forward_shape",
+    "has_thin_groups",
     "op_costs",
     "parts_of_module",
     "plan_product",
@@ -243,6 +244,11 @@ _VECTOR_BYTES = 8
 _POSITION_CYCLES, _DOT_CYCLES = 7.0, 6.0
 # For the gradient of such a weight it multiplies and adds vectors of two registers in three cycles.
 _VECTORS_ADDED, _ADDING_CYCLES = 2, 3.0
+
+
+def has_thin_groups(op: TracedOp) -> bool:
+    """Return whether an operation is a convolution whose groups have fewer channels than a vector."""
+    return bool(op.dims) and op.kind == "conv" and _is_thin(forward_shape(op.dims), op.element_bytes)
 
 
 def _is_thin(shape: Shape, element_bytes: int) -> bool:

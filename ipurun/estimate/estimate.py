@@ -71,7 +71,7 @@ def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
                 "pipeline",
                 f"{layout.num_stages} forward stages on {layout.num_ipus} IPUs run in step, at the pace of the IPU "
                 "with the most work; filling and draining take two cycles per additional stage in training, one in "
-                "inference.",
+                "inference, each as long as the work that there is.",
             )
         )
     found += _about_host(machine, settings)
@@ -138,14 +138,12 @@ def _about_training(model: EstimatedModel) -> List[Tuple[str, str]]:
             f"The four IPUs of a machine share {rate:g} GB/s of streaming memory; updates do not overlap with compute."
         )
         found.append(("optimizer", text))
-    machines = machine.machines(model.num_ipus)
     if settings.replicas > 1:
         found.append(
             (
                 "replicas",
-                f"Gradients are summed at {machine.all_reduce_bytes_per_second / 1e9:g} GB/s per IPU; synchronising "
-                f"{machines} machine{'s' if machines > 1 else ''} makes a cycle "
-                f"{machine.machine_loss * (machines - 1):.0%} longer.",
+                f"Gradients are summed at {machine.all_reduce_bytes_per_second / 1e9:g} GB/s per IPU, in "
+                f"{2 * (settings.replicas - 1)} steps of {machine.all_reduce_step_seconds * 1e6:g} µs.",
             )
         )
     return found

@@ -186,7 +186,8 @@ def _estimated(
     config, plan = planned.config, planned.plan
     traced = traced or _trace(config, planned.inspected, plan, training=training)
     machine, workers = machine_of(config), config.loader.workers
-    loaded = machine.host_samples_per_second * max(1, workers) or None
+    # Each instance has its own workers.
+    loaded = machine.host_samples_per_second * max(1, workers) * plan.instances.count or None
     settings = settings_of(plan, training=training, host_samples_per_second=loaded, workers=workers)
     layout = layout_of_plan(traced, plan, training=training)
     return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))

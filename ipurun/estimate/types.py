@@ -263,6 +263,7 @@ class TimeEstimate:
         bubble: Share of cycles that fill and drain the pipeline.
         compute: All cycles of one update.
         all_reduce: Gradients over the replicas.
+        gateways: The part of it between IPU-Link domains.
         update: Optimizer, with its traffic to streaming memory.
         host: Overhead of host calls that is not overlapped, per update.
         host_input: Time the host connection and the workers need for the data of one update; it overlaps with compute.
@@ -294,6 +295,7 @@ class TimeEstimate:
     host_bytes_per_second: float
     loading: float = 0.0
     error: float = 1.5
+    gateways: float = 0.0
 
     @property
     def range(self) -> Tuple[float, float]:

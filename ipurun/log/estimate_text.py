@@ -105,7 +105,18 @@ def _rows(model: EstimatedModel) -> List[Tuple[str, str]]:
         ("", f"bubble {timeline.bubble:.0%}; IPUs idle {timeline.idle:.0%} of the time, waiting included (estimate)"),
         ("host I/O", _host_text(model)),
         ("links", f"{_mib_text(time.link_bytes)} between IPUs per micro-batch (estimate)"),
+        *_domains_rows(model),
     ]
+
+
+def _domains_rows(model: EstimatedModel) -> List[Tuple[str, str]]:
+    """Tell how gradients are summed over more IPUs than IPU-Links connect."""
+    machine, time = model.machine, model.estimate.time
+    domains = machine.domains(model.num_ipus)
+    if domains == 1 or not model.settings.training:
+        return []
+    text = f"{domains} domains of {machine.ipus_per_domain} IPUs joined by IPU-Links, gateways between them: gradients"
+    return [("domains", f"{text} take {_ms(time.gateways)} of {_ms(time.all_reduce)} there (estimate)")]
 
 
 def _inference_text(model: EstimatedModel) -> str:
@@ -263,7 +274,7 @@ def _bound_text(model: EstimatedModel) -> str:
         return "not host-bound"
     if settings.host_samples_per_second is None or (not time.loading and time.device > time.host_input):
         return "host-bound"
-    per_worker = settings.host_samples_per_second / max(1, settings.workers)
+    per_worker = settings.host_samples_per_second / max(1, settings.workers)  # one of each instance
     samples = time.total * time.samples_per_second
     needed = math.ceil(samples / time.device / per_worker)
     return f"host-bound: loader.workers={needed} would load as fast as the device trains"

@@ -126,7 +126,7 @@ def _total(request: DeviceRequest, per_replica: int, found: Findings) -> int:
             )
         return _automatic_total(request, per_replica, found)
     if devices > request.most and request.purpose is Purpose.PLAN:
-        _note_several_processes(devices, found)
+        _note_several_processes(devices, request.processes, found)
     elif devices < 1 or devices > request.most:
         found.problem(
             f"`devices` must be a power of two from 1 to {request.most}"
@@ -163,7 +163,7 @@ def _automatic_total(request: DeviceRequest, per_replica: int, found: Findings) 
     if request.auto_round:
         needed = next_power_of_two(needed)
     if needed > request.most and request.purpose is Purpose.PLAN:
-        _note_several_processes(needed, found)
+        _note_several_processes(needed, request.processes, found)
     elif needed > request.most:
         found.problem(
             f"the run needs {needed} IPUs, but PopTorch attaches at most {MAX_IPUS} in one process",
@@ -185,8 +185,12 @@ def _automatic_total(request: DeviceRequest, per_replica: int, found: Findings) 
     return max(1 << (most.bit_length() - 1), needed)
 
 
-def _note_several_processes(ipus: int, found: Findings) -> None:
-    found.note(f"{ipus} IPUs can be planned but not run: PopTorch attaches {MAX_IPUS} in one process, more need PopRun")
+def _note_several_processes(ipus: int, processes: int, found: Findings) -> None:
+    with_more = f"distributed.instances={-(-ipus // MAX_IPUS)}" + ("" if processes > 1 else " distributed=poprun")
+    started = f" by {processes} instances" if processes > 1 else ""
+    found.note(
+        f"{ipus} IPUs can be planned but not run{started}: PopTorch attaches {MAX_IPUS} in one process; {with_more}"
+    )
 
 
 def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], found: Findings) -> Instances:

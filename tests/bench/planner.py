@@ -12,11 +12,24 @@ from typing import Dict, List, Sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "estimate"))
 
-from held_out import Planned, all_planned, pairs_of_pods, plan, rank_correlation
+from held_out import Planned, all_planned, pairs_of_pods, placed, plan, rank_correlation
+from published_runs import bert_base, gpt2_small, resnet50
 
-from ipurun.estimate.types import Verdict
+from ipurun.config.compose import one
+from ipurun.estimate.stages import single_ipu
+from ipurun.estimate.timing import class_of_seconds, compile_seconds
+from ipurun.estimate.types import Settings, Verdict
+from ipurun.inspect.trace import trace_model
 
 FACTOR = 1.5
+# Seconds of published cold compiles. Of BERT-large (PopART, 8 IPUs), the cold start less the mean of the warm ones.
+COMPILED = {
+    "small CNN, 1 IPU": (23, 39),
+    "ResNet-50": (377, 430),
+    "BERT-base": (501, 501),
+    "BERT-large, 8 IPUs": (1180, 1423),
+    "GPT-2 small": (1684, 1684),
+}
 
 
 def main() -> None:
@@ -35,10 +48,11 @@ def main() -> None:
     speeds = [item.estimate.time.samples_per_second for item in compared]
     print(f"rank correlation       {rank_correlation([item.published for item in compared], speeds):.3f}")
     _print_range("Bow over GC200", [_chips(item) for item in compared])
+    _print_compile_times()
     scaling = pairs_of_pods(found)
-    print("\nPod16 to Pod64         published  estimated")
+    print("\nfour times the IPUs             published  estimated")
     for name, (published, estimated) in scaling.items():
-        print(f"  {name:<20} {published:9.2f} {estimated:10.2f}")
+        print(f"  {name:<30} {published:8.2f} {estimated:10.2f}")
 
 
 def _line(item: Planned) -> str:
@@ -66,6 +80,21 @@ def _print_families(found: Sequence[Planned], compared: Sequence[Planned]) -> No
         print(f"  {family:<12} {len(right):>6} of {len(own):<4} {tight:>11} {bar:>20.2f} {covered:>15}")
     within = sum(_error(item) <= item.estimate.time.error for item in compared)
     print(f"within the error bar that is shown: {within} of {len(compared)}\n")
+
+
+def _print_compile_times() -> None:
+    traced = trace_model(one(["+recipe=fashion_mnist", "micro_batch_size=16"]).config)
+    models = {
+        "small CNN, 1 IPU": (traced, single_ipu(traced), Settings(micro_batch_size=16)),
+        "BERT-large, 8 IPUs": placed("bert.squad_large_384"),
+    }
+    fitted = {"ResNet-50": resnet50(), "BERT-base": bert_base(), "GPT-2 small": gpt2_small(64, 1.0)}
+    models.update({name: (row.traced, row.layout, row.settings) for name, row in fitted.items()})
+    print("\ncompile                   published  estimated  classes")
+    for name, (low, high) in COMPILED.items():
+        seconds = compile_seconds(*models[name])
+        classes = " | ".join(dict.fromkeys(class_of_seconds(value) for value in (low, high, seconds)))
+        print(f"  {name:<20} {low:>7}-{high:<6} {seconds:8.0f} s  {classes}")
 
 
 def _error(item: Planned) -> float:

@@ -68,7 +68,7 @@ def rows() -> List[Row]:
 def plan(row: Row, chip: Optional[str] = None) -> Planned:
     """Plan a row, by default on the chip that was measured, or else on a GC200."""
     measured = row.get("measured", {})
-    traced, layout, settings = _placed(row["id"])
+    traced, layout, settings = placed(row["id"])
     found = estimate(traced, layout, settings, machine(chip or measured.get("chip", "GC200")))
     published = measured.get("samples_per_second", math.nan)
     return Planned(row, found, found.time.samples_per_second / published)
@@ -81,7 +81,8 @@ def machine(chip: str) -> Machine:
 
 
 @functools.lru_cache(maxsize=None)
-def _placed(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
+def placed(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
+    """Return the traced model of a row, its stages, and how it runs."""
     row = next(row for row in rows() if row["id"] == name)
     prepared = prepare(one(overrides_of(row["model"], row["run"])), Purpose.PLAN)
     traced = _trace(prepared, row["run"])
@@ -95,7 +96,7 @@ def overrides_of(model: Row, run: Row) -> List[str]:
     samples = run["micro_batch"] * run["accumulation"] * run["replicas"] * run["device_iterations"]
     words = [
         f"+recipe={_RECIPES.get(kind, kind)}",
-        *_model_words(model),
+        *model_words(model),
         *_optimizer_words(run),
         f"micro_batch_size={run['micro_batch']}",
         f"gradient_accumulation={run['accumulation']}",
@@ -125,7 +126,8 @@ def overrides_of(model: Row, run: Row) -> List[str]:
     return words
 
 
-def _model_words(model: Row) -> List[str]:
+def model_words(model: Row) -> List[str]:
+    """Return the overrides that describe the model of a row."""
     kind = model["kind"]
     if kind == "resnet":
         return [f"model=resnet{model['depth']}", f"model.norm={model['norm']}", f"model.image_size={model['image']}"]
@@ -180,14 +182,15 @@ def all_planned() -> Tuple[Planned, ...]:
 
 
 def pairs_of_pods(found: Sequence[Planned]) -> Dict[str, Tuple[float, float]]:
-    """Return for each run on a Pod16 the speed-up on a Pod64, published and estimated."""
+    """Return for each run on a Pod64 or Pod256 how much faster it is than on a quarter, published and estimated."""
     by_id = {item.row["id"]: item for item in found}
     pairs = {}
     for name, large in by_id.items():
-        small = by_id.get(name[: -len("_pod64")]) if name.endswith("_pod64") else None
+        quarter = name.replace("_pod256", "_pod64") if name.endswith("_pod256") else name.replace("_pod64", "")
+        small = by_id.get(quarter) if quarter != name else None
         if small is not None and small.is_compared and large.is_compared:
             speeds = [item.estimate.time.samples_per_second for item in (large, small)]
-            pairs[small.row["id"]] = (large.published / small.published, speeds[0] / speeds[1])
+            pairs[name] = (large.published / small.published, speeds[0] / speeds[1])
     return pairs
 
 

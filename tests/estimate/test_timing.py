@@ -76,12 +76,22 @@ def test_less_memory_takes_more_time() -> None:
     assert cramped.tile_bytes <= 0.1 * MACHINE.tile_bytes < roomy.tile_bytes <= 0.6 * MACHINE.tile_bytes
 
 
-def test_a_depthwise_convolution_wastes_most_of_the_unit() -> None:
-    # 64 channels, 3 x 3, on 16 pictures of 28 x 28: a 64th of the full convolution's work.
+def test_a_depthwise_convolution_takes_longer_than_one_with_groups_that_fill_a_block() -> None:
+    """64 channels, 3 x 3, on 16 pictures of 28 x 28: a sixteenth of the work, but by vector instructions."""
     rows = 16 * 28 * 28
-    full = plan_product(MACHINE, forward_shape((1, rows, 64, 64, 9)), 2, 2, 0.6)
-    thin = plan_product(MACHINE, forward_shape((64, rows, 1, 1, 9)), 2, 2, 0.6)
-    assert full.cycles / 64 < thin.cycles < full.cycles
+    grouped = plan_product(MACHINE, forward_shape((4, rows, 16, 16, 9)), 2, 2, 0.6)
+    depthwise = plan_product(MACHINE, forward_shape((64, rows, 1, 1, 9)), 2, 2, 0.6)
+    four_at_a_time = -(-16 * rows * 9 // 1472) * (7 + 4 * (6 + 1))
+    assert depthwise.cycles > 2 * grouped.cycles
+    assert depthwise.cycles == pytest.approx(four_at_a_time, rel=0.05)
+
+
+def test_groups_of_a_vector_are_merged_for_the_matrix_unit() -> None:
+    rows = 16 * 28 * 28
+    narrow, full = (
+        plan_product(MACHINE, forward_shape((*dims, 9)), 2, 2, 0.6) for dims in ((16, rows, 4, 4), (4, rows, 16, 16))
+    )
+    assert narrow == full
 
 
 def test_backward_of_a_product_is_two_products_of_the_same_size() -> None:
@@ -99,7 +109,19 @@ def test_a_pipeline_fills_and_drains() -> None:
     time = time_of(4, [1, 2, 3], gradient_accumulation=16)
     assert time.cycles == 16 + 2 * 3
     assert time.bubble == pytest.approx(6 / 22)
-    assert time.compute == pytest.approx(22 * time.cycle)
+    # Three cycles of forward work alone and three of both fill it; three of both and three of backward work drain it.
+    waiting = MACHINE.transfer_seconds + chain(4).input_bytes / MACHINE.streaming_bytes_per_second
+    forward, backward = time.ipus[0].forward, time.ipus[0].backward
+    links = time.ipus[1].links / 2  # the first stage receives nothing
+    assert time.compute < 22 * time.cycle
+    assert time.compute == pytest.approx(
+        10 * time.cycle + 12 * waiting + 3 * (forward + backward) + 6 * (forward + backward) + 15 * links, rel=0.02
+    )
+
+
+def test_a_short_pipeline_drains_before_it_was_full() -> None:
+    seconds = [time_of(4, [1, 2, 3], gradient_accumulation=number).compute for number in (1, 5, 6, 7)]
+    assert seconds == sorted(seconds)
 
 
 def test_the_busiest_ipu_limits_the_pipeline() -> None:
@@ -135,9 +157,13 @@ def test_state_off_chip_goes_through_the_memory_that_four_ipus_share() -> None:
     settings = {"gradient_accumulation": 8, "state_bytes": 8.0, "state_tensors": 2}
     on_chip = time_of(2, [], **settings)
     off_chip = time_of(2, [], state_on_chip=False, **settings)
-    moved = 2 * 2 * 400 * 8 / (MACHINE.streaming_bytes_per_second / 4)
+    moved = 2 * 2 * 400 * 8 / MACHINE.streaming_bytes_per_second
     begun = 2 * 2 * 2 * MACHINE.transfer_seconds  # parameters, state tensors, directions
     assert off_chip.update - on_chip.update == pytest.approx(moved + begun)
+    # The two IPUs of a replica share it and wait for each other; so do the two replicas on a machine share it.
+    split = time_of(2, [1], state_on_chip=False, replicas=2, **settings).update
+    split -= time_of(2, [1], replicas=2, **settings).update
+    assert split == pytest.approx(2 * moved + begun)
 
 
 def test_weights_off_chip_are_read_for_every_micro_batch() -> None:
@@ -186,10 +212,13 @@ def test_a_micro_batch_is_read_while_tiles_wait_unless_some_are_set_aside() -> N
     assert cycle(io_tiles=32) == pytest.approx(MACHINE.transfer_seconds)
 
 
-def test_each_further_machine_makes_a_cycle_longer() -> None:
-    one, four, sixteen = (time_of(2, [], replicas=replicas).cycle for replicas in (4, 16, 64))
-    assert four / one == pytest.approx(1 + 3 * MACHINE.machine_loss)
-    assert sixteen / one == pytest.approx(1 + 15 * MACHINE.machine_loss)
+def test_each_further_machine_makes_a_cycle_longer_by_a_measured_share() -> None:
+    traced, slow = chain(2), dataclasses.replace(MACHINE, machine_loss=0.01)
+    one, four, sixteen = (
+        estimate_time(traced, single_ipu(traced), Settings(replicas=replicas), slow).cycle for replicas in (4, 16, 64)
+    )
+    assert four / one == pytest.approx(1 + 3 * 0.01)
+    assert sixteen / one == pytest.approx(1 + 15 * 0.01)
 
 
 def test_a_dropout_is_one_operation_and_a_permutation_none() -> None:
@@ -240,7 +269,9 @@ def test_gradients_of_several_domains_also_pass_the_gateways() -> None:
     one_domain = time_of(2, [], gradient_accumulation=8, replicas=64).all_reduce
     four = time_of(2, [], gradient_accumulation=8, replicas=256).all_reduce
     gateways = 2 * (3 / 4) * (800 * 4 / 64) / (MACHINE.gateway_bytes_per_second / 4)  # 800 values in 64 parts
-    assert four - one_domain * (2 * 255 / 256) / (2 * 63 / 64) == pytest.approx(gateways)
+    steps = MACHINE.all_reduce_step_seconds
+    links = (one_domain - 2 * 63 * steps) * (2 * 255 / 256) / (2 * 63 / 64)
+    assert four == pytest.approx(links + 2 * 255 * steps + gateways)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +288,8 @@ def test_thin_groups_widen_the_range_of_the_throughput() -> None:
     depthwise = dataclasses.replace(traced.ops[1], kind="conv", dims=(512, 3136, 1, 1, 9), signature="depthwise")
     mobile = dataclasses.replace(traced, ops=(traced.ops[0], depthwise))
     plain, thin = (estimate_time(each, single_ipu(each), Settings(), MACHINE) for each in (traced, mobile))
-    assert (plain.error, thin.error) == (1.5, 4.0)
-    assert thin.range == (thin.samples_per_second / 4, thin.samples_per_second * 4)
+    assert (plain.error, thin.error) == (1.5, 2.0)
+    assert thin.range == (thin.samples_per_second / 2, thin.samples_per_second * 2)
 
 
 def test_a_slow_host_limits_throughput() -> None:
@@ -266,7 +297,7 @@ def test_a_slow_host_limits_throughput() -> None:
     slow = time_of(2, [], gradient_accumulation=1000, host_samples_per_second=100.0)
     assert not fast.host_bound
     assert slow.host_bound
-    assert slow.samples_per_second == pytest.approx(100, rel=0.01)
+    assert slow.samples_per_second == pytest.approx(100, rel=0.02)
 
 
 def test_inference_has_no_backward_pass_and_no_update() -> None:
@@ -296,7 +327,7 @@ def test_assumptions_follow_the_settings() -> None:
     text = " ".join(text for _, text in found)
     assert "estimate" in text
     assert "2 forward stages on 2 IPUs" in text
-    assert "1 machine makes a cycle 0% longer" in text
+    assert "in 2 steps of 16 µs" in text
     assert "All tiles wait while a micro-batch is read" in text
     assert "of the matrix unit's 16 multiply-adds" in text  # in single precision
     alone = _assumptions(traced, single_ipu(traced), Settings())

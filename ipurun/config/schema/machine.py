@@ -30,28 +30,31 @@ class MachineConfig:
     ipus_per_machine: int = option(4, "IPUs per machine.", minimum=1)
     streaming_bytes_per_machine: float = option(256e9, "Streaming memory per machine, in bytes.", positive=True)
     product_efficiency: float = option(
-        0.76, "Share of its peak rate that the matrix unit reaches while multiplying.", positive=True
+        0.75, "Share of its peak rate that the matrix unit reaches while multiplying.", positive=True
     )
     block_load_cycles: float = option(48.0, "Cycles to load one block of weights into the matrix unit.", minimum=0)
-    exchange_efficiency: float = option(0.52, "Share of its peak rate that the exchange reaches.", positive=True)
+    exchange_efficiency: float = option(0.49, "Share of its peak rate that the exchange reaches.", positive=True)
     vector_bytes_per_cycle: float = option(
-        7.8, "Bytes that a tile reads and writes per cycle, outside the matrix unit.", positive=True
+        7.6, "Bytes that a tile reads and writes per cycle, outside the matrix unit.", positive=True
     )
-    op_cycles: float = option(4000.0, "Cycles to start and end an operation.", minimum=0)
+    op_cycles: float = option(3420.0, "Cycles to start and end an operation.", minimum=0)
     link_bytes_per_second: float = option(
         64e9, "Bandwidth between two IPUs of a replica, in bytes per second.", positive=True
     )
     all_reduce_bytes_per_second: float = option(
         40e9, "Bandwidth of gradient all-reduce, in bytes per second and IPU.", positive=True
     )
-    streaming_bytes_per_second: float = option(
-        17.6e9, "Bandwidth of streaming memory per machine, in bytes per second.", positive=True
+    all_reduce_step_seconds: float = option(
+        16e-6, "Latency of each of the 2 (R - 1) steps of a sum over R replicas, in seconds.", minimum=0
     )
-    transfer_seconds: float = option(69e-6, "Latency of one transfer from outside the IPU, in seconds.", minimum=0)
+    streaming_bytes_per_second: float = option(
+        17.5e9, "Bandwidth of streaming memory per machine, in bytes per second.", positive=True
+    )
+    transfer_seconds: float = option(51e-6, "Latency of one transfer from outside the IPU, in seconds.", minimum=0)
     host_bytes_per_second: float = option(
         8e9, "Bandwidth from the host to a machine, in bytes per second.", positive=True
     )
-    host_call_seconds: float = option(3.7e-3, "Overhead of one host call, in seconds.", minimum=0)
+    host_call_seconds: float = option(3e-3, "Overhead of one host call, in seconds.", minimum=0)
     host_samples_per_second: float = option(
         0.0, "Samples that one worker loads per second, as `ipurun bench` measures them; 0: any number.", minimum=0
     )
@@ -60,7 +63,7 @@ class MachineConfig:
         25e9, "Bandwidth of a machine to another domain, in bytes per second.", positive=True
     )
     machine_loss: float = option(
-        0.008, "Share by which each machine beyond the first lengthens a pipeline cycle.", minimum=0
+        0.0, "Share by which each machine beyond the first lengthens a pipeline cycle, if measured.", minimum=0
     )
     code_bytes_per_tile: float = option(16600.0, "Code on every tile that all programs have, in bytes.", minimum=0)
     code_bytes_per_op: float = option(
