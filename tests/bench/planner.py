@@ -1,4 +1,4 @@
-"""Accuracy of estimates for published runs that no constant was fitted to. Run it with ``make bench-planner``.
+"""Accuracy of estimates for published runs, fitted to and not. Run it with ``make bench-planner``.
 
 Every row of tests/estimate/published.json is planned as `ipurun plan` does; it takes some minutes.
 """
@@ -12,12 +12,13 @@ from typing import Dict, List, Sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "estimate"))
 
-from held_out import Planned, all_planned, pairs_of_pods, placed, plan, rank_correlation
-from published_runs import bert_base, gpt2_small, resnet50
+from held_out import Planned, all_planned, machine, pairs_of_pods, placed, plan, rank_correlation
+from published_runs import bert_base, gpt2_small, measurements, resnet50
 
 from ipurun.config.compose import one
+from ipurun.estimate.calibration import leave_one_out, ratio
 from ipurun.estimate.stages import single_ipu
-from ipurun.estimate.timing import class_of_seconds, compile_seconds
+from ipurun.estimate.timing import class_of_seconds, compile_seconds, estimate_time
 from ipurun.estimate.types import Settings, Verdict
 from ipurun.inspect.trace import trace_model
 
@@ -33,6 +34,7 @@ COMPILED = {
 
 
 def main() -> None:
+    _print_fit()
     found = all_planned()
     print(f"{'run':<34} {'verdict':<13} {'fullest':>7} {'published':>10} {'estimated':>10} {'ratio':>6}")
     for item in found:
@@ -53,6 +55,31 @@ def main() -> None:
     print("\nfour times the IPUs             published  estimated")
     for name, (published, estimated) in scaling.items():
         print(f"  {name:<30} {published:8.2f} {estimated:10.2f}")
+
+
+def _print_fit() -> None:
+    """Print the runs that constants were fitted to, and the accumulation curve of one of them."""
+    own = machine("GC200")
+    left_out = leave_one_out(measurements(), own)
+    print("fitted to                          measured  estimated  ratio  left out")
+    for row in measurements():
+        found = ratio(row, own)
+        speed = row.samples_per_second
+        print(f"  {row.name:<30} {speed:10,.0f} {found * speed:10,.0f} {found:6.2f} {left_out[row.name]:8.2f}")
+    errors = {row.name: abs(math.log(left_out[row.name])) for row in measurements()}
+    families: Dict[str, List[float]] = {}
+    for row in measurements():
+        families.setdefault(row.family, []).append(errors[row.name])
+    by_family = [sum(values) / len(values) for values in families.values()]
+    overall = math.exp(sum(errors.values()) / len(errors))
+    print(f"mean error left out: {overall:.2f}, of models {math.exp(sum(by_family) / len(by_family)):.2f}")
+    speeds = {
+        number: estimate_time(row.traced, row.layout, row.settings, own).samples_per_second
+        for number in (16, 32, 64, 128, 512, 4096)
+        for row in [gpt2_small(number, 1.0)]
+    }
+    curve = ", ".join(f"{number} {speed / speeds[4096]:.2f}" for number, speed in speeds.items())
+    print(f"GPT-2 small by accumulation, of the highest: {curve}\n")
 
 
 def _line(item: Planned) -> str:
