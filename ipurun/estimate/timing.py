@@ -201,9 +201,8 @@ def _schedule(work: Sequence[Tuple[float, float]], layout: StageLayout, settings
         each = longest * (micro_batches + last) / micro_batches
         return _Schedule(each, 1, each, last / (micro_batches + last))
     # Forward work of stage i begins in cycle i and backward work in cycle 2 (S - 1) - i. Draining mirrors this.
-    forward = [seconds for seconds, _ in work]
-    backward = [seconds for _, seconds in work]
-    ends = _filling(forward, backward, layout) + _filling(backward, forward, layout)
+    mirrored = [(backward, forward) for forward, backward in work]
+    ends = _filling(work, layout) + _filling(mirrored, layout)
     extra = 2 * last
     cycles = micro_batches + extra
     if micro_batches >= extra:
@@ -213,15 +212,15 @@ def _schedule(work: Sequence[Tuple[float, float]], layout: StageLayout, settings
     return _Schedule(longest, cycles, seconds, extra / cycles)
 
 
-def _filling(first: Sequence[float], second: Sequence[float], layout: StageLayout) -> float:
-    """Return the seconds of the cycles until every stage does its `first` and its `second` work."""
+def _filling(work: Sequence[Tuple[float, float]], layout: StageLayout) -> float:
+    """Return the seconds of the cycles until every stage does its first and its second work."""
     last = layout.num_stages - 1
     busy = [0.0] * layout.num_ipus
     longest = seconds = 0.0
     for cycle in range(2 * last):
         stage = min(cycle, 2 * last - cycle)
-        ipu = layout.ipu_of_stage[stage]
-        busy[ipu] += (first[stage] if cycle <= last else 0.0) + (second[stage] if cycle >= last else 0.0)
+        ipu, (first, second) = layout.ipu_of_stage[stage], work[stage]
+        busy[ipu] += (first if cycle <= last else 0.0) + (second if cycle >= last else 0.0)
         longest = max(longest, busy[ipu])
         seconds += longest
     return seconds
