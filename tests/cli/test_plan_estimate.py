@@ -321,3 +321,31 @@ def test_a_host_bound_plan_shows_how_many_workers_are_enough(capsys: Any) -> Non
 def test_synthetic_data_plans_any_batch_size(capsys: Any) -> None:
     assert main(["plan", "+recipe=mnist", "data=synthetic", "gradient_accumulation=10000"]) == 0
     assert "to run it, set data.train_samples=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("instances", "noted"),
+    [
+        ([], "distributed.instances=4 distributed=poprun"),
+        (["distributed=poprun", "distributed.instances=2"], "by 2 instances: PopTorch attaches 64 in one process"),
+        (["distributed=poprun", "distributed.instances=4"], ""),
+    ],
+)
+def test_256_ipus_need_four_instances(
+    instances: List[str], noted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    words = ["+recipe=mnist", "data=synthetic", "data.train_samples=20000", "devices=256", *instances]
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert (noted in shown) if noted else ("planned but not run" not in shown)
+    assert "4 domains of 64 IPUs" in shown
+
+
+def test_every_instance_has_its_own_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    def needed(*instances: str) -> int:
+        words = ["+recipe=mnist", "devices=4", "device_iterations=10", "machine.host_samples_per_second=1000"]
+        assert main(["plan", *words, "loader.workers=1", *instances]) == 0
+        return int(capsys.readouterr().out.partition("host-bound: loader.workers=")[2].split()[0])
+
+    assert needed("distributed=poprun", "distributed.instances=4") == pytest.approx(needed() / 4, abs=1)

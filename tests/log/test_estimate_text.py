@@ -57,6 +57,18 @@ def toy_estimate(**changes: Any) -> PlanEstimate:
     return PlanEstimate(model, changes.pop("inference", None), Search(traced, machine), **changes)
 
 
+def test_more_ipus_than_links_connect_show_their_domains() -> None:
+    small = toy_estimate()
+    assert not any("domains" in line for line in estimate_lines(small, MISS))
+    model = small.training
+    settings = dataclasses.replace(model.settings, replicas=128)
+    found = estimate(model.traced, model.layout, settings, model.machine)
+    large = dataclasses.replace(small, training=dataclasses.replace(model, settings=settings, estimate=found))
+    (line,) = [line for line in estimate_lines(large, MISS) if "domains" in line]
+    assert "4 domains of 64 IPUs" in line
+    assert 0 < found.time.gateways < found.time.all_reduce
+
+
 def with_memory(plan_estimate: PlanEstimate, *ipus: IpuMemory) -> PlanEstimate:
     """Return the same estimate with other memory."""
     verdicts = tuple(Verdict.DOES_NOT_FIT if ipu.share > 1 else Verdict.FITS for ipu in ipus)
