@@ -514,7 +514,9 @@ class TestFoldedGraphs:
     def test_another_program_does_not_find_it(self, folder, folds, monkeypatch):
         self._train(folder)
         monkeypatch.setattr(
-            Foldable, "forward", lambda self, x, y: (x, torch.nn.functional.cross_entropy(self.second(self.first(x)), y))
+            Foldable,
+            "forward",
+            lambda self, x, y: (x, torch.nn.functional.cross_entropy(self.second(self.first(x)), y)),
         )
         self._train(folder)
         assert folds == [1, 1]
