@@ -224,6 +224,47 @@ def test_an_export_of_other_keys_or_versions_is_refused(capsys: Any) -> None:
     assert "another version" in said and "3.3.0" in said and "this is emulator of PopTorch 3.4.0" in said
 
 
+def _without_checksum(content: bytes) -> bytes:
+    """Return an export as earlier versions wrote it."""
+    first, _, rest = content.partition(b"\n")
+    return first.split()[0] + b"\n" + rest
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "seen"),
+    [
+        (lambda content: content[:-200], 2, "it was cut off or changed after it was written"),
+        (lambda content: content[:9000] + bytes([content[9000] ^ 8]) + content[9001:], 2, "cut off or changed"),
+        (lambda content: b"", 2, "is not a valid PopTorch file"),
+        (lambda content: content.replace(b"3.4.0-emulated", b"3.3.0-emulated"), 2, "cut off or changed"),
+        (
+            lambda content: content.replace(b"3.4.0-emulated", b"3.3.0-emulated", 1),
+            2,
+            "exported by PopTorch version 3.3.0",
+        ),
+        (lambda content: _without_checksum(content)[:-200], 1, "cannot be read"),
+        (
+            lambda content: _without_checksum(content).replace(b"3.4.0-emulated", b"3.3.0-emulated"),
+            1,
+            "exported by PopTorch version 3.3.0-emulated, this is 3.4.0-emulated",
+        ),
+    ],
+    ids=["truncated", "flipped", "empty", "changed", "version", "truncated, older", "version, older"],
+)
+def test_an_export_that_cannot_be_loaded_says_why_and_what_to_do(
+    capsys: Any, damage: Any, code: int, seen: str
+) -> None:
+    _said(capsys, "compile", "+recipe=mnist", "engine=cpu", "--export", "m.poptorch")
+    Path("m.poptorch.json").unlink()
+    file = Path("m.poptorch")
+    file.write_bytes(damage(file.read_bytes()))
+    assert main(["train", *WORDS, "precompiled=m.poptorch"]) == code
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("error:") == 1 and "`precompiled` cannot be loaded" in said and seen in said
+    assert "try ipurun compile with the same words and --export m.poptorch" in said
+    assert "planner" not in said
+
+
 def test_an_offline_target_leads_to_compile(capsys: Any) -> None:
     said = _said(capsys, "train", *WORDS, "options.useOfflineIpuTarget=2", code=2)
     assert "ipurun compile with the same words" in " ".join(said.split())
