@@ -51,6 +51,7 @@ _MODES = ("training", "inference")
 # part of them again, did not.
 _CLOSE_TO_COMPILING = 0.5
 _LONG_SECONDS = 60.0
+_DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,10 @@ def _limit_size(run: Run, keep: Set[Path]) -> None:
         return
     # The folder of a run's name is one of several, unless the user named it.
     root = folder if run.config.cache.dir else str(Path(folder).parent)
-    found = [entry for place in executables.cache_folders({}, root) for entry in executables.entries(place)]
+    places = executables.cache_folders({}, root)
+    for place in places:
+        executables.remove_leftovers(place, _DAY_SECONDS)
+    found = [entry for place in places for entry in executables.entries(place)]
     executables.prune(found, max_bytes=executables.parse_size(run.config.cache.max_size), keep=keep)
 
 

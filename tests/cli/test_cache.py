@@ -12,7 +12,7 @@ from typing import Any, List
 import pytest
 
 import ipurun
-from ipurun import emulator
+from ipurun import emulator, executables
 from ipurun.cli.main import main
 
 WORDS = ["+recipe=mnist", "engine=cpu", "max_steps=1", "eval.max_samples=10", "cache.min_seconds=0"]
@@ -128,11 +128,33 @@ def test_the_least_recently_used_are_removed_first(capsys: Any, tmp_path: Path) 
     assert order[3] not in [entry["key"] for entry in left] and sum(entry["bytes"] for entry in left) <= 12_000
 
 
+def test_a_damaged_record_is_found_removed_and_written_again(capsys: Any, tmp_path: Path) -> None:
+    _said(capsys, "compile", *WORDS)
+    about = sorted((tmp_path / "cache").rglob("*.json"))[0]
+    about.write_text(about.read_text().replace('"hits": 0', '"hits": 9'))
+    assert "2 executables checked, 1 damaged" in _said(capsys, "cache", "verify", code=1)
+    assert not about.exists()
+    assert _states(capsys) == ["hit", "hit"]
+    assert json.loads(about.read_text())["config"] and "0 damaged" in _said(capsys, "cache", "verify")
+
+
+def test_prune_removes_what_was_set_aside_long_ago(capsys: Any, tmp_path: Path) -> None:
+    _said(capsys, "compile", *WORDS)
+    entry = sorted((tmp_path / "cache").rglob("*.graph"))[0]
+    old, new = entry.with_name("old.graph.broken"), entry.with_name("new.graph.7.partial")
+    for path in (old, new):
+        path.write_text("x")
+    os.utime(old, (0, 0))
+    _said(capsys, "cache", "prune", "--max-size", "1GB")
+    assert (old.exists(), new.exists(), entry.exists()) == (False, True, True)
+
+
 def test_executables_of_other_versions_are_stale(capsys: Any, tmp_path: Path) -> None:
     _said(capsys, "compile", *WORDS)
     about = next((tmp_path / "cache").rglob("*.json"))
     content = json.loads(about.read_text())
-    about.write_text(json.dumps({**content, "versions": {**content["versions"], "torch": "1.0"}}))
+    del content["checksum"]
+    executables._write_about(about, {**content, "versions": {**content["versions"], "torch": "1.0"}})
     placeholder = tmp_path / "cache" / "executables" / "mnist" / "0123.popef"  # of earlier versions
     placeholder.write_text('{"operations": ["addmm"], "inputs": 3}')
     (why,) = [each for each in _json(capsys, "cache", "why", *WORDS)["executables"] if each["versions"]]

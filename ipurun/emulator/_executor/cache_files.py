@@ -23,6 +23,7 @@ SECONDS_VARIABLE = "POPTORCH_EMULATOR_CACHE_SECONDS"
 _FORMAT = 1
 _MAGIC = b"ipurun executable "
 _ABOUT, _BROKEN = ".json", ".broken"
+_SUM = "checksum"  # of the file about an entry itself
 
 
 class Shelf(NamedTuple):
@@ -57,7 +58,12 @@ class CacheFile:
                 about = json.load(file)
         except (OSError, ValueError):
             return {}
-        return about if isinstance(about, dict) else {}
+        is_whole = isinstance(about, dict) and about.pop(_SUM, None) == about_checksum(about)
+        return about if is_whole else {}
+
+    def _write_about(self, about: Mapping[str, Any]) -> None:
+        sealed_about = {**about, _SUM: about_checksum(about)}
+        write_completely(self._about_path, json.dumps(sealed_about, indent=1).encode())
 
     def read(self) -> Dict[str, Any]:
         """Return the content of the entry.
@@ -93,23 +99,27 @@ class CacheFile:
             "last_use": now,
             "hits": 0,
         }
-        write_completely(self._about_path, json.dumps(full, indent=1).encode())
+        self._write_about(full)
         write_completely(self.path, content)
 
-    def count_hit(self, cpu_seconds: float) -> None:
-        """Note that the entry was loaded, which took this CPU time.
+    def count_hit(self, cpu_seconds: float, about_it: Mapping[str, Any]) -> None:
+        """Note that the entry was loaded, which took this CPU time; `about_it` is for a file about it that is lost.
 
         An entry that takes longer to load than to make is removed. By CPU time: other work on the machine, or a slow
         disk, says nothing about the next start.
         """
-        about = self.about
+        about = self.about or {
+            **about_it,
+            "engine": "cpu",
+            "versions": {**cache_versions(), **about_it.get("versions", {})},
+        }
         made = number(about.get("compile_cpu_seconds"))
         if made is not None and cpu_seconds > made and SECONDS_VARIABLE not in os.environ:
             self.remove("loading it takes longer than compiling")
             return
         about.update(last_use=time.time(), hits=int(number(about.get("hits")) or 0) + 1)
         with contextlib.suppress(OSError):  # a folder that can only be read is of use too
-            write_completely(self._about_path, json.dumps(about, indent=1).encode())
+            self._write_about(about)
 
     def set_aside(self, why: str) -> None:
         """Rename a damaged entry, so that no process finds it."""
@@ -135,6 +145,11 @@ def number(item: Any) -> Optional[float]:
 def least_seconds(default: float) -> float:
     """Return the CPU time from which on what was made is stored."""
     return float(os.environ.get(SECONDS_VARIABLE) or default)
+
+
+def about_checksum(about: Mapping[str, Any]) -> str:
+    """Return the checksum of what a file about an entry says."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def sealed(data: Mapping[str, Any]) -> bytes:

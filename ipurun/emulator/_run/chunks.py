@@ -326,8 +326,10 @@ class ChunkRunner:
         self, size: int, arguments: Sequence[torch.Tensor], *, may_load: bool
     ) -> Tuple[Folded, Optional[_Entry]]:
         """Return the graph of several micro-batches, and its place in the cache if it is to be stored there."""
-        file = None
+        file: Optional[CacheFile] = None
+        about: Dict[str, Any] = {}
         if self._shelf is not None:
+            about = {**self._shelf.about, "mode": f"{self._shelf.about.get('mode', '')}, {size} at once"}
             digest = fold_digest(self._graph, size, arguments)
             file = CacheFile(self._shelf.folder, f"{digest[:32]}-at-once")
         if file is not None and may_load and os.path.exists(file.path):
@@ -336,16 +338,15 @@ class ChunkRunner:
                 folded = folded_from_data(file.read(), self._graph)
                 if folded.size != size:
                     raise NotStorableError(f"it is for {folded.size} micro-batches, not {size}")
-                file.count_hit(time.thread_time() - cpu_begun)
+                file.count_hit(time.thread_time() - cpu_begun, about)
                 return folded, None
             except (OSError, ValueError, NotStorableError) as error:
                 file.set_aside(str(error))
         begun, cpu_begun = time.perf_counter(), time.thread_time()
         folded = fold(self._graph, size, arguments)
-        if self._shelf is None or file is None:
+        if file is None:
             return folded, None
-        mode = f"{self._shelf.about.get('mode', '')}, {size} at once"
-        about = {**self._shelf.about, "mode": mode, "compile_seconds": time.perf_counter() - begun}
+        about["compile_seconds"] = time.perf_counter() - begun
         return folded, _Entry(file, about, time.thread_time() - cpu_begun)
 
     def _try(self, size: int, block: Block, known: Optional[Form], key: str) -> Form:

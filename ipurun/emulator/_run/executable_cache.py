@@ -138,7 +138,7 @@ class Slot:
         before = self.use.compile_seconds
         saved = None if before is None else before - (time.perf_counter() - begun)
         self.use = CacheUse("hit", self._name, before, saved)
-        self._file.count_hit(time.thread_time() - cpu_begun)
+        self._file.count_hit(time.thread_time() - cpu_begun, self._about)
         native_logger.info("Found the executable in the cache: %s", self._file.path)
         return captured
 
@@ -169,9 +169,8 @@ class Slot:
         if cpu_seconds < least:
             self._skip(f"compiling takes less than {least:g} s")
             return
-        mode = "training" if self._training else "inference"
         try:
-            self._file.write(data, {**_description, "mode": mode, "compile_seconds": seconds}, cpu_seconds)
+            self._file.write(data, {**self._about, "compile_seconds": seconds}, cpu_seconds)
         except OSError as error:  # such as a full disk: the program itself does not need the file
             logger.warning("The executable could not be saved to the cache: %s", error)
             self._skip(str(error))
@@ -182,9 +181,11 @@ class Slot:
     @property
     def shelf(self) -> Optional[Shelf]:
         """Return where the program stores what it makes later, None without a cache."""
-        if self.folder is None:
-            return None
-        return Shelf(self.folder, {**_description, "mode": "training" if self._training else "inference"})
+        return None if self.folder is None else Shelf(self.folder, self._about)
+
+    @property
+    def _about(self) -> Dict[str, Any]:
+        return {**_description, "mode": "training" if self._training else "inference"}
 
     @property
     def _name(self) -> str:

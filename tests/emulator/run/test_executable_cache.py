@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ipurun import emulator as poptorch
-from ipurun.emulator._executor.cache_files import sealed, unsealed
+from ipurun.emulator._executor.cache_files import about_checksum, sealed, unsealed
 from ipurun.emulator._run import chunks, forms
 from ipurun.emulator.graph import cache_prospect, cache_use
 
@@ -246,9 +246,7 @@ def test_an_entry_is_dropped_if_loading_it_takes_more_cpu_time(folder, monkeypat
     trained(folder)
     monkeypatch.delenv(SECONDS)
     about = next(folder.glob("cpu/*.json"))
-    about.write_text(
-        json.dumps({**json.loads(about.read_text()), "compile_seconds": 0.0, "compile_cpu_seconds": cpu_seconds})
-    )
+    _change(about, compile_seconds=0.0, compile_cpu_seconds=cpu_seconds)
     assert cache_use(trained(folder)).saved_seconds < 0
     assert len(entries(folder)) == left
 
@@ -507,7 +505,7 @@ class TestFoldedGraphs:
         self._train(folder)
         monkeypatch.delenv(SECONDS)
         (about,) = folder.glob("cpu/*-at-once.json")
-        about.write_text(json.dumps({**json.loads(about.read_text()), "compile_cpu_seconds": cpu_seconds}))
+        _change(about, compile_cpu_seconds=cpu_seconds)
         self._train(folder)
         assert len(list(folder.glob("cpu/*-at-once.graph"))) == left
 
@@ -522,11 +520,20 @@ class TestFoldedGraphs:
         assert folds == [1, 1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"hits": "x", "compile_seconds": "y", "compile_cpu_seconds": null}'])
-def test_a_damaged_file_about_an_entry_does_no_harm(folder, text):
+@pytest.mark.parametrize("damage", ["", "[]", "flipped", '{"hits": "x", "compile_seconds": "y"}'])
+def test_a_damaged_file_about_an_entry_does_no_harm_and_is_written_again(folder, damage):
     trained(folder)
     (name,) = entries(folder, ".json")
-    (folder / "cpu" / name).write_text(text)
+    path = folder / "cpu" / name
+    path.write_text(path.read_text().replace('"hits": 0', '"hits": 8') if damage == "flipped" else damage)
     found = cache_use(trained(folder))
     assert (found.state, found.saved_seconds) == ("hit", None)
-    assert json.loads((folder / "cpu" / name).read_text())["hits"] == 1
+    about = json.loads(path.read_text())
+    assert (about["hits"], about["mode"], about["versions"]["torch"]) == (1, "training", torch.__version__)
+
+
+def _change(path, **values):
+    """Change what a file about an entry says, as if it had been written so."""
+    about = {**json.loads(path.read_text()), **values}
+    del about["checksum"]
+    path.write_text(json.dumps({**about, "checksum": about_checksum(about)}))
