@@ -9,6 +9,7 @@ shown too.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -48,6 +49,7 @@ def start(words: List[str], calls: bool) -> Dict[str, Any]:
     from ipurun.runs.prepare import prepare
 
     torch.set_num_threads(1)
+    gc.freeze()  # as the command does
     prepared = prepare(points(words).points[0])
     run = build_run(prepared.point.config, prepared.plan, prepared.inspected, prepared.engine)
     run.train_loader.start(0, 0)
