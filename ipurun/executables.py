@@ -31,14 +31,17 @@ __all__ = [
     "parse_size",
     "program_config",
     "prune",
+    "remove_leftovers",
     "set_aside",
     "verify",
+    "verify_about",
     "write_about",
 ]
 
 _CPU_FOLDER, _ABOUT_FOLDER = "cpu", "about"
 _CPU_ENDING, _IPU_ENDING = ".graph", ".popef"
 _CHOICE_ENDING = ".form"  # what the CPU engine chose by measuring, for a program that may be too quick to be stored
+_ABOUT_SUM = "checksum"
 _CPU_MAGIC = b"ipurun executable "
 _OLD_PLACEHOLDER = b'{"operations": '
 _LEFTOVERS = (".broken", ".partial", ".lock")
@@ -231,6 +234,18 @@ def leftovers(folder: Union[str, Path]) -> List[Path]:
     return [path for path in paths if path.name.endswith(_LEFTOVERS)]
 
 
+def remove_leftovers(folder: Union[str, Path], older_than_seconds: float) -> List[Path]:
+    """Remove entries that were set aside, and unfinished files, of some age; return them. Locks stay."""
+    limit = time.time() - older_than_seconds
+    removed = []
+    for path in leftovers(folder):
+        with contextlib.suppress(OSError):
+            if path.suffix != ".lock" and path.stat().st_mtime <= limit:
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
 def write_about(entry_path: Path, about: Mapping[str, Any]) -> None:
     """Write the file about an executable of PopART.
 
@@ -241,14 +256,14 @@ def write_about(entry_path: Path, about: Mapping[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     status = entry_path.stat()
     full = {"sha256": _checksum(entry_path), "bytes": status.st_size, **about}
-    write_atomically(folder / f"{entry_path.stem}.json", json.dumps(full, indent=1, default=str))
+    _write_about(folder / f"{entry_path.stem}.json", full)
 
 
 def count_hit(entry: Entry) -> None:
     """Note that an executable of PopART was loaded; a folder that can only be read stays as it is."""
     about = {**entry.about, "last_use": time.time(), "hits": entry.hits + 1}
     with contextlib.suppress(OSError):
-        write_atomically(entry.about_path, json.dumps(about, indent=1, default=str))
+        _write_about(entry.about_path, about)
 
 
 def verify(entry: Entry) -> str:
@@ -270,6 +285,11 @@ def verify(entry: Entry) -> str:
 
 
 _DAMAGED = "its checksum is wrong: it was changed or cut off after it was written"
+
+
+def verify_about(entry: Entry) -> str:
+    """Return what is wrong with the file about an entry, "" for nothing or if there is none."""
+    return _DAMAGED if not entry.about and entry.about_path.is_file() else ""
 
 
 def set_aside(entry: Entry) -> Path:
@@ -406,7 +426,18 @@ def _read_about(path: Path) -> Dict[str, Any]:
         about = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return about if isinstance(about, dict) else {}
+    is_whole = isinstance(about, dict) and about.pop(_ABOUT_SUM, None) == _about_checksum(about)
+    return about if is_whole else {}
+
+
+def _write_about(path: Path, about: Mapping[str, Any]) -> None:
+    plain = json.loads(json.dumps(dict(about), default=str))
+    write_atomically(path, json.dumps({**plain, _ABOUT_SUM: _about_checksum(plain)}, indent=1))
+
+
+def _about_checksum(about: Mapping[str, Any]) -> str:
+    """Return the checksum of a file about an executable; the CPU engine writes the same into its own."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _checksum(path: Path) -> str:

@@ -15,9 +15,16 @@ from ipurun import executables
 from ipurun.build.run import Run, build_run, collate_of
 from ipurun.config.schema import RunConfig
 from ipurun.config.secrets import hidden_values, with_hidden
-from ipurun.emulator.graph import CacheUse, cache_prospect, cache_use, cache_versions, executables_described
+from ipurun.emulator.graph import (
+    CacheUse,
+    cache_prospect,
+    cache_use,
+    cache_versions,
+    executables_described,
+    export_problem,
+)
 from ipurun.engine import Engine
-from ipurun.errors import Problem
+from ipurun.errors import Problem, RunError
 from ipurun.files import write_atomically
 from ipurun.inspect.batch_items import as_call
 from ipurun.inspect.data import first_sample
@@ -44,6 +51,7 @@ _MODES = ("training", "inference")
 # part of them again, did not.
 _CLOSE_TO_COMPILING = 0.5
 _LONG_SECONDS = 60.0
+_DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
@@ -69,15 +77,12 @@ def compile_and_report(run: Run, mode: str, args: Sequence[Any], kwargs: Mapping
     file = _precompiled_file(run.config, mode)
 
     def compile_model() -> None:
-        if file is not None:
-            executor.loadExecutable(str(file))
-        else:
-            run.model_with_loss.tracing_flag.retry(lambda: executor.compile(*args, **kwargs))
+        run.model_with_loss.tracing_flag.retry(lambda: executor.compile(*args, **kwargs))
 
     about = about_program(run.config, run.plan.name, mode)
     begun = time.perf_counter()
     if file is not None:
-        compile_model()
+        _load_export(run, executor, file)
         return Compiled(time.perf_counter() - begun, "precompiled", why=str(file))
     if run.engine.kind == "cpu":
         with executables_described(about):
@@ -94,6 +99,22 @@ def compile_and_report(run: Run, mode: str, args: Sequence[Any], kwargs: Mapping
     if folder is None:
         return Compiled(seconds, "off")
     return _report_of_popart(run, {**about, "engine": "ipu"}, folder, before, seconds)
+
+
+def _load_export(run: Run, executor: Any, file: Path) -> None:
+    try:
+        executor.loadExecutable(str(file))
+    except (run.engine.module.RecoverableError, run.engine.module.UnrecoverableError):
+        raise  # of the IPU system, not of the file
+    except Exception as error:  # whatever reading another version's objects raises
+        seen = str(getattr(error, "message", "") or error or type(error).__name__)
+        raise RunError(
+            "the file of `precompiled` cannot be loaded", where=str(file), seen=seen, fix=_export_again(run.config)
+        ) from error
+
+
+def _export_again(config: RunConfig) -> str:
+    return f"ipurun compile with the same words and --export {config.precompiled}, or leave precompiled out"
 
 
 def export_file(file: Path, mode: str) -> Path:
@@ -120,6 +141,12 @@ def precompiled_problems(config: RunConfig, name: str, engine: Engine) -> List[P
     if not file.is_file():
         fix = f"ipurun compile ... --export {config.precompiled}"
         return [Problem("the file of `precompiled` does not exist", seen=config.precompiled, fix=fix, key=key)]
+    if engine.kind == "cpu":
+        for each in (file, export_file(file, "inference")):
+            problem = export_problem(str(each)) if each.is_file() else ""
+            if problem:
+                what = "the file of `precompiled` cannot be loaded"
+                return [Problem(what, seen=problem, fix=_export_again(config), key=key)]
     try:
         about = json.loads(_about_export(file).read_text(encoding="utf-8"))
         versions, stored = dict(about["versions"]), dict(about["config"])
@@ -188,7 +215,10 @@ def _limit_size(run: Run, keep: Set[Path]) -> None:
         return
     # The folder of a run's name is one of several, unless the user named it.
     root = folder if run.config.cache.dir else str(Path(folder).parent)
-    found = [entry for place in executables.cache_folders({}, root) for entry in executables.entries(place)]
+    places = executables.cache_folders({}, root)
+    for place in places:
+        executables.remove_leftovers(place, _DAY_SECONDS)
+    found = [entry for place in places for entry in executables.entries(place)]
     executables.prune(found, max_bytes=executables.parse_size(run.config.cache.max_size), keep=keep)
 
 

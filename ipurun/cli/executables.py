@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -31,8 +32,10 @@ actions
   ls          list the executables: when they were last used, how often, how long they took to compile
   show KEY    show one with the config and the versions that compiled it; the beginning of its key is enough
   why         say before a run whether it will find its executables, and what differs from the nearest ones
-  prune       remove those that were not used for a time, that other versions compiled, or beyond a total size
-  verify      compare all with their checksums; damaged ones are set aside, and the exit code is then 1
+  prune       remove those that were not used for a time, that other versions compiled, or beyond a total size;
+              and what was set aside, or left unfinished, more than a day ago (or for that time)
+  verify      compare all with their checksums; damaged ones are set aside, damaged records of them are removed and
+              written again by the next run, and the exit code is then 1
   clear       remove all
 
 flags
@@ -240,6 +243,8 @@ def _prune(words: Sequence[str], flags: Flags) -> int:
         most = None if size is None else executables.parse_size(str(size))
     except ValueError as error:
         raise ConfigError("`--max-size` is not a size", "command line", str(error), fix="--max-size 5GB") from error
+    for folder in _folders(flags):
+        executables.remove_leftovers(folder, _SECONDS["d"] if seconds is None else seconds)
     removed = executables.prune(
         _found(flags), older_than_seconds=seconds, max_bytes=most, stale_for=_versions_now() if stale else None
     )
@@ -266,7 +271,12 @@ def _verify(words: Sequence[str], flags: Flags) -> int:
     problems = {entry.path: what for entry in found for what in [executables.verify(entry)] if what}
     aside: Dict[Path, Optional[Path]] = {}
     for entry in found:
-        if entry.path in problems:
+        if entry.path not in problems and executables.verify_about(entry):
+            problems[entry.about_path] = executables.verify_about(entry)
+            aside[entry.about_path] = None
+            with contextlib.suppress(OSError):
+                entry.about_path.unlink()
+        elif entry.path in problems:
             try:
                 aside[entry.path] = executables.set_aside(entry)
             except OSError:
@@ -283,7 +293,7 @@ def _verify(words: Sequence[str], flags: Flags) -> int:
         )
     else:
         for path, what in problems.items():
-            then = "set aside" if aside[path] is not None else "it cannot be renamed"
+            then = "set aside" if aside[path] is not None else "it cannot be renamed" if path.exists() else "removed"
             print(f"{_printable(str(path))}: {what}; {then}")
         print(f"{_count(found)} checked, {len(problems)} damaged")
     return EXIT_FAILED if problems else 0

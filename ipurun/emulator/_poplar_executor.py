@@ -433,9 +433,7 @@ class PoplarExecutor:
         """
         data = files.read(filename)
         if data["version"] != self._poptorch_version:
-            raise createPoptorchError(
-                f"{filename} was exported by PopTorch version {data['version']}, this is {self._poptorch_version}."
-            )
+            raise createPoptorchError(files.other_version(filename, data["version"]))
         positional, named = data["arguments"]
         self._use_program(data)
         self._compile(tuple(positional), named)
@@ -704,9 +702,7 @@ def load(filename: str, edit_opts_fn: Optional[Callable[[Options], None]] = None
         AssertionError: The file was written by another version, or without the model.
     """
     data = files.read(filename)
-    assert data["version"] == __version__, (
-        f"{filename} was exported by PopTorch version {data['version']}, this is {__version__}"
-    )
+    assert data["version"] == __version__, files.other_version(filename, data["version"])
     assert data["model"] is not None, (
         f"{filename} does not contain the model: re-create it and call loadExecutable({filename!r})"
     )

@@ -15,11 +15,13 @@ from ipurun.emulator._capture.op_kinds import is_supported
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.recorder import current as active_recorder
 from ipurun.emulator._capture.repeated import answered_layers
+from ipurun.emulator._executor.cache_files import cache_versions
+from ipurun.emulator._executor.files import problem_of as export_problem
 from ipurun.emulator._ops.blocks import adopt_blocks
 from ipurun.emulator._options.strategies import PipelinedExecution, _DefaultStageManager
 from ipurun.emulator._options_impl import Placement as StagePlacement
 from ipurun.emulator._run.compile import look_up
-from ipurun.emulator._run.executable_cache import CacheUse, cache_versions
+from ipurun.emulator._run.executable_cache import CacheUse
 from ipurun.emulator._run.executable_cache import described as executables_described
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "cache_versions",
     "capture",
     "executables_described",
+    "export_problem",
     "is_supported",
     "values_in",
 ]

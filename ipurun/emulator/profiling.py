@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 from types import ModuleType
-from typing import Any, ContextManager, List, Optional
+from typing import Any, Callable, ContextManager, List, Optional
 
 __all__ = ["Channel", "record_operations"]
 
@@ -55,15 +55,16 @@ class Channel:
         return tracepoint
 
 
-def record_operations(executor: Any) -> ContextManager[List[Any]]:
+def record_operations(executor: Any, before_run: Optional[Callable[[], None]] = None) -> ContextManager[List[Any]]:
     """Return a context in which every operation of an executor's calls is measured; the results stay the same.
 
     Args:
         executor: A training or an inference model.
+        before_run: Called in each call after the operations were measured, before the call computes its results.
 
     Returns:
         A context manager of a list, to which each call adds its times: `CallTimes` of the emulator.
     """
     from ipurun.emulator._run.op_times import recorded  # imported here because executors import this module
 
-    return recorded(executor)
+    return recorded(executor, before_run)

@@ -32,6 +32,7 @@ _OPENS = {
     "trace": "{file} at https://ui.perfetto.dev or in chrome://tracing",
     "torch": "tensorboard --logdir {folder} (with the plugin torch-tb-profiler), or {file} at https://ui.perfetto.dev",
 }
+_NO_OPERATIONS = "ops and modules on an IPU are not visible from the host: profile=graph records them"
 _ON_THE_CPU = {
     "graph": "PopVision's reports come from Poplar: on the CPU engine nothing is recorded",
     "system": "PopVision's traces come from Graphcore's libpvti: on the CPU engine nothing is recorded",
@@ -218,14 +219,21 @@ def _by_process(batches: Sequence[Dict[str, Any]]) -> Dict[int, List[Dict[str, A
 
 
 class _TorchRecorder(_ChosenSteps):
-    """Runs torch.profiler from the first to the last chosen host call."""
+    """Runs torch.profiler from the first to the last chosen host call.
+
+    torch.profiler sees operations without modules: the CPU engine runs a graph. So the first of these calls is also
+    measured operation by operation, on copies, before torch.profiler starts.
+    """
 
     def __init__(self, run: Run, folder: Path) -> None:
         config = run.config.profile
         super().__init__(config.start_step, config.steps)
+        self._run = run
         self._folder = folder
         self._profiler: Optional[torch.profiler.profile] = None
         self.operations: List[Tuple[str, float, int]] = []
+        self.calls: List[Any] = []
+        self.measuring_seconds = 0.0
 
     def span(self, phase: str) -> ContextManager[Any]:
         return contextlib.nullcontext() if self._profiler is None else torch.profiler.record_function(f"ipurun {phase}")
@@ -233,19 +241,34 @@ class _TorchRecorder(_ChosenSteps):
     @contextlib.contextmanager
     def host_call(self, executor: Any, first_step: int, last_step: int) -> Iterator[None]:
         chosen = self.chooses(first_step, last_step)
-        if chosen and self._profiler is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._profiler = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU],
-                on_trace_ready=torch.profiler.tensorboard_trace_handler(str(self._folder)),
-            )
-            self._profiler.start()
+        begin = time.perf_counter()
         try:
-            with self.span(HOST_CALL):
-                yield
+            if chosen and self._profiler is None and self._run.engine.kind == "cpu":
+                with contextlib.ExitStack() as running:
+
+                    def start() -> None:
+                        self._start()
+                        running.enter_context(self.span(HOST_CALL))
+
+                    with self._run.engine.module.profiling.record_operations(executor, start) as self.calls:
+                        yield
+                self.measuring_seconds = sum(call.begin - begin for call in self.calls[:1])
+            else:
+                if chosen and self._profiler is None:
+                    self._start()
+                with self.span(HOST_CALL):
+                    yield
         finally:
             if not chosen or last_step >= self._last:
                 self.stop()
+
+    def _start(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(self._folder)),
+        )
+        self._profiler.start()
 
     def stop(self) -> None:
         """Write what was recorded, unless that has been done."""
@@ -290,9 +313,7 @@ class Profiler:
         if self._trace is not None:
             self._finish_trace(self._trace, report)
         elif self._torch is not None:
-            self._torch.stop()
-            report.steps = self._torch.steps_text
-            report.operations = most_expensive(self._torch.operations)
+            self._finish_torch(self._torch, report)
         elif plan.engine == "cpu":
             report.notes.append(f"{_ON_THE_CPU[self.kind]}; profile=trace shows every op")
         report.files = self._files()
@@ -308,6 +329,19 @@ class Profiler:
             (self.folder / "report.json").write_text(text, encoding="utf-8")
         return report
 
+    def _finish_torch(self, recorder: _TorchRecorder, report: ProfileReport) -> None:
+        recorder.stop()
+        report.steps = recorder.steps_text
+        if recorder.calls:
+            add_operations(report, recorder.calls, [schedule_of(call) for call in recorder.calls])
+            report.phases[HOST_CALL] = report.phases.get(HOST_CALL, 0.0) - recorder.measuring_seconds
+            first, last = recorder.recorded[0]
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            report.notes.append(f"modules and stages are those of {steps}, measured op by op by the CPU engine")
+        elif recorder.recorded and self._run.plan.engine != "cpu":
+            report.notes.append(_NO_OPERATIONS)
+        report.operations = most_expensive(recorder.operations)
+
     def _finish_trace(self, recorder: _TraceRecorder, report: ProfileReport) -> None:
         plan = self._run.plan
         about = {
@@ -321,7 +355,7 @@ class Profiler:
         report.steps = recorder.steps_text
         recorder.write(self.folder / "trace.json", about, report)
         if plan.engine != "cpu":
-            report.notes.append("ops on an IPU are not visible from the host: profile=graph records them")
+            report.notes.append(_NO_OPERATIONS)
         if self._run.reading_times is not None:
             self._run.reading_times.close()
 

@@ -12,7 +12,7 @@ from typing import Any, List
 import pytest
 
 import ipurun
-from ipurun import emulator
+from ipurun import emulator, executables
 from ipurun.cli.main import main
 
 WORDS = ["+recipe=mnist", "engine=cpu", "max_steps=1", "eval.max_samples=10", "cache.min_seconds=0"]
@@ -128,11 +128,33 @@ def test_the_least_recently_used_are_removed_first(capsys: Any, tmp_path: Path) 
     assert order[3] not in [entry["key"] for entry in left] and sum(entry["bytes"] for entry in left) <= 12_000
 
 
+def test_a_damaged_record_is_found_removed_and_written_again(capsys: Any, tmp_path: Path) -> None:
+    _said(capsys, "compile", *WORDS)
+    about = sorted((tmp_path / "cache").rglob("*.json"))[0]
+    about.write_text(about.read_text().replace('"hits": 0', '"hits": 9'))
+    assert "2 executables checked, 1 damaged" in _said(capsys, "cache", "verify", code=1)
+    assert not about.exists()
+    assert _states(capsys) == ["hit", "hit"]
+    assert json.loads(about.read_text())["config"] and "0 damaged" in _said(capsys, "cache", "verify")
+
+
+def test_prune_removes_what_was_set_aside_long_ago(capsys: Any, tmp_path: Path) -> None:
+    _said(capsys, "compile", *WORDS)
+    entry = sorted((tmp_path / "cache").rglob("*.graph"))[0]
+    old, new = entry.with_name("old.graph.broken"), entry.with_name("new.graph.7.partial")
+    for path in (old, new):
+        path.write_text("x")
+    os.utime(old, (0, 0))
+    _said(capsys, "cache", "prune", "--max-size", "1GB")
+    assert (old.exists(), new.exists(), entry.exists()) == (False, True, True)
+
+
 def test_executables_of_other_versions_are_stale(capsys: Any, tmp_path: Path) -> None:
     _said(capsys, "compile", *WORDS)
     about = next((tmp_path / "cache").rglob("*.json"))
     content = json.loads(about.read_text())
-    about.write_text(json.dumps({**content, "versions": {**content["versions"], "torch": "1.0"}}))
+    del content["checksum"]
+    executables._write_about(about, {**content, "versions": {**content["versions"], "torch": "1.0"}})
     placeholder = tmp_path / "cache" / "executables" / "mnist" / "0123.popef"  # of earlier versions
     placeholder.write_text('{"operations": ["addmm"], "inputs": 3}')
     (why,) = [each for each in _json(capsys, "cache", "why", *WORDS)["executables"] if each["versions"]]
@@ -222,6 +244,47 @@ def test_an_export_of_other_keys_or_versions_is_refused(capsys: Any) -> None:
     about.write_text(about.read_text().replace("emulator of PopTorch 3.4.0", "PopTorch 3.3.0"))
     said = " ".join(_said(capsys, "train", *WORDS, "precompiled=m.poptorch", code=2).split())
     assert "another version" in said and "3.3.0" in said and "this is emulator of PopTorch 3.4.0" in said
+
+
+def _without_checksum(content: bytes) -> bytes:
+    """Return an export as earlier versions wrote it."""
+    first, _, rest = content.partition(b"\n")
+    return first.split()[0] + b"\n" + rest
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "seen"),
+    [
+        (lambda content: content[:-200], 2, "it was cut off or changed after it was written"),
+        (lambda content: content[:9000] + bytes([content[9000] ^ 8]) + content[9001:], 2, "cut off or changed"),
+        (lambda content: b"", 2, "is not a valid PopTorch file"),
+        (lambda content: content.replace(b"3.4.0-emulated", b"3.3.0-emulated"), 2, "cut off or changed"),
+        (
+            lambda content: content.replace(b"3.4.0-emulated", b"3.3.0-emulated", 1),
+            2,
+            "exported by PopTorch version 3.3.0",
+        ),
+        (lambda content: _without_checksum(content)[:-200], 1, "cannot be read"),
+        (
+            lambda content: _without_checksum(content).replace(b"3.4.0-emulated", b"3.3.0-emulated"),
+            1,
+            "exported by PopTorch version 3.3.0-emulated, this is 3.4.0-emulated",
+        ),
+    ],
+    ids=["truncated", "flipped", "empty", "changed", "version", "truncated, older", "version, older"],
+)
+def test_an_export_that_cannot_be_loaded_says_why_and_what_to_do(
+    capsys: Any, damage: Any, code: int, seen: str
+) -> None:
+    _said(capsys, "compile", "+recipe=mnist", "engine=cpu", "--export", "m.poptorch")
+    Path("m.poptorch.json").unlink()
+    file = Path("m.poptorch")
+    file.write_bytes(damage(file.read_bytes()))
+    assert main(["train", *WORDS, "precompiled=m.poptorch"]) == code
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("error:") == 1 and "`precompiled` cannot be loaded" in said and seen in said
+    assert "try ipurun compile with the same words and --export m.poptorch" in said
+    assert "planner" not in said
 
 
 def test_an_offline_target_leads_to_compile(capsys: Any) -> None:

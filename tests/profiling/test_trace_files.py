@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -113,9 +114,12 @@ def test_profiling_leaves_the_weights_bit_for_bit_as_they_are(tmp_path: Path, ch
     rate = changes.pop("optimizer__lr", 0.1)
     changes["optimizer"] = {"_target_": "poptorch.optim.SGD", "lr": rate, "momentum": 0.9}
     plain, _ = profiled(tmp_path / "plain", **changes)
-    seen, _ = profiled(tmp_path / "seen", profile__kind="trace", profile__start_step=1, profile__steps=100, **changes)
-    expected, got = plain.user_model.state_dict(), seen.user_model.state_dict()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    expected = plain.user_model.state_dict()
+    for kind in ("trace", "torch"):
+        profile = {"profile__kind": kind, "profile__start_step": 1, "profile__steps": 100}
+        seen, _ = profiled(tmp_path / kind, **profile, **changes)
+        got = seen.user_model.state_dict()
+        assert all(torch.equal(expected[name], got[name]) for name in expected), kind
 
 
 def test_data_workers_have_rows(tmp_path: Path) -> None:
@@ -140,11 +144,17 @@ def test_the_report_ranks_ops_and_modules(tmp_path: Path) -> None:
 
 
 def test_torch_profiler_writes_for_tensorboard(tmp_path: Path) -> None:
-    _, report = profiled(tmp_path, profile__kind="torch", profile__steps=2)
+    _, report = profiled(tmp_path, profile__kind="torch", profile__steps=2, **PIPELINE)
     (file,) = report.files
     assert file.endswith(".pt.trace.json") and "tensorboard --logdir" in report.opens
     assert any(cost.name.startswith("aten::") for cost in report.operations)
     assert report.steps == "2 to 3"
+    events = json.loads(Path(file).read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("ipurun host call") == 2
+    # torch.profiler knows no modules: the engine measures them once, before it starts.
+    assert {cost.name for cost in report.modules} >= {"first", "second"}
+    assert [(stage.stage, stage.ipu) for stage in report.stages] == [(0, 0), (1, 1)]
+    assert any("modules and stages are those of step 2" in note for note in report.notes)
 
 
 class FakePvti:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +40,8 @@ class SavedTensors(TorchDispatchMode):
         super().__init__()
         self.keep = keep
         self._noted = noted
-        self._saved_in: Dict[int, weakref.WeakSet[_Saved]] = {}
+        # By storage, in the order in which they were saved: a set would copy them in another order in each process.
+        self._saved_in: Dict[int, List[weakref.ref[_Saved]]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, _restore)
 
     @classmethod
@@ -75,12 +76,15 @@ class SavedTensors(TorchDispatchMode):
             return _Saved(None)
         saved = _Saved(tensor)
         # The saved tensor keeps its storage alive, so its address is not reused.
-        self._saved_in.setdefault(_storage(tensor), weakref.WeakSet()).add(saved)
+        self._saved_in.setdefault(_storage(tensor), []).append(weakref.ref(saved))
         return saved
 
     def _copy_what_shares(self, tensor: torch.Tensor) -> None:
         copies: Dict[int, torch.Tensor] = {}
-        for saved in self._saved_in.pop(_storage(tensor), ()):
+        for reference in self._saved_in.pop(_storage(tensor), ()):
+            saved = reference()
+            if saved is None:
+                continue
             original = saved.tensor
             assert original is not None
             if id(original) not in copies:

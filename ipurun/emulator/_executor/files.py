@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
-import pickle
-from typing import Any, Callable, Dict, Mapping
+from typing import Any, Callable, Dict, Mapping, Tuple
 
 import torch
 
-from ipurun.emulator._impl import createPoptorchError
+from ipurun.emulator._impl import Error, __version__, createPoptorchError
 from ipurun.emulator._logging import TRACE, logger, native_logger, trace, warn_once
 
-_MAGIC = b"ipurun-emulator-executable\n"
+_MAGIC = b"ipurun-emulator-executable"
+_AGAIN = "Export it again with this version."
 _DEFAULT_NAME = "model.poptorch"
 _PROTO_VARIABLE = "POPTORCH_EXPORT_PROTO_FILE"
 _PROTO_NAME = "model.proto"
@@ -46,27 +47,65 @@ def save(executor: Any, filename: str, export_model: bool, save_rng_state: bool)
             data["optimizer_state"] = executor._optimizer.optimizer.state_dict()
     stream = io.BytesIO()
     torch.save(data, stream)
+    content = stream.getvalue()
+    checksum = hashlib.sha256(content).hexdigest()
     temporary = f"{path}.partial"
     with open(temporary, "wb") as file:
-        file.write(_MAGIC)
-        file.write(stream.getvalue())
+        file.write(_MAGIC + f" {executor._poptorch_version} {checksum}\n".encode())
+        file.write(content)
     os.replace(temporary, path)
 
 
 def read_metadata(filename: str) -> bytes:
-    """Return everything that `save` wrote after the magic bytes."""
+    """Return everything that `save` wrote after the first line.
+
+    Raises:
+        AssertionError: It is not such a file.
+        Error: It is damaged.
+    """
+    return _content(filename)[1]
+
+
+def _content(filename: str) -> Tuple[str, bytes]:
+    """Return the version that wrote a file, "" where it does not say so, and what it wrote."""
     with open(filename, "rb") as file:
-        assert file.read(len(_MAGIC)) == _MAGIC, f"{filename} is not a valid PopTorch file"
-        return file.read()
+        first, content = file.readline(200), file.read()
+    words = first.split()
+    assert words[:1] == [_MAGIC] and len(words) in (1, 3), f"{filename} is not a valid PopTorch file"
+    if len(words) == 1:
+        return "", content  # of a version that wrote no checksum
+    if hashlib.sha256(content).hexdigest().encode() != words[2]:
+        raise createPoptorchError(
+            f"{filename} is damaged: it was cut off or changed after it was written. Export it again."
+        )
+    return words[1].decode("ascii", "replace"), content
+
+
+def other_version(filename: str, version: str) -> str:
+    """Return a message that names both versions."""
+    return f"{filename} was exported by PopTorch version {version}, this is {__version__}. {_AGAIN}"
+
+
+def problem_of(filename: str) -> str:
+    """Return why a file cannot be loaded, "" if nothing shows it before its Python objects are read."""
+    try:
+        version, _ = _content(filename)
+    except (OSError, AssertionError, Error) as error:
+        return getattr(error, "message", None) or str(error)
+    return other_version(filename, version) if version not in ("", __version__) else ""
 
 
 def read(filename: str) -> Dict[str, Any]:
     """Return what `save` stored in a file."""
-    stream = io.BytesIO(read_metadata(filename))
+    version, content = _content(filename)
     try:
-        return torch.load(stream, weights_only=False)
-    except (pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise createPoptorchError(f"{filename} cannot be read: {error}. Export it again with this version.") from error
+        data = torch.load(io.BytesIO(content), weights_only=False)
+    except Exception as error:  # whatever a damaged file, or objects of another version, raise
+        known = f", exported by PopTorch version {version}," if version else ""
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
+        raise createPoptorchError(f"{filename}{known} cannot be read: {reason}. {_AGAIN}") from error
+    assert isinstance(data, dict) and "version" in data, f"{filename} is not a valid PopTorch file"
+    return data
 
 
 def _target(filename: str) -> str:

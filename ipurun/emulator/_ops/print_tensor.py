@@ -11,8 +11,8 @@ from typing import Callable, List, Sequence, Tuple
 import torch
 
 from ipurun.emulator._capture.recorder import current
+from ipurun.emulator._executor.anchors import GRADIENT_PREFIX, name_of
 from ipurun.emulator._ops.recording import active_recorder, call_recorded, one_tensor, require_tensor
-from ipurun.emulator._run.anchors import GRADIENT_PREFIX, name_of
 
 _ELLIPSIS = "..."
 _LARGEST_FIXED = 1e4

@@ -1,28 +1,38 @@
 """Compute several micro-batches of a weight update at once, if the results are the same.
 
 The forward operations are run on several micro-batches (see `folding`), and those operations and the ones of autograd
-are recorded as a second graph. It is used only if its results on real data equal those of micro-batches run one by one.
+are recorded as a second graph (see `together`). It is used only if its results on real data equal those of
+micro-batches run one by one. The executable cache keeps it for the next process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+import math
+import os
+import time
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ipurun.emulator._capture.capture import gradients
-from ipurun.emulator._capture.graph import Graph, Node, Value, needed_nodes, prune, values_in
+from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
 from ipurun.emulator._capture.op_kinds import names_in
-from ipurun.emulator._capture.recorder import Recorder
+from ipurun.emulator._executor.cache_files import CacheFile, Shelf, least_seconds
 from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._impl import Error
 from ipurun.emulator._logging import logger
-from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
-from ipurun.emulator._run.folding import STACKED, CannotFold, Folding, Rows
+from ipurun.emulator._run.checked import ReplayMaker
 from ipurun.emulator._run.forms import Form, choose, program_key, recall, remember, share, stopwatch
-from ipurun.emulator._run.half import float_op, float_specs
-from ipurun.emulator._run.replay import generate
+from ipurun.emulator._run.half import float_specs
+from ipurun.emulator._run.stored_graph import NotStorableError
+from ipurun.emulator._run.together import (
+    Folded,
+    Together,
+    fold,
+    fold_digest,
+    folded_from_data,
+    folded_to_data,
+)
 
 # Limit for the memory of micro-batches computed at once, beyond that of a single one.
 _MEMORY_BUDGET_BYTES = 68 * 2**20
@@ -34,6 +44,7 @@ _CACHE_BYTES = 7 * 2**20
 # some twenty small models.
 _LARGE_WORK_FLOPS = 8e6
 _BATCH_NORM_COPIES = 2.0
+_LEAST_SECONDS = 0.05  # a folded graph that is made more quickly is not stored
 # Random operations that use no values of their tensor argument.
 _DRAWN_BY_SHAPE = names_in("""
     bernoulli_.float bernoulli.p cauchy_.default exponential_.default geometric_.default log_normal_.default
@@ -138,12 +149,17 @@ def flops(graph: Graph) -> float:
         shapes = [graph.specs[value].shape for value in values]
         if node.name in ("mm", "bmm", "addmm", "baddbmm"):
             left, right = shapes[-2:]
-            total += 2.0 * _numel(left) * right[-1]
+            total += 2.0 * math.prod(left) * right[-1]
         elif node.name == "convolution":
-            total += 2.0 * _numel(graph.specs[node.outputs].shape) * _numel(shapes[1][1:])
+            total += 2.0 * math.prod(graph.specs[node.outputs].shape) * math.prod(shapes[1][1:])
         elif node.name == "convolution_backward":
             # The gradients of the input and of the weight; the mask tells which are computed.
-            total += 2.0 * _numel(shapes[0]) * _numel(shapes[2][1:]) * sum(bool(wanted) for wanted in node.args[-1][:2])
+            total += (
+                2.0
+                * math.prod(shapes[0])
+                * math.prod(shapes[2][1:])
+                * sum(bool(wanted) for wanted in node.args[-1][:2])
+            )
     return total
 
 
@@ -178,263 +194,6 @@ def batch_size_for(graph: Graph, micro_batches: int) -> int:
     return next(size for size in range(max(1, most), 0, -1) if micro_batches % size == 0)
 
 
-class _Drawing(NamedTuple):
-    """A random node with the shape of its result and its layout in memory."""
-
-    node: Node
-    shape: Tuple[int, ...]
-    strides: Tuple[int, ...]
-    dtype: torch.dtype
-
-
-class RandomDraws:
-    """Draws the random numbers of a graph before it runs, in the order in which the graph would draw them.
-
-    Args:
-        graph: The graph of one micro-batch.
-        arguments: Its arguments for one micro-batch; what it writes is changed.
-    """
-
-    def __init__(self, graph: Graph, arguments: Sequence[torch.Tensor]) -> None:
-        self.nodes = [node for node in graph.nodes if node.is_random]
-        self._drawings: List[_Drawing] = []
-        if not self.nodes:
-            return
-        results = [_random_result(node) for node in self.nodes]
-        forward = needed_nodes(graph, [node for node in graph.nodes if not node.is_backward], results)
-        # The order of the numbers in memory follows the layout that a run gives the tensor.
-        for node, tensor in zip(self.nodes, generate(graph, nodes=forward, results=results)(arguments)):
-            dense = torch.empty_like(tensor).stride() == tensor.stride()
-            if not dense:
-                raise CannotFold(f"{node.name} draws into a part of a tensor")
-            self._drawings.append(_Drawing(node, tuple(tensor.shape), tensor.stride(), tensor.dtype))
-
-    def draw(self, start: Callable[[int], None], count: int) -> List[torch.Tensor]:
-        """Return the numbers of several micro-batches, stacked, for each random node.
-
-        Args:
-            start: Starts the random stream of a micro-batch, by its index.
-            count: Number of micro-batches.
-        """
-        stacked = [
-            torch.empty_strided((count, *drawing.shape), (_numel(drawing.shape), *drawing.strides), dtype=drawing.dtype)
-            for drawing in self._drawings
-        ]
-        if self._drawings:
-            for index in range(count):
-                start(index)
-                for drawing, tensors in zip(self._drawings, stacked):
-                    _draw_into(drawing.node, tensors[index])
-        return stacked
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _random_result(node: Node) -> Value:
-    return node.outputs[1] if node.name == "native_dropout" else node.outputs
-
-
-def _draw_into(node: Node, target: torch.Tensor) -> None:
-    if node.name == "native_dropout":
-        target.bernoulli_(1 - node.args[1])
-    elif node.name.endswith("_"):
-        node.op(target, *node.args[1:], **node.kwargs)
-    elif node.args and isinstance(node.args[0], Value):
-        target.copy_(node.op(target, *node.args[1:], **node.kwargs))
-    else:
-        target.copy_(node.op(*node.args, **node.kwargs))
-
-
-class RunningStatistics:
-    """Updates the running statistics of batch norm with those of several micro-batches, in their order.
-
-    Args:
-        names: The buffers.
-        momentums: The momentum of each.
-    """
-
-    def __init__(self, names: Sequence[str], momentums: Sequence[float]) -> None:
-        self._names = list(names)
-        self._momentums = list(momentums)
-        self._factors: Dict[Tuple[float, Tuple[int, ...]], Tuple[torch.Tensor, List[float]]] = {}
-
-    def update(self, weights: DeviceWeights, replicas: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Update the buffers of the replicas.
-
-        Args:
-            weights: The device's buffers.
-            replicas: The replica of each micro-batch.
-            rows: For each buffer, the statistics of the micro-batches.
-        """
-        separate = sorted(set(replicas))
-        for momentum in sorted(set(self._momentums)):
-            chosen = [index for index, each in enumerate(self._momentums) if each == momentum]
-            factors, kept = self._factors_for(momentum, tuple(replicas))
-            added = torch.mm(factors, torch.cat([rows[index] for index in chosen], dim=1))
-            sizes = [rows[index].shape[1] for index in chosen]
-            for replica, parts, remaining in zip(separate, added, kept):
-                buffers = [weights.buffer_of(self._names[index], replica) for index in chosen]
-                torch._foreach_mul_(buffers, remaining)
-                torch._foreach_add_(buffers, list(parts.split(sizes)))
-
-    def _factors_for(self, momentum: float, replicas: Tuple[int, ...]) -> Tuple[torch.Tensor, List[float]]:
-        key = (momentum, replicas)
-        if key not in self._factors:
-            separate = sorted(set(replicas))
-            factors = torch.zeros(len(separate), len(replicas), dtype=torch.float64)
-            for index, replica in enumerate(replicas):
-                row = factors[separate.index(replica)]
-                row *= 1 - momentum
-                row[index] = momentum
-            kept = [(1 - momentum) ** replicas.count(replica) for replica in separate]
-            self._factors[key] = (factors.float(), kept)
-        return self._factors[key]
-
-
-class Together:
-    """A graph that computes several micro-batches at once.
-
-    Args:
-        graph: The graph of one micro-batch.
-        size: Number of micro-batches to compute at once.
-        arguments: Arguments of `graph` for one micro-batch: all inputs but the constants, in order.
-
-    Raises:
-        RuntimeError: If torch cannot batch an operation of the graph.
-    """
-
-    def __init__(self, graph: Graph, size: int, arguments: Sequence[torch.Tensor], make_replay: ReplayMaker) -> None:
-        self.size = size
-        self._names = list(graph.grads)
-        self._items = [item for item in graph.inputs if item.kind != "constant"]
-        self.draws = RandomDraws(graph, arguments)
-        batched, statistics = _capture_batched(graph, size, self._items, arguments, self.draws)
-        self.num_nodes = len(batched.nodes)
-        named = {item.value: item.name for item in graph.inputs_of("buffer")}
-        self._statistics = RunningStatistics(
-            [named[value] for value, _ in statistics], [momentum for _, momentum in statistics]
-        )
-        self._batched = batched
-        self.use(make_replay)
-
-    def use(self, make_replay: ReplayMaker) -> None:
-        """Compute with another kind of replay from now on."""
-        # Half precision would overflow in a sum over micro-batches before it does in each of them.
-        self._run_graph = GraphRunner(make_replay, self._batched, sums=list(self._batched.grads.values()))
-        self._rounds = make_replay.rounds
-
-    def run(
-        self,
-        arguments: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        seed: Optional[torch.Tensor],
-        start: Callable[[int], None],
-        weights: DeviceWeights,
-        replicas: Sequence[int],
-        *,
-        with_outputs: bool = True,
-    ) -> Tuple[Tuple[torch.Tensor, ...], Dict[str, torch.Tensor]]:
-        """Return the outputs with a leading dimension for micro-batches, and the summed gradients.
-
-        Args:
-            arguments: Arguments for one micro-batch; only parameters and buffers are used.
-            inputs: The inputs with a leading dimension for micro-batches.
-            seed: Gradient of the loss of one micro-batch.
-            start: Starts the random stream of a micro-batch, by its index.
-            weights: The device's buffers, for running statistics.
-            replicas: The replica of each micro-batch.
-            with_outputs: False if nobody reads the outputs, which may then be missing.
-        """
-        given = _batched_arguments(self._items, arguments, inputs, seed, self.size)
-        drawn = self.draws.draw(start, self.size)
-        if self._rounds and not drawn:
-            start(0)
-        outputs, results = self._run_graph(given + drawn, with_outputs=with_outputs)
-        statistics = results[len(self._names) :]
-        if statistics:
-            self._statistics.update(weights, replicas, statistics)
-        return outputs, dict(zip(self._names, results))
-
-
-def _batched_arguments(
-    items: Sequence[Any],
-    arguments: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    seed: Optional[torch.Tensor],
-    size: int,
-) -> List[torch.Tensor]:
-    remaining = iter(inputs)
-    result = []
-    for item, argument in zip(items, arguments):
-        if item.kind == "input":
-            result.append(next(remaining))
-        elif item.kind == "seed":
-            assert seed is not None
-            result.append(seed.expand(size, *seed.shape))
-        else:
-            result.append(argument)
-    return result
-
-
-def _capture_batched(
-    graph: Graph, size: int, items: Sequence[Any], arguments: Sequence[torch.Tensor], draws: RandomDraws
-) -> Tuple[Graph, List[Tuple[Value, float]]]:
-    """Return the graph of several micro-batches, and the buffers and momentums of the statistics among its results."""
-    results: List[Value] = list(graph.outputs)
-    if graph.grads:
-        assert graph.loss is not None
-        results.append(graph.loss)
-    forward: List[Node] = needed_nodes(graph, [n for n in graph.nodes if not n.is_backward], results)
-    # The recorder finds kernels for half tensors itself, also for the backward pass.
-    forward = [node if node.is_random else dataclasses.replace(node, op=float_op(node)) for node in forward]
-    recorder = Recorder(False, None)
-    tensors: List[torch.Tensor] = []
-    for item, argument in zip(items, arguments):
-        tensor = argument.detach()
-        if item.kind in ("input", "seed"):
-            tensor = tensor.expand(size, *tensor.shape).contiguous()
-        elif item.kind == "parameter" and item.name in graph.grads:
-            tensor.requires_grad_()
-        recorder.add_input(item.kind, item.name, tensor)
-        tensors.append(tensor)
-    drawn = draws.draw(lambda index: None, size)
-    for index, tensor in enumerate(drawn):
-        recorder.add_input("input", f"random_{index}", tensor)
-    trained = {item.name: t for item, t in zip(items, tensors) if t.requires_grad}
-    seeds = [tensor for item, tensor in zip(items, tensors) if item.kind == "seed"]
-    with torch.set_grad_enabled(bool(trained)), recorder:
-        random = {id(node): tensor for node, tensor in zip(draws.nodes, drawn)}
-        folding = Folding(graph, forward, size, random, results)
-        for item, tensor in zip(items, tensors):
-            if item.kind == "input":
-                folding.set(item.value, Rows(tensor, STACKED, tuple(tensor.shape[1:])))
-            else:
-                folding.set(item.value, tensor if item.kind != "seed" else tensor[0])
-        folding.run()
-        outputs = [folding.stacked_result(value) for value in results]
-        statistics = [each.tensor for each in folding.statistics]
-        grads: Sequence[Any] = ()
-        if trained:
-            recorder.in_backward = True
-            ordered = [trained[name] for name in graph.grads]
-            grads = gradients(outputs[-1], ordered, seeds[0])
-            if any(grad is None for grad in grads):
-                raise CannotFold("a parameter has no gradient")
-    batched = recorder.graph
-    batched.outputs = [recorder.value_of(tensor) for tensor in outputs[: len(graph.outputs)]]
-    batched.grads = {name: recorder.value_of(grad) for name, grad in zip(graph.grads, grads)}
-    extra = {f"{index} of the statistics": recorder.value_of(tensor) for index, tensor in enumerate(statistics)}
-    recorder.finish()
-    batched.grads.update(extra)
-    prune(batched)
-    return batched, [(each.buffer, each.momentum) for each in folding.statistics]
-
-
 class Block(NamedTuple):
     """The micro-batches of one weight update, as `ChunkRunner` needs them.
 
@@ -465,7 +224,7 @@ class ChunkRunner:
         make_replay: Makes the function that runs a graph.
         weights: The device's parameters and buffers.
         enabled: False to always run one by one.
-        folder: Folder of the executable cache, where choices are remembered; None without one.
+        shelf: Where in the executable cache choices and folded graphs are kept; None without a cache.
     """
 
     def __init__(
@@ -474,9 +233,10 @@ class ChunkRunner:
         make_replay: ReplayMaker,
         weights: DeviceWeights,
         enabled: bool,
-        folder: Optional[str] = None,
+        shelf: Optional[Shelf] = None,
     ) -> None:
-        self._folder = folder
+        self._shelf = shelf
+        self._folder = None if shelf is None else shelf.folder
         self._graph = graph
         self._make_replay = make_replay
         self._weights = weights
@@ -562,6 +322,33 @@ class ChunkRunner:
             with_outputs=with_outputs,
         )
 
+    def _folded(
+        self, size: int, arguments: Sequence[torch.Tensor], *, may_load: bool
+    ) -> Tuple[Folded, Optional[_Entry]]:
+        """Return the graph of several micro-batches, and its place in the cache if it is to be stored there."""
+        file: Optional[CacheFile] = None
+        about: Dict[str, Any] = {}
+        if self._shelf is not None:
+            about = {**self._shelf.about, "mode": f"{self._shelf.about.get('mode', '')}, {size} at once"}
+            digest = fold_digest(self._graph, size, arguments)
+            file = CacheFile(self._shelf.folder, f"{digest[:32]}-at-once")
+        if file is not None and may_load and os.path.exists(file.path):
+            cpu_begun = time.thread_time()
+            try:
+                folded = folded_from_data(file.read(), self._graph)
+                if folded.size != size:
+                    raise NotStorableError(f"it is for {folded.size} micro-batches, not {size}")
+                file.count_hit(time.thread_time() - cpu_begun, about)
+                return folded, None
+            except (OSError, ValueError, NotStorableError) as error:
+                file.set_aside(str(error))
+        begun, cpu_begun = time.perf_counter(), time.thread_time()
+        folded = fold(self._graph, size, arguments)
+        if file is None:
+            return folded, None
+        about["compile_seconds"] = time.perf_counter() - begun
+        return folded, _Entry(file, about, time.thread_time() - cpu_begun)
+
     def _try(self, size: int, block: Block, known: Optional[Form], key: str) -> Form:
         """Make the graph of several micro-batches, compare it with one by one and return the form to use.
 
@@ -600,10 +387,12 @@ class ChunkRunner:
         try:
             # Stochastic rounding would differ: compare without it.
             nearest = self._make_replay._replace(rounds=False)
-            replay = nearest(self._graph)
-            together = Together(self._graph, size, block.arguments(0, inputs[0], block.seed), nearest)
+            is_compared = known is not None and known.program == key
+            folded, entry = self._folded(size, block.arguments(0, inputs[0], block.seed), may_load=is_compared)
+            together = Together(self._graph, folded, nearest)
             restore()
-            if known is None or known.program != key:
+            if not is_compared:
+                replay = nearest(self._graph)
                 outputs: List[Sequence[torch.Tensor]] = []
                 sums: Dict[str, torch.Tensor] = {}
                 for index in range(size):
@@ -622,11 +411,30 @@ class ChunkRunner:
             restore()
             return Form(1, str(error), key)
         if form.size > 1:
+            if entry is not None:
+                entry.store(folded, self._graph)
             if self._make_replay.rounds:
                 together.use(self._make_replay)
             self._together = together
             logger.debug("%d operations instead of %d", together.num_nodes, size * len(self._graph.nodes))
         return form
+
+
+class _Entry(NamedTuple):
+    """The place of a folded graph in the cache that is not there yet."""
+
+    file: CacheFile
+    about: Mapping[str, Any]
+    cpu_seconds: float
+
+    def store(self, folded: Folded, graph: Graph) -> None:
+        """Write the folded graph, unless it is made as quickly as it would be loaded."""
+        if self.cpu_seconds < least_seconds(_LEAST_SECONDS):
+            return
+        try:
+            self.file.write(folded_to_data(folded, graph), self.about, self.cpu_seconds)
+        except (OSError, NotStorableError) as error:  # a full disk, say: the program itself does not need the file
+            logger.debug("The graph of %d micro-batches is not cached: %s", folded.size, error)
 
 
 def _compare(

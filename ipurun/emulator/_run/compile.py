@@ -89,7 +89,7 @@ def compile_model(
         add_recomputation(captured.graph, recomputation_mode(captured.graph, options))
         make_replay, anchored = replay_maker(options), options.anchored_tensors
         executable = Executable(
-            captured, weights, layout, streams, anchored, make_replay, cache_folder=slot.folder, processes=processes
+            captured, weights, layout, streams, anchored, make_replay, shelf=slot.shelf, processes=processes
         )
         checks.check_named_buffers(options, captured.graph)
         checks.check_buffers(captured.graph.buffers_written_in_place(), options, layout)

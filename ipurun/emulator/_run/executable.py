@@ -12,8 +12,9 @@ import torch
 from ipurun.emulator._capture.capture import Captured
 from ipurun.emulator._capture.graph import Graph
 from ipurun.emulator._capture.structures import rebuild
+from ipurun.emulator._executor.anchors import Anchors
+from ipurun.emulator._executor.cache_files import Shelf
 from ipurun.emulator._executor.weights import DeviceWeights
-from ipurun.emulator._run.anchors import Anchors
 from ipurun.emulator._run.batches import BatchLayout, OutputCollector
 from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.chunks import Block, ChunkRunner
@@ -139,7 +140,7 @@ class Executable:
         streams: Seeds of the random operations.
         anchors: Tensors to keep after each call, as named in the options.
         make_replay: Turns a graph into a function that runs it.
-        cache_folder: Folder of the executable cache, None without one.
+        shelf: Where in the executable cache to store what a call makes, None without a cache.
         processes: The processes that train together; None: this one alone.
     """
 
@@ -151,7 +152,7 @@ class Executable:
         streams: RandomStreams,
         anchors: Optional[Dict[str, Any]] = None,
         make_replay: ReplayMaker = _PLAIN,
-        cache_folder: Optional[str] = None,
+        shelf: Optional[Shelf] = None,
         processes: Optional[Processes] = None,
     ) -> None:
         self.captured = captured
@@ -170,7 +171,7 @@ class Executable:
         self._anchored = list(self.anchors.in_graph.values())
         self._run_graph = GraphRunner(make_replay, self.graph, extra=self._anchored)
         enabled = not self.adds_in_order and not make_replay.checks and not weights.groups and not self._anchored
-        self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled, cache_folder)
+        self.chunks = ChunkRunner(self.graph, make_replay, weights, enabled, shelf)
         self._is_random = make_replay.rounds or any(node.is_random for node in self.graph.nodes)
         self._anchor_results: Sequence[torch.Tensor] = ()
         self._last_seed: Optional[Tuple[float, torch.Tensor]] = None

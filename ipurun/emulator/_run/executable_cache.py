@@ -10,30 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
-import json
 import os
-import platform
 import time
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
-
-import torch
 
 from ipurun.emulator._capture.capture import Captured
 from ipurun.emulator._capture.forward_trace import ForwardTrace, NotTraceableError, forward_digest, python_random_kept
 from ipurun.emulator._capture.recorder import Recorder
 from ipurun.emulator._capture.structures import tensors_in
-from ipurun.emulator._impl import __version__
+from ipurun.emulator._executor.cache_files import (
+    ENTRY,
+    PARTIAL,
+    CacheFile,
+    Shelf,
+    cache_versions,
+    least_seconds,
+    number,
+)
 from ipurun.emulator._logging import logger, native_logger
 from ipurun.emulator._run import stored_graph
 
-_FORMAT = 1
-_MAGIC = b"ipurun executable "
 _SUBFOLDER = "cpu"  # PopART opens every file of the folder itself
-_ENTRY, _ABOUT, _LOCK, _BROKEN, _PARTIAL = ".graph", ".json", ".lock", ".broken", ".partial"
-_SECONDS_VARIABLE = "POPTORCH_EMULATOR_CACHE_SECONDS"
+_LOCK = ".lock"
 _LEAST_SECONDS = 2.0  # tracing a model takes about one, mostly to load torch's kernels for meta tensors
 # Options that may differ between runs of the same executable.
 _RUN_TIME_OPTIONS = frozenset(
@@ -117,11 +117,10 @@ class Slot:
                 self._skip(f"the model cannot be traced: {_first_line(error)}")
                 return None
             self._digest = traced.digest
-            if not os.path.exists(self._path(_ENTRY)):
+            if not os.path.exists(self._file.path):
                 restore_random()  # the model runs again
                 return None
-        about = _read_about(self._path(_ABOUT))
-        self.use = CacheUse("hit", self._name, about.get("compile_seconds"))
+        self.use = CacheUse("hit", self._name, number(self._file.about.get("compile_seconds")))
         return traced
 
     def load(self, trace: Callable[[], ForwardTrace]) -> Optional[Captured]:
@@ -130,22 +129,17 @@ class Slot:
         traced = self.look_up(trace)
         if traced is None:
             return None
-        path = self._path(_ENTRY)
         try:
-            captured = stored_graph.from_data(_read(path), traced)
+            captured = stored_graph.from_data(self._file.read(), traced)
         except (OSError, ValueError, stored_graph.NotStorableError) as error:
-            self._set_aside(str(error))
+            self._file.set_aside(str(error))
+            self.use = CacheUse("miss", why=f"the stored executable is damaged: {error}")
             return None
         before = self.use.compile_seconds
         saved = None if before is None else before - (time.perf_counter() - begun)
-        cpu_seconds = time.thread_time() - cpu_begun
         self.use = CacheUse("hit", self._name, before, saved)
-        self._count_hit()
-        native_logger.info("Found the executable in the cache: %s", path)
-        # By CPU time: other work on the machine, or a slow disk, says nothing about the next start.
-        compiled_cpu_seconds = _read_about(self._path(_ABOUT)).get("compile_cpu_seconds", cpu_seconds)
-        if cpu_seconds > compiled_cpu_seconds and _SECONDS_VARIABLE not in os.environ:
-            self._remove("loading it takes longer than compiling")
+        self._file.count_hit(time.thread_time() - cpu_begun, self._about)
+        native_logger.info("Found the executable in the cache: %s", self._file.path)
         return captured
 
     def observe(self, recorder: Recorder, returned: Any) -> None:
@@ -171,45 +165,36 @@ class Slot:
         """Write a program that took this long to compile, and this much CPU time, if loading it will be quicker."""
         if data is None:
             return
-        least = float(os.environ.get(_SECONDS_VARIABLE) or _LEAST_SECONDS)
+        least = least_seconds(_LEAST_SECONDS)
         if cpu_seconds < least:
             self._skip(f"compiling takes less than {least:g} s")
             return
-        body = json.dumps(data, separators=(",", ":")).encode()
-        checksum = hashlib.sha256(body).hexdigest()
-        now = time.time()
-        about = {
-            **_description,
-            "format": _FORMAT,
-            "engine": "cpu",
-            "mode": "training" if self._training else "inference",
-            "versions": {**cache_versions(), **_description.get("versions", {})},
-            "compile_seconds": seconds,
-            "compile_cpu_seconds": cpu_seconds,
-            "sha256": hashlib.sha256(_header(checksum) + body).hexdigest(),
-            "bytes": len(_header(checksum)) + len(body),
-            "created": now,
-            "last_use": now,
-            "hits": 0,
-        }
-        path = self._path(_ENTRY)
         try:
-            _write(self._path(_ABOUT), json.dumps(about, indent=1).encode())
-            _write(path, _header(checksum) + body)
+            self._file.write(data, {**self._about, "compile_seconds": seconds}, cpu_seconds)
         except OSError as error:  # such as a full disk: the program itself does not need the file
             logger.warning("The executable could not be saved to the cache: %s", error)
             self._skip(str(error))
             return
         self.use = CacheUse("miss", self._name, seconds, why=self.use.why)
-        native_logger.info("Saved the executable to the cache: %s", path)
+        native_logger.info("Saved the executable to the cache: %s", self._file.path)
+
+    @property
+    def shelf(self) -> Optional[Shelf]:
+        """Return where the program stores what it makes later, None without a cache."""
+        return None if self.folder is None else Shelf(self.folder, self._about)
+
+    @property
+    def _about(self) -> Dict[str, Any]:
+        return {**_description, "mode": "training" if self._training else "inference"}
 
     @property
     def _name(self) -> str:
         return f"{self._key}-{self._digest[:16]}"
 
-    def _path(self, ending: str) -> str:
+    @property
+    def _file(self) -> CacheFile:
         assert self.folder is not None
-        return os.path.join(self.folder, self._name + ending)
+        return CacheFile(self.folder, self._name)
 
     def _candidates(self) -> List[str]:
         assert self.folder is not None
@@ -217,32 +202,11 @@ class Slot:
             names = os.listdir(self.folder)
         except OSError:
             return []
-        return [name for name in names if name.startswith(f"{self._key}-") and name.endswith(_ENTRY)]
+        return [name for name in names if name.startswith(f"{self._key}-") and name.endswith(ENTRY)]
 
     def _skip(self, why: str) -> None:
         self.use = CacheUse("uncached", why=why)
         logger.debug("The executable is not cached: %s", why)
-
-    def _set_aside(self, why: str) -> None:
-        path = self._path(_ENTRY)
-        logger.warning("The executable %s in the cache is damaged (%s): set aside, compiling again.", path, why)
-        with contextlib.suppress(OSError):
-            os.replace(path, path + _BROKEN)
-            os.remove(self._path(_ABOUT))
-        self.use = CacheUse("miss", why=f"the stored executable is damaged: {why}")
-
-    def _remove(self, why: str) -> None:
-        logger.debug("The executable %s is removed from the cache: %s", self._name, why)
-        for ending in (_ENTRY, _ABOUT):
-            with contextlib.suppress(OSError):
-                os.remove(self._path(ending))
-
-    def _count_hit(self) -> None:
-        path = self._path(_ABOUT)
-        about = _read_about(path)
-        about.update(last_use=time.time(), hits=int(about.get("hits", 0)) + 1)
-        with contextlib.suppress(OSError):  # a folder that can only be read is of use too
-            _write(path, json.dumps(about, indent=1).encode())
 
 
 class ExportSlot(Slot):
@@ -301,7 +265,7 @@ def find_slot(options: Any, training: bool, known: Sequence[Any]) -> Slot:
     folder = _folder(options)
     if folder is None:
         return Slot(None, "", training)
-    text = repr((_FORMAT, sorted(cache_versions().items()), training, _compiled_options(options), known))
+    text = repr((sorted(cache_versions().items()), training, _compiled_options(options), known))
     return Slot(os.path.join(folder, _SUBFOLDER), hashlib.sha256(text.encode()).hexdigest()[:16], training)
 
 
@@ -346,7 +310,7 @@ def _wait_for(file: Any) -> None:
 def _remove_partial(folder: str, key: str) -> None:
     """Remove what a process left that was killed while it wrote; nobody else writes while the lock is held."""
     for name in os.listdir(folder):
-        if name.startswith(key) and name.endswith(_PARTIAL):
+        if name.startswith(key) and name.endswith(PARTIAL):
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(folder, name))
 
@@ -379,70 +343,6 @@ def cache_lock(model: Any, options: Any) -> Iterator[None]:
 def _folder(options: Any) -> Optional[str]:
     settings = options._Popart.options
     return settings.get("cachePath") if settings.get("enableEngineCaching", False) else None
-
-
-def _header(checksum: str) -> bytes:
-    return _MAGIC + f"{_FORMAT} {checksum}\n".encode()
-
-
-def _read(path: str) -> Dict[str, Any]:
-    """Return the content of an entry.
-
-    Raises:
-        ValueError: The file is not what was written.
-    """
-    with open(path, "rb") as file:
-        first, body = file.readline(), file.read()
-    if first != _header(hashlib.sha256(body).hexdigest()):
-        raise ValueError("its checksum is wrong")
-    data = json.loads(body)
-    if not isinstance(data, dict):
-        raise ValueError("it is not a JSON object")
-    return data
-
-
-def _read_about(path: str) -> Dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            about = json.load(file)
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def _write(path: str, content: bytes) -> None:
-    """Write a file completely or not at all."""
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    temporary = f"{path}.{os.getpid()}{_PARTIAL}"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-        raise
-
-
-@functools.lru_cache(maxsize=None)
-def cache_versions() -> Dict[str, str]:
-    """Return the versions that an entry depends on; `engine` is a digest of this package's code."""
-    digest = hashlib.sha256()
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for folder, folders, names in os.walk(root):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith((".py", ".json")):
-                with open(os.path.join(folder, name), "rb") as file:
-                    digest.update(name.encode() + file.read())
-    return {
-        "poptorch": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "engine": digest.hexdigest()[:12],
-    }
 
 
 def _first_line(error: Exception) -> str:

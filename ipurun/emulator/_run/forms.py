@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -19,6 +18,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from ipurun.emulator._capture.graph import Graph, values_in
+from ipurun.emulator._executor.cache_files import PARTIAL, cache_versions, sealed, unsealed
 
 # One by one has to be this much quicker to be chosen: less is noise, and the same program would choose now this, now
 # that.
@@ -76,11 +76,11 @@ def share(key: str, form: Form, folder: str) -> Optional[Form]:
     Returns:
         The form that all of them use: another one if a process was quicker, None if the folder cannot be written.
     """
-    temporary = f"{_file(folder, key)}.{os.getpid()}"
+    temporary = f"{_file(folder, key)}.{os.getpid()}{PARTIAL}"
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(form), file)
+        with open(temporary, "wb") as file:
+            file.write(sealed(dataclasses.asdict(form)))
         try:
             os.link(temporary, _file(folder, key))  # only one process succeeds
         except OSError:
@@ -98,8 +98,8 @@ def share(key: str, form: Form, folder: str) -> Optional[Form]:
 
 def _read(key: str, folder: str) -> Optional[Form]:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        with open(_file(folder, key), encoding="utf-8") as file:
-            form = Form(**json.load(file))
+        with open(_file(folder, key), "rb") as file:
+            form = Form(**unsealed(file.read()))
         if type(form.size) is int and form.size >= 1 and form.program == key:
             return form
     return None
@@ -110,11 +110,11 @@ def _file(folder: str, key: str) -> str:
 
 
 def program_key(graph: Graph, *settings: Any) -> str:
-    """Return a name for a graph that is run with some settings, the same in every process."""
-    digest = hashlib.sha256(repr((torch.get_num_threads(), settings)).encode())
+    """Return a name for a graph that is run with some settings, the same in every process with the same versions."""
+    digest = hashlib.sha256(repr((torch.get_num_threads(), sorted(cache_versions().items()), settings)).encode())
     for node in graph.nodes:
         shapes = [(graph.specs[value].shape, graph.specs[value].dtype) for value in values_in(node.outputs)]
-        digest.update(repr((node.name, list(map(int, node.reads())), shapes)).encode())
+        digest.update(repr((node.name, node.args, node.kwargs, shapes)).encode())
     return digest.hexdigest()[:_KEY_DIGITS]
 
 

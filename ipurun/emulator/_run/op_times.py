@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -95,10 +95,15 @@ class CallTimes:
 
 
 class OperationRecorder:
-    """Runs the calls of an executor and measures their operations; `calls` has one entry for each."""
+    """Runs the calls of an executor and measures their operations; `calls` has one entry for each.
 
-    def __init__(self) -> None:
+    Args:
+        before_run: Called between the pass that only measures and the call itself.
+    """
+
+    def __init__(self, before_run: Optional[Callable[[], None]] = None) -> None:
         self.calls: List[CallTimes] = []
+        self._before_run = before_run
 
     def run(self, executable: Executable, options: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Run one call, and return its results."""
@@ -107,6 +112,8 @@ class OperationRecorder:
         timed = _TimedOptimizer(optimizer)
         if optimizer is not None:
             executable.optimizer = timed
+        if self._before_run is not None:
+            self._before_run()
         begin = time.perf_counter()
         try:
             result = executable.run(tensors)
@@ -311,9 +318,9 @@ def _strategy_name(options: Any) -> str:
 
 
 @contextlib.contextmanager
-def recorded(executor: Any) -> Iterator[List[CallTimes]]:
-    """Measure the calls that an executor makes inside."""
-    recorder = OperationRecorder()
+def recorded(executor: Any, before_run: Optional[Callable[[], None]] = None) -> Iterator[List[CallTimes]]:
+    """Measure the calls that an executor makes inside; see `OperationRecorder`."""
+    recorder = OperationRecorder(before_run)
     executor.operation_recorder = recorder
     try:
         yield recorder.calls

@@ -1,13 +1,14 @@
-"""A captured graph as plain data: JSON that names operations of torch, and from which no code is run.
+"""A graph as plain data: JSON that names operations of torch, and from which no code is run.
 
-Constants, source lines and names of modules are not stored: a trace of the forward pass provides them.
+Constants, source lines and names of modules are not stored: whoever loads a graph provides them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
 
@@ -30,7 +31,16 @@ def to_data(captured: Captured) -> Dict[str, Any]:
     Raises:
         NotStorableError: It calls functions of the user, or an argument has no description.
     """
-    graph = captured.graph
+    numbers = [int(value) for value in captured.output_values]
+    return {**graph_to_data(captured.graph, captured.output_values), "output_values": numbers}
+
+
+def graph_to_data(graph: Graph, others: Sequence[Value] = ()) -> Dict[str, Any]:
+    """Return a graph as data for JSON; `others` are values to describe beside those that it uses.
+
+    Raises:
+        NotStorableError: It calls functions of the user, or an argument has no description.
+    """
     if graph.has_own_gradients:
         raise NotStorableError("the backward pass calls functions or hooks of the model")
     ops, placements = _Table(), _Table()
@@ -48,7 +58,7 @@ def to_data(captured: Captured) -> Dict[str, Any]:
         ]
         for node in graph.nodes
     ]
-    used = {item.value for item in graph.inputs} | set(captured.output_values) | set(values_in(graph.outputs))
+    used = {item.value for item in graph.inputs} | set(others) | set(values_in(graph.outputs))
     used |= {value for node in graph.nodes for value in (*node.reads(), *node.writes())} | set(graph.grads.values())
     used |= {event.value for event in graph.events if event.value is not None}
     if graph.loss is not None:
@@ -59,9 +69,8 @@ def to_data(captured: Captured) -> Dict[str, Any]:
         "nodes": nodes,
         "inputs": [[item.kind, item.name, int(item.value)] for item in graph.inputs],
         "outputs": [int(value) for value in graph.outputs],
-        "output_values": [int(value) for value in captured.output_values],
         "specs": [
-            [int(value), list(spec.shape), str(spec.dtype).split(".")[-1], spec.storage]
+            [int(value), list(spec.shape), dtype_name(spec.dtype), spec.storage]
             for value, spec in graph.specs.items()
             if value in used
         ],
@@ -85,13 +94,34 @@ def from_data(data: Dict[str, Any], trace: ForwardTrace) -> Captured:
     Raises:
         NotStorableError: The data does not describe a graph of this forward pass.
     """
+    with only_storable():
+        graph = graph_from_data(data, trace.constants, trace.module_paths, trace.sources)
+        return Captured(graph, trace.returned, [Value(number) for number in data["output_values"]], ([], {}))
+
+
+@contextlib.contextmanager
+def only_storable() -> Iterator[None]:
+    """Raise NotStorableError for what data of another form raises."""
     try:
-        return _from_data(data, trace)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise NotStorableError(f"{type(error).__name__}: {error}") from error
 
 
-def _from_data(data: Dict[str, Any], trace: ForwardTrace) -> Captured:
+def graph_from_data(
+    data: Dict[str, Any],
+    constants: Mapping[Value, torch.Tensor],
+    module_paths: Sequence[str] = (),
+    sources: Sequence[str] = (),
+) -> Graph:
+    """Return the graph that `graph_to_data` described; data of another form raises what reading it raises.
+
+    Args:
+        data: The description.
+        constants: The constants of the graph.
+        module_paths: The module that called each operation of the forward pass; none: they are not known.
+        sources: The line that called each, likewise.
+    """
     ops = [_op_from(row) for row in data["ops"]]
     placements = [Placement(*row) for row in data["placements"]]
     nodes = []
@@ -104,8 +134,8 @@ def _from_data(data: Dict[str, Any], trace: ForwardTrace) -> Captured:
             kwargs={keyword: _decode(item) for keyword, item in kwargs.items()},
             outputs=_decode(outputs),
             placement=placements[placement],
-            module_path=trace.module_paths[position] if position >= 0 else "",
-            source=trace.sources[position] if position >= 0 else "",
+            module_path=module_paths[position] if position >= 0 and module_paths else "",
+            source=sources[position] if position >= 0 and sources else "",
             mutated=tuple(Value(number) for number in mutated),
             name=str(name),
             position=int(position),
@@ -114,13 +144,13 @@ def _from_data(data: Dict[str, Any], trace: ForwardTrace) -> Captured:
             setattr(node, flag, bool(flags >> bit & 1))
         nodes.append(node)
     inputs = [GraphInput(str(kind), str(name), Value(value)) for kind, name, value in data["inputs"]]
-    graph = Graph(
+    return Graph(
         nodes=nodes,
         inputs=inputs,
-        constants={item.value: trace.constants[item.value] for item in inputs if item.kind == "constant"},
+        constants={item.value: constants[item.value] for item in inputs if item.kind == "constant"},
         outputs=[Value(number) for number in data["outputs"]],
         specs={
-            Value(value): TensorSpec(tuple(int(size) for size in shape), _dtype(dtype), int(storage))
+            Value(value): TensorSpec(tuple(int(size) for size in shape), dtype_of(dtype), int(storage))
             for value, shape, dtype, storage in data["specs"]
         },
         loss=None if data["loss"] is None else Value(data["loss"]),
@@ -131,7 +161,6 @@ def _from_data(data: Dict[str, Any], trace: ForwardTrace) -> Captured:
         ],
         varying={Value(number) for number in data["varying"]},
     )
-    return Captured(graph, trace.returned, [Value(number) for number in data["output_values"]], ([], {}))
 
 
 class _Table:
@@ -212,7 +241,7 @@ def _decode(item: Any) -> Any:
     if tag == "t":
         return tuple(_decode(part) for part in content)
     if tag == "d":
-        return _dtype(content)
+        return dtype_of(content)
     if tag == "f":
         return float(content)
     if tag == "o":
@@ -228,8 +257,18 @@ def _decode(item: Any) -> Any:
     return found
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type of tensors, such as float32."""
+    return str(dtype).split(".")[-1]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the type with a name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a type of tensors")
     return found

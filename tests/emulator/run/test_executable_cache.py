@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ipurun import emulator as poptorch
+from ipurun.emulator._executor.cache_files import about_checksum, sealed, unsealed
 from ipurun.emulator._run import chunks, forms
 from ipurun.emulator.graph import cache_prospect, cache_use
 
@@ -245,9 +246,7 @@ def test_an_entry_is_dropped_if_loading_it_takes_more_cpu_time(folder, monkeypat
     trained(folder)
     monkeypatch.delenv(SECONDS)
     about = next(folder.glob("cpu/*.json"))
-    about.write_text(
-        json.dumps({**json.loads(about.read_text()), "compile_seconds": 0.0, "compile_cpu_seconds": cpu_seconds})
-    )
+    _change(about, compile_seconds=0.0, compile_cpu_seconds=cpu_seconds)
     assert cache_use(trained(folder)).saved_seconds < 0
     assert len(entries(folder)) == left
 
@@ -272,12 +271,10 @@ def test_a_damaged_entry_is_set_aside_and_built_again(folder, damage, caplog):
 
 def test_an_entry_runs_no_code(folder, monkeypatch):
     """Whoever can write an entry with a right checksum can name operations of torch, and nothing else."""
-    from ipurun.emulator._run import executable_cache
-
     trained(folder)
     (name,) = entries(folder)
-    path = str(folder / "cpu" / name)
-    data = executable_cache._read(path)
+    path = folder / "cpu" / name
+    data = unsealed(path.read_bytes())
     hostile = [
         {**data, "ops": [["os::system"], *data["ops"][1:]]},
         {**data, "ops": [["aten::__class__.mro"], *data["ops"][1:]]},
@@ -285,9 +282,7 @@ def test_an_entry_runs_no_code(folder, monkeypatch):
         {**data, "specs": [[row[0], row[1], "load", row[3]] for row in data["specs"]]},
     ]
     for entry in hostile:
-        body = json.dumps(entry).encode()
-        header = executable_cache._header(executable_cache.hashlib.sha256(body).hexdigest())
-        (folder / "cpu" / name).write_bytes(header + body)
+        path.write_bytes(sealed(entry))
         assert state(folder) == "miss"
         assert state(folder) == "hit"
 
@@ -350,7 +345,7 @@ def test_of_two_processes_one_compiles_and_the_other_loads(folder):
 
 
 def _compile_and_die(folder, started):
-    from ipurun.emulator._run import executable_cache
+    from ipurun.emulator._executor import cache_files
 
     def half_written(path, content):
         with open(f"{path}.{os.getpid()}.partial", "wb") as file:
@@ -359,7 +354,7 @@ def _compile_and_die(folder, started):
             started.set()
             time.sleep(60)
 
-    executable_cache._write = half_written
+    cache_files.write_completely = half_written
     os.environ[SECONDS] = "0"
     trained(folder)
 
@@ -428,7 +423,117 @@ class TestForms:
         monkeypatch.setattr(chunks, "choose", lambda *args: forms.Form(4, "test"))
         self._call(folder)
         (file,) = (folder / "cpu").glob("*.form")
-        for text in ("", "{", "[]", '{"size": "x"}', '{"size": -1}', '{"more": 1}'):
-            file.write_text(text)
+        whole = file.read_bytes()
+        flipped = whole.replace(b'"size":4', b'"size":2')
+        wrong = [sealed(data) for data in ({"size": "x"}, {"size": -1}, {"more": 1}, {"size": 4, "program": "another"})]
+        for content in (b"", b"{", b"[]", whole[:-3], flipped, *wrong):
+            file.write_bytes(content)
             assert self._call(folder)[0] == 4
-        assert json.loads(file.read_text())["size"] == 4
+        assert unsealed(file.read_bytes())["size"] == 4
+
+
+class TestFoldedGraphs:
+    """The graph of several micro-batches is made once, and loaded by the next process."""
+
+    def _train(self, folder):
+        forms._remembered.clear()
+        opts = options(folder)
+        opts.Training.gradientAccumulation(4)
+        net = Foldable()
+        model = poptorch.trainingModel(net, opts, poptorch.optim.SGD(net.parameters(), lr=0.1))
+        for _ in range(2):
+            model(*batch(32))
+        assert model._executable.chunks.size == 4
+        model.destroy()
+        return net.state_dict()
+
+    @pytest.fixture(autouse=True)
+    def _at_once(self, monkeypatch):
+        monkeypatch.setattr(chunks, "choose", lambda *args: forms.Form(4, "test"))
+
+    @pytest.fixture
+    def folds(self, monkeypatch):
+        """Return a list that grows whenever a graph is folded."""
+        made, fold = [], chunks.fold
+        monkeypatch.setattr(chunks, "fold", lambda *args: made.append(1) or fold(*args))
+        return made
+
+    def test_it_is_loaded_with_the_same_weights_to_the_bit(self, folder, folds):
+        expected = self._train(folder)
+        assert folds == [1]
+        again = self._train(folder)
+        assert folds == [1]
+        assert all(torch.equal(value, again[key]) for key, value in expected.items())
+        (name,) = [name for name in entries(folder, ".json") if "at-once" in name]
+        about = json.loads((folder / "cpu" / name).read_text())
+        assert about["mode"] == "training, 4 at once" and about["hits"] == 1 and about["compile_seconds"] > 0
+        assert about["versions"]["torch"] == torch.__version__
+
+    @pytest.mark.parametrize("damage", ["flip", "truncate", "another size", "another graph", "no drawings"])
+    def test_a_damaged_one_is_set_aside_and_made_again(self, folder, folds, damage, caplog):
+        expected = self._train(folder)
+        (name,) = [name for name in entries(folder) if "at-once" in name]
+        path = folder / "cpu" / name
+        content = path.read_bytes()
+        data = unsealed(content)
+        changed = bytearray(content)
+        changed[len(content) // 2] ^= 1
+        damaged = {
+            "flip": bytes(changed),
+            "truncate": content[:-5],
+            "another size": sealed({**data, "size": 2}),
+            "another graph": sealed({**data, "graph": {**data["graph"], "ops": [["os::system"]]}}),
+            "no drawings": sealed({**data, "drawings": [[[4], [1], "float32"]]}),
+        }
+        path.write_bytes(damaged[damage])
+        with caplog.at_level(logging.WARNING):
+            again = self._train(folder)
+        assert "set aside" in caplog.text and folds == [1, 1]
+        assert all(torch.equal(value, again[key]) for key, value in expected.items())
+        assert (folder / "cpu" / f"{name}.broken").exists()
+        self._train(folder)
+        assert folds == [1, 1]
+
+    def test_what_is_made_quickly_is_not_stored(self, folder, folds, monkeypatch):
+        monkeypatch.setenv(SECONDS, "1000")
+        for _ in range(2):
+            self._train(folder)
+        assert folds == [1, 1] and entries(folder) == []
+
+    @pytest.mark.parametrize(("cpu_seconds", "left"), [(1000.0, 1), (0.0, 0)])
+    def test_one_that_takes_longer_to_load_than_to_make_is_removed(self, folder, monkeypatch, cpu_seconds, left):
+        self._train(folder)
+        monkeypatch.delenv(SECONDS)
+        (about,) = folder.glob("cpu/*-at-once.json")
+        _change(about, compile_cpu_seconds=cpu_seconds)
+        self._train(folder)
+        assert len(list(folder.glob("cpu/*-at-once.graph"))) == left
+
+    def test_another_program_does_not_find_it(self, folder, folds, monkeypatch):
+        self._train(folder)
+        monkeypatch.setattr(
+            Foldable,
+            "forward",
+            lambda self, x, y: (x, torch.nn.functional.cross_entropy(self.second(self.first(x)), y)),
+        )
+        self._train(folder)
+        assert folds == [1, 1]
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "flipped", '{"hits": "x", "compile_seconds": "y"}'])
+def test_a_damaged_file_about_an_entry_does_no_harm_and_is_written_again(folder, damage):
+    trained(folder)
+    (name,) = entries(folder, ".json")
+    path = folder / "cpu" / name
+    path.write_text(path.read_text().replace('"hits": 0', '"hits": 8') if damage == "flipped" else damage)
+    found = cache_use(trained(folder))
+    assert (found.state, found.saved_seconds) == ("hit", None)
+    about = json.loads(path.read_text())
+    assert (about["hits"], about["mode"], about["versions"]["torch"]) == (1, "training", torch.__version__)
+
+
+def _change(path, **values):
+    """Change what a file about an entry says, as if it had been written so."""
+    about = {**json.loads(path.read_text()), **values}
+    del about["checksum"]
+    path.write_text(json.dumps({**about, "checksum": about_checksum(about)}))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ipurun import emulator
-from ipurun.emulator._run import chunks
+from ipurun.emulator._run import chunks, forms
 
 pytestmark = pytest.mark.usefixtures("at_once_where_possible")
 
@@ -234,13 +234,15 @@ def one_by_one():
         chunks.ChunkRunner.size_for = original
 
 
-def train(function, layers, *, calls=2, accumulation=ACCUMULATION, replicas=REPLICAS, rows=ROWS):
+def train(function, layers, *, calls=2, accumulation=ACCUMULATION, replicas=REPLICAS, rows=ROWS, cache=None):
     """Train a fresh model; return its results, its state and how many micro-batches were computed at once."""
     torch.manual_seed(1)
     model = Model(function, {name: make() for name, make in layers.items()})
     options = emulator.Options().randomSeed(7).replicationFactor(replicas).deviceIterations(2)
     options.Training.gradientAccumulation(accumulation)
     options.outputMode(emulator.OutputMode.All)
+    if cache is not None:
+        options.enableExecutableCaching(str(cache))
     training = emulator.trainingModel(model, options, emulator.optim.SGD(model.parameters(), lr=0.05))
     total = rows * accumulation * replicas * 2
     results = []
@@ -262,6 +264,19 @@ def test_together_as_one_by_one(name):
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-5)
     for key, wanted in expected.items():
         torch.testing.assert_close(state[key], wanted, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_from_the_cache_computes_the_same_bits(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("POPTORCH_EMULATOR_CACHE_SECONDS", "0")
+    function, layers = CASES[name]
+    results, state, _ = train(function, layers, cache=tmp_path)
+    monkeypatch.setattr(forms, "_remembered", {})  # as in another process
+    monkeypatch.setattr(chunks, "fold", lambda *args: pytest.fail("the graph was made again"))
+    again, loaded, size = train(function, layers, cache=tmp_path)
+    assert size == 8
+    assert all(torch.equal(got, wanted) for got, wanted in zip(again, results))
+    assert all(torch.equal(loaded[key], wanted) for key, wanted in state.items())
 
 
 def test_random_numbers_of_a_micro_batch_do_not_depend_on_what_is_computed_with_it():
