@@ -207,7 +207,6 @@ def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], 
                 fix=f"distributed.instances={started.count}, or leave it out",
                 key="distributed.instances",
             )
-        _check_config(config, facts, found)
         kind = keys.kind if keys.kind != "none" else started.by
         return Instances(kind, started.count, started.rank, started.by == "poprun", tuple(keys.hosts))
     if keys.kind == "none":
@@ -220,7 +219,6 @@ def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], 
             )
         return Instances()
     count = keys.instances or 1
-    _check_config(config, facts, found)
     _check_launcher(config, facts, count, found)
     return Instances(keys.kind, count, 0, keys.kind == "poprun", tuple(keys.hosts))
 
@@ -284,21 +282,6 @@ def start_command(config: RunConfig, plan: Plan, words: Sequence[str]) -> List[s
     options["--mpi-local-args"] = " ".join(f"-x {name}" for name in dict.fromkeys(names))
     command += [f"{option}={value}" for option, value in options.items() if value]
     return command + program
-
-
-def _check_config(config: RunConfig, facts: Facts, found: Findings) -> None:
-    if facts.logged or facts.own_optimizer:
-        found.problem(
-            "a LightningModule runs in one process: what its steps log is not merged over several",
-            fix="distributed=none, or a model with metrics and optimizer in the config",
-            key="distributed",
-        )
-    if config.loader.on_error == "skip":
-        found.problem(
-            "`loader.on_error=skip`: several instances cannot leave out samples that cannot be read",
-            fix="loader.on_error=raise",
-            key="loader.on_error",
-        )
 
 
 def _check_launcher(config: RunConfig, facts: Facts, count: int, found: Findings) -> None:
