@@ -510,9 +510,9 @@ def train_words(
                     )
                 try:
                     if prepared.plan.instances.command:
-                        from ipurun.runs.launch import launch_job  # deferred: few runs need it
+                        from ipurun.runs.launch import launch_job, train_program  # deferred: few runs need them
 
-                        place, summary = launch_job(prepared, words, screen, quiet)
+                        place, summary = launch_job(prepared, train_program(prepared, words, quiet), screen)
                     else:
                         finished = run_job(prepared, screen, folder, began)
                         place, summary = finished.folder, finished.summary

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from dataclasses import dataclass
 from typing import List, Mapping, Optional, Sequence, Union
 
@@ -254,16 +253,16 @@ def check_share(instances: Instances, training: BatchSizes, inference: BatchSize
         )
 
 
-def start_command(config: RunConfig, plan: Plan, words: Sequence[str]) -> List[str]:
+def start_command(config: RunConfig, plan: Plan, program: Sequence[str], passed: Sequence[str] = ()) -> List[str]:
     """Return the command that starts all processes of a run.
 
     Args:
         config: The config.
         plan: Its plan.
-        words: The words of ``ipurun train``.
+        program: What each process runs: Python and its arguments.
+        passed: Further variables that they need.
     """
     keys, count = config.distributed, plan.instances.count
-    program = [sys.executable, "-m", "ipurun", "train", *words]
     if keys.kind != "poprun":
         hosts = max(len(keys.hosts), 1)
         return ["torchrun", f"--nproc-per-node={count // hosts}", f"--nnodes={hosts}", *program[1:]]
@@ -278,10 +277,11 @@ def start_command(config: RunConfig, plan: Plan, words: Sequence[str]) -> List[s
     if keys.server:
         options["--vipu-server-host"], _, options["--vipu-server-port"] = keys.server.partition(":")
     options["--mpi-global-args"] = " ".join(keys.mpi_args)
-    names = [name for name in (*_PASSED, *plan.environment, *keys.environment) if name not in _ALWAYS_PASSED]
+    names = [*_PASSED, *plan.environment, *keys.environment, *passed]
+    names = [name for name in names if name not in _ALWAYS_PASSED]
     options["--mpi-local-args"] = " ".join(f"-x {name}" for name in dict.fromkeys(names))
     command += [f"{option}={value}" for option, value in options.items() if value]
-    return command + program
+    return [*command, *program]
 
 
 def _check_launcher(config: RunConfig, facts: Facts, count: int, found: Findings) -> None:
