@@ -493,6 +493,8 @@ def train_words(
     began = time.monotonic() if began is None else began
     with _one_call(words):
         point = _point_to_train(words)
+        if point.config.distributed.kind != "none":  # torch reads it when it is imported, which comes next
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are reported by ipurun
         from ipurun.log.screen import make_screen
         from ipurun.runs.job import run_job
         from ipurun.runs.prepare import prepare_job, resumed_folder
@@ -510,9 +512,9 @@ def train_words(
                     )
                 try:
                     if prepared.plan.instances.command:
-                        from ipurun.runs.launch import launch_job  # deferred: few runs need it
+                        from ipurun.runs.launch import launch_job, train_program  # deferred: few runs need them
 
-                        place, summary = launch_job(prepared, words, screen, quiet)
+                        place, summary = launch_job(prepared, train_program(prepared, words, quiet), screen)
                     else:
                         finished = run_job(prepared, screen, folder, began)
                         place, summary = finished.folder, finished.summary

@@ -41,7 +41,7 @@ ONLY_IMPORTED_IN = {
     "hydra._internal": (),
     "ipurun.emulator": (
         "ipurun/emulator/",
-        "ipurun/distributed/team.py",
+        "ipurun/distributed/",
         "ipurun/engine.py",
         "ipurun/inspect/",
         "ipurun/build/cached_executables.py",

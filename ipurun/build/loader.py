@@ -8,7 +8,7 @@ import multiprocessing
 import time
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, TensorDataset, default_collate
@@ -31,6 +31,7 @@ from ipurun.build.workers import (
     started_by,
 )
 from ipurun.config.schema import LoaderConfig
+from ipurun.distributed.team import ALONE, Team
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import leading_rows, map_tensors
 from ipurun.inspect.data import is_read_by_position, is_stream, length_of
@@ -44,13 +45,12 @@ from ipurun.inspect.sampling import (
     seed_everything,
     seed_of,
 )
-from ipurun.planning.plan import BatchSizes, Instances
+from ipurun.planning.plan import BatchSizes
 
 __all__ = ["EvalLoader", "TrainLoader"]
 
 _SECONDS_TO_DIE = 0.5
 _SECONDS_TO_START = 60.0  # of a process that imports torch and the data set
-_ONE_PROCESS = Instances()
 _MODES = {"sync": "Sync", "async": "Async", "async_rebatched": "AsyncRebatched"}
 
 
@@ -278,7 +278,7 @@ class EvalLoader:
         collate: Makes a batch of samples.
         max_samples: Largest number of samples to use.
         skipped: Where samples that cannot be read are counted; None: they raise an error.
-        instances: The processes that share the split.
+        team: The processes that share the split.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class EvalLoader:
         collate: Callable[[List[Any]], Any],
         max_samples: Optional[int] = None,
         skipped: Optional[SkippedSamples] = None,
-        instances: Instances = _ONE_PROCESS,
+        team: Team = ALONE,
     ) -> None:
         self._engine = engine_module
         self._options = options
@@ -309,7 +309,9 @@ class EvalLoader:
         elif is_read_by_position(data):
             self._limit = min((limit for limit in (length_of(data), max_samples) if limit is not None), default=None)
         self._skipped = skipped
-        self._share = _Share(instances.index, instances.count, self._rows)
+        self._team = team
+        self._agreed: Set[int] = set()  # samples that one of several processes could not read, as all know
+        self._share = _Share(team.rank, team.count, self._rows)
         self._processes = _Processes(config, is_asynchronous=False)
         self._loader: Any = None
         self._order: Optional[Sequence[int]] = None  # of the open loader
@@ -340,23 +342,21 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Tuple[Any, int]]:
         """Yield the batches of this process: as many as each other process has, some without a sample of its own."""
-        if self._share.count > 1:
-            yield from self._shared_stream() if is_stream(self._data) else self._shared_calls()
-            return
         if is_stream(self._data):
-            yield from self._calls(None)
+            yield from self._calls(None) if self._share.count == 1 else self._shared_stream()
             return
-        done = 0
+        done, width = 0, self._rows * self._share.count
         while True:
             order = self._readable()
             if not order:
                 raise RuntimeError(f"no sample of the split `{self._split}` can be read")
-            for batch, real in self._calls(order[done:]):
-                if not self._all_read(order[done : done + real]):
+            for batch, real in self._own_calls(order[done:]):
+                samples = order[done : done + width]  # of all processes
+                if not self._all_read(samples):
                     self.close()  # and read on without the samples that could not be read
                     break
                 yield batch, real
-                done += real
+                done += len(samples)
             if done >= len(order):
                 return
 
@@ -368,17 +368,20 @@ class EvalLoader:
         self._is_reading = False
         self._processes.close()
 
-    def _shared_calls(self) -> Iterator[Tuple[Any, int]]:
+    def _own_calls(self, order: Sequence[int]) -> Iterator[Tuple[Any, int]]:
         """Yield this process's rows of the host calls of all processes."""
-        assert self._limit is not None
         process, count, rows = self._share.process, self._share.count, self._rows
-        firsts = range(process * rows, -(-self._limit // (count * rows)) * count * rows, count * rows)
-        reals = [min(max(self._limit - first, 0), rows) for first in firsts]
-        order: List[int] = []
+        if count == 1:
+            yield from self._calls(order)
+            return
+        firsts = range(process * rows, -(-len(order) // (count * rows)) * count * rows, count * rows)
+        reals = [min(max(len(order) - first, 0), rows) for first in firsts]
+        own: List[int] = []
         for first, real in zip(firsts, reals):
             # One without samples of its own runs the first sample, which does not count.
-            order += [first + row if real else 0 for row in rows_to_fill(real or rows, self._micro_batch_size, rows)]
-        for (batch, _), real in zip(self._calls(order), reals):
+            filled = rows_to_fill(real or rows, self._micro_batch_size, rows)
+            own += [order[first + row if real else 0] for row in filled]
+        for (batch, _), real in zip(self._calls(own), reals):
             yield batch, real
 
     def _shared_stream(self) -> Iterator[Tuple[Any, int]]:
@@ -397,11 +400,18 @@ class EvalLoader:
     def _readable(self) -> Sequence[int]:
         """Return the indices of all samples that no one has failed to read so far."""
         assert self._limit is not None
-        left_out = set(self.left_out)
+        left_out = set(self.left_out) if self._team.is_alone else self._agreed
         return [index for index in range(self._limit) if index not in left_out] if left_out else range(self._limit)
 
     def _all_read(self, indices: Sequence[int]) -> bool:
-        left_out = self.left_out if self._skipped is not None and self._skipped.changes else ()
+        """Return whether all samples of a host call could be read, in all processes: they decide together."""
+        if self._skipped is None:
+            return True
+        if not self._team.is_alone:
+            # A worker may have failed to read a later sample in the meantime: only what was exchanged counts.
+            self._agreed.update(*self._team.exchanged(self.left_out))
+            return self._agreed.isdisjoint(indices)
+        left_out = self.left_out if self._skipped.changes else ()
         return not left_out or set(left_out).isdisjoint(indices)
 
     def _calls(self, order: Optional[Sequence[int]]) -> Iterator[Tuple[Any, int]]:

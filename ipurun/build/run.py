@@ -161,8 +161,8 @@ class Run:
         if step == 0 and self.plan.initial_weights is not None:
             # The same file: by now, another run may be the newest of a folder.
             load_initial_weights(replace(self.config, init_from=self.plan.initial_weights.path), model)
-        made = _build(self.config, self.plan, model, self.splits, self.engine, self.skipped, step, self.reading_times)
-        made.team = self.team
+        kept = (self.skipped, step, self.reading_times, self.team)
+        made = _build(self.config, self.plan, model, self.splits, self.engine, *kept)
         vars(self).update(vars(made))  # in place, so that nothing keeps the old executors and their device
 
     def close(self) -> None:
@@ -184,9 +184,7 @@ def build_run(config: RunConfig, plan: Plan, inspected: ModelAndData, engine: En
     can_skip = {name: data for name, data in inspected.splits.items() if skips and not isinstance(data, IterDataPipe)}
     skipped = SkippedSamples(can_skip, config.loader.max_errors, config.loader.workers)
     times = ReadingTimes() if config.profile.kind == "trace" else None
-    run = _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times)
-    run.team = team
-    return run
+    return _build(config, plan, inspected.model, inspected.splits, engine, skipped, times=times, team=team)
 
 
 def _build(
@@ -198,6 +196,7 @@ def _build(
     skipped: SkippedSamples,
     done: int = 0,
     times: Optional[ReadingTimes] = None,
+    team: Team = ALONE,
 ) -> Run:
     module = engine.module
     cast_weights(model, plan.precision, plan.module_precision)
@@ -287,7 +286,7 @@ def _build(
             collate_of(config, plan, splits, name),
             most_eval_samples(config, plan.inference),
             skipped if skipped.covers(name) else None,
-            plan.instances,
+            team,
         )
         for name, data in splits.items()
     }
@@ -322,6 +321,7 @@ def _build(
         built_for_step=done,
         reading_times=times,
         steps=steps,
+        team=team,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Set, 
 import numpy
 import torch
 
+from ipurun.distributed.team import Team
 from ipurun.inspect.data import is_read_by_position, is_stream, length_of
 
 __all__ = ["SkippedSamples", "WithoutMarks", "skipping"]
@@ -76,6 +77,27 @@ class SkippedSamples:
                 found[split] = new
         return found
 
+    def share(self, team: Team) -> Dict[str, List[int]]:
+        """Return the samples by split that no process of a run has reported yet; all must call it together.
+
+        Raises:
+            RuntimeError: The processes together could not read too many.
+        """
+        found: Dict[str, Set[int]] = {}
+        for new, error in team.exchanged((self.unreported(), self.last_error)):
+            for split, indices in new.items():
+                found.setdefault(split, set()).update(indices)
+                self._set_error(error)
+        for split, numbers in found.items():
+            self._reported[split].update(numbers)
+            for index in numbers:
+                self._found[split].note(index)
+        if self.total > self.most:
+            raise RuntimeError(
+                f"{self.total} samples cannot be read (the last one: {self.last_error}; loader.max_errors={self.most})"
+            )
+        return {split: sorted(numbers) for split, numbers in found.items()}
+
     def add(self, split: str, index: int, error: Exception) -> None:
         """Count a sample, unless it was met before.
 
@@ -91,9 +113,12 @@ class SkippedSamples:
                 f"sample {index} cannot be read ({text}), and {known} others could not be read before "
                 f"(loader.max_errors={self.most})"
             ) from error
-        self._text.value = text.encode("utf-8", "replace")[: _LONGEST_ERROR - 1]
+        self._set_error(text)
         self._found[split].add(index)
         self._changes.value += 1
+
+    def _set_error(self, text: str) -> None:
+        self._text.value = text.encode("utf-8", "replace")[: _LONGEST_ERROR - 1]
 
 
 class _Found:
@@ -118,12 +143,15 @@ class _Found:
     def add(self, index: int) -> None:
         self._flags[index] = 1
 
+    note = add
+
 
 class _FoundInStream:
     """Samples of a stream, whose length may be unknown: a list of each process that reads it."""
 
     def __init__(self, most: int, processes: int) -> None:
         self._most = most
+        self._noted: Set[int] = set()
         self._lists = multiprocessing.RawArray("q", most * processes)  # one more than the index; 0: free
 
     @property
@@ -132,9 +160,8 @@ class _FoundInStream:
 
     @property
     def indices(self) -> Tuple[int, ...]:
-        return tuple(
-            sorted({int(value) - 1 for value in numpy.unique(numpy.frombuffer(self._lists, numpy.int64)) if value})
-        )
+        listed = numpy.unique(numpy.frombuffer(self._lists, numpy.int64))
+        return tuple(sorted({int(value) - 1 for value in listed if value} | self._noted))
 
     @property
     def has_space(self) -> bool:
@@ -146,6 +173,10 @@ class _FoundInStream:
     def add(self, index: int) -> None:
         own = self._own()
         own[int(numpy.count_nonzero(own))] = index + 1
+
+    def note(self, index: int) -> None:
+        """Add a sample that another process of the run could not read."""
+        self._noted.add(index)
 
     def _own(self) -> numpy.ndarray:
         worker = torch.utils.data.get_worker_info()

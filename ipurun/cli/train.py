@@ -8,12 +8,12 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Iterator, List, Tuple
+from typing import TYPE_CHECKING, Any, Iterator, List
 
 from ipurun.cli.common import Flags, only_json, print_json, split
 from ipurun.cli.main import collect_as_usual
 from ipurun.distributed.environment import LAUNCH_FOLDER
-from ipurun.errors import EXIT_FAILED, IpurunError, Problem
+from ipurun.errors import EXIT_FAILED
 from ipurun.module_search import python_command
 
 if TYPE_CHECKING:
@@ -64,34 +64,14 @@ def run(argv: List[str]) -> int:
 
 
 def _run_instance(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:
-    """Run one of the processes that ipurun started: it notes how it ends, and an interrupt is not a failure."""
-    from ipurun.distributed.environment import launched
-    from ipurun.distributed.notes import EXIT_LOST, begin_instance
+    """Run one of the processes that ipurun started."""
+    from ipurun.distributed.notes import run_instance
 
-    notes, started = begin_instance(), launched()
-    if notes is None or started is None:
-        return _run(argv, rest, flags, began)
-    how, code = "failed", EXIT_FAILED
-    problems: Tuple[Problem, ...] = ()
-    try:
+    def action() -> bool:
         with _ended_by_signals():
-            how = "interrupted" if _run(argv, rest, flags, began) else "done"
-        code = 0
-    except KeyboardInterrupt:
-        how, code = "interrupted", 0
-    except IpurunError as error:
-        from ipurun.distributed.team import LostInstanceError
+            return bool(_run(argv, rest, flags, began))
 
-        code, problems = error.exit_code, error.problems
-        if isinstance(error, LostInstanceError):
-            how, code = "lost", EXIT_LOST
-        if started.rank:
-            print(error, file=sys.stderr)  # to its log; the process that started this one shows it
-        if how == "failed" and started.is_on_one_machine:
-            notes.stop_file.touch()  # another start would fail in the same way
-    finally:
-        notes.end(started.attempt, started.rank, how, problems, code)
-    return code
+    return run_instance(action)
 
 
 def _run(argv: List[str], rest: List[str], flags: Flags, began: float) -> int:

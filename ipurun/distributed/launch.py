@@ -20,6 +20,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 from ipurun.distributed.environment import LAUNCH_FOLDER
 from ipurun.distributed.notes import EXIT_LOST, SIGNALS, LaunchFolder, tail
+from ipurun.emulator.processes import own_address
 from ipurun.errors import Problem
 
 __all__ = ["Failure", "Outcome", "run_poprun", "run_torchrun"]
@@ -98,7 +99,8 @@ def run_torchrun(
         rdzv_endpoint=rendezvous or "localhost:0",
         max_restarts=max_restarts,
         monitor_interval=_SECONDS_BETWEEN_LOOKS,
-        local_addr="localhost" if is_local else None,
+        local_addr="localhost" if is_local else own_address(host),
+        rdzv_configs={} if is_local else {"is_host": _is_own(host)},
     )
     variables = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // local, 1))}
     if is_local:
@@ -112,7 +114,8 @@ def run_torchrun(
         except ChildFailedError as error:
             failure = _torchrun_failure(error.failures, folder, max_restarts)
         except Exception as error:  # of the rendezvous: another machine did not come, or has left
-            failure = Failure(f"the instances could not be started: {type(error).__name__}: {error}")
+            asked = "" if rendezvous is None else f" (distributed.rendezvous={rendezvous}: an address of one of them)"
+            failure = Failure(f"the machines do not find each other{asked}: {type(error).__name__}: {error}")
         return _outcome(folder, signals, failure)
 
 
@@ -253,6 +256,17 @@ def _log_of(folder: LaunchFolder, rank: int) -> Optional[Path]:
         run = Path(folder.run_file.read_text(encoding="utf-8"))
         candidates = [run / "logs" / f"instance-{rank}.log"] + ([run / "log.txt"] if rank == 0 else [])
     return next((path for path in [*candidates, folder.early_log(rank)] if path.is_file()), None)
+
+
+def _is_own(host: str) -> bool:
+    """Return whether an address is one of this machine, whatever the machine's name resolves to."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with contextlib.closing(socket.socket(family, kind, protocol)) as trial:
+            trial.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def _address(hosts: Sequence[str], rendezvous: Optional[str]) -> Dict[str, str]:

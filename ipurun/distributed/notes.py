@@ -13,18 +13,19 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.distributed.environment import LAUNCH_FOLDER, launched
-from ipurun.errors import Problem
+from ipurun.errors import EXIT_FAILED, IpurunError, Problem
 from ipurun.files import write_atomically
 
-__all__ = ["EXIT_LOST", "SIGNALS", "LaunchFolder", "begin_instance", "tail", "write_to"]
+__all__ = ["EXIT_LOST", "SIGNALS", "LaunchFolder", "begin_instance", "run_instance", "tail", "write_to"]
 
 EXIT_LOST = 75  # of an instance that ended because another one did
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SET_PARENT_DEATH_SIGNAL = 1
 _TAIL_LINES = 12
+_CRASH = "Fatal Python error"  # how faulthandler begins
 
 
 class LaunchFolder:
@@ -148,6 +149,36 @@ def begin_instance(has_log: bool = True) -> Optional[LaunchFolder]:
     return folder
 
 
+def run_instance(action: Callable[[], bool]) -> int:
+    """Run one of the processes that ipurun started; it notes how it ends. Return its exit code.
+
+    Args:
+        action: Returns whether it was interrupted, which is not a failure.
+    """
+    notes, started = begin_instance(), launched()
+    if notes is None or started is None:
+        return int(action())
+    how, code = "failed", EXIT_FAILED
+    problems: Tuple[Problem, ...] = ()
+    try:
+        how, code = "interrupted" if action() else "done", 0
+    except KeyboardInterrupt:
+        how, code = "interrupted", 0
+    except IpurunError as error:
+        from ipurun.distributed.team import LostInstanceError  # deferred: it needs torch
+
+        code, problems = error.exit_code, error.problems
+        if isinstance(error, LostInstanceError):
+            how, code = "lost", EXIT_LOST
+        if started.rank:
+            sys.stderr.write(f"{error}\n")  # to its log; the process that started this one shows it
+        if how == "failed" and started.is_on_one_machine:
+            notes.stop_file.touch()  # another start would fail in the same way
+    finally:
+        notes.end(started.attempt, started.rank, how, problems, code)
+    return code
+
+
 def write_to(path: Path) -> None:
     """Send everything that this process and its children write to a file."""
     sys.stdout.flush()
@@ -159,11 +190,13 @@ def write_to(path: Path) -> None:
 
 
 def tail(path: Optional[Path]) -> str:
-    """Return the last lines of a log, empty if there is none."""
+    """Return the last lines of a log, or those around the beginning of a native crash; empty if there is none."""
     if path is None:
         return ""
     try:
         lines: List[Any] = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
     except OSError:
         return ""
-    return "\n".join(lines[-_TAIL_LINES:])
+    crash = next((place for place, line in enumerate(lines) if line.startswith(_CRASH)), None)
+    first = len(lines) - _TAIL_LINES if crash is None else crash - _TAIL_LINES // 3
+    return "\n".join(lines[max(first, 0) :][:_TAIL_LINES])

@@ -9,8 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import fcntl
 import os
 import pickle
+import socket
+import struct
 import tempfile
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -24,6 +27,7 @@ __all__ = [
     "in_fixed_order",
     "launched",
     "only_among",
+    "own_address",
 ]
 
 FIXED_ORDER_VARIABLE = "POPTORCH_EMULATOR_FIXED_ORDER"
@@ -33,6 +37,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE")
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "IPURUN_ATTEMPT")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of ioctl
 # Others may compile for hours. A process that dies closes its connections, which ends the wait at once.
 _PATIENCE = datetime.timedelta(hours=24)
 _PATIENCE_TO_CONNECT = datetime.timedelta(minutes=10)
@@ -209,6 +214,7 @@ def only_among(ranks: Sequence[int]) -> Iterator[None]:
 def _connect(store: Any, rank: int, count: int, name: str = "all") -> Processes:
     from torch import distributed
 
+    _choose_interface()
     try:
         # torchrun may keep the store of processes that it starts again, with their old addresses in it.
         attempt = next((os.environ[variable] for variable in _ATTEMPTS if variable in os.environ), "0")
@@ -219,6 +225,35 @@ def _connect(store: Any, rank: int, count: int, name: str = "all") -> Processes:
     processes = Processes(group, store, rank, count)
     atexit.register(processes.close)
     return processes
+
+
+def own_address(host: str) -> Optional[str]:
+    """Return the address of this machine with which another one is reached; None if there is no way to it."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _interface(address: str) -> Optional[str]:
+    """Return the name of the network interface with an address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def _choose_interface() -> None:
+    """Let gloo use the network on which process 0 is, not the one of this machine's name, which may be local."""
+    address = own_address(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else None
+    name = None if address is None else _interface(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _store(rank: int, count: int) -> Any:

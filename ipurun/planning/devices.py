@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from dataclasses import dataclass
 from typing import List, Mapping, Optional, Sequence, Union
 
@@ -211,7 +210,6 @@ def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], 
                 fix=f"distributed.instances={started.count}, or leave it out",
                 key="distributed.instances",
             )
-        _check_config(config, facts, found)
         kind = keys.kind if keys.kind != "none" else started.by
         return Instances(kind, started.count, started.rank, started.by == "poprun", tuple(keys.hosts))
     if keys.kind == "none":
@@ -224,7 +222,6 @@ def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], 
             )
         return Instances()
     count = keys.instances or 1
-    _check_config(config, facts, found)
     _check_launcher(config, facts, count, found)
     return Instances(keys.kind, count, 0, keys.kind == "poprun", tuple(keys.hosts))
 
@@ -260,16 +257,16 @@ def check_share(instances: Instances, training: BatchSizes, inference: BatchSize
         )
 
 
-def start_command(config: RunConfig, plan: Plan, words: Sequence[str]) -> List[str]:
+def start_command(config: RunConfig, plan: Plan, program: Sequence[str], passed: Sequence[str] = ()) -> List[str]:
     """Return the command that starts all processes of a run.
 
     Args:
         config: The config.
         plan: Its plan.
-        words: The words of ``ipurun train``.
+        program: What each process runs: Python and its arguments.
+        passed: Further variables that they need.
     """
     keys, count = config.distributed, plan.instances.count
-    program = [sys.executable, "-m", "ipurun", "train", *words]
     if keys.kind != "poprun":
         hosts = max(len(keys.hosts), 1)
         return ["torchrun", f"--nproc-per-node={count // hosts}", f"--nnodes={hosts}", *program[1:]]
@@ -284,25 +281,11 @@ def start_command(config: RunConfig, plan: Plan, words: Sequence[str]) -> List[s
     if keys.server:
         options["--vipu-server-host"], _, options["--vipu-server-port"] = keys.server.partition(":")
     options["--mpi-global-args"] = " ".join(keys.mpi_args)
-    names = [name for name in (*_PASSED, *plan.environment, *keys.environment) if name not in _ALWAYS_PASSED]
+    names = [*_PASSED, *plan.environment, *keys.environment, *passed]
+    names = [name for name in names if name not in _ALWAYS_PASSED]
     options["--mpi-local-args"] = " ".join(f"-x {name}" for name in dict.fromkeys(names))
     command += [f"{option}={value}" for option, value in options.items() if value]
-    return command + program
-
-
-def _check_config(config: RunConfig, facts: Facts, found: Findings) -> None:
-    if facts.logged or facts.own_optimizer:
-        found.problem(
-            "a LightningModule runs in one process: what its steps log is not merged over several",
-            fix="distributed=none, or a model with metrics and optimizer in the config",
-            key="distributed",
-        )
-    if config.loader.on_error == "skip":
-        found.problem(
-            "`loader.on_error=skip`: several instances cannot leave out samples that cannot be read",
-            fix="loader.on_error=raise",
-            key="loader.on_error",
-        )
+    return [*command, *program]
 
 
 def _check_launcher(config: RunConfig, facts: Facts, count: int, found: Findings) -> None:

@@ -80,7 +80,7 @@ def run_job(
     team = join(plan.instances.count, point.config.distributed.rendezvous)
     run = build_run(point.config, plan, prepared.inspected, engine, team)
     if not team.is_first:
-        return _follow(prepared, run, screen, deadline)
+        return _follow(prepared, run, deadline, callbacks or {})
     described = (point.config, point, plan, engine)
     resume_folder = _folder_of_restart() or resume_folder
     folder = resume_folder or RunFolder.create(*described)
@@ -105,7 +105,9 @@ def run_job(
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
 
 
-def _follow(prepared: PreparedRun, run: Run, screen: Screen, deadline: Optional[float]) -> FinishedRun:
+def _follow(
+    prepared: PreparedRun, run: Run, deadline: Optional[float], own_callbacks: Mapping[str, Callback]
+) -> FinishedRun:
     """Train as one of several processes but the first, which has the folder and writes everything in it."""
     point, plan = prepared.point, prepared.plan
     folder, checkpoint = _tell(run.team)
@@ -114,7 +116,7 @@ def _follow(prepared: PreparedRun, run: Run, screen: Screen, deadline: Optional[
         _move_log(log)
     console = console_for(plan, PlainScreen(sys.stdout))
     console.show_panel(point, plan, str(folder))
-    callbacks = make_callbacks(point.config.callbacks)
+    callbacks = {**make_callbacks(point.config.callbacks), **own_callbacks}
     try:
         summary = train(run, folder, [console], checkpoint, deadline, callbacks=callbacks)
     except BaseException as error:

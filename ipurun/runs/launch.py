@@ -5,30 +5,34 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.checkpoint import latest
 from ipurun.distributed.launch import Outcome, run_poprun, run_torchrun
 from ipurun.errors import EXIT_CONFIG, ConfigError, RunError
 from ipurun.log.screen import Screen
 from ipurun.module_search import python_command
+from ipurun.planning.devices import start_command
 from ipurun.runs.folder import RunFolder
 from ipurun.runs.prepare import PreparedRun
 from ipurun.training.events import Summary
 
-__all__ = ["launch_job"]
+__all__ = ["launch_job", "train_program"]
 
 
-def launch_job(prepared: PreparedRun, words: Sequence[str], screen: Screen, quiet: bool) -> Tuple[RunFolder, Summary]:
+def launch_job(
+    prepared: PreparedRun, program: Sequence[str], screen: Screen, environment: Optional[Mapping[str, str]] = None
+) -> Tuple[RunFolder, Summary]:
     """Start the processes of a run, and wait for their end.
 
     Args:
         prepared: The run, checked and planned.
-        words: The words of ``ipurun train``, which each process is given.
-        screen: Where the command is shown; the first process then has the terminal.
-        quiet: Whether the processes show nothing.
+        program: What each process runs: Python and its arguments.
+        screen: Where poprun's command is shown; the first process then has the terminal.
+        environment: Variables that the processes need.
 
     Returns:
         The run folder, and the summary that the first process wrote.
@@ -38,27 +42,34 @@ def launch_job(prepared: PreparedRun, words: Sequence[str], screen: Screen, quie
         KeyboardInterrupt: A signal ended the run before it had anything to save.
     """
     keys, plan = prepared.point.config.distributed, prepared.plan
-    given = [*words, "--quiet"] if quiet else list(words)
+    given = dict(environment or {})
     if keys.kind == "poprun":
-        program = plan.instances.command[: -len(words)] if words else plan.instances.command
-        screen.line(shlex.join(plan.instances.command))
+        command = start_command(prepared.point.config, plan, program, list(given))
+        screen.line(shlex.join(command))
         screen.close()
-        outcome = run_poprun(
-            [*program, *given], keys.hosts, keys.rendezvous, keys.max_restarts, plan.environment, screen.remark
-        )
+        given = {**plan.environment, **given}
+        outcome = run_poprun(command, keys.hosts, keys.rendezvous, keys.max_restarts, given, screen.remark)
     else:
         screen.close()
-        command = [*python_command("ipurun.cli.main.console"), "train", *given]
+        threads = prepared.point.config.threads
+        if threads is not None:
+            given["OMP_NUM_THREADS"] = str(threads)
         hosts = max(len(keys.hosts), 1)
-        outcome = run_torchrun(
-            command, plan.instances.count, hosts, keys.rendezvous, keys.max_restarts, _threads(prepared)
-        )
+        outcome = run_torchrun(program, plan.instances.count, hosts, keys.rendezvous, keys.max_restarts, given)
     return _result(outcome)
 
 
-def _threads(prepared: PreparedRun) -> Optional[Mapping[str, str]]:
-    threads = prepared.point.config.threads
-    return None if threads is None else {"OMP_NUM_THREADS": str(threads)}
+def train_program(prepared: PreparedRun, words: Sequence[str], quiet: bool) -> List[str]:
+    """Return what each process of a run runs, for `launch_job`.
+
+    Args:
+        prepared: The run.
+        words: The words of ``ipurun train``.
+        quiet: Whether the processes show nothing.
+    """
+    is_shown = prepared.point.config.distributed.kind == "poprun"  # as the plan has it, to be typed
+    python = [sys.executable, "-m", "ipurun"] if is_shown else python_command("ipurun.cli.main.console")
+    return [*python, "train", *words, *(["--quiet"] if quiet else [])]
 
 
 def _result(outcome: Outcome) -> Tuple[RunFolder, Summary]:

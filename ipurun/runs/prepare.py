@@ -5,6 +5,7 @@ Each package finds problems; here they are gathered, so that all are reported at
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import List, Mapping, Optional
 
@@ -87,7 +88,8 @@ def prepare(
     if problems or engine is None or inspected is None or plan is None:
         raise ConfigError(point.complete(problems))
     if plan.instances.count > 1 and launched() is None:
-        command = tuple(start_command(config, plan, point.overrides))
+        program = [sys.executable, "-m", "ipurun", "train", *point.overrides]
+        command = tuple(start_command(config, plan, program))
         plan = replace(plan, instances=replace(plan.instances, command=command))
     return PreparedRun(point, engine, inspected, plan)
 

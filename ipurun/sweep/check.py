@@ -91,12 +91,14 @@ def check_point(point: Point) -> Checked:
     Raises:
         ConfigError: Anything but its data is wrong.
     """
-    if point.config.distributed.kind != "none":
+    keys = point.config.distributed
+    if keys.kind == "torchrun" and len(keys.hosts) > 1:
         raise ConfigError(
-            "a sweep cannot start points with several processes",
-            point.where("distributed.kind"),
-            seen=f"distributed={point.config.distributed.kind}",
-            fix="distributed=none with sweep.jobs=N, which runs N points at once; or start the points one by one",
+            "a sweep cannot start points on several machines with torchrun, which is to be started on each of them",
+            point.where("distributed.hosts"),
+            seen=f"distributed.hosts={','.join(keys.hosts)}",
+            fix="leave out distributed.hosts; hydra/launcher=submitit_slurm runs points on several machines",
+            key="distributed.hosts",
         )
     identity = point_id(point)
     # `resume` names the sweep, not a run of this point.

@@ -13,6 +13,7 @@ from ipurun import engine as engines
 from ipurun.config.compose import Points
 from ipurun.config.schema.hydra_plugins import BASIC
 from ipurun.config.secrets import mask_word
+from ipurun.distributed.environment import launched
 from ipurun.errors import ConfigError
 from ipurun.log.format import metric, plural
 from ipurun.log.screen import Screen
@@ -85,7 +86,13 @@ def run_sweep(
     Raises:
         ConfigError: If a config is wrong; nothing was started and nothing was written.
     """
-    config = points.points[0].config
+    config, started = points.points[0].config, launched()
+    if started is not None:
+        raise ConfigError(
+            f"{started.by} started this sweep as {started.count} processes, each of which would run all points",
+            seen=f"process {started.rank} of {started.count}",
+            fix="start the sweep without it; distributed=torchrun or poprun gives each point several processes",
+        )
     with contextlib.ExitStack() as stack:
         search = _search(points)
         forks = _fork_server(points, search is not None, stack)

@@ -53,14 +53,19 @@ def points_at_once(points: Points, checked: Sequence[Checked], search: Optional[
         number = _number(asked, key, total, points, total) if search or key != "sweep.jobs" else total
         return AtOnce(max(min(number, keys["array_parallelism"], total), 1), None, 1, "")
     plans = [item.plan for item in checked if item.plan is not None]
-    on_ipus = [plan for plan in plans if plan.engine == "ipu"]
-    if on_ipus:
+    on_ipus = [plan for plan in plans if plan.engine == "ipu" or plan.instances.uses_popdist]
+    processes = max((plan.instances.count for plan in plans), default=1)
+    if any(plan.instances.uses_popdist for plan in plans):
+        room, fitting = "the points of poprun share a partition", 1
+    elif on_ipus:
         available = engines.load("ipu").available_ipus or 1
         largest = max(plan.devices.total for plan in on_ipus)
         room = f"{plural(available, 'IPU')} and up to {plural(largest, 'IPU')} per point"
         fitting = max(available // largest, 1)
     else:
-        room, fitting = plural(cores(), "core"), cores()
+        room, fitting = plural(cores(), "core"), max(cores() // processes, 1)
+        if processes > 1:
+            room += f" and up to {processes} processes per point"
     would_fit = max(min(fitting, total), 1)
     if launcher == "submitit_local" and points.points[0].given is not None and key not in points.points[0].given:
         asked = "auto"
@@ -71,7 +76,7 @@ def points_at_once(points: Points, checked: Sequence[Checked], search: Optional[
         raise ConfigError(what, where, seen=f"{jobs}; {room}", fix=f"{key}={fitting}", key=key)
     threads = None
     if jobs > 1 and not on_ipus and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(cores() // jobs, 1)
+        threads = max(cores() // (jobs * processes), 1)
     return AtOnce(jobs, threads, would_fit, room)
 
 

@@ -118,7 +118,8 @@ def evaluate(
 def add_to_metrics(metrics: MetricSet, team: Team, outputs: Any, targets: Any, rows: Optional[int] = None) -> None:
     """Add a host call of all processes to metrics.
 
-    Metrics that can be merged see only what this process has; others see everything, in the first process.
+    Metrics that can be merged see only what this process has. What a LightningModule logs is seen by all processes,
+    which may use it in its hooks. Others see everything, in the first process.
 
     Args:
         metrics: The metrics.
@@ -127,6 +128,9 @@ def add_to_metrics(metrics: MetricSet, team: Team, outputs: Any, targets: Any, r
         targets: Their targets.
         rows: Samples among them, 0 if all are padding; None: all are samples.
     """
+    if isinstance(metrics, LoggedValues):
+        metrics.update(outputs if team.is_alone else _join(team.exchanged(outputs)), targets)
+        return
     if team.is_alone or metrics.can_merge:
         if rows != 0:
             metrics.update(outputs, targets)
@@ -138,7 +142,7 @@ def add_to_metrics(metrics: MetricSet, team: Team, outputs: Any, targets: Any, r
 
 def computed_metrics(metrics: MetricSet, team: Team) -> Tuple[Dict[str, float], Mapping[str, Matrix]]:
     """Return the values of metrics over all processes, and what is a table rather than a number."""
-    if team.is_alone or not metrics:
+    if team.is_alone or not metrics or isinstance(metrics, LoggedValues):
         return metrics.compute(), metrics.matrices
     if metrics.can_merge:
         for rank, parts in enumerate(team.exchanged(metrics.parts)):
@@ -150,8 +154,10 @@ def computed_metrics(metrics: MetricSet, team: Team) -> Tuple[Dict[str, float], 
 
 
 def report_skipped(run: Run, observer: Observer) -> None:
-    """Report samples that could not be read, each once."""
-    for split, indices in run.skipped.unreported().items():
+    """Report samples that could not be read in any process, each once."""
+    if run.config.loader.on_error != "skip":
+        return
+    for split, indices in run.skipped.share(run.team).items():
         which = f"sample {indices[0]}" if len(indices) == 1 else f"samples {listing(map(str, indices))}"
         data, instead = "the training data", "using the next one that can"
         if split != "train":
@@ -306,9 +312,9 @@ def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:
     size = run.plan.inference.micro_batch_size
     config = run.config.loss
     if run.loss is not None:
-        losses = call.result[1].float().reshape(-1)
+        losses = call.result[1].double().reshape(-1)
     else:
-        losses = pick(call.result, config.output, loss=True).float().reshape(-1)
+        losses = pick(call.result, config.output, loss=True).double().reshape(-1)
     if losses.numel() == rows and size > 1:
         return float(losses[: call.real].sum()), float(call.real)
     whole, left = divmod(call.real, size)
@@ -330,12 +336,12 @@ def _loss_of(run: Run, call: _InferenceCall) -> Tuple[float, float]:
 
 
 def _add_logged(run: Run, call: _InferenceCall, logged: LoggedValues) -> Tuple[float, float]:
-    """Add what the step of a LightningModule logged; return the weighted sum of its losses, and the weights.
+    """Add what the step of a LightningModule logged in all processes; return this one's loss sum and its weight.
 
-    The host computes the micro-batch that is partly padding again without it, if it can: as Lightning does.
+    The host computes the micro-batch that is partly padding again without it, if it can: as Lightning does. The host
+    calls of the processes follow each other in the data, so that together they are one whose padding is at its end.
     """
-    rows, size = run.plan.inference.samples_per_call, run.plan.inference.micro_batch_size
-    real = torch.tensor([min(max(call.real - first, 0), size) for first in range(0, rows, size)])
+    size = run.plan.inference.micro_batch_size
     partial: Mapping[str, Any] = {}
     whole, left = divmod(call.real, size)
     if left and run.plan.precision == "32.32":
@@ -346,15 +352,28 @@ def _add_logged(run: Run, call: _InferenceCall, logged: LoggedValues) -> Tuple[f
                 partial = run.inference_wrapper(*args, **kwargs)
         except Exception:  # custom operations exist only on the device: the share of real rows is the weight then
             partial = {}
-    logged.add_weighted(call.result, real, lambda value: _without_padding(value, call.real, rows), partial)
+    calls = run.team.exchanged((call.result, call.real, partial))
+    total, rows = sum(real for _, real, _ in calls), run.plan.inference.samples_per_call
+    logged.add_weighted(
+        call.result if run.team.is_alone else _join([result for result, _, _ in calls]),
+        _rows_by_micro_batch(total, rows, size),
+        lambda value: _without_padding(value, total, rows),
+        next((found for _, _, found in calls if found), {}),
+    )
     if "loss" not in call.result:
         return 0.0, 0.0
-    losses = call.result["loss"].float().reshape(-1).clone()
-    if losses.numel() != real.numel():
+    own = _rows_by_micro_batch(call.real, run.plan.local_inference.samples_per_call, size)
+    losses = call.result["loss"].double().reshape(-1).clone()
+    if losses.numel() != own.numel():
         return float(losses.mean()) * call.real, float(call.real)
     if "loss" in partial:
         losses[whole] = float(partial["loss"])
-    return float((losses * real).sum()), float(real.sum())
+    return float((losses * own).sum()), float(own.sum())
+
+
+def _rows_by_micro_batch(real: int, rows: int, size: int) -> torch.Tensor:
+    """Return how many samples of each micro-batch of a host call are not padding."""
+    return torch.tensor([min(max(real - first, 0), size) for first in range(0, rows, size)])
 
 
 def _prediction(run: Run, result: Any) -> Any:

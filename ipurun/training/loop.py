@@ -149,6 +149,8 @@ class _Trainer:
         self._phases = phases
         self._observer = observer
         self._callbacks = callbacks
+        # Known from the beginning: a callback that fails in one process may remain in the others.
+        self._shares_requests = bool(callbacks) and not run.team.is_alone
         self._interrupts = interrupts
         self._folder = folder
         self._clock = Clock()
@@ -402,8 +404,7 @@ class _Trainer:
         run, progress, sizes = self._run, self._progress, self._run.plan.training
         model = run.training_model
         self._saver.poll()
-        if run.config.loader.on_error == "skip":
-            report_skipped(run, self._observer)
+        report_skipped(run, self._observer)
         args, kwargs = as_call(batch)
         if not model.isCompiled():
             self._compile(args, kwargs)
@@ -585,7 +586,7 @@ class _Trainer:
     def _requests(self) -> Any:
         """Return what the callbacks ask for, of all processes."""
         asked = self._callbacks.requests
-        if self._callbacks and not self._team.is_alone:
+        if self._shares_requests:
             for others in self._team.exchanged((asked.stop, asked.evaluate, asked.save)):
                 asked.stop = asked.stop or others[0]
                 asked.evaluate, asked.save = asked.evaluate or others[1], asked.save or others[2]
@@ -619,6 +620,9 @@ class _Trainer:
         )
         if self._callbacks:
             event = self._callbacks.after_eval(event)
+        if self._shares_requests:  # what callbacks add may differ; all decide by the same values
+            event = replace(event, metrics=self._team.from_first(event.metrics))
+        if self._callbacks or self._shares_requests:
             progress.metrics = dict(event.metrics)
         if value is None:  # from a callback, or of an average
             value = self._metric("monitor", run.monitor, event.metrics)

@@ -46,8 +46,26 @@ class Positions(Stream):
     def read(self, start, stop):
         return [self.data[index] for index in range(start, min(stop, len(self.data)))]
 
+class Damaged(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+    def __len__(self):
+        return len(self.data)
+    def __getitem__(self, index):
+        if index % 15 == 7:
+            raise OSError("truncated")
+        return self.data[index]
+
+class DamagedPositions(Positions):
+    def read(self, start, stop):
+        for index in range(start, min(stop, len(self.data))):
+            yield Damaged(self.data)[index]
+
+KINDS = {"tensors": lambda data: data, "augmented": Augmented, "stream": Stream, "positions": Positions,
+         "damaged": Damaged, "damaged_positions": DamagedPositions}
+
 def splits(kind="tensors"):
-    wrap = {"tensors": lambda data: data, "augmented": Augmented, "stream": Stream, "positions": Positions}[kind]
+    wrap = KINDS[kind]
     return {"train": wrap(points(100, 1)), "test": wrap(points(37, 2)) if kind != "augmented" else points(37, 2)}
 
 class TopTwo:
@@ -91,13 +109,21 @@ RUNS = {
     "positions": [EXACT, "data.kind=positions"],
     # Adam would enlarge the rounding of the bias before the batch norm, whose gradient is zero.
     "quick": ["gradient_accumulation=2", "optimizer._target_=poptorch.optim.SGD"],
+    "damaged": [EXACT, "data.kind=damaged", "loader.on_error=skip"],
+    "damaged_workers": [EXACT, "data.kind=damaged", "loader.on_error=skip", "loader.workers=2"],
+    "damaged_positions": [EXACT, "data.kind=damaged_positions", "loader.on_error=skip"],
     "half": [EXACT, "max_steps=4", "eval.at_end=false"],
 }
+LIGHTNING = {"steps": "Peaks", "lists": "Lists"}  # of `lightning_duck`
 
 
 def words_of(name, runs_dir):
     """Return the words of one of the runs."""
-    return ["+recipe=tiny", f"name={name}", f"runs_dir={runs_dir}", *RUNS[name]]
+    words = [f"name={name}", f"runs_dir={runs_dir}"]
+    if name not in LIGHTNING:
+        return ["+recipe=tiny", *words, *RUNS[name]]
+    words += [f"model._target_=lightning_duck.{LIGHTNING[name]}", "data._target_=lightning_duck.Loaders"]
+    return [*words, EXACT, "devices=4", "epochs=2", "micro_batch_size=2", "gradient_accumulation=2", "data.samples=70"]
 
 
 if __name__ == "__main__":
@@ -105,5 +131,5 @@ if __name__ == "__main__":
     from ipurun.module_search import append_working_folder
 
     append_working_folder()
-    for run in RUNS:
+    for run in (*RUNS, *LIGHTNING):
         train_words(words_of(run, sys.argv[1]), quiet=True)

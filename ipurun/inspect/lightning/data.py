@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
+from ipurun.distributed.environment import launched
 from ipurun.errors import ConfigError
 from ipurun.inspect.lightning.trainer import TrainerStandIn, attach_trainer, call_hook, overrides
 
@@ -83,7 +87,8 @@ def splits_of(owner: Any, key: str, is_set_up: bool = False) -> Splits:
         ConfigError: A method failed, or did not return a data loader.
     """
     attach_trainer(owner, TrainerStandIn())
-    call_hook(owner, "prepare_data", key)
+    with _one_at_a_time():
+        call_hook(owner, "prepare_data", key)
     splits = Splits({})
     ready = {"fit"} if is_set_up else set()
     for split, (method, stage) in _LOADERS.items():
@@ -108,6 +113,19 @@ def splits_of(owner: Any, key: str, is_set_up: bool = False) -> Splits:
         name, hooks = type(owner).__name__, ", ".join(ignored)
         splits.notes.append(f"{name}.{hooks}: not called for the data; do it in the data set or the collate function")
     return splits
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Let the first of several processes of a run download while the others wait: they then find what they need."""
+    with contextlib.ExitStack() as stack:
+        if launched() is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                # A lock on a folder leaves no file behind. Downloads below lock the folders that they write to.
+                descriptor = os.open(os.path.dirname(__file__), os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _read(loader: Any, method: str, key: str, notes: List[str]) -> Tuple[Any, LoaderTraits]:

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from torch import nn
 
+from ipurun.distributed.environment import launched
 from ipurun.errors import ConfigError, Problem
 from ipurun.inspect.targets import innermost_line
 
@@ -95,7 +96,8 @@ class TrainerStandIn:
         self.datamodule: Any = None
         self.global_rank = self.local_rank = self.node_rank = 0
         self.world_size = self.num_devices = self.num_nodes = 1
-        self.is_global_zero = True
+        started = launched()  # one of several processes: ipurun shares the data out, the model need not
+        self.is_global_zero = started is None or started.rank == 0
         self.fast_dev_run = self.barebones = False
         self.default_root_dir = os.curdir
         self.log_dir = None
