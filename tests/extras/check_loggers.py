@@ -1,7 +1,11 @@
 """Loggers and metrics with the real clients: TensorBoard, W&B offline, MLflow in a local store, torchmetrics."""
 
 import json
+import os
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +121,40 @@ def test_wandb_offline_keeps_its_id_over_a_resume_and_no_step_twice():
         losses = [(row["step"], row[f"{split}/loss"]) for row in rows if f"{split}/loss" in row]
         expected = _expected_losses(split)
         assert [step for step, _ in losses] == sorted(expected) and dict(losses) == pytest.approx(expected)
+
+
+SLOW = """
+import time
+from ipurun import Callback
+class Slow(Callback):
+    def on_step(self, event):
+        time.sleep(0.01)
+"""
+
+
+def test_wandb_offline_has_every_step_after_a_kill_and_a_resume():
+    Path("slow.py").write_text(SLOW)
+    words = ["logger=wandb", "epochs=6", "log_every_steps=1", "checkpoint.every_steps=10", "devices=1"]
+    words += ["+callbacks.slow._target_=slow.Slow", "--quiet"]
+    # Its own service of wandb, not the one of this process, which would outlive it.
+    alone = {name: value for name, value in os.environ.items() if "_WANDB" not in name and name != "WANDB_SERVICE"}
+    process = subprocess.Popen([sys.executable, "-m", "ipurun", "train", *ONE_EPOCH, *words], env=alone)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline and not _has_steps(60):
+        time.sleep(0.05)
+    assert process.poll() is None  # it is killed in the middle
+    process.kill()
+    process.wait()
+    _resume()
+    files = sorted(Path("run/wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    found = {row["step"]: row["train/loss"] for file in files for row in _wandb_history(file) if "train/loss" in row}
+    assert found == pytest.approx(_expected_losses())
+
+
+def _has_steps(number):
+    file = Path("run/metrics.jsonl")
+    return file.exists() and len(file.read_text().splitlines()) > number
 
 
 def test_mlflow_keeps_its_run_over_a_resume_and_no_step_twice():
