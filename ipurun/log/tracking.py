@@ -25,6 +25,7 @@ from ipurun.training.events import (
     Note,
     Observer,
     RolledBack,
+    RunFailed,
     RunStart,
     StepEnd,
     Summary,
@@ -237,6 +238,9 @@ class DroppedIfFailing(Observer):
 
     def on_end(self, event: Summary) -> None:
         self._pass_on("on_end", event)
+
+    def on_failure(self, event: RunFailed) -> None:
+        self._pass_on("on_failure", event)
 
     def _pass_on(self, method: str, *event: Any) -> None:
         if self._logger is None:

@@ -174,6 +174,30 @@ def test_mlflow_keeps_its_run_over_a_resume_and_no_step_twice():
     assert not Path("mlruns").exists() and list(Path("mine/mlflow_files").rglob("confusion_matrix-*.json"))
 
 
+FAILING = """
+from ipurun import Callback
+class Failing(Callback):
+    def on_eval(self, event):
+        raise ValueError("a bad day")
+"""
+
+
+def test_a_run_that_fails_is_ended_in_every_service_and_the_next_one_of_the_process_is_another(capsys):
+    import mlflow
+
+    Path("failing.py").write_text(FAILING)
+    words = ["logger=[tensorboard,wandb,mlflow]", "epochs=1", "runs_dir=mine"]
+    assert main(["train", *ONE_EPOCH, *words, "+callbacks.failing._target_=failing.Failing", "--quiet"]) == 1
+    capsys.readouterr()
+    assert main(["train", *ONE_EPOCH, *words, "hydra.run.dir=next", "--quiet"]) == 0
+    first, second = (json.loads(Path(folder, "wandb_run.json").read_text()) for folder in ("run", "next"))
+    assert first["id"] != second["id"] and first["sent"]["train"] == 40
+    client = mlflow.MlflowClient(f"sqlite:///{Path.cwd()}/mine/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("mnist").experiment_id])
+    assert {run.info.run_name: run.info.status for run in runs} == {"mnist/run": "FAILED", "mnist/next": "FINISHED"}
+    assert [event.step for event in _scalars("run/tensorboard").Scalars("train/loss")] == [10, 20, 30, 40]
+
+
 def test_several_at_once_and_no_secret_in_any():
     _train("logger=[csv,tensorboard,wandb,mlflow]", "epochs=1", "runs_dir=mine", "+data.api_key=${oc.env:SOME_KEY}")
     written = [file for place in ("run", "mine") for file in Path(place).rglob("*") if file.is_file()]

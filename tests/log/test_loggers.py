@@ -18,7 +18,7 @@ from ipurun.log.mlflow import MlflowLogger
 from ipurun.log.tensorboard import TensorBoardLogger
 from ipurun.log.tracking import DroppedIfFailing, Record, Tracker
 from ipurun.log.wandb import WandbLogger
-from ipurun.training.events import EvalEnd, Observer, Observers, RolledBack, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, Observers, RolledBack, RunFailed, RunStart, StepEnd, Summary
 
 EVAL = EvalEnd(8, 0.25, "test", {"loss": 0.5, "accuracy": 0.75}, 100, 0.2, "accuracy", True)
 
@@ -182,6 +182,8 @@ def test_wandb_keeps_one_run_over_resumes(folder: Path, summary: Summary, monkey
     resumed = WandbLogger(folder)
     resumed.on_start(RunStart("digits", str(folder), 8, 64, "step-8.pt"))
     assert (calls[3]["id"], calls[3]["resume"]) == ("abc123", "allow")
+    resumed.on_failure(RunFailed(9, "a bad day"))
+    assert calls[4] == 1  # the exit code: nothing else ends the run there
 
 
 class _Service(Tracker):
@@ -332,6 +334,8 @@ def test_mlflow_keeps_one_run_over_resumes(
     logged = [entry for call in calls if call[0] == "log_batch" for entry in call[2]]
     assert ("optimizer.lr", "0.1") in logged and ("logger.mine.api_key", "${oc.env:SOME_KEY}") in logged
     assert logged.count(("train/loss", 2.3025, 8)) == 1 and ("test/accuracy", 0.75, 8) in logged
+    logger.on_failure(RunFailed(9, "a bad day"))
+    assert calls[-1] == ("set_terminated", "f00", "FAILED")
 
 
 @pytest.mark.parametrize(
