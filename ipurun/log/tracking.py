@@ -34,7 +34,7 @@ from ipurun.training.events import (
 __all__ = ["DroppedIfFailing", "Record", "Tracker", "chosen_keys", "missing_package", "step_values", "stored_config"]
 
 _LONGEST_WAIT_SECONDS = 2.0
-# What a killed client may not have written or sent: generous, since a record that arrives twice does less harm than a gap.
+# What a killed client may not have written or sent. Generous: a record that arrives twice does less harm than a gap.
 _MOST_LOST_BYTES = 64 * 1024
 _MOST_LOST_SECONDS = 60.0
 _NOT_VALUES = {"split", "step", "call", "epoch", "samples", "call_seconds", "seconds", "is_best", "time"}
