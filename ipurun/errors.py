@@ -19,6 +19,7 @@ __all__ = [
     "IpurunError",
     "Problem",
     "RunError",
+    "in_short",
     "listing",
     "nearest",
     "underlying_os_error",
@@ -130,6 +131,14 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, exit_code: int) -> None:
         super().__init__()
         self.exit_code = exit_code
+
+
+def in_short(error: BaseException) -> str:
+    """Return what an error says, in one line for those of ipurun."""
+    if isinstance(error, IpurunError) and error.problems:
+        return error.problems[0].what
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def underlying_os_error(error: BaseException) -> BaseException:

@@ -342,6 +342,7 @@ class _Match:
         found: Findings,
     ) -> None:
         self._weights = weights
+        self._names = names
         sources = {new: name for name, new in names.items()}
         every = list(dict.fromkeys([*targets, *sources]))
         wanted = self._matching(init.include, "init.include", every, found) if init.include else set(every)
@@ -384,6 +385,10 @@ class _Match:
                 matched.update(match_parameters(pattern, names))
         return matched
 
+    def _as_in_model(self, name: str) -> str:
+        """Return the name that a weight of the file would have in the model, and its own if that is another."""
+        return name if self._names[name] == name else f"{self._names[name]} (in the file {name})"
+
     def problems(self, strict: bool) -> List[Problem]:
         """Return why the file does not fit."""
         where = f"{self._weights.path} ({self._weights.kind})"
@@ -401,7 +406,7 @@ class _Match:
         if not strict:
             return []
         missing = [name for name, why in self.not_loaded.items() if why == "not in the file"]
-        extra = [name for name, why in self.left_over.items() if why == "not in the model"]
+        extra = [self._as_in_model(name) for name, why in self.left_over.items() if why == "not in the model"]
         problems = []
         for names, what in (
             (missing, "weights of the model are not in the file"),

@@ -210,6 +210,11 @@ def test_wildcards_of_a_rename_map_and_mistakes_in_it(tmp_path: Path) -> None:
         _load(model, tmp_path / "a.pt", rename={"autor": "first"})
     with pytest.raises(ConfigError, match="gives several weights the name"):
         _load(model, tmp_path / "a.pt", rename={"re:.*": "first.weight"})
+    torch.save(_source().state_dict(), tmp_path / "b.pt")
+    with pytest.raises(ConfigError) as caught:
+        _load(model, tmp_path / "b.pt", rename={"first": "other"})
+    left = caught.value.problems[1]
+    assert "other.weight (in the file first.weight)" in left.seen and "init.exclude=[other]" in left.fix
 
 
 class _Tied(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
 
 from ipurun.log.tracking import Record, Tracker, chosen_keys, missing_package
-from ipurun.training.events import RunStart, Summary
+from ipurun.training.events import RunFailed, RunStart, Summary
 
 __all__ = ["MlflowLogger"]
 
@@ -98,6 +98,10 @@ class MlflowLogger(Tracker):
     def on_end(self, event: Summary) -> None:
         self.flush()
         self._client.set_terminated(self._run_id, _STATUS.get(event.status, "FAILED"))
+
+    def on_failure(self, event: RunFailed) -> None:
+        if self._run_id:
+            self._client.set_terminated(self._run_id, "FAILED")
 
     def _artifacts(self) -> Optional[str]:
         """Return the folder of files for a local store: MLflow would put them into the working folder."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
 
 from ipurun.log.tracking import chosen_keys, missing_package, step_values
-from ipurun.training.events import EvalEnd, Observer, RolledBack, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, RolledBack, RunFailed, RunStart, StepEnd, Summary
 
 __all__ = ["TensorBoardLogger"]
 
@@ -63,6 +63,10 @@ class TensorBoardLogger(Observer):
     def on_end(self, event: Summary) -> None:
         self._write_parameters({"train/loss": event.loss or 0.0})
         self._writer.close()
+
+    def on_failure(self, event: RunFailed) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
     def _open(self, purge_step: Optional[int]) -> None:
         self._writer = self._make_writer(self._log_dir, purge_step=purge_step)

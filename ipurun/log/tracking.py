@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import yaml
 from omegaconf import OmegaConf
@@ -24,6 +25,7 @@ from ipurun.training.events import (
     Note,
     Observer,
     RolledBack,
+    RunFailed,
     RunStart,
     StepEnd,
     Summary,
@@ -32,6 +34,10 @@ from ipurun.training.events import (
 __all__ = ["DroppedIfFailing", "Record", "Tracker", "chosen_keys", "missing_package", "step_values", "stored_config"]
 
 _LONGEST_WAIT_SECONDS = 2.0
+# What a killed client may not have written or sent. Generous: a record that arrives twice does less harm than a gap.
+_MOST_LOST_BYTES = 64 * 1024
+_MOST_LOST_SECONDS = 60.0
+_NOT_VALUES = {"split", "step", "call", "epoch", "samples", "call_seconds", "seconds", "is_best", "time"}
 
 
 class Record(NamedTuple):
@@ -48,9 +54,10 @@ class Tracker(Observer):
     """A logger for a service that keeps a run over resumes but cannot forget steps.
 
     A run that resumes or rolls back repeats steps. Records of them that the service already has are not sent again,
-    unless their loss differs, as after a rollback to a lower learning rate: both attempts are then shown.
-    ``NAME_run.json`` in the run folder has the id of the run in the service, and the last step of each split that it is
-    known to have.
+    unless their loss differs, as after a rollback to a lower learning rate: both attempts are then shown. Records from
+    before the checkpoint that the service may lack, because the process was killed or the logger dropped, are sent from
+    ``metrics.jsonl``. ``NAME_run.json`` in the run folder has the id of the run in the service, and the last step of
+    each split that it is known to have.
 
     Args:
         folder: The run folder.
@@ -68,6 +75,8 @@ class Tracker(Observer):
         self._earlier: Dict[Tuple[str, int], float] = {}  # losses of the steps that are about to be repeated
         self._waiting: List[Record] = []
         self._sent_at = 0.0
+        self._sent_bytes = 0  # at least
+        self._unconfirmed: Deque[Tuple[float, int, Dict[str, int]]] = deque()  # when, `_sent_bytes` and `_sent` then
 
     def open_run(self, event: RunStart, known: Optional[str]) -> str:
         """Start a run in the service, or continue the one with a known id; return its id."""
@@ -83,9 +92,12 @@ class Tracker(Observer):
         if self._id == known.get("id"):
             self._confirmed = dict(known.get("sent", {}))
             self._sent = dict(self._confirmed)
+        self._store()
         if event.resumed_from:
             self._note_repeats(event.start_step)
-        self._store()
+            self._waiting = [record for record in self._recorded() if record.step <= event.start_step]
+            self._waiting = [record for record in self._waiting if record.step > self._sent.get(record.split, 0)]
+            self.flush()
 
     def on_rollback(self, event: RolledBack) -> None:
         self.flush()
@@ -110,12 +122,28 @@ class Tracker(Observer):
                 self._sent[record.split] = max(record.step, self._sent.get(record.split, 0))
             if self.is_written_at_once:
                 self.confirm()
+            else:
+                self._confirm_earlier(waiting)
         self._sent_at = time.monotonic()
 
     def confirm(self) -> None:
         """Record that the service has all that was sent, also if this process is killed now."""
         self._confirmed = dict(self._sent)
         self._store()
+
+    def _confirm_earlier(self, sent: Sequence[Record]) -> None:
+        """Record that the service has what was sent so long ago, and before so much else, that it must be written."""
+        now = time.monotonic()
+        self._sent_bytes += sum(len(name) + len(str(value)) for record in sent for name, value in record.values.items())
+        self._unconfirmed.append((now, self._sent_bytes, dict(self._sent)))
+        before = self._confirmed
+        while (
+            self._unconfirmed[0][0] <= now - _MOST_LOST_SECONDS
+            and self._unconfirmed[0][1] <= self._sent_bytes - _MOST_LOST_BYTES
+        ):
+            self._confirmed = self._unconfirmed.popleft()[2]
+        if self._confirmed is not before:
+            self._store()
 
     def _add(
         self,
@@ -131,10 +159,18 @@ class Tracker(Observer):
     def _note_repeats(self, step: int) -> None:
         # The file still has the repeated steps: trackers are notified before the logger that drops them from it.
         self._earlier = {
-            (record["split"], record["step"]): float(record["loss"])
-            for record in records_of(self.folder / "metrics.jsonl")
-            if record["step"] > step and "loss" in record
+            (record.split, record.step): record.values["loss"]
+            for record in self._recorded()
+            if record.step > step and "loss" in record.values
         }
+
+    def _recorded(self) -> Iterator[Record]:
+        """Yield the records of ``metrics.jsonl``."""
+        for record in records_of(self.folder / "metrics.jsonl"):
+            values = {name: value for name, value in record.items() if name not in _NOT_VALUES}
+            matrices = {name: value for name, value in values.items() if isinstance(value, list)}
+            numbers = {name: float(value) for name, value in values.items() if name not in matrices}
+            yield Record(record["split"], record["step"], numbers, matrices, float(record.get("time", time.time())))
 
     def _store(self) -> None:
         write_atomically(self._file, json.dumps({"id": self._id, "sent": self._confirmed}) + "\n")
@@ -202,6 +238,9 @@ class DroppedIfFailing(Observer):
 
     def on_end(self, event: Summary) -> None:
         self._pass_on("on_end", event)
+
+    def on_failure(self, event: RunFailed) -> None:
+        self._pass_on("on_failure", event)
 
     def _pass_on(self, method: str, *event: Any) -> None:
         if self._logger is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Union
 
 from ipurun.log.tracking import Record, Tracker, missing_package, stored_config
-from ipurun.training.events import RunStart, Summary
+from ipurun.training.events import RunFailed, RunStart, Summary
 
 __all__ = ["WandbLogger"]
 
@@ -59,7 +58,6 @@ class WandbLogger(Tracker):
         # Not wandb's own count of steps, which cannot return to a checkpoint: a run that rolls back repeats steps.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        atexit.register(self._finish, 1)  # a run that fails has no end
         return str(self._run.id)
 
     def send(self, records: Sequence[Record]) -> None:
@@ -74,6 +72,10 @@ class WandbLogger(Tracker):
     def on_end(self, event: Summary) -> None:
         self.flush()
         self._finish(0 if event.status == "done" else 1)
+
+    def on_failure(self, event: RunFailed) -> None:
+        # Not at the exit of the process: the next run of a notebook would be taken for this one.
+        self._finish(1)
 
     def _finish(self, exit_code: int) -> None:
         """Wait until wandb has written or sent everything."""

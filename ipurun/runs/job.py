@@ -23,7 +23,7 @@ from ipurun.config.compose import Point
 from ipurun.distributed.environment import launched
 from ipurun.distributed.notes import LaunchFolder, write_to
 from ipurun.distributed.team import Team, join
-from ipurun.errors import ConfigError, IpurunError, Problem, RunError
+from ipurun.errors import ConfigError, IpurunError, Problem, RunError, in_short
 from ipurun.inspect.targets import make
 from ipurun.log.console import console_for
 from ipurun.log.jsonl import JsonlLogger
@@ -256,7 +256,7 @@ def _guarded(action: Callable[[], Summary], folder: RunFolder, screen: Screen, l
         return action()
     except BaseException as error:
         screen.close()
-        reason = point.without_secrets(_reason(error))
+        reason = point.without_secrets(in_short(error))
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         with suppress(OSError):  # on a full disk the reason is worth more than its record
             log.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
@@ -293,13 +293,6 @@ def _unwritable(folder: RunFolder, error: OSError) -> RunError:
         seen=str(error.strerror or error),
         fix=f"free some space, then {then}; runs_dir=FOLDER puts runs elsewhere, checkpoint.keep=1 needs less",
     )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, IpurunError) and error.problems:
-        return error.problems[0].what
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _last_line(error: BaseException) -> str:

@@ -157,6 +157,7 @@ class Callbacks(Observer):
         self._run = run
         self._observer = observer
         self._step = 0
+        self.advice: Callable[[], str] = str  # how to continue after an error, once there is a checkpoint
         self.requests = _Requests()
         for name, callback in self._named.items():
             callback.run = CallbackRun(name, run, folder, self.requests, observer)
@@ -235,18 +236,22 @@ class Callbacks(Observer):
         from ipurun.training.failures import where_raised
 
         seen = error.problems[0].what if isinstance(error, IpurunError) else f"{type(error).__name__}: {error}"
-        if self._run.config.on_callback_error == "stop" and method != "flush":
+        if self._run.config.on_callback_error == "stop" and method != "on_failure":  # which reports another error
             raise RunError(
                 f"the callback `{name}` failed in {method}",
                 where=where_raised(error),
                 seen=seen,
-                fix=f"on_callback_error=continue continues without it, ~callbacks.{name} removes it",
+                fix=f"{self._advice()}on_callback_error=continue continues without it, ~callbacks.{name} removes it",
                 key=f"callbacks.{name}",
             ) from error
         del self._named[name]
         self._find_overridden()
         text = f"the callback `{name}` failed in {method} and is not called again: {seen}, at {where_raised(error)}"
         self._observer.on_note(Note(text, level="warning"))
+
+    def _advice(self) -> str:
+        text = self.advice()
+        return f"{text}; " if text else ""
 
     def _taken_metrics(self) -> Dict[str, float]:
         taken, self.requests.metrics = self.requests.metrics, {}

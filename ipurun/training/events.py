@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -16,6 +17,7 @@ __all__ = [
     "Observer",
     "Observers",
     "RolledBack",
+    "RunFailed",
     "RunStart",
     "StepEnd",
     "Summary",
@@ -160,6 +162,14 @@ class RolledBack:
 
 
 @dataclass(frozen=True)
+class RunFailed:
+    """A run ended with an error after ``step`` weight updates, or was stopped at once: there is no summary."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Summary:
     """How a run ended.
 
@@ -258,6 +268,9 @@ class Observer:
     def on_end(self, event: Summary) -> None:
         """Handle the end of the run, even if it was interrupted."""
 
+    def on_failure(self, event: RunFailed) -> None:
+        """Handle an error that ends the run; `on_end` does not follow."""
+
 
 def _nothing() -> None:
     pass
@@ -324,8 +337,9 @@ class Observers(Observer):
 
     def flush(self) -> None:
         self.before_others()
-        for observer in self._all:
-            observer.flush()
+        with contextlib.ExitStack() as every:  # also those after one that fails
+            for observer in reversed(self._all):
+                every.callback(observer.flush)
 
     def on_rollback(self, event: RolledBack) -> None:
         self.before_others()
@@ -336,3 +350,8 @@ class Observers(Observer):
         self.before_others()
         for observer in self._all:
             observer.on_end(event)
+
+    def on_failure(self, event: RunFailed) -> None:
+        for observer in self._all:
+            with contextlib.suppress(Exception):  # the failure came first
+                observer.on_failure(event)

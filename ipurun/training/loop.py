@@ -17,7 +17,7 @@ import torch
 from ipurun.build import Run
 from ipurun.build.cached_executables import compile_and_report
 from ipurun.checkpoint import Checkpoint, Folder
-from ipurun.errors import RunError, listing
+from ipurun.errors import RunError, in_short, listing
 from ipurun.inspect.batch_items import as_call, map_tensors, pick, target_of
 from ipurun.inspect.sampling import seed_everything, seed_of, seeded
 from ipurun.training.averaging import WeightAverage
@@ -40,6 +40,7 @@ from ipurun.training.events import (
     Observer,
     Observers,
     RolledBack,
+    RunFailed,
     RunStart,
     StepEnd,
     Summary,
@@ -104,9 +105,10 @@ def train(
             everyone = Observers([called, *observers]) if called else everyone
             trainer = _Trainer(run, folder, everyone, called, resume_from, interrupts, phases or Phases())
             return trainer.run_to_end()
-        except BaseException:
-            with contextlib.suppress(RunError):  # of a metric: what is being raised came first
+        except BaseException as error:
+            with contextlib.suppress(RunError):  # of a metric or a callback: what is being raised came first
                 everyone.flush()
+            everyone.on_failure(RunFailed(0 if trainer is None else trainer.step, in_short(error)))
             raise
         finally:
             if trainer is not None:
@@ -180,6 +182,7 @@ class _Trainer:
         self._saver = Saver(run, folder, self._progress, observer, self._clock, resume_from, phases, self._added_state)
         self._reading, self._training = self._explained("reading the training data"), self._explained("training")
         observer.before_others = self._report_calls
+        callbacks.advice = self._saver.advice
 
     def _restore(self, checkpoint: Optional[Checkpoint], failed: Optional[Progress] = None) -> bool:
         """Take the state of a checkpoint, or of the beginning; return whether its host calls had another size.
@@ -221,6 +224,11 @@ class _Trainer:
     def settle(self) -> None:
         """Wait for a checkpoint that is still being written."""
         self._saver.settle()
+
+    @property
+    def step(self) -> int:
+        """Weight updates done."""
+        return self._progress.step
 
     def run_to_end(self) -> Summary:
         run, progress = self._run, self._progress

@@ -1,7 +1,11 @@
 """Loggers and metrics with the real clients: TensorBoard, W&B offline, MLflow in a local store, torchmetrics."""
 
 import json
+import os
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +123,40 @@ def test_wandb_offline_keeps_its_id_over_a_resume_and_no_step_twice():
         assert [step for step, _ in losses] == sorted(expected) and dict(losses) == pytest.approx(expected)
 
 
+SLOW = """
+import time
+from ipurun import Callback
+class Slow(Callback):
+    def on_step(self, event):
+        time.sleep(0.01)
+"""
+
+
+def test_wandb_offline_has_every_step_after_a_kill_and_a_resume():
+    Path("slow.py").write_text(SLOW)
+    words = ["logger=wandb", "epochs=6", "log_every_steps=1", "checkpoint.every_steps=10", "devices=1"]
+    words += ["+callbacks.slow._target_=slow.Slow", "--quiet"]
+    # Its own service of wandb, not the one of this process, which would outlive it.
+    alone = {name: value for name, value in os.environ.items() if "_WANDB" not in name and name != "WANDB_SERVICE"}
+    process = subprocess.Popen([sys.executable, "-m", "ipurun", "train", *ONE_EPOCH, *words], env=alone)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline and not _has_steps(60):
+        time.sleep(0.05)
+    assert process.poll() is None  # it is killed in the middle
+    process.kill()
+    process.wait()
+    _resume()
+    files = sorted(Path("run/wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    found = {row["step"]: row["train/loss"] for file in files for row in _wandb_history(file) if "train/loss" in row}
+    assert found == pytest.approx(_expected_losses())
+
+
+def _has_steps(number):
+    file = Path("run/metrics.jsonl")
+    return file.exists() and len(file.read_text().splitlines()) > number
+
+
 def test_mlflow_keeps_its_run_over_a_resume_and_no_step_twice():
     import mlflow
 
@@ -134,6 +172,30 @@ def test_mlflow_keeps_its_run_over_a_resume_and_no_step_twice():
         expected = _expected_losses(split)
         assert sorted(step for step, _ in found) == sorted(expected) and dict(found) == pytest.approx(expected)
     assert not Path("mlruns").exists() and list(Path("mine/mlflow_files").rglob("confusion_matrix-*.json"))
+
+
+FAILING = """
+from ipurun import Callback
+class Failing(Callback):
+    def on_eval(self, event):
+        raise ValueError("a bad day")
+"""
+
+
+def test_a_run_that_fails_is_ended_in_every_service_and_the_next_one_of_the_process_is_another(capsys):
+    import mlflow
+
+    Path("failing.py").write_text(FAILING)
+    words = ["logger=[tensorboard,wandb,mlflow]", "epochs=1", "runs_dir=mine"]
+    assert main(["train", *ONE_EPOCH, *words, "+callbacks.failing._target_=failing.Failing", "--quiet"]) == 1
+    capsys.readouterr()
+    assert main(["train", *ONE_EPOCH, *words, "hydra.run.dir=next", "--quiet"]) == 0
+    first, second = (json.loads(Path(folder, "wandb_run.json").read_text()) for folder in ("run", "next"))
+    assert first["id"] != second["id"] and first["sent"]["train"] == 40
+    client = mlflow.MlflowClient(f"sqlite:///{Path.cwd()}/mine/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("mnist").experiment_id])
+    assert {run.info.run_name: run.info.status for run in runs} == {"mnist/run": "FAILED", "mnist/next": "FINISHED"}
+    assert [event.step for event in _scalars("run/tensorboard").Scalars("train/loss")] == [10, 20, 30, 40]
 
 
 def test_several_at_once_and_no_secret_in_any():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from ipurun.log.mlflow import MlflowLogger
 from ipurun.log.tensorboard import TensorBoardLogger
 from ipurun.log.tracking import DroppedIfFailing, Record, Tracker
 from ipurun.log.wandb import WandbLogger
-from ipurun.training.events import EvalEnd, Observer, Observers, RolledBack, RunStart, StepEnd, Summary
+from ipurun.training.events import EvalEnd, Observer, Observers, RolledBack, RunFailed, RunStart, StepEnd, Summary
 
 EVAL = EvalEnd(8, 0.25, "test", {"loss": 0.5, "accuracy": 0.75}, 100, 0.2, "accuracy", True)
 
@@ -181,6 +182,8 @@ def test_wandb_keeps_one_run_over_resumes(folder: Path, summary: Summary, monkey
     resumed = WandbLogger(folder)
     resumed.on_start(RunStart("digits", str(folder), 8, 64, "step-8.pt"))
     assert (calls[3]["id"], calls[3]["resume"]) == ("abc123", "allow")
+    resumed.on_failure(RunFailed(9, "a bad day"))
+    assert calls[4] == 1  # the exit code: nothing else ends the run there
 
 
 class _Service(Tracker):
@@ -241,6 +244,51 @@ def test_what_a_killed_service_may_have_lost_is_sent_again(tmp_path: Path, step:
     assert len(received) == 2
 
 
+def test_records_from_before_the_checkpoint_are_sent_again_unless_enough_time_and_records_followed(
+    tmp_path: Path, step: Callable[..., StepEnd], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Service, "is_written_at_once", False)
+    now = [1000.0]
+    monkeypatch.setattr("ipurun.log.tracking.time.monotonic", lambda: now[0])
+    received: List[Record] = []
+    killed = _process(tmp_path, received, RunStart("digits", str(tmp_path), 0, 20000))
+    for number in range(1, 2001):
+        now[0] += 0.5 if number <= 1000 else 0.01
+        killed.on_step(step(step=number, loss=float("nan") if number == 1990 else 1 / number))
+        if number == 1900:
+            matrices = {"confusion_matrix": ((3, 1), (0, 4))}
+            killed.on_eval(replace(EVAL, step=number, matrices=matrices))
+    killed.flush()
+    (known,) = json.loads((tmp_path / "service_run.json").read_text())["sent"].values()
+    assert 500 < known < 1000  # more than a minute and 64 kB before the end
+    lost = [record for record in received if record.step > known]
+    received.clear()
+    resumed = _process(tmp_path, received, RunStart("digits", str(tmp_path), 1995, 20000, "step-1995.pt"))
+    assert [(r.split, r.step) for r in received] == [(r.split, r.step) for r in lost if r.step <= 1995]
+    by_place = {(record.split, record.step): record for record in received}
+    assert by_place["train", 1950].values["loss"] == 1 / 1950 and by_place["test", 1900].values == EVAL.metrics
+    assert math.isnan(by_place["train", 1990].values["loss"])
+    assert by_place["train", 1950].values.keys() == lost[0].values.keys()
+    assert by_place["test", 1900].matrices == {"confusion_matrix": [[3, 1], [0, 4]]}
+    resumed.on_step(step(step=1996, loss=1 / 1996))
+    resumed.flush()
+    assert received[-1].step == 1996
+
+
+def test_a_logger_that_was_dropped_gets_after_a_resume_what_it_missed(
+    tmp_path: Path, step: Callable[..., StepEnd]
+) -> None:
+    received: List[Record] = []
+    first = _process(tmp_path, received, RunStart("digits", str(tmp_path), 0, 64))
+    first.on_step(step(step=8))
+    first.flush()
+    missed = JsonlLogger(tmp_path / "metrics.jsonl")  # the only one left
+    missed.on_step(step(step=16))
+    missed.on_eval(replace(EVAL, step=16))
+    _process(tmp_path, received, RunStart("digits", str(tmp_path), 16, 64, "step-16.pt"))
+    assert [(record.split, record.step) for record in received] == [("train", 8), ("train", 16), ("test", 16)]
+
+
 def test_a_tracker_shows_both_attempts_where_they_differ(tmp_path: Path, step: Callable[..., StepEnd]) -> None:
     received: List[Record] = []
     run = _process(tmp_path, received, RunStart("digits", str(tmp_path), 0, 64))
@@ -286,6 +334,8 @@ def test_mlflow_keeps_one_run_over_resumes(
     logged = [entry for call in calls if call[0] == "log_batch" for entry in call[2]]
     assert ("optimizer.lr", "0.1") in logged and ("logger.mine.api_key", "${oc.env:SOME_KEY}") in logged
     assert logged.count(("train/loss", 2.3025, 8)) == 1 and ("test/accuracy", 0.75, 8) in logged
+    logger.on_failure(RunFailed(9, "a bad day"))
+    assert calls[-1] == ("set_terminated", "f00", "FAILED")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import ipurun
 from ipurun.checkpoint import latest, listed
 from ipurun.errors import ConfigError, RunError
 from ipurun.training.callbacks import Callback, make_callbacks
-from ipurun.training.events import CheckpointSaved, EvalEnd, Observer, StepEnd, Summary
+from ipurun.training.events import CheckpointSaved, EvalEnd, Observer, RunFailed, StepEnd, Summary
 from ipurun.training.loop import train
 
 
@@ -149,6 +149,62 @@ def test_a_callback_that_raises_ends_the_run_with_its_name(tmp_path: Path) -> No
     [problem] = caught.value.problems
     assert problem.seen == "ValueError: a bad day" and "on_callback_error=continue" in problem.fix
     assert problem.where.startswith(__file__)
+
+
+def test_the_message_says_from_where_the_run_can_be_resumed(tmp_path: Path) -> None:
+    class Late(Callback):
+        def on_step(self, event: StepEnd) -> None:
+            if event.step == 14:
+                raise ValueError("late")
+
+    with pytest.raises(RunError) as caught:
+        _train(tmp_path, Late(), checkpoint__every_steps=4)
+    assert "step-00000012.pt" in caught.value.problems[0].fix and "train resume=" in caught.value.problems[0].fix
+
+
+EVENTS = [name for name in vars(Observer) if name.startswith("on_") or name == "flush"]
+RAISED = [name for name in EVENTS if name not in ("on_note", "on_device_wait", "on_rollback", "on_failure")]
+
+
+@pytest.mark.parametrize("event", RAISED)
+def test_an_error_in_any_event_ends_the_run_or_only_the_callback(tmp_path: Path, event: str) -> None:
+    def fail(self: Callback, *args: Any) -> None:
+        raise ValueError("a bad day")
+
+    failing = type("Failing", (Callback,), {event: fail})
+    with pytest.raises(RunError, match=f"the callback `mine` failed in {event}"):
+        _train(tmp_path / "stop", failing(), epochs=1)
+    _, summary, recorder = _train(tmp_path / "continue", failing(), epochs=1, on_callback_error="continue")
+    assert summary.status == "done"
+    [note] = [entry for entry in recorder.events["note"] if entry.level == "warning"]
+    assert f"`mine` failed in {event} and is not called again" in note.text
+
+
+def test_a_failure_is_reported_to_all_and_an_error_in_that_changes_nothing(tmp_path: Path) -> None:
+    failures: List[RunFailed] = []
+
+    class Last(_Fails):
+        def on_failure(self, event: RunFailed) -> None:
+            failures.append(event)
+            raise OSError("no disk")
+
+        def flush(self) -> None:
+            raise OSError("no disk")
+
+    class Logger(Observer):
+        flushed = 0
+
+        def flush(self) -> None:
+            self.flushed += 1
+
+        def on_failure(self, event: RunFailed) -> None:
+            failures.append(event)
+
+    logger = Logger()
+    with pytest.raises(RunError, match="failed in on_step"):
+        train(built(), Folder(tmp_path), [logger], callbacks={"mine": Last()})
+    assert logger.flushed
+    assert failures == [RunFailed(3, "the callback `mine` failed in on_step")] * 2
 
 
 def test_a_callback_that_raises_is_dropped_on_request(tmp_path: Path) -> None:
