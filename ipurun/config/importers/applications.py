@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Tuple
 
 from ipurun.config.importers.recipe import Recipe
 from ipurun.errors import ConfigError, listing, nearest
@@ -239,16 +239,24 @@ def _wandb(recipe: Recipe, value: Any) -> None:
         recipe.choose("logger", "wandb")
 
 
-_OF_MODEL = """
+def _names(text: str) -> FrozenSet[str]:
+    return frozenset(text.split())
+
+
+_OF_MODEL = _names(
+    """
     attention_probs_dropout_prob drop_path_rate efficientnet_expand_ratio efficientnet_group_dim enable_fast_groupnorm
     hidden_dropout_prob hidden_size layer_norm_eps mlp_dim norm_eps norm_num_groups norm_type num_attention_heads
     num_hidden_layers num_labels patches_size representation_size vocab_size
-""".split()
-_OF_DATA = """
+    """
+)
+_OF_DATA = _names(
+    """
     alpha byteio cutmix_disable_prob cutmix_lambda_high cutmix_lambda_low dataset_path eight_bit_io extra_aug
     imagenet_data_path input_file input_files mask_tokens max_sequences_per_pack mixup mixup_alpha
     normalization_location packed_data packing_factor sequence_length synthetic_data use_bbox_info
-""".split()
+    """
+)
 _SHARDED = _on("replication.tensor_sharding", True)
 _OFF_CHIP = _on("memory.optimizer_state.on_chip", False)
 _MEMORY = _sets("memory.available_proportion", _by_ipu)
