@@ -3,6 +3,7 @@ SHELL := /bin/bash
 VENV := .venv
 SDK_VENV := .venv-sdk
 EXTRAS_VENV := .venv-extras
+SDK_EXTRAS_VENV := .venv-sdk-extras
 LIGHTNING_VENV := .venv-lightning
 SITE_VENV := .venv-site
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ endef
 INSTALL := -m pip install -qq --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help dev run test test-sdk test-extras test-slurm test-faults test-wheel bench bench-lightning bench-planner lint typecheck format docs gallery site wheel clean
+.PHONY: help dev run test test-sdk test-extras test-extras-sdk test-slurm test-faults test-wheel bench bench-lightning bench-planner lint typecheck format docs gallery site wheel clean
 
 help:  ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-15s %s\n", $$1, $$2}'
@@ -82,6 +83,21 @@ $(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
 	"$$python" -m venv $(EXTRAS_VENV); \
 	$(EXTRAS_VENV)/bin/python -m pip install -qq --upgrade pip; \
 	$(EXTRAS_VENV)/bin/python -m pip install -qq --constraint constraints-extras.txt --constraint constraints.txt --editable '.[test-extras]'; \
+	touch $@
+
+# Only the checks of Lightning, transformers and timm: the others test libraries that do not depend on torch.
+test-extras-sdk: $(SDK_EXTRAS_VENV)/.test  ## Test real LightningModules, transformers and timm on an IPU host's stack: Python 3.8 and torch 2.0.1.
+	$(TEST_ENV) $(SDK_EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras/check_lightning.py tests/extras/check_transformers.py tests/extras/check_timm.py
+
+$(SDK_EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
+	@$(FIND_PYTHON); python="$${PYTHON38:-$$(find_python 3.8)}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python 3.8 with venv found: install one (for example pyenv install 3.8) or set PYTHON38=/path/to/python3.8"; exit 1; \
+	fi; \
+	set -ex; \
+	"$$python" -m venv $(SDK_EXTRAS_VENV); \
+	$(SDK_EXTRAS_VENV)/bin/python -m pip install -qq --upgrade pip; \
+	$(SDK_EXTRAS_VENV)/bin/python -m pip install -qq --constraint constraints-extras.txt --constraint constraints.txt --editable '.[test-extras-sdk]'; \
 	touch $@
 
 # SLURM, munge and root are needed; everything is in a temporary folder.

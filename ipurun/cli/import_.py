@@ -39,7 +39,8 @@ overwritten. NAME is the folder's or file's name unless given. What was imported
 sources
   ipu_config.json  of optimum, or its folder; with a JSON file or a command line of TrainingArguments after it
   training_args    HF's TrainingArguments as JSON
-  configs.yml      of Graphcore's applications, with --section
+  configs.yml      of Graphcore's applications, with --section, and a command line of the application after it
+  benchmarks.yml   the command of one of its benchmarks, with --section
   config.yaml      of Lightning's CLI (trainer, model, data)
   'poprun ...'     or the command line of a training script, in quotes
   SCRIPT.py        a PopTorch program, run up to its first compiled model
@@ -77,14 +78,20 @@ def run(argv: List[str]) -> int:
     if os.path.isdir(source):  # false for a name that is too long, where pathlib raises
         source = source / "ipu_config.json"
     layers, section = flags.values.get("layers"), flags.values.get("section")
-    imported = _imported(
-        words[0], source, str(layers) if layers else None, str(section) if section else None, program_arguments
-    )
     rest = words[1:]
-    if rest and (rest[0].endswith(".json") or " " in rest[0]):
+    is_application = source.suffix in (".yml", ".yaml") and bool(rest) and _is_command(rest[0])
+    imported = _imported(
+        words[0],
+        source,
+        str(layers) if layers else None,
+        str(section) if section else None,
+        program_arguments,
+        rest.pop(0) if is_application else "",
+    )
+    if rest and (rest[0].endswith(".json") or _is_command(rest[0])):
         more = _training_arguments(rest.pop(0))
         _merge(imported, more)
-    is_command = " " in words[0] and not source.exists()
+    is_command = _is_command(words[0])
     name = rest[0] if rest else "imported" if is_command else _name_of(source)
     made = _write(name, imported, "the command line" if is_command else source.name, words[0])
     plan = _planned(name)
@@ -102,9 +109,11 @@ def run(argv: List[str]) -> int:
     return 0
 
 
-def _imported(word: str, source: Path, layers: Optional[str], section: Optional[str], arguments: List[str]) -> Recipe:
+def _imported(
+    word: str, source: Path, layers: Optional[str], section: Optional[str], arguments: List[str], command: str
+) -> Recipe:
     """Read a source, whose kind its name and content tell."""
-    if " " in word and not source.exists():
+    if _is_command(word):
         return import_command(word)
     if source.suffix == ".py":
         return _program(source, arguments)
@@ -117,14 +126,18 @@ def _imported(word: str, source: Path, layers: Optional[str], section: Optional[
             raise ConfigError("the file is not YAML", str(source), seen=seen, fix="check the file") from error
         if not isinstance(values, dict):
             raise ConfigError("the file is not a mapping of names and values", str(source), fix="check the file")
-        return import_lightning(values) if is_lightning_cli(values) else import_application(values, section)
+        return import_lightning(values) if is_lightning_cli(values) else import_application(values, section, command)
     if text.lstrip().startswith("{") and ('"per_device_train_batch_size"' in text or '"num_train_epochs"' in text):
         return import_training_arguments(json.loads(text))
     return import_config(text, layers)
 
 
+def _is_command(word: str) -> bool:
+    return len(word.split()) > 1 and not os.path.exists(word)
+
+
 def _training_arguments(word: str) -> Recipe:
-    if " " in word and not Path(word).exists():
+    if _is_command(word):
         return import_command(word)
     try:
         return import_training_arguments(json.loads(_read(Path(word))))

@@ -12,7 +12,7 @@ import yaml
 
 from ipurun.config import keys
 from ipurun.config.folders import builtin_folder
-from ipurun.config.foreign import explain
+from ipurun.config.foreign import explain, translate
 from ipurun.config.keys import ONE_CHOICE, several_choices
 from ipurun.errors import Problem
 
@@ -256,8 +256,10 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
         if entry.key.split(".")[0] == "hydra" or any(entry.key.startswith(above + ".") for above in unknown):
             continue
         if not keys.is_known(entry.key):
-            unknown.append(entry.key)
             value = entry.value
+            if _is_section_of_another_tool(entry.key, value):
+                continue  # what is in it is reported key by key
+            unknown.append(entry.key)
             suggestion = keys.suggest(entry.key, value)
             known = ", ".join(suggestion.keys) if suggestion.keys else "run `ipurun ls keys` to see every key"
             fix = _advice(suggestion, value, groups) or explain(entry.key)
@@ -282,9 +284,18 @@ def _advice(suggestion: keys.Suggestion, value: Any, groups: Mapping[str, Sequen
     key = suggestion.keys[0]
     if key in groups and isinstance(suggested, str):
         return _choose(key, suggested)
-    if suggested is None or repr(suggested) == repr(value):
+    if suggested is None or isinstance(suggested, (dict, list)):
         return f"write {key}"
-    return f"write {key}: {str(suggested).lower() if isinstance(suggested, bool) else suggested}"
+    text = str(suggested).lower() if isinstance(suggested, bool) else str(suggested)
+    *nodes, last = key.split(".")
+    return "write " + "".join(f"{node}: {{" for node in nodes) + f"{last}: {text}" + "}" * len(nodes)
+
+
+def _is_section_of_another_tool(key: str, value: Any) -> bool:
+    """Return whether a mapping is one such as Lightning's ``trainer``, with keys that ipurun has by other names."""
+    if not isinstance(value, dict) or keys.suggest(key, value).keys:
+        return False
+    return any(translate(f"{key}.{name}") is not None or explain(str(name)) for name in value)
 
 
 def _choose(group: str, name: str) -> str:

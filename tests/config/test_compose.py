@@ -184,9 +184,11 @@ class TestBadInput:
         assert caught.value.problems[0].fix == "devices=8, without dashes"
 
     def test_keys_of_other_tools_in_yaml_are_translated(self) -> None:
-        write_recipe("mine", "# @package _global_\nmax_epochs: 3\npod_type: pod4\nfast_dev_run: true\n")
+        text = "max_epochs: 3\ntrainer: {gradient_clip_val: 0.5}\npod_type: pod4\nfast_dev_run: true\n"
+        write_recipe("mine", f"# @package _global_\n{text}")
         assert [problem.fix for problem in problems_of("+recipe=mine")] == [
-            "write epochs",
+            "write epochs: 3",
+            "write optimizer: {max_grad_norm: 0.5}",
             "write devices: 4",
             "choose it in the defaults list: - override /debug: fast",
         ]

@@ -69,7 +69,7 @@ def test_training_arguments_and_an_ipu_config(capsys):
     keys, _ = recipe("ipu_config.json", "training_args.json", "made")
     assert keys["pipeline"] == {"layers_per_ipu": [3, 3]}
     assert (keys["micro_batch_size"], keys["epochs"], keys["precision"]) == (2, 3, "16-mixed")
-    assert keys["optimizer"] == {"lr": 3e-05}
+    assert keys["optimizer"] == {"lr": 3e-05, "weight_decay": 0.0}
     assert keys["schedule"] == {"warmup_share": 0.1}
     assert keys["defaults"] == [{"override /optimizer": "adamw"}, {"override /schedule": "linear"}]
 
@@ -168,3 +168,61 @@ def test_a_script_that_fails_or_compiles_nothing_is_reported(capsys):
     assert main(["import", "idle.py", "made"]) == 2
     assert sys.modules["__main__"] is own  # loaders of later runs start processes from its file
     assert "without compiling a model" in capsys.readouterr().err
+
+
+def test_keys_of_applications_that_depend_on_each_other():
+    write(
+        "configs.yml",
+        """
+        resnet: {model: resnet50, optimizer: sgd_combined, lr: 6e-2, epoch: 100, warmup_epoch: 5, lr_schedule: cosine,
+                 label_smoothing: 0.1, recompute_mode: manual, pipeline_splits: [],
+                 recompute_checkpoints: [add_1, layer4/0/conv1, layer4/0/downsample_0]}
+        bert: {optimizer: LAMBNoBiasCorrection, auto_loss_scaling: true, loss_scaling: 1.0, custom_ops: true,
+               random_seed: 5, dataloader_workers: 64, num_epochs: 3, momentum: 0.9, attention_probs_dropout_prob: 0.0,
+               first_order_type: fp16, embedding_serialization_factor: 2, executable_cache_dir: $CACHE/x}
+        """,
+    )
+    keys, text = recipe("configs.yml", "made", "--section", "resnet")
+    assert keys["optimizer"] == {"use_combined_accum": True, "lr": 0.06}
+    assert keys["loss"] == {"name": "CrossEntropyLoss", "args": {"label_smoothing": 0.1}}
+    assert keys["schedule"] == {"warmup_share": 0.05}
+    assert keys["recompute"] == {"checkpoints": ["layer4.0.conv1", "layer4.0.downsample.0"]}
+    assert "pipeline" not in keys
+    assert "recompute_checkpoints: add_1" in text
+    keys, text = recipe("configs.yml", "second", "--section", "bert", name="second")
+    assert keys["loss_scaling"] == "auto"
+    assert keys["optimizer"] == {
+        "accum_type": "float16",
+        "first_order_momentum_accum_type": "float16",
+        "bias_correction": False,
+    }
+    assert (keys["seed"], keys["epochs"], keys["loader"]) == (5, 3, {"workers": 64})
+    assert keys["cache"] == {"dir": "${oc.env:CACHE}/x"}
+    for note in ("momentum: 0.9", "attention_probs_dropout_prob: 0.0", "custom_ops", "memory.serialize={MODULE: 2}"):
+        assert note in text
+
+
+def test_the_command_of_an_application_wins_over_its_file():
+    write("configs.yml", "resnet: {epoch: 100, warmup_epoch: 5, lr: 2.0, replicas: 16, lr_schedule: cosine}")
+    command = "poprun -vv --num-replicas=8 python3 train.py --config resnet --epoch 2 --warmup-epoch 0"
+    keys, _ = recipe("configs.yml", command, "made", "--section", "resnet")
+    assert keys["epochs"] == 2
+    assert keys["replication"] == {"factor": 8}
+    assert "schedule" not in keys
+
+
+def test_a_benchmark_is_its_command():
+    long = "".join(f"\n      -x VARIABLE_NUMBER_{number}" for number in range(30))
+    command = f'poprun --num-replicas 16 --vipu-cluster=c --mpi-local-args="{long}" python3 a.py --training-steps 10'
+    write("benchmarks.yml", yaml.safe_dump({"one": {"cmd": command, "env": {"A": 1}, "output": [["a", "b"]]}}))
+    keys, text = recipe("benchmarks.yml", "made", "--section", "one")
+    assert keys == {"replication": {"factor": 16}, "max_steps": 10}
+    assert "env: A=1" in text
+    assert recipe(command, "line", name="line")[0] == keys  # longer than a file name may be
+
+
+def test_what_the_trainer_of_transformers_takes_by_default():
+    keys, _ = recipe("python run_glue.py --num_train_epochs 2 --per_device_train_batch_size 4", "made")
+    assert keys["optimizer"] == {"lr": 5e-05, "weight_decay": 0.0}
+    keys, _ = recipe("python run_glue.py --warmup_ratio 0.1 --learning_rate 3e-5", "other", name="other")
+    assert (keys["micro_batch_size"], keys["epochs"], keys["optimizer"]["lr"]) == (8, 3, 3e-05)

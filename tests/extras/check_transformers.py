@@ -24,8 +24,15 @@ SPEECH = {
 MODELS = {
     "AutoModelForSequenceClassification.from_config": (
         "BertConfig",
-        {**TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        {
+            **TEXT,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
         {"input_ids": (16,), "attention_mask": (16,), "labels": ()},
     ),
     "AutoModelForCausalLM.from_config": (
@@ -35,29 +42,70 @@ MODELS = {
     ),
     "T5ForConditionalGeneration": (
         "T5Config",
-        {**TEXT, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-        | {"decoder_start_token_id": 0},
+        {
+            **TEXT,
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
         {"input_ids": (16,), "attention_mask": (16,), "labels": (8,)},
     ),
     "AutoModelForImageClassification.from_config": (
         "ViTConfig",
-        {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        | {"intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        {
+            "image_size": 32,
+            "patch_size": 8,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
         {"pixel_values": (3, 32, 32), "labels": ()},
     ),
     "WhisperForConditionalGeneration": (
         "WhisperConfig",
-        {**TEXT, "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
-        | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-        | {"max_source_positions": 32, "max_target_positions": 32, "decoder_start_token_id": 2}
-        | {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
+        {
+            **TEXT,
+            "num_mel_bins": 8,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "dropout": 0.0,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "max_source_positions": 32,
+            "max_target_positions": 32,
+            "decoder_start_token_id": 2,
+            "pad_token_id": 1,
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+        },
         {"input_features": (8, 64), "labels": (6,)},
     ),
     "Wav2Vec2ForSequenceClassification": (
         "Wav2Vec2Config",
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        | {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}
-        | {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False, **SPEECH},
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "conv_dim": [16, 16],
+            "conv_stride": [5, 2],
+            "conv_kernel": [10, 3],
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 8,
+            "num_conv_pos_embedding_groups": 2,
+            "apply_spec_augment": False,
+            **SPEECH,
+        },
         {"input_values": (1600,), "labels": ()},
     ),
 }
@@ -175,6 +223,23 @@ FULL = {
         "ViTConfig",
         "[{name: pixel_values, shape: [3, 224, 224]}, {name: labels, shape: [], dtype: int64, high: 2}]",
     ),
+    "T5ForConditionalGeneration": ("T5Config, decoder_start_token_id: 0", TOKENS.format(32128)),
+    "WhisperForConditionalGeneration": (
+        "WhisperConfig, d_model: 768, encoder_layers: 12, decoder_layers: 12, encoder_attention_heads: 12, "
+        "decoder_attention_heads: 12, encoder_ffn_dim: 3072, decoder_ffn_dim: 3072",
+        "[{name: input_features, shape: [80, 3000]}, {name: labels, shape: [64], dtype: int64, high: 51865}]",
+    ),
+    "Wav2Vec2ForSequenceClassification": (
+        "Wav2Vec2Config",
+        "[{name: input_values, shape: [16000]}, {name: labels, shape: [], dtype: int64, high: 2}]",
+    ),
+}
+# Where shared weights are, of models that share them.
+TIED = {
+    "BertForMaskedLM": "the head (cls) runs on IPU 0",
+    "GPT2LMHeadModel": "the head (lm_head) runs on IPU 0",
+    "T5ForConditionalGeneration": "decoder.embed_tokens runs on IPU 0",
+    "WhisperForConditionalGeneration": "the head (proj_out) runs on IPU 2",
 }
 
 
@@ -185,4 +250,6 @@ def test_a_full_size_model_is_planned_and_split(name, capsys):
     words += ["data=synthetic", f"sample={sample}", "pipeline.ipus=4", "pipeline.layers_per_ipu=[-1]", "devices=4"]
     words += ["precision=16-true", "gradient_accumulation=16", "optimizer=adamw"]
     assert main(["plan", *words]) in (0, 3)  # 3: it is planned, and does not fit
-    assert "estimate for GC200" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "estimate for GC200" in shown
+    assert TIED.get(name, "") in shown

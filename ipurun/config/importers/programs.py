@@ -10,8 +10,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import yaml
 
+from ipurun.config.importers.applications import find_section, from_environment, take_application
 from ipurun.config.importers.recipe import Recipe
-from ipurun.errors import ConfigError, listing, nearest
+from ipurun.errors import ConfigError
 
 __all__ = ["import_application", "import_command", "import_lightning", "import_training_arguments", "is_lightning_cli"]
 
@@ -53,6 +54,12 @@ _DEFAULTS: Mapping[str, Any] = {  # of TrainingArguments: a file has all of them
     "max_steps": -1,
     "local_rank": -1,
 }
+# What HF's Trainer takes where nothing is said, and ipurun's optimizers do not.
+_TRANSFORMERS_DEFAULTS: Mapping[str, Tuple[str, Any]] = {
+    "learning_rate": ("optimizer.lr", 5e-05),
+    "weight_decay": ("optimizer.weight_decay", 0.0),
+    "per_device_train_batch_size": ("micro_batch_size", 8),
+}
 
 
 def import_training_arguments(values: Mapping[str, Any]) -> Recipe:
@@ -81,11 +88,18 @@ def import_command(command: str) -> Recipe:
             fix="ipurun import 'poprun --num-replicas 4 python train.py --learning_rate 3e-5' my_recipe",
         )
     recipe = Recipe("model and data")
+    own: Dict[str, Any] = {}
     for name, value in flags:
         if name in _POPRUN:
             _POPRUN[name](recipe, value)
+        elif name == "config" and isinstance(value, str):
+            recipe.notes.append(
+                f"--config {value}: if it is a section of the application's configs.yml, import both: "
+                f"ipurun import configs.yml 'THE COMMAND' NAME --section {value}"
+            )
         elif not name.startswith(_SILENT):
-            recipe.take(name, value, f"--{name}")
+            own[name] = value
+    take_application(recipe, own, "--")
     _add_defaults_of_transformers(recipe, dict(flags))
     program = [os.path.basename(word) for word in rest if word.endswith(".py")]
     if program:
@@ -97,6 +111,12 @@ def _add_defaults_of_transformers(recipe: Recipe, names: Mapping[str, Any]) -> N
     """Choose what HF's Trainer takes where nothing is said: AdamW and a linear schedule."""
     if not {"per_device_train_batch_size", "num_train_epochs", "warmup_ratio", "lr_scheduler_type"}.intersection(names):
         return
+    for name, (key, value) in _TRANSFORMERS_DEFAULTS.items():
+        given = names.get(name, value)
+        if name not in names or given == 0:
+            recipe.set(key, given)
+    if "num_train_epochs" not in names and names.get("max_steps", -1) in (None, -1):
+        recipe.set("epochs", 3)
     if "optim" not in names:
         recipe.choose("optimizer", "adamw")
     if "lr_scheduler_type" not in names:
@@ -134,29 +154,32 @@ def is_lightning_cli(values: Any) -> bool:
     return isinstance(values, Mapping) and "trainer" in values
 
 
-def import_application(values: Mapping[str, Any], section: Optional[str]) -> Recipe:
-    """Return the recipe of one section of a ``configs.yml`` of Graphcore's applications.
+def import_application(values: Mapping[str, Any], section: Optional[str], command: str = "") -> Recipe:
+    """Return the recipe of one section of a ``configs.yml`` or ``benchmarks.yml`` of Graphcore's applications.
+
+    Args:
+        values: The file.
+        section: Name of the section; None for the file's only level.
+        command: A command line of the application, which wins over the file, as it does there.
 
     Raises:
         ConfigError: There is no such section.
     """
-    sections = {name: value for name, value in values.items() if isinstance(value, Mapping)}
-    if section is None and len(sections) != len(values):
-        section, sections = "", {"": values}
-    if section not in sections:
-        close = nearest(section or "", sections, most=1) or list(sections)[:1]
-        raise ConfigError(
-            f"the file has no section `{section}`" if section else "the file has several sections: which one?",
-            known=listing(sections, most=30),
-            fix=f"--section {close[0] if close else 'NAME'}",
-        )
+    chosen = find_section(values, section)
+    if isinstance(chosen.get("cmd"), str):  # of a benchmarks.yml
+        recipe = import_command(chosen["cmd"])
+        recipe.notes += [
+            f"env: {name}={value}: set it in the shell" for name, value in (chosen.get("env") or {}).items()
+        ]
+        return recipe
+    flags = _flags(shlex.split(command.replace("\\\n", " ")))[0] if command else []
     recipe = Recipe("model and data")
-    for name, value in sections[section].items():
-        key = str(name).replace("-", "_")
-        if key in _APPLICATIONS:
-            _APPLICATIONS[key](recipe, value)
-        elif value not in _EMPTY:
-            recipe.take(key, value, str(name))
+    own = {name: value for name, value in flags if name not in _POPRUN and name != "config"}
+    kept = {name: value for name, value in chosen.items() if str(name).replace("-", "_") not in own}
+    take_application(recipe, {**kept, **own})
+    for name, value in flags:
+        if name in _POPRUN:
+            _POPRUN[name](recipe, value)
     return recipe
 
 
@@ -263,13 +286,20 @@ def _ignored(recipe: Recipe, value: Any) -> None:
 _POPRUN: Mapping[str, Callable[[Recipe, Any], None]] = {
     "num_replicas": _sets("replication.factor"),
     "ipus_per_replica": _sets("pipeline.ipus"),
-    "executable_cache_path": _sets("cache.dir"),
+    "executable_cache_path": _sets("cache.dir", from_environment),
     **dict.fromkeys(
         (
             "num_instances",
             "vipu_partition",
             "vipu_server_host",
+            "vipu_server_port",
             "vipu_server_timeout",
+            "vipu_cluster",
+            "vipu_allocation",
+            "sync_type",
+            "print_topology",
+            "offline_mode",
+            "v",
             "host",
             "host_rank",
             "host_subnet",
@@ -277,86 +307,5 @@ _POPRUN: Mapping[str, Callable[[Recipe, Any], None]] = {
         + ("mpi_global_args", "mpi_local_args", "numa_aware", "update_partition", "remove_partition", "reset_partition")
         + ("synchronous_execution", "instances_per_host", "only_output_from_instance", "vv", "tag_output", "ipus"),
         _ignored,
-    ),
-}
-
-
-def _on(key: str, value: Any) -> Callable[[Recipe, Any], None]:
-    return lambda recipe, given: recipe.set(key, value) if given not in (False, None, 0) else None
-
-
-def _chosen(group: str, names: Mapping[str, str]) -> Callable[[Recipe, Any], None]:
-    def apply(recipe: Recipe, value: Any) -> None:
-        name = names.get(str(value).lower())
-        if name is None:
-            recipe.notes.append(f"{group}: {value} has no counterpart in ipurun")
-        else:
-            recipe.choose(group, name)
-
-    return apply
-
-
-def _by_ipu(value: Any) -> Any:
-    return {f"IPU{ipu}": share for ipu, share in enumerate(value)} if isinstance(value, list) else value
-
-
-def _precision(value: Any) -> Optional[str]:
-    text = str(value).replace("fp", "")
-    return text if text in ("16.16", "16.32", "32.32") else {"16": "16.16", "32": "32.32", "8": None}.get(text)
-
-
-_OPTIMIZERS = {"adamw": "adamw", "adam": "adam", "lamb": "lamb", "lambnobias": "lamb", "sgd": "sgd"}
-_OPTIMIZERS.update({"sgd_combined": "sgd", "rmsprop": "rmsprop", "rmsprop_tf": "rmsprop"})
-_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "step": "step", "poly": "polynomial"}
-
-
-def _by_hand(key: str) -> Callable[[Recipe, Any], None]:
-    return lambda recipe, value: recipe.notes.append(f"{key}: {value}: write {key}._target_ and its arguments")
-
-
-_APPLICATIONS: Mapping[str, Callable[[Recipe, Any], None]] = {
-    "model": _by_hand("model"),
-    "data": _by_hand("data"),
-    "dataset": _by_hand("data"),
-    "replicas": _sets("replication.factor"),
-    "global_batch_size": _sets("global_batch_size"),
-    "gradient_accumulation": _sets("gradient_accumulation"),
-    "epoch": _sets("epochs"),
-    "training_steps": _sets("max_steps"),
-    "lr": _sets("optimizer.lr"),
-    "learning_rate": _sets("optimizer.lr"),
-    "precision": _sets("precision", _precision),
-    "optimizer": _chosen("optimizer", _OPTIMIZERS),
-    "lr_schedule": _chosen("schedule", _SCHEDULES),
-    "lr_warmup": lambda recipe, value: recipe.set(
-        "schedule.warmup_share" if value and value < 1 else "schedule.warmup_steps", value
-    ),
-    "pipeline_splits": _sets("pipeline.split", lambda value: [str(name).replace("/", ".") for name in value]),
-    "layers_per_ipu": _sets("pipeline.layers_per_ipu"),
-    "ipus_per_replica": _sets("pipeline.ipus", lambda value: value if value > 1 else None),
-    "available_memory_proportion": _sets("memory.available_proportion", _by_ipu),
-    "matmul_proportion": _sets("memory.available_proportion", _by_ipu),
-    "loss_scaling": _sets("loss_scaling"),
-    "initial_loss_scaling": _sets("loss_scaling"),
-    "auto_loss_scaling": _on("loss_scaling", "auto"),
-    "label_smoothing": _sets("loss.args.label_smoothing"),
-    "weight_decay": _sets("optimizer.weight_decay"),
-    "momentum": _sets("optimizer.momentum"),
-    "enable_stochastic_rounding": _on("stochastic_rounding", True),
-    "half_partial": _on("partials", "half"),
-    "enable_half_partials": _on("partials", "half"),
-    "enable_rts": _on("replication.tensor_sharding", True),
-    "optimizer_state_offchip": _on("memory.optimizer_state.on_chip", False),
-    "offload_optimizer": _on("memory.optimizer_state.on_chip", False),
-    "recompute_checkpoint_every_layer": _on("recompute.every", "block"),
-    "recompute_checkpoints": _sets("recompute.checkpoints"),
-    "executable_cache_dir": _sets("cache.dir"),
-    "exec_cache_dir": _sets("cache.dir"),
-    "dataloader_worker": _sets("loader.workers"),
-    "num_io_tiles": _sets("memory.io_tiles", lambda value: value or None),
-    "reduction_type": _sets("replication.reduction", lambda value: value if value in ("mean", "sum") else None),
-    "async_dataloader": _on("loader.mode", "async"),
-    "warmup_epoch": lambda recipe, value: recipe.notes.append(
-        f"warmup-epoch: {value}: schedule.warmup_share={value}/EPOCHS"
     ),
 }

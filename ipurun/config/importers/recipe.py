@@ -41,7 +41,7 @@ class Recipe:
             shown: The key as the source writes it.
         """
         shown = shown or name
-        own = name if is_known(name) and "." not in name else None
+        own = name if is_known(name) and "." not in name and type_problem(name, value) is None else None
         found = (own, value) if own else translate(name, value)
         if found is None:
             why = explain(name) or "has no counterpart in ipurun"

@@ -25,6 +25,7 @@ from ipurun.emulator._capture.graph import (
 from ipurun.emulator._capture.host_tensors import HostTensors
 from ipurun.emulator._capture.op_kinds import (
     DATA_DEPENDENT_OPS,
+    NEEDS_ONE_LAYOUT,
     RANDOM_OPS,
     explain_data_dependence,
     refuse_mask_index,
@@ -391,6 +392,9 @@ class Recorder(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         base_name = func._schema.name.split("::")[-1]
+        if func in NEEDS_ONE_LAYOUT and args[0].stride() != args[1].stride():
+            clone, layout = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
+            args = (*(self.__torch_dispatch__(clone, types, (tensor,), layout) for tensor in args[:2]), *args[2:])
         node = self._node(func, self._encode(args), self._encode(kwargs), base_name)
         node.is_random = base_name in RANDOM_OPS
         mask = self._mask_of_all(node.reads())

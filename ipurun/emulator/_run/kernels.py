@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 
 from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
+from ipurun.emulator._capture.op_kinds import NEEDS_ONE_LAYOUT
 
 # Parameters of glibc's mallopt, and the largest values that all its versions take.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -136,7 +137,8 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: Optional[torch.dtype] =
 def _into_gradient(op: Any, grad: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Put the gradient of an input into that of the output, if both inputs lie in memory alike."""
     if grad.stride() != source.stride():
-        return op.default(grad, source, *args, **kwargs)
+        both = (grad.contiguous(), source.contiguous()) if op.default in NEEDS_ONE_LAYOUT else (grad, source)
+        return op.default(*both, *args, **kwargs)
     return op.grad_input(grad, source, *args, grad_input=grad, **kwargs)
 
 

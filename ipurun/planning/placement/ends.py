@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ipurun.config.patterns import match_modules, names_in
 from ipurun.config.schema import PipelineConfig
@@ -30,14 +30,20 @@ def embedding_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) ->
 
 
 def head_blocks(
-    pipeline: PipelineConfig, facts: Facts, layers: Sequence[str], last_ipu: Optional[int], found: Findings
+    pipeline: PipelineConfig,
+    facts: Facts,
+    layers: Sequence[str],
+    layer_ipus: Mapping[str, int],
+    last_ipu: Optional[int],
+    found: Findings,
 ) -> List[End]:
     """Return the blocks of the head.
 
     Args:
         pipeline: The keys.
         facts: The model.
-        layers: The layers that were placed, if any; the head follows them.
+        layers: The layers that are counted, if any; the head follows them.
+        layer_ipus: The IPU of each layer, where they could be placed.
         last_ipu: IPU of what runs before the head.
         found: Takes the problems, and a note where shared weights decide the head's IPU.
     """
@@ -53,6 +59,10 @@ def head_blocks(
     if ipu is None:
         ipu = pipeline.embedding_ipu or 0
         tied = _tied_to_beginning(facts, layers, modules)
+        if not tied:
+            between = _between_layers(facts, layer_ipus)
+            module, tied = _tied_to_head(facts, [one.module for one in between], layers, modules)
+            ipu = next((layer_ipus[one.after] for one in between if one.module == module), ipu)
         if not tied or ipu == last_ipu:
             return []
         found.note(f"the head ({modules[0]}) runs on IPU {ipu}, because {tied[-1]} and {tied[0]} are one tensor")
@@ -68,7 +78,10 @@ def head_blocks(
 def returning_blocks(
     pipeline: PipelineConfig, facts: Facts, layer_ipus: Mapping[str, int], found: Findings
 ) -> List[End]:
-    """Return blocks at modules between layers that share the embedding's weight, such as a decoder's embedding.
+    """Return blocks at modules between layers that share their weight, such as a decoder's embedding.
+
+    One that shares it with the embedding goes back to the embedding's IPU. One that shares it with the head begins the
+    IPU of the layers after it, where the head then follows.
 
     Args:
         pipeline: The keys.
@@ -77,27 +90,48 @@ def returning_blocks(
         found: Takes a note for each.
     """
     home = pipeline.embedding_ipu or 0
-    calls = [call.module for call in facts.calls]
-    layers = [(index, name) for index, name in enumerate(calls) if name in layer_ipus]
-    if not layers or pipeline.strategy.endswith("phased"):
+    between = _between_layers(facts, layer_ipus)
+    if not between or pipeline.strategy.endswith("phased"):
         return []
-    beginning = calls[: layers[0][0]]
+    calls = [call.module for call in facts.calls]
+    beginning = calls[: next(index for index, name in enumerate(calls) if name in layer_ipus)]
     blocks: Dict[str, End] = {}
     for names in facts.shared_parameters:
         owners = [name.rpartition(".")[0] for name in names]
         first = next((owner for owner in owners if owner in beginning), None)
-        for index in range(layers[0][0], layers[-1][0]):
-            name, before = calls[index], [layer for place, layer in layers if place <= index][-1]
+        for one in between:
             # A module that runs twice cannot be in two blocks; `check_shared` reports it.
-            is_tied = first is not None and name in owners and name not in beginning
-            if not is_tied or is_within(name, before) or layer_ipus[before] == home:
+            if first is None or one.module not in owners or one.module in beginning or layer_ipus[one.before] == home:
                 continue
-            after = next(layer for place, layer in layers if place > index)
-            blocks[name] = (name, home, name, "pipeline.layers_per_ipu")
-            if layer_ipus[after] != home:
-                blocks[after] = (after, layer_ipus[after], after, "pipeline.layers_per_ipu")
-            found.note(f"{name} runs on IPU {home}, because it shares its weight with {first}")
+            blocks[one.module] = (one.module, home, one.module, "pipeline.layers_per_ipu")
+            if layer_ipus[one.after] != home:
+                blocks[one.after] = (one.after, layer_ipus[one.after], one.after, "pipeline.layers_per_ipu")
+            found.note(f"{one.module} runs on IPU {home}, because it shares its weight with {first}")
+    if not blocks and pipeline.head_ipu is None:
+        layers = list(layer_ipus)
+        module, tied = _tied_to_head(facts, [one.module for one in between], layers, _head(pipeline, facts, layers))
+        one = next((one for one in between if one.module == module), between[0])
+        if tied and layer_ipus[one.before] != layer_ipus[one.after]:
+            blocks[module] = (module, layer_ipus[one.after], module, "pipeline.layers_per_ipu")
     return list(blocks.values())
+
+
+class _Between(NamedTuple):
+    """A module that runs between two layers, and these layers."""
+
+    module: str
+    before: str
+    after: str
+
+
+def _between_layers(facts: Facts, layer_ipus: Mapping[str, int]) -> List[_Between]:
+    """Return the modules that run between two layers, in the order in which they run."""
+    calls = [call.module for call in facts.calls]
+    layers = [(index, name) for index, name in enumerate(calls) if name in layer_ipus]
+    between: List[_Between] = []
+    for (start, before), (end, after) in zip(layers, layers[1:]):
+        between += [_Between(name, before, after) for name in calls[start + 1 : end] if not is_within(name, before)]
+    return between
 
 
 def _named(names: Sequence[str], key: str, facts: Facts, found: Findings) -> List[str]:
@@ -142,3 +176,19 @@ def _tied_to_beginning(facts: Facts, layers: Sequence[str], head: Sequence[str])
         if any(place < first for place in places) and any(place >= head_start for place in places):
             return names
     return ()
+
+
+def _tied_to_head(
+    facts: Facts, between: Sequence[str], layers: Sequence[str], head: Sequence[str]
+) -> Tuple[str, Tuple[str, ...]]:
+    """Return a module between layers that shares a parameter with the head, and the parameter's names."""
+    order = order_names(facts)
+    if not head or head[0] not in order or _tied_to_beginning(facts, layers, head):
+        return "", ()
+    after = order[order.index(head[0]) :]
+    for names in facts.shared_parameters:
+        owners = [name.rpartition(".")[0] for name in names]
+        module = next((owner for owner in owners if owner in between), None)
+        if module is not None and any(owner in after for owner in owners if owner != module):
+            return module, names
+    return "", ()

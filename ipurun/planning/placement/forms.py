@@ -51,6 +51,7 @@ def requested_blocks(pipeline: PipelineConfig, facts: Facts, group: str, found: 
     """
     split = _split_modules(pipeline, facts, group, found)
     layers: Sequence[str] = ()
+    layer_ipus: Dict[str, int] = {}
     requested = [
         RequestedBlock(module, _ipu_of_part(index, pipeline.strategy), module, f"{group}.split")
         for index, module in enumerate(split, start=1)
@@ -63,13 +64,13 @@ def requested_blocks(pipeline: PipelineConfig, facts: Facts, group: str, found: 
                 fix=f"{group}.split=[] or {group}.layers_per_ipu=[]",
                 key=f"{group}.split",
             )
-        layers, requested = _by_layers(pipeline, facts, group, found)
+        layers, layer_ipus, requested = _by_layers(pipeline, facts, group, found)
     else:
         names_in(pipeline.layers, "pipeline.layers", found)  # unused here, but wrong values are reported
     requested += _explicit_blocks(pipeline, facts, found)
     ends = (
         *embedding_blocks(pipeline, facts, found),
-        *head_blocks(pipeline, facts, layers, requested[-1].ipu if requested else 0, found),
+        *head_blocks(pipeline, facts, layers, layer_ipus, requested[-1].ipu if requested else 0, found),
     )
     return [RequestedBlock(*end) for end in ends] + requested if ends else requested
 
@@ -116,7 +117,8 @@ def _modules(name: str, key: str, facts: Facts, found: Findings) -> List[str]:
 
 def _by_layers(
     pipeline: PipelineConfig, facts: Facts, group: str, found: Findings
-) -> Tuple[Sequence[str], List[RequestedBlock]]:
+) -> Tuple[Sequence[str], Dict[str, int], List[RequestedBlock]]:
+    """Return the layers that are counted, the IPU of each, and the blocks that begin at them."""
     key = f"{group}.layers_per_ipu"
     layers: Sequence[str] = ()
     if facts.module_names:
@@ -124,9 +126,10 @@ def _by_layers(
     counts = share_layers(pipeline.layers_per_ipu, len(layers), pipeline.ipus, key, found) if layers else ()
     if not counts:  # keeps the number of IPUs as intended
         parts = range(1, pipeline.ipus or len(pipeline.layers_per_ipu))
-        return layers, [
+        blocks = [
             RequestedBlock(f"{key}[{part}]", _ipu_of_part(part, pipeline.strategy), str(part), key) for part in parts
         ]
+        return layers, {}, blocks
     requested: List[RequestedBlock] = []
     before = pipeline.embedding_ipu or 0
     layer_ipus: Dict[str, int] = {}
@@ -142,7 +145,7 @@ def _by_layers(
         first += count
     begun = {one.module for one in requested}
     returning = returning_blocks(pipeline, facts, layer_ipus, found)
-    return layers, [RequestedBlock(*block) for block in returning if block[0] not in begun] + requested
+    return layers, layer_ipus, [RequestedBlock(*block) for block in returning if block[0] not in begun] + requested
 
 
 def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) -> List[RequestedBlock]:

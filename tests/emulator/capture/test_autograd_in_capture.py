@@ -274,3 +274,29 @@ def test_writing_to_saved_tensors_does_not_change_gradients(name):
     training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     training(x)
     torch.testing.assert_close(weight.detach() - model.weight.detach(), expected)
+
+
+class _Transposed(torch.nn.Module):
+    """Convolves and transposes, as speech models do: the gradient of gelu lies in memory differently from its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(8, 32, 3, padding=1)
+
+    def forward(self, sound):
+        frames = torch.nn.functional.gelu(self.conv(sound)).permute(0, 2, 1)
+        return poptorch.identity_loss((frames * frames).mean(), reduction="none")
+
+
+def test_the_gradient_of_gelu_before_a_transpose_is_right():
+    torch.manual_seed(0)
+    model, sound = _Transposed(), torch.randn(4, 8, 64)
+    weight = model.conv.weight.detach().double().requires_grad_()
+    hidden = torch.nn.functional.conv1d(sound.double(), weight, model.conv.bias.detach().double(), padding=1)
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))  # gelu in other words: torch 2.0 garbles its gradient
+    (hidden * hidden).mean().backward()
+    before = model.conv.weight.detach().clone()
+    training = poptorch.trainingModel(model, poptorch.Options(), torch.optim.SGD(model.parameters(), lr=1.0))
+    training(sound)
+    training.copyWeightsToHost()
+    torch.testing.assert_close(before - model.conv.weight.detach(), weight.grad.float(), atol=1e-5, rtol=1e-3)
