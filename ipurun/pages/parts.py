@@ -41,7 +41,7 @@ _BADGES = {
     "running": "live",
     "interrupted": "tight",
     "tight": "tight",
-    "pending": "tight",
+    "pending": "waits",
     "pruned": "tight",
     "failed": "bad",
     "killed": "bad",
@@ -119,7 +119,8 @@ def page(title: str, body: Iterable[str], lead: str = "", mark: str = "", live: 
 
 def badge(text: str) -> str:
     """Return an outcome in its colour."""
-    return f'<span class="badge {_BADGES.get(text, "")}">{escape(text)}</span>'
+    kind = "bad" if text.endswith(" failed") else _BADGES.get(text, "")
+    return f'<span class="badge {kind}">{escape(text)}</span>'
 
 
 def section(title: str, *body: str) -> str:
