@@ -322,7 +322,8 @@ class TrainingView:
         if width >= _NARROW:
             return [_joined(values, width), _joined(results, width)]
         # A narrow terminal has more lines instead of longer ones.
-        return [_joined(values[:2], width), _joined(values[2:], width), _joined(results, width)]
+        halves = (values[:2], values[2:], results[:1], results[1:])
+        return [_joined(half, width) for half in halves]
 
 
 def _smoothed(before: Optional[float], now: float) -> float:

@@ -24,11 +24,11 @@ __all__ = [
 
 COLOURS = 8
 _WIDTH, _HEIGHT = 480, 236
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 10, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 10, 38
 _X_TICKS, _Y_TICKS = 6, 6  # at most
 _TICK_GAP = 8  # between the labels of an axis, in the unit of the picture
 _LETTER = 7  # width of a letter there
-_LOG_RATIO = 20  # of the largest value to the least, from which a chart offers a logarithmic axis
+_LOG_RATIO = 10  # of the largest value to the least, from which a chart offers a logarithmic axis
 _MOST_POINTS = 1200
 _MOST_KEYS = 7  # in a legend
 _SMOOTHING_POINTS = 60  # fewer are drawn as they are
@@ -177,7 +177,13 @@ def _apart(labels: Sequence[Tuple[float, str]]) -> List[Tuple[float, str]]:
 
 
 def strip(
-    title: str, rows: Sequence[str], seconds: float, shapes: str, views: Sequence[Tuple[str, float, float]], name: str
+    title: str,
+    rows: Sequence[str],
+    seconds: float,
+    shapes: str,
+    views: Sequence[Tuple[str, float, float]],
+    name: str,
+    first: str = "",
 ) -> str:
     """Return rows of work over time in milliseconds that can be zoomed, as for a pipeline.
 
@@ -188,6 +194,7 @@ def strip(
         shapes: SVG of the rows in a unit of milliseconds by 26, from 0.
         views: Buttons: label, first and last millisecond.
         name: Identity in the page.
+        first: Label of the view to begin with; the whole by default, and without a script.
     """
     row, top, left = 26, 6, 62
     wide = 1040
@@ -213,7 +220,9 @@ def strip(
     }
     svg = _svg(title, name, labels, [inside], width, height, left, top, (wide, top + height + 40), names)
     buttons = "".join(
-        f'<button type="button" data-zoom="{low!r},{high!r}">{escape(label)}</button>' for label, low, high in views
+        f'<button type="button" data-zoom="{low!r},{high!r}"{" data-first" if label == first else ""}>'
+        f"{escape(label)}</button>"
+        for label, low, high in views
     )
     return _figure(title, f'<div class="scroll">{svg}</div>', data, [], name, buttons, "chart wide")
 

@@ -86,6 +86,7 @@
       label_x();
       if (!data.rows) label_y();
       figure.dataset.shown = shown.x.join(",");
+      figure.querySelectorAll("[data-zoom]").forEach((one) => one.setAttribute("aria-pressed", String(one.dataset.zoom.split(",").every((at, i) => Math.abs(at - shown.x[i]) < 1e-6 * full.x[1]))));
       figure.classList.toggle("zoomed", shown.x[0] !== full.x[0] || shown.x[1] !== full.x[1]);
     };
     const between = (low, high) => {
@@ -222,6 +223,7 @@
     figure.querySelectorAll("[data-zoom]").forEach((button) => {
       const [low, high] = button.dataset.zoom.split(",").map(Number);
       button.addEventListener("click", () => zoom(low, high));
+      if (button.hasAttribute("data-first")) zoom(low, high);
     });
     figure.__zoom = zoom;
     figure.__log = log ? turn : null;

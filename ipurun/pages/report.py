@@ -27,7 +27,7 @@ from ipurun.pages.parts import (
 )
 from ipurun.sweep.table import is_higher_better, value_of
 
-__all__ = ["changes_from_recipe", "recipe_config", "run_page", "sweep_page"]
+__all__ = ["changes_from_recipe", "recipe_config", "run_page", "sweep_page", "value_by_key"]
 
 _TIMES = (
     ("compile", "compilation", "var(--s3)"),
@@ -88,9 +88,12 @@ def _run_head(run: RunData) -> str:
     at = "" if best_step is None else f" at step {count(best_step)}"
     metrics = _mapping(summary.get("metrics"))
     final = {str(key): found for key, found in ((k, number(v)) for k, v in metrics.items()) if found is not None}
+    is_running, share = run.status == "running", run.progress
+    total = f" of {count(run.step / share)}" if is_running and share else ""
     facts = [
+        ("to go (ETA)", "" if run.eta_seconds is None else duration(run.eta_seconds)),
         (f"best {run.monitor or ''}{at}", "" if run.best is None else metric(run.best)),
-        ("weight updates", count(run.step)),
+        (f"weight updates{total}", count(run.step)),
         ("samples/s", "" if run.samples_per_second is None else count(run.samples_per_second)),
         ("time", "" if run.total_seconds is None else duration(run.total_seconds)),
         ("train loss", "" if number(summary.get("loss")) is None else metric(number(summary["loss"]))),
@@ -100,6 +103,8 @@ def _run_head(run: RunData) -> str:
     facts.append(("IPUs", value_text(devices) if isinstance(devices, int) else ""))  # not if chosen by the plan
     words = [word for word in run.overrides if word]
     shown = [_outcome(run), tiles(facts)]
+    if is_running and share is not None:
+        shown.append(bar_rows([("", [Piece(share, "var(--s0)", f"{share:.0%} done")], f"{share:.0%}", "")]))
     typed = str(summary.get("reproduce_command") or " ".join(["ipurun", "train", *words]))
     shown.append(command(typed))
     if summary.get("resume_command") and run.status != "finished":
@@ -392,7 +397,7 @@ def _by_key(sweep: SweepData) -> str:
     shown = []
     for place, key in enumerate(keys):
         values_of = [(str(r.swept.get(key, "")), float(v or 0), _short_point_text(r.swept)) for r, v in points]
-        shown.append(_against(key, column, values_of, place))
+        shown.append(value_by_key(key, column, values_of, place))
     grid = ""
     if len(keys) == 2:
         values = {(str(r.swept.get(keys[0])), str(r.swept.get(keys[1]))): float(v or 0) for r, v in points}
@@ -406,7 +411,7 @@ def _sort_key(text: str) -> Tuple[bool, float, str]:
     return (found is None, found[0] if found else 0.0, text)
 
 
-def _against(key: str, column: str, points: Sequence[Tuple[str, float, str]], place: int) -> str:
+def value_by_key(key: str, column: str, points: Sequence[Tuple[str, float, str]], place: int) -> str:
     """Return a chart of a value against a key: at its number where it has one, else one place after the other.
 
     Args:
