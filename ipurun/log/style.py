@@ -57,7 +57,10 @@ def has_colour(stream: IO[str]) -> bool:
 
 
 def draws_blocks(stream: IO[str]) -> bool:
-    """Return whether a stream can show block characters."""
+    """Return whether a stream can show block characters: not where the locale is C, which Python reads as UTF-8."""
+    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") for value in [os.environ.get(name)] if value), "")
+    if locale in ("C", "POSIX"):
+        return False
     try:
         (_EIGHTHS + _LEVELS).encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -65,7 +65,11 @@ def compare_page(runs: Sequence[RunData]) -> str:
     last = max((step for found in series.values() for one in found for step in one.xs), default=1.0)
     charts = [
         line_chart(
-            f"{split} {name}".replace("_", " "), series[split, name], name=f"c{place}", x_range=(0.0, last), has_legend=False
+            f"{split} {name}".replace("_", " "),
+            series[split, name],
+            name=f"c{place}",
+            x_range=(0.0, last),
+            has_legend=False,
         )
         for place, (split, name) in enumerate(order)
     ]

@@ -176,7 +176,8 @@ def _run_charts(run: RunData) -> str:
         return '<p class="note">Nothing was recorded yet.</p>' if run.status == "running" else ""
     said = "; ".join(mark.label for mark in marks)
     notes = f'<p class="note">Dashed lines: {escape(said)}.</p>' if marks else ""
-    return f'<p class="note">{_HOW}; thick lines are moving means of the faint ones.</p><div class="grid">{"".join(shown)}</div>{notes}'
+    how = f"{_HOW}; thick lines are moving means of the faint ones."
+    return f'<p class="note">{how}</p><div class="grid">{"".join(shown)}</div>{notes}'
 
 
 def _times(run: RunData) -> str:
@@ -470,9 +471,8 @@ def _sweep_curves(sweep: SweepData) -> str:
         return ""
     legend = line_keys(keys) + (swatches([("var(--s7)", f"{others} more")]) if others else "")
     only = f" The best {len(shown)} points." if len(sweep.records) > len(shown) else ""
-    return (
-        f'<p class="note">{_HOW}.{only}</p><div class="legend">{legend}</div><div class="grid ranked">{"".join(charts)}</div>'
-    )
+    how = f'<p class="note">{_HOW}.{only}</p><div class="legend">{legend}</div>'
+    return f'{how}<div class="grid ranked">{"".join(charts)}</div>'
 
 
 def _constant_keys(sweep: SweepData) -> str:

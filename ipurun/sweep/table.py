@@ -23,7 +23,7 @@ __all__ = [
     "rows_as_data",
     "short",
     "table_cells",
-    "table_lines",
+    "table_notes",
     "value_of",
 ]
 
@@ -105,11 +105,11 @@ def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
     return stream.getvalue()
 
 
-def table_lines(ranking: Ranking) -> List[str]:
-    """Return the table of a sweep as plain lines; see `table_cells`."""
+def table_notes(ranking: Ranking) -> List[str]:
+    """Return what a reader of the table has to know."""
     marked = any(record.results and record.at_once > 1 for record in ranking.records)
     note = [f"{_SIDE_BY_SIDE.strip()} measured beside other points: speeds do not compare; sweep.jobs=1 measures alone"]
-    return aligned(*table_cells(ranking)) + (note if marked else [])
+    return note if marked else []
 
 
 def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:

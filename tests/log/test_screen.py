@@ -6,8 +6,8 @@ from typing import List
 
 import pytest
 
-from ipurun.log.screen import PlainScreen, SilentScreen, make_screen
-from ipurun.log.terminal import TerminalScreen, fit
+from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen
+from ipurun.log.terminal import TerminalScreen
 
 
 class Terminal(io.StringIO):
@@ -134,3 +134,35 @@ def test_a_wait_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     assert not screen.wants_waiting()  # a moment later
     screen.close()
     assert "############............ eval: 5 of 10 samples" in terminal.getvalue()
+
+
+def test_a_locale_without_utf_8_gets_no_block_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8")  # what Python gives for the locale C
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("LC_ALL", "C")
+    screen = TerminalScreen(stream)
+    screen.panel("run: finished", [("steps", "200")])
+    screen.notes(["a note"])
+    stream.flush()
+    shown = stream.buffer.getvalue().decode("utf-8")  # type: ignore[attr-defined]
+    assert shown.isascii() and "a note" in shown and "+-" in shown
+
+
+def test_points_are_shortened_before_their_values_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    screen = TerminalScreen(stream)
+    label = "[1/30] optimizer.lr=0.0005 device_iterations=16 gradient_accumulation=2"
+    screen.live_table(["point", "done", ""], [[label, "50%", "ETA 12 s  loss 0.5  " + "x" * 60]], "0 of 30 finished")
+    screen.close()
+    row = next(line for line in stream.getvalue().splitlines() if "[1/30]" in line)
+    assert "[1/30] 0.0005 16 2" in row and "50%" in row and "ETA 12 s" in row and "xxx" not in row
+
+
+def test_a_dumb_terminal_wraps_notes_at_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    PlainScreen(stream).remark("note: " + "word " * 20)
+    assert max(map(len, _lines(stream))) <= 40 and _lines(stream)[1].startswith("  word")

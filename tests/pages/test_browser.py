@@ -113,7 +113,9 @@ def test_a_page_fits_and_runs_no_foreign_script(
     assert (state["dark"] == "rgb(14, 19, 24)") == is_dark
 
 
-def test_values_show_under_the_pointer_a_drag_zooms_and_a_name_hides_its_line(browser: Browser, pages: Dict[str, Path]) -> None:
+def test_values_show_under_the_pointer_a_drag_zooms_and_a_name_hides_its_line(
+    browser: Browser, pages: Dict[str, Path]
+) -> None:
     import json
 
     session = _open(browser, pages["run"], 1280, False)
