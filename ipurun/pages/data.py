@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _NOT_METRICS = {"split", "step", "call", "epoch", "samples", "time", "seconds", "is_best"}
-_RECENT = 200  # records, for the speed of a run that goes on
+_RECENT = 200  # records, for the speed of a run in progress
 _LARGEST_LOG = 4_000_000  # bytes of its end that are read
 _RESUMED = re.compile(r"^resuming after step ([\d,]+), from ")
 _ROLLED_BACK = re.compile(r"^warning: (.*); back to step ([\d,]+), from ")
@@ -133,7 +133,7 @@ class RunData:
 
     @property
     def eta_seconds(self) -> Optional[float]:
-        """Seconds to the end of a run that goes on, at the speed of its last records."""
+        """Seconds to the end of a run in progress, at the speed of its last records."""
         recent = self.records[-_RECENT:]
         share = self.progress
         if self.status != "running" or not share or len(recent) < 2:

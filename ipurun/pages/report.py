@@ -41,7 +41,7 @@ _TIMES = (
 )
 _OF_THE_LOOP = ("samples_per_second", "call_seconds", "data_wait")
 _HOW = "Drag to zoom, double-click for the whole, click a name to hide its line"
-_MOST_NAMED = 6  # points of a sweep whose curves have colours of their own
+_MOST_NAMED = 6  # points of a sweep whose curves are drawn in colours
 _MOST_CURVES = 60  # of the points of a sweep
 
 
@@ -441,7 +441,7 @@ def value_by_key(key: str, column: str, points: Sequence[Tuple[str, float, str]]
 
 
 def _sweep_curves(sweep: SweepData) -> str:
-    """Return the curves of the best points; those behind the first few are grey, so that these can be told apart."""
+    """Return the curves of the best points: the first few in colours, the others in grey."""
     column = sweep.ranking.column
     series: Dict[str, List[Series]] = {}
     shown = sweep.records[:_MOST_CURVES]
