@@ -26,7 +26,7 @@ from ipurun.sweep.ledger import FAILED, FINISHED, PRUNED, Ledger, Record, find_e
 from ipurun.sweep.pool import Pool, Source, swept_text
 from ipurun.sweep.search import Search, TrialSource
 from ipurun.sweep.sharing import opening_lines, points_at_once
-from ipurun.sweep.table import Ranking, chart_lines, csv_text, rank, rows_as_data, table_cells, table_notes, value_of
+from ipurun.sweep.table import Ranking, chart_lines, csv_text, rank, rows_as_data, show_table, value_of
 
 __all__ = ["final_line", "run_sweep", "show_result"]
 
@@ -160,19 +160,6 @@ def show_result(result: SweepResult, screen: Screen) -> None:
     if result.num_failed or result.num_unfinished:
         words = [word for word in result.argv if not word.lstrip("+").startswith("resume=")]
         screen.line(f"run the unfinished points: {shlex.join(['ipurun', 'train', *words, f'resume={result.folder}'])}")
-
-
-def show_table(ranking: Ranking, screen: Screen) -> None:
-    """Show the ranked points, in colours where the screen has them."""
-    header, rows = table_cells(ranking)
-    status = header.index("status")
-    meanings = {"finished": "good", "interrupted": "warning", "failed": "bad"}
-    best = rows[0][status + 1] if rows and ranking.best is not None else None
-    styles = {status: lambda text: meanings.get(text, "quiet"), status + 1: lambda text: "best" if text == best else ""}
-    last = len(header) - 1
-    screen.table(header, rows, styles, [0, *range(status + 1, last)], [last - 1, last - 2])
-    for line in table_notes(ranking):
-        screen.line(line)
 
 
 def final_line(result: SweepResult) -> str:

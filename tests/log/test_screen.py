@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from typing import List
 
 import pytest
 
 from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen
+from ipurun.log.style import print_table
 from ipurun.log.terminal import TerminalScreen
 
 
@@ -166,3 +168,24 @@ def test_a_dumb_terminal_wraps_notes_at_its_width(monkeypatch: pytest.MonkeyPatc
     stream = Terminal()
     PlainScreen(stream).remark("note: " + "word " * 20)
     assert max(map(len, _lines(stream))) <= 40 and _lines(stream)[1].startswith("  word")
+
+
+def test_one_long_name_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    print_table(stream, ["run", "status", "steps"], [["x" * 300, "interrupted", "1,000"]], numeric=(2,))
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in _lines(stream)) <= 60
+    assert "interrupted" in _lines(stream)[2] and "1,000" in _lines(stream)[2]
+    assert stream.getvalue().count("x") == 300
+
+
+def test_a_narrow_table_folds_headings_and_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    header = ["optimizer.lr", "gradient_accumulation", "best accuracy", "samples/s"]
+    print_table(stream, header, [["0.0005", "16", "0.9770", "1,234,567"]], numeric=(2, 3))
+    row = _lines(stream)[-1]
+    assert all(text in row for text in ("0.0005", "16", "0.9770", "1,234,567"))
