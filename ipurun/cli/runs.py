@@ -470,7 +470,7 @@ def _run_document(run: RunData) -> Dict[str, Any]:
 
 def _show_run(run: RunData) -> None:
     """Show a run as a panel of facts."""
-    from ipurun.log.format import count, duration, metric, size_text
+    from ipurun.log.format import count, duration, metric, rate, size_text
     from ipurun.log.screen import make_screen
     from ipurun.log.style import draws_blocks, sparkline
     from ipurun.pages.data import age_text, curves_of, size_of
@@ -487,7 +487,7 @@ def _show_run(run: RunData) -> None:
     if losses:
         rows.append(("loss", f"{metric(losses[-1])}  {sparkline(losses, 40, draws_blocks(sys.stdout))}"))
     if run.samples_per_second is not None:
-        rows.append(("speed", f"{count(run.samples_per_second)} samples/s"))
+        rows.append(("speed", f"{rate(run.samples_per_second)} samples/s"))
     rows.append(("time", duration(run.total_seconds)))
     if run.resumes:
         rows.append(("resumed", "after step " + ", ".join(map(count, run.resumes))))

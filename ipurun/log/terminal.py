@@ -18,7 +18,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from ipurun.log.format import count, duration, learning_rate, metric
+from ipurun.log.format import count, duration, learning_rate, metric, rate
 from ipurun.log.screen import Rows, Screen, TrainingState, fit
 from ipurun.log.style import STYLES, block_bar, draws_blocks, rich_table, sparkline
 from ipurun.training.events import EvalEnd, StepEnd
@@ -345,7 +345,7 @@ class TrainingView:
         spark = sparkline(self._losses, 20 if width >= _NARROW else 12, self._blocks)
         loss = "-" if self._loss is None else metric(self._loss)
         values: List[Field] = [(f"loss {loss}", ""), (spark, "label")]
-        values += [(f"{count(self._speed)} samples/s", ""), (f"lr {learning_rate(event.lr)}", "")]
+        values += [(f"{rate(self._speed)} samples/s", ""), (f"lr {learning_rate(event.lr)}", "")]
         values += [(f"{name} {metric(value)}", "") for name, value in event.metrics.items()]
         if event.data_wait >= 0.005:
             values.append((f"data wait {event.data_wait:.0%}", "warning" if event.data_wait > 0.2 else "quiet"))

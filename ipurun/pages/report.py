@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.errors import ConfigError
 from ipurun.log.console import without_classes
-from ipurun.log.format import count, duration, metric, value_text
+from ipurun.log.format import count, duration, metric, rate, value_text
 from ipurun.pages.charts import COLOURS, Mark, Series, heat_grid, line_chart, line_keys, numbers_of, smoothed
 from ipurun.pages.data import Curve, RunData, SweepData, age_text, curves_of, flat, number, read_run, read_text
 from ipurun.pages.parts import (
@@ -94,7 +94,7 @@ def _run_head(run: RunData) -> str:
         ("to go (ETA)", "" if run.eta_seconds is None else duration(run.eta_seconds)),
         (f"best {run.monitor or ''}{at}", "" if run.best is None else metric(run.best)),
         (f"weight updates{total}", count(run.step)),
-        ("samples/s", "" if run.samples_per_second is None else count(run.samples_per_second)),
+        ("samples/s", "" if run.samples_per_second is None else rate(run.samples_per_second)),
         ("time", "" if run.total_seconds is None else duration(run.total_seconds)),
         ("train loss", "" if number(summary.get("loss")) is None else metric(number(summary["loss"]))),
     ]
