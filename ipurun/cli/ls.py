@@ -129,7 +129,7 @@ def _print_table(rows: Sequence[Tuple[str, str]]) -> None:
     first = max(len(left) for left, _ in rows)
     colour = has_colour(sys.stdout)
     for left, right in rows:
-        if _width() - first < 32:  # no room beside the names
+        if _width() - first < 32:  # too narrow for a second column
             print(paint(left, "label", colour), *textwrap.wrap(right, _width() - 4), sep="\n    ")
             continue
         wrapped = textwrap.wrap(right, _width() - first - 2) or [""]

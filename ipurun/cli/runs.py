@@ -198,7 +198,7 @@ def run_compare(argv: List[str]) -> int:
     else:
         header, rows = comparison(runs, draws_blocks(sys.stdout))
         styles = {1: _status_style}
-        print_table(sys.stdout, header, rows, styles, numeric=(2, 4, 6, 7), droppable=(5, 7, 4, 2))
+        print_table(sys.stdout, header, rows, styles, numeric=(2, 4, 5, 6, 7), droppable=(2, 7, 5, 4, 6))
         print()
         differing = [[key, *map(_shortened, texts)] for key, texts in differing_keys(runs)]
         if differing:
@@ -404,7 +404,13 @@ def _watch_in_terminal(folder: Path) -> int:
     def drawn() -> Any:
         shown, most = _watched(folder, blocks)[1], max(1, console.height - 5)
         table = rich_table(
-            header, shown[:most], {1: _status_style, 4: lambda text: "best"}, (2, 6), (5, 6, 2), console.width, blocks
+            header,
+            shown[:most],
+            {1: _status_style, 4: lambda text: "best"},
+            (2, 5, 6),
+            (2, 6, 5),
+            console.width,
+            blocks,
         )
         more = f"and {len(shown) - most} more; " if len(shown) > most else ""
         return Group(table, Text(f"{more}{time.strftime('%H:%M:%S')}, Ctrl-C ends this, not the runs", style="dim"))
@@ -464,7 +470,7 @@ def _run_document(run: RunData) -> Dict[str, Any]:
 
 def _show_run(run: RunData) -> None:
     """Show a run as a panel of facts."""
-    from ipurun.log.format import count, duration, metric, size_text
+    from ipurun.log.format import count, duration, metric, rate, size_text
     from ipurun.log.screen import make_screen
     from ipurun.log.style import draws_blocks, sparkline
     from ipurun.pages.data import age_text, curves_of, size_of
@@ -481,7 +487,7 @@ def _show_run(run: RunData) -> None:
     if losses:
         rows.append(("loss", f"{metric(losses[-1])}  {sparkline(losses, 40, draws_blocks(sys.stdout))}"))
     if run.samples_per_second is not None:
-        rows.append(("speed", f"{count(run.samples_per_second)} samples/s"))
+        rows.append(("speed", f"{rate(run.samples_per_second)} samples/s"))
     rows.append(("time", duration(run.total_seconds)))
     if run.resumes:
         rows.append(("resumed", "after step " + ", ".join(map(count, run.resumes))))
@@ -504,13 +510,12 @@ def _show_run(run: RunData) -> None:
 
 
 def _show_sweep(sweep: SweepData) -> None:
-    from ipurun.log.style import print_table
-    from ipurun.sweep.table import table_cells
+    from ipurun.log.screen import make_screen
+    from ipurun.sweep.table import show_table
 
-    header, rows = table_cells(sweep.ranking)
-    status = header.index("status")
-    styles = {status: _status_style, status + 1: lambda text: ""}
-    print_table(sys.stdout, header, rows, styles, numeric=[0, *range(status + 1, len(header) - 1)])
+    screen = make_screen(sys.stdout)
+    show_table(sweep.ranking, screen)
+    screen.close()
 
 
 def _shortened(text: str, most: int = 40) -> str:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
-from ipurun.config import keys
+from ipurun.config import catalog, keys
 from ipurun.config.documents import load_text
 from ipurun.config.foreign import explain, translate
 from ipurun.config.keys import ONE_CHOICE, several_choices
@@ -397,6 +397,8 @@ def _unreadable(word: str, error: HydraException) -> Problem:
     where = f"command line: {word}"
     if "=" not in word and not word.startswith("~"):
         close = keys.suggest(word).keys
+        if word in (recipe.name for recipe in catalog.recipes()):
+            return Problem(f"`{word}` is a recipe, not an override", where, fix=f"+recipe={word}")
         return Problem(
             f"`{word}` is not an override",
             where,

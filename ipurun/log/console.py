@@ -21,6 +21,7 @@ from ipurun.log.format import (
     learning_rate,
     metric,
     plural,
+    rate,
     spelled_duration,
     value_text,
 )
@@ -193,7 +194,7 @@ def live_parts(event: StepEnd, saved_step: Optional[int]) -> List[str]:
         f"step {count(event.step)}{total}",
         f"loss {metric(event.loss)}",
         f"lr {learning_rate(event.lr)}",
-        f"{count(event.samples_per_second)} samples/s",
+        f"{rate(event.samples_per_second)} samples/s",
         f"{_milliseconds(event.call_seconds)} ms/call",
         f"data wait {event.data_wait:.0%}",
         f"ETA {duration(event.eta_seconds)}",
@@ -248,7 +249,7 @@ def summary_rows(summary: Summary, folder: str) -> List[Tuple[str, str]]:
         rows.append(("best", f"{summary.monitor} {metric(summary.best)}{at}"))
     if summary.stop_reason:
         rows.append(("stopped", summary.stop_reason))
-    rows.append(("speed", f"{count(summary.samples_per_second)} samples/s, excluding compilation"))
+    rows.append(("speed", f"{rate(summary.samples_per_second)} samples/s, excluding compilation"))
     rows.append(("time", f"{duration(seconds.get('total'))}: {_time_split(seconds)}"))
     if summary.rollbacks:
         rows.append(("rollbacks", f"{plural(summary.rollbacks, 'return')} to the last checkpoint"))
@@ -279,7 +280,7 @@ def final_line(summary: Summary, name: str, folder: str) -> str:
     parts += [f"{key} {metric(value)}" for key, value in without_classes(summary.metrics).items()]
     if summary.best is not None:
         parts.append(f"best {summary.monitor} {metric(summary.best)}")
-    parts += [f"{count(summary.samples_per_second)} samples/s", duration(summary.seconds.get("total")), folder]
+    parts += [f"{rate(summary.samples_per_second)} samples/s", duration(summary.seconds.get("total")), folder]
     return ", ".join(parts)
 
 

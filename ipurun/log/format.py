@@ -22,6 +22,7 @@ __all__ = [
     "learning_rate",
     "metric",
     "plural",
+    "rate",
     "size_text",
     "spelled_duration",
     "value_text",
@@ -59,6 +60,11 @@ def count(number: Optional[float]) -> str:
     if number is None or not math.isfinite(number):
         return "-"
     return f"{number:,.0f}"
+
+
+def rate(number: Optional[float]) -> str:
+    """Format samples per second: whole, or with two digits if there are fewer than ten."""
+    return f"{number:.2g}" if number is not None and 0 < number < 9.95 else count(number)
 
 
 def plural(number: int, word: str) -> str:

@@ -6,16 +6,17 @@ All screens have the same methods, so a log file gets the same text as a termina
 from __future__ import annotations
 
 import os
+import shutil
 import textwrap
 import time
 from dataclasses import dataclass
-from typing import IO, Callable, List, Optional, Sequence, Tuple
+from typing import IO, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.log.format import count
-from ipurun.log.style import is_drawn_on
+from ipurun.log.style import aligned, is_drawn_on
 from ipurun.training.events import EvalEnd, EvalProgress, StepEnd
 
-__all__ = ["PlainScreen", "Rows", "Screen", "SilentScreen", "TrainingState", "make_screen", "show_progress"]
+__all__ = ["PlainScreen", "Rows", "Screen", "SilentScreen", "TrainingState", "fit", "make_screen", "show_progress"]
 
 Rows = Sequence[Tuple[str, str]]  # label and text; an empty label continues the row above
 
@@ -105,6 +106,16 @@ class SilentScreen:
     def live_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
         """Replace the live line by a table, and a note below it, where lines can be replaced."""
 
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        styles: Optional[Mapping[int, Callable[[str], str]]] = None,
+        numeric: Sequence[int] = (),
+        droppable: Sequence[int] = (),
+    ) -> None:
+        """Show a table that stays; see `ipurun.log.style.print_table`."""
+
     def wants_waiting(self) -> bool:
         """Return whether it would show how far a long wait is now."""
         return False
@@ -143,8 +154,30 @@ class PlainScreen(Screen):
 
     def panel(self, title: str, rows: Rows) -> None:
         self.line(title)
-        for text in panel_lines(rows, _PLAIN_WIDTH):
+        for text in panel_lines(rows, self._width() - 2):
             self.line("  " + text)
+
+    def _width(self) -> int:
+        """Return the columns of a terminal that cannot be redrawn, at most those of any other stream."""
+        if not self._stream.isatty():
+            return _PLAIN_WIDTH + 2
+        return min(_PLAIN_WIDTH + 2, shutil.get_terminal_size().columns)
+
+    def remark(self, text: str) -> None:
+        if self._stream.isatty():
+            text = textwrap.fill(text, self._width(), subsequent_indent="  ", break_on_hyphens=False)
+        self.line(text)
+
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        styles: Optional[Mapping[int, Callable[[str], str]]] = None,
+        numeric: Sequence[int] = (),
+        droppable: Sequence[int] = (),
+    ) -> None:
+        for text in aligned(header, rows):
+            self.line(text)
 
     def line(self, text: str, style: str = "") -> None:
         try:
@@ -174,7 +207,7 @@ class PlainScreen(Screen):
     def live(self, parts: Sequence[str], fraction: Optional[float] = None) -> None:
         if self.wants_live(fraction):
             self._last_live, self._last_tenth = self._clock(), _tenth(fraction)
-            self.line("  ".join(parts))
+            self.line(fit(parts, self._width()) if self._stream.isatty() else "  ".join(parts))
 
     def wants_waiting(self) -> bool:
         if self._last_live is None:
@@ -184,6 +217,15 @@ class PlainScreen(Screen):
     def waiting(self, text: str, fraction: Optional[float] = None) -> None:
         self._last_live = self._clock()
         self.line(f"  {text}")
+
+
+def fit(parts: Sequence[str], width: int) -> str:
+    """Join as many parts as fit in one line, most important first."""
+    chosen: List[str] = []
+    for part in parts:
+        if len("  ".join([*chosen, part])) <= width:
+            chosen.append(part)
+    return "  ".join(chosen)
 
 
 def _tenth(fraction: Optional[float]) -> int:

@@ -43,6 +43,7 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = "_.-=+*#"
+_NEVER_FOLDED = 16  # letters of a table's cell, unless the table would not fit
 _VERDICTS = {"fits": "good", "tight": "tight", "does not fit": "bad"}
 
 
@@ -57,7 +58,10 @@ def has_colour(stream: IO[str]) -> bool:
 
 
 def draws_blocks(stream: IO[str]) -> bool:
-    """Return whether a stream can show block characters."""
+    """Return whether a stream can show block characters: not where the locale is C, which Python reads as UTF-8."""
+    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") for value in [os.environ.get(name)] if value), "")
+    if locale in ("C", "POSIX"):
+        return False
     try:
         (_EIGHTHS + _LEVELS).encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -233,20 +237,29 @@ def rich_table(
     from rich.table import Table
     from rich.text import Text
 
+    widest = max(_NEVER_FOLDED, width // 3)  # one long name must not push out the other columns
+    bodies = [max((len(row[column]) for row in body), default=0) for column in range(len(header))]
+    wanted = [
+        max(len(name), length if column in numeric else min(length, widest))
+        for column, (name, length) in enumerate(zip(header, bodies))
+    ]
     shown = list(range(len(header)))
-    widths = [max([len(header[column]), *(len(row[column]) for row in body)]) for column in shown]
     for column in droppable:
-        if sum(widths[other] + 2 for other in shown) > width and len(shown) > 1:
+        if _total(wanted, shown) > width and len(shown) > 1:
             shown.remove(column)
+    least = [
+        max(4, length if column in numeric else min(length, _NEVER_FOLDED)) for column, length in enumerate(bodies)
+    ]
+    widths = _shared(least, wanted, shown, width, [column for column in shown if column not in numeric])
     table = Table(box=box.SIMPLE_HEAD if blocks else box.ASCII2, pad_edge=False, show_edge=False, header_style="bold")
     for column in shown:
         is_number = column in numeric
-        # Numbers are never cut: text gives way.
+        # Numbers are never cut: text gives way, and headings are folded.
         table.add_column(
             Text(header[column]),
             justify="right" if is_number else "left",
-            no_wrap=is_number,
-            overflow="ellipsis" if is_number else "fold",
+            overflow="fold",
+            width=widths[column],
         )
     for row in body:
         cells = []
@@ -255,3 +268,28 @@ def rich_table(
             cells.append(Text(row[column], style=STYLES.get(meaning, "")))
         table.add_row(*cells)
     return table
+
+
+def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
+    return sum(widths[column] + 3 for column in shown) - 3  # between columns
+
+
+def _shared(
+    least: Sequence[int], wanted: Sequence[int], shown: Sequence[int], width: int, texts: Sequence[int]
+) -> List[int]:
+    """Return the widths of columns: as wide as wanted, or as fits; columns of text become narrower than their least."""
+    widths = [min(pair) for pair in zip(least, wanted)]
+    free = width - _total(widths, shown)
+    while free > 0:
+        short = [column for column in shown if widths[column] < wanted[column]]
+        if not short:
+            break
+        widths[min(short, key=lambda column: widths[column] - wanted[column])] += 1  # the one that misses most
+        free -= 1
+    while free < 0 and texts:
+        column = max(texts, key=widths.__getitem__)
+        if widths[column] <= 4:
+            break
+        widths[column] -= 1
+        free += 1
+    return widths

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from typing import IO, Any, List, Optional, Sequence, Tuple
+from typing import IO, Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.control import Control
 from rich.live import Live
@@ -17,12 +18,12 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from ipurun.log.format import count, duration, learning_rate, metric
-from ipurun.log.screen import Rows, Screen, TrainingState
-from ipurun.log.style import STYLES, block_bar, draws_blocks, sparkline
+from ipurun.log.format import count, duration, learning_rate, metric, rate
+from ipurun.log.screen import Rows, Screen, TrainingState, fit
+from ipurun.log.style import STYLES, block_bar, draws_blocks, rich_table, sparkline
 from ipurun.training.events import EvalEnd, StepEnd
 
-__all__ = ["TerminalScreen", "TrainingView", "fit"]
+__all__ = ["TerminalScreen", "TrainingView"]
 
 _SEPARATOR = "  "
 _LIVE_PER_SECOND = 5
@@ -63,8 +64,12 @@ class TerminalScreen(Screen):
         self.close()
         self._to_line_start()
         name, colon, outcome = title.rpartition(": ")
-        heading = Text(f"{name}{colon}", style="bold") + Text(outcome, style=_outcome_style(outcome))
-        self._console.print(Panel(table, title=heading, title_align="left", border_style="dim"))
+        heading = Text(f"{name}{colon}", style="bold not dim") + Text(outcome, style=_outcome_style(outcome))
+        self._console.print(
+            Panel(
+                table, box.ROUNDED if self._blocks else box.ASCII, title=heading, title_align="left", border_style="dim"
+            )
+        )
 
     def line(self, text: str, style: str = "") -> None:
         # Live keeps its lines at the bottom and lets this one scroll above them. The terminal wraps long lines: a
@@ -75,7 +80,8 @@ class TerminalScreen(Screen):
     def remark(self, text: str) -> None:
         kind, colon, rest = text.partition(": ")
         if not colon or kind not in ("note", "warning"):
-            self.line(text)
+            self._to_line_start()
+            self._console.print(Text(text), overflow="fold")
             return
         style = STYLES["warning" if kind == "warning" else "quiet"]
         table = Table.grid(padding=(0, 1))
@@ -174,15 +180,35 @@ class TerminalScreen(Screen):
         if time.monotonic() - self._last_live < 1 / _LIVE_PER_SECOND and self._live is not None:
             return
         self._last_live = time.monotonic()
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for place, name in enumerate(header):
-            last = place == len(header) - 1
-            table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if last else None)
         most = max(1, self._console.height - 4)  # what does not fit on the screen would scroll it at every refresh
-        for row in rows[:most]:
+        shown = [list(row) for row in rows[:most]]
+        for row, label in zip(shown, _shortened([row[0] for row in shown], self._console.width // 2)):
+            row[0] = label
+        for place, name in enumerate(header):
+            for row in shown if name == "done" else ():
+                row[place] = _bar_text(row[place], self._blocks)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        before = sum(max(len(name), *(len(row[place]) for row in shown)) + 2 for place, name in enumerate(header[:-1]))
+        for name in header:
+            table.add_column(name, no_wrap=True, style=STYLES["label"] if name == "done" else "")
+        for row in shown:
+            row[-1] = fit(row[-1].split(_SEPARATOR), max(self._console.width - before - _MARGIN, 8))
             table.add_row(*map(Text, row))
         more = f"and {len(rows) - most} more; " if len(rows) > most else ""
         self._draw(Group(table, Text(more + note, style="dim")))
+
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        styles: Optional[Mapping[int, Callable[[str], str]]] = None,
+        numeric: Sequence[int] = (),
+        droppable: Sequence[int] = (),
+    ) -> None:
+        self.close()
+        self._to_line_start()
+        width = self._console.width
+        self._console.print(rich_table(header, rows, styles, numeric, droppable, width, self._blocks))
 
     def _draw(self, shown: RenderableType) -> None:
         if self._live is None or self._is_following:
@@ -214,9 +240,24 @@ class TerminalScreen(Screen):
             self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
 
+def _bar_text(percent: str, blocks: bool) -> str:
+    """Return a percentage with a short bar."""
+    share = float(percent[:-1]) / 100 if percent.endswith("%") else None
+    return "" if share is None else f"{block_bar(share, _SHORTEST_BAR + 2, blocks)} {percent:>4}"
+
+
+def _shortened(labels: Sequence[str], most: int) -> Sequence[str]:
+    """Return labels of points that fit: with the last parts of their keys, or with the values alone."""
+    forms = (r"\b(?:\w+\.)+(\w+=)", r"\1"), (r"\S+?=", "")
+    for pattern, instead in forms:
+        if max(map(len, labels), default=0) > most:
+            labels = [re.sub(pattern, instead, label) for label in labels]
+    return [label[:most] for label in labels]
+
+
 def _outcome_style(outcome: str) -> str:
     meaning = {"finished": "good", "failed": "error", "interrupted": "warning"}.get(outcome)
-    return f"bold {STYLES[meaning]}" if meaning else "bold"
+    return f"bold not dim {STYLES[meaning]}" if meaning else "bold not dim"  # the frame around it is dim
 
 
 class _BlockBar(ProgressColumn):
@@ -304,7 +345,7 @@ class TrainingView:
         spark = sparkline(self._losses, 20 if width >= _NARROW else 12, self._blocks)
         loss = "-" if self._loss is None else metric(self._loss)
         values: List[Field] = [(f"loss {loss}", ""), (spark, "label")]
-        values += [(f"{count(self._speed)} samples/s", ""), (f"lr {learning_rate(event.lr)}", "")]
+        values += [(f"{rate(self._speed)} samples/s", ""), (f"lr {learning_rate(event.lr)}", "")]
         values += [(f"{name} {metric(value)}", "") for name, value in event.metrics.items()]
         if event.data_wait >= 0.005:
             values.append((f"data wait {event.data_wait:.0%}", "warning" if event.data_wait > 0.2 else "quiet"))
@@ -322,7 +363,8 @@ class TrainingView:
         if width >= _NARROW:
             return [_joined(values, width), _joined(results, width)]
         # A narrow terminal has more lines instead of longer ones.
-        return [_joined(values[:2], width), _joined(values[2:], width), _joined(results, width)]
+        halves = (values[:2], values[2:], results[:1], results[1:])
+        return [_joined(half, width) for half in halves]
 
 
 def _smoothed(before: Optional[float], now: float) -> float:
@@ -349,12 +391,3 @@ def _joined(fields: Sequence[Field], width: int) -> List[Any]:
             parts.append((text, STYLES.get(meaning, "")))
             used += gap + len(text)
     return parts
-
-
-def fit(parts: Sequence[str], width: int) -> str:
-    """Join as many parts as fit in one line, most important first."""
-    chosen: List[str] = []
-    for part in parts:
-        if len(_SEPARATOR.join(chosen + [part])) <= width:
-            chosen.append(part)
-    return _SEPARATOR.join(chosen)

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 from ipurun.log.console import without_classes
 from ipurun.log.format import count, duration, metric, value_text
 from ipurun.log.style import sparkline
-from ipurun.pages.charts import Series, line_chart, smoothed
+from ipurun.pages.charts import Series, line_chart, line_keys, smoothed
 from ipurun.pages.data import RunData, curves_of, flat
 from ipurun.pages.parts import Cell, badge, command, page, section, table
 
@@ -62,8 +62,15 @@ def compare_page(runs: Sequence[RunData]) -> str:
                 shown = smoothed(one)[-1:] if curve.split == "train" and curve.name != "lr" else [one]
                 series.setdefault((curve.split, curve.name), []).extend(shown)
     order = sorted(series, key=lambda pair: (pair[1] in ("samples_per_second", "data_wait", "lr"), pair[1] != "loss"))
+    last = max((step for found in series.values() for one in found for step in one.xs), default=1.0)
     charts = [
-        line_chart(f"{split} {name}".replace("_", " "), series[split, name], name=f"c{place}")
+        line_chart(
+            f"{split} {name}".replace("_", " "),
+            series[split, name],
+            name=f"c{place}",
+            x_range=(0.0, last),
+            has_legend=False,
+        )
         for place, (split, name) in enumerate(order)
     ]
     rows: List[Sequence[Any]] = []
@@ -87,7 +94,12 @@ def compare_page(runs: Sequence[RunData]) -> str:
     keys = [[Cell(key, kind="mono"), *map(Cell, texts)] for key, texts in differing_keys(runs)]
     body = [
         section("Runs", table(header, rows, "sortable", (4, 5, 6))),
-        section("Curves", f'<div class="grid">{"".join(charts)}</div>' if any(charts) else ""),
+        section(
+            "Curves",
+            f'<div class="legend">{line_keys(enumerate(labels))}</div><div class="grid">{"".join(charts)}</div>'
+            if any(charts)
+            else "",
+        ),
         section("Keys that differ", table(["key", *labels], keys) or "<p>No key differs.</p>"),
         section("Again", command(" ".join(["ipurun", "compare", *(str(run.folder) for run in runs)]))),
     ]

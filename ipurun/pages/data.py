@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _NOT_METRICS = {"split", "step", "call", "epoch", "samples", "time", "seconds", "is_best"}
+_RECENT = 200  # records, for the speed of a run in progress
 _LARGEST_LOG = 4_000_000  # bytes of its end that are read
 _RESUMED = re.compile(r"^resuming after step ([\d,]+), from ")
 _ROLLED_BACK = re.compile(r"^warning: (.*); back to step ([\d,]+), from ")
@@ -114,9 +115,34 @@ class RunData:
 
     @property
     def monitor(self) -> Optional[str]:
-        """Name of the monitored metric."""
+        """Name of the monitored metric; before the end of a run, as evaluation chooses it: its first metric."""
         found = self.summary.get("monitor") or self.config.get("monitor")
+        if not found:
+            names = next((list(record) for record in self.records if "is_best" in record), [])
+            metrics = [name for name in names if name not in _NOT_METRICS and name != "loss"]
+            found = metrics[0] if metrics else "loss" if names else None
         return str(found) if found else None
+
+    @property
+    def progress(self) -> Optional[float]:
+        """Share of the epochs or steps that are done, None if the config says neither."""
+        last: Mapping[str, Any] = self.records[-1] if self.records else {}
+        pairs = (("epoch", self.config.get("epochs")), ("step", self.config.get("max_steps")))
+        shares = [(number(last.get(name)) or 0.0) / total for name, end in pairs for total in [number(end)] if total]
+        return min(1.0, max(shares)) if shares else None
+
+    @property
+    def eta_seconds(self) -> Optional[float]:
+        """Seconds to the end of a run in progress, at the speed of its last records."""
+        recent = self.records[-_RECENT:]
+        share = self.progress
+        if self.status != "running" or not share or len(recent) < 2:
+            return None
+        steps, times = ([number(record.get(name)) for record in (recent[0], recent[-1])] for name in ("step", "time"))
+        if None in steps or None in times or not steps[0] < steps[1]:  # type: ignore[operator]
+            return None
+        left = self.step * (1 - share) / share
+        return left * max(0.0, times[1] - times[0]) / (steps[1] - steps[0])  # type: ignore[operator]
 
     @property
     def best(self) -> Optional[float]:

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipurun.errors import ConfigError
 from ipurun.log.format import count, duration, metric, size_text, value_text
 from ipurun.pages.data import age_text, flat, is_sweep, read_run, read_sweep, runs_below, size_of
-from ipurun.pages.parts import Cell, badge, escape, page, section, table, tiles
+from ipurun.pages.parts import Cell, badge, page, section, table, tiles
 from ipurun.sweep.table import is_higher_better, value_of
 
 __all__ = ["Entry", "entries_below", "index_page", "matching"]
@@ -158,20 +158,25 @@ def index_page(
         best = "-" if entry.best is None else f"{entry.monitor} {metric(entry.best)}"
         rows.append(
             (
-                Cell(entry.name, link=link_to(entry.folder)),
-                entry.kind,
+                Cell(entry.name, link=link_to(entry.folder), kind="name"),
                 Cell(entry.status, markup=badge(entry.status)),
-                Cell(age_text(entry.started), entry.started),
-                entry.steps,
-                Cell(best, entry.best),
+                Cell(best, entry.best, kind="nowrap"),
+                Cell(entry.steps, kind="nowrap"),
                 Cell(count(entry.samples_per_second), entry.samples_per_second),
                 Cell(duration(entry.seconds), entry.seconds),
-                Cell(entry.reason, kind="reason bad"),
+                Cell(age_text(entry.started), entry.started, kind="nowrap"),
+                entry.kind,
+                Cell(entry.reason, kind="bad reason" if entry.reason else ""),
             )
         )
-    header = ["name", "kind", "status", "started", "steps", "best", "samples/s", "time", "reason"]
-    running = sum(entry.status == "running" for entry in entries)
-    facts = [("runs and sweeps", str(len(entries))), ("running", str(running))]
-    shown = table(header, rows, "sortable", (6, 7)) or "<p>Nothing ran here yet.</p>"
-    note = f'<p class="note">{escape("Click a name for its page, a heading to sort.")}</p>'
-    return page("Runs", [tiles(facts), section("All", note, shown)], str(folder), "", live, version)
+    header = ["name", "status", "best", "steps", "samples/s", "time", "started", "kind", "reason"]
+    counts = {status: sum(entry.status == status for entry in entries) for status in ("running", "failed")}
+    facts = [("runs and sweeps", str(len(entries)))]
+    facts += [(status, str(number)) for status, number in counts.items() if number or status == "running"]
+    shown = table(header, rows, "sortable", (4, 5))
+    if shown:
+        note = "Click a name for its page, a heading to sort."
+        box = '<input class="filter" type="search" placeholder="filter" aria-label="filter runs">'
+        shown = f'<p class="note">{note}</p><div>{box}{shown}</div>'
+    body = [tiles(facts), section("All", shown or "<p>Nothing ran here yet.</p>")]
+    return page("Runs", body, str(folder), "", live, version)

@@ -1,6 +1,7 @@
 "use strict";
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
+  const MOST_ROWS = 8;  // under the pointer
   const make = (name, attributes, text) => {
     const made = document.createElementNS(SVG, name);
     for (const key in attributes) made.setAttribute(key, attributes[key]);
@@ -10,7 +11,7 @@
   const short = (value) => {
     if (value === 0 || !isFinite(value)) return String(value);
     const size = Math.abs(value);
-    if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+    if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
     if (size >= 1000) return Math.round(value).toLocaleString("en");
     return String(Number(value.toPrecision(4)));
   };
@@ -23,7 +24,23 @@
     return found;
   };
 
-  // A chart is drawn by the server; the script zooms by transforming the plotted group, and labels the axes again.
+  const decades = (low, high) => {
+    const of = (factors) => {
+      const found = [];
+      for (let power = Math.floor(low); power <= high; power += 1)
+        for (const factor of factors) {
+          const place = power + Math.log10(factor);
+          if (place >= low && place <= high) found.push(place);
+        }
+      return found;
+    };
+    const fine = of([1, 2, 5]), coarse = of([1]);
+    if (fine.length <= 8 || coarse.length < 2) return fine;
+    const every = Math.ceil(coarse.length / 8);
+    return coarse.filter((_, place) => place % every === 0);
+  };
+
+  // The page has the picture; the script zooms by transforming the plotted group, and labels the axes again.
   const chart = (figure) => {
     const source = figure.querySelector("script[type='application/json']");
     if (!source) return;
@@ -32,6 +49,8 @@
     const [left, top, width, height] = data.box;
     const full = { x: data.x.slice(), y: data.y.slice() };
     let shown = { x: full.x.slice(), y: full.y.slice() };
+    let is_log = false;
+    const scaled = (y) => (is_log ? Math.log10(y) : y);
     const tip = document.createElement("div");
     tip.className = "tip";
     figure.append(tip);
@@ -39,22 +58,46 @@
     const brush = make("rect", { class: "brush", y: top, height });
     svg.append(brush, cursor);
     const px = (x) => left + ((x - shown.x[0]) / (shown.x[1] - shown.x[0])) * width;
-    const py = (y) => top + height - ((y - shown.y[0]) / (shown.y[1] - shown.y[0])) * height;
+    const py = (y) => top + height - ((scaled(y) - shown.y[0]) / (shown.y[1] - shown.y[0])) * height;
+    const label_x = () => {
+      const bottom = top + height + 16;
+      let free = -Infinity;
+      const all = data.named || ticks(shown.x[0], shown.x[1], data.xticks).filter((at) => !data.whole || Math.abs(at - Math.round(at)) < 1e-9).map((at) => [at, short(at)]);
+      for (const [at, text] of all) {
+        if (at < shown.x[0] || at > shown.x[1] || px(at) - text.length * 3.5 < free) continue;
+        free = px(at) + text.length * 3.5 + 8;
+        labels.append(make("text", { x: px(at), y: bottom, "text-anchor": "middle" }, text));
+      }
+    };
+    const label_y = () => {
+      const places = is_log ? decades(...shown.y) : ticks(shown.y[0], shown.y[1], data.yticks);
+      for (const place of places) {
+        const at = top + height - ((place - shown.y[0]) / (shown.y[1] - shown.y[0])) * height;
+        labels.append(make("line", { class: "axis", x1: left, x2: left + width, y1: at, y2: at }));
+        labels.append(make("text", { x: left - 6, y: at + 4, "text-anchor": "end" }, short(is_log ? Math.pow(10, place) : place)));
+      }
+    };
     const redraw = () => {
       const sx = (full.x[1] - full.x[0]) / (shown.x[1] - shown.x[0]);
       const sy = (full.y[1] - full.y[0]) / (shown.y[1] - shown.y[0]);
-      const bottom = top + height;
-      plot.setAttribute("transform", `matrix(${sx} 0 0 ${sy} ${px(full.x[0]) - left * sx} ${py(full.y[0]) - bottom * sy})`);
+      const bottom = top + height, from = top + height - ((full.y[0] - shown.y[0]) / (shown.y[1] - shown.y[0])) * height;
+      plot.setAttribute("transform", `matrix(${sx} 0 0 ${sy} ${px(full.x[0]) - left * sx} ${from - bottom * sy})`);
       labels.textContent = "";
-      for (const at of ticks(shown.x[0], shown.x[1], data.xticks))
-        labels.append(make("text", { x: px(at), y: bottom + 16, "text-anchor": "middle" }, short(at)));
-      if (!data.rows)
-        for (const at of ticks(shown.y[0], shown.y[1], 4)) {
-          labels.append(make("line", { class: "axis", x1: left, x2: left + width, y1: py(at), y2: py(at) }));
-          labels.append(make("text", { x: left - 6, y: py(at) + 4, "text-anchor": "end" }, short(at)));
-        }
+      label_x();
+      if (!data.rows) label_y();
       figure.dataset.shown = shown.x.join(",");
+      figure.querySelectorAll("[data-zoom]").forEach((one) => one.setAttribute("aria-pressed", String(one.dataset.zoom.split(",").every((at, i) => Math.abs(at - shown.x[i]) < 1e-6 * full.x[1]))));
       figure.classList.toggle("zoomed", shown.x[0] !== full.x[0] || shown.x[1] !== full.x[1]);
+    };
+    const between = (low, high) => {
+      let least = Infinity, most = -Infinity;
+      for (const series of data.series)
+        series.x.forEach((x, i) => {
+          const y = series.y[i] === null ? null : scaled(series.y[i]);
+          if (x >= low && x <= high && y !== null) { least = Math.min(least, y); most = Math.max(most, y); }
+        });
+      const margin = (most - least) * 0.06 || Math.abs(most) * 0.06 || 1;
+      return most >= least ? [least - margin, most + margin] : null;
     };
     const zoom = (low, high) => {
       low = Math.max(low, full.x[0]);
@@ -62,17 +105,34 @@
       if (!(high - low > (full.x[1] - full.x[0]) * 1e-6)) return;
       shown.x = [low, high];
       shown.y = full.y.slice();
-      if (!data.rows && (low !== full.x[0] || high !== full.x[1])) {
-        let least = Infinity, most = -Infinity;
-        for (const series of data.series)
-          series.x.forEach((x, i) => {
-            const y = series.y[i];
-            if (x >= low && x <= high && y !== null) { least = Math.min(least, y); most = Math.max(most, y); }
-          });
-        if (most >= least) { const room = (most - least) * 0.06 || Math.abs(most) * 0.06 || 1; shown.y = [least - room, most + room]; }
-      }
+      if (!data.rows && (low !== full.x[0] || high !== full.x[1])) shown.y = between(low, high) || shown.y;
       redraw();
     };
+    const log = figure.querySelector("button.log");
+    const turn = () => {  // the lines are drawn again from the values: a transform does not make a logarithm
+      is_log = !is_log;
+      log.setAttribute("aria-pressed", String(is_log));
+      figure.classList.toggle("logged", is_log);
+      full.y = is_log ? between(-Infinity, Infinity) : data.y.slice();
+      const kept = shown.x;
+      shown = { x: full.x.slice(), y: full.y.slice() };
+      const paths = Array.from(plot.querySelectorAll("path"));
+      for (const series of data.series) {
+        let line = "", dots = "", open = false;
+        series.x.forEach((x, i) => {
+          const y = series.y[i];
+          if (y === null) { open = false; return; }
+          const place = `${px(x).toFixed(1)} ${py(y).toFixed(1)}`;
+          line += (open ? "L" : "M") + place;
+          dots += `M${place}h0`;
+          open = true;
+        });
+        if (!series.texts) paths.shift().setAttribute("d", line);
+        if (series.dots || series.texts) paths.shift().setAttribute("d", dots);
+      }
+      zoom(...kept);
+    };
+    if (log) log.addEventListener("click", turn);
     const at = (event) => {
       const box = svg.getBoundingClientRect();
       return ((event.clientX - box.left) / box.width) * data.size[0];
@@ -80,6 +140,52 @@
     const value = (x) => shown.x[0] + ((Math.min(Math.max(x, left), left + width) - left) / width) * (shown.x[1] - shown.x[0]);
     const hide = () => { tip.style.visibility = cursor.style.visibility = "hidden"; };
     let start = null;
+    const nearest_of = (series, want, height_at) => {
+      let best = -1, least = Infinity;
+      series.x.forEach((x, i) => {
+        if (series.y[i] === null) return;
+        const far = Math.abs(px(x) - px(want)) + (series.texts ? Math.abs(py(series.y[i]) - height_at) : 0);
+        if (far < least) { least = far; best = i; }
+      });
+      return best;
+    };
+    const tell = (want, height_at, side) => {
+      const found = data.series.filter((one) => !one.hidden && !is_off(one.name))
+        .map((one) => [one, nearest_of(one, want, height_at)]).filter(([, i]) => i >= 0);
+      if (!found.length) return hide();
+      const far = ([one, i]) => Math.abs(one.x[i] - want);
+      const chosen = found.find(([one]) => one.texts) || found.reduce((one, other) => (far(other) < far(one) ? other : one));
+      const nearest = chosen[0].x[chosen[1]];
+      let rows = found.filter(([one, i]) => one === chosen[0] || !(one.dots || one.texts || data.named) || Math.abs(one.x[i] - nearest) <= 1e-9 * Math.abs(nearest));
+      const below = ([one, i]) => Math.abs(py(one.y[i]) - height_at);
+      const closest = rows.reduce((one, other) => (below(other) < below(one) ? other : one));
+      const left_out = rows.length - MOST_ROWS;
+      if (left_out > 0) rows = rows.sort((one, other) => below(one) - below(other)).slice(0, MOST_ROWS);
+      tip.textContent = "";
+      const line = (text, colour, is_bold) => {
+        const row = document.createElement("div");
+        if (colour !== null) { const mark = document.createElement("i"); mark.className = `swatch b${colour}`; row.append(mark); }
+        row.append(text);
+        if (is_bold) row.style.fontWeight = "600";
+        tip.append(row);
+      };
+      const named = data.named && data.named.find(([at]) => Math.abs(at - nearest) <= 1e-5 * Math.abs(nearest));
+      line(`${data.xlabel} ${named ? named[1] : short(nearest)}`, null, false);
+      for (const row of rows) {
+        const [one, i] = row;
+        const name = one.texts ? one.texts[i] : one.name;  // after the value: a long name is cut off
+        line(`${short(one.y[i])} ${name}`, one.colour, row === closest && found.length > 3);
+      }
+      if (left_out > 0) line(`and ${left_out} more`, null, false);
+      cursor.setAttribute("x1", px(nearest));
+      cursor.setAttribute("x2", px(nearest));
+      cursor.style.visibility = tip.style.visibility = "visible";
+      tip.style.top = `${figure.querySelector("figcaption").offsetHeight + 12}px`;
+      const space = document.documentElement.clientWidth, before = figure.getBoundingClientRect().left;
+      const beside = before + side + 14 + tip.offsetWidth < space ? side + 14 : side - 14 - tip.offsetWidth;
+      tip.style.left = `${Math.max(4 - before, Math.min(beside, space - before - tip.offsetWidth - 4))}px`;
+    };
+    const is_off = (name) => Array.from(plot.querySelectorAll("path.off")).some((path) => path.dataset.name === name);
     svg.addEventListener("pointermove", (event) => {
       const x = at(event);
       if (start !== null) {
@@ -88,37 +194,9 @@
         brush.style.visibility = "visible";
       }
       if (data.rows || x < left || x > left + width) return hide();
-      const want = value(x);
-      const rows = [];
-      let nearest = null;
-      data.series.forEach((series) => {
-        if (series.hidden) return;
-        let low = 0, high = series.x.length - 1;
-        if (high < 0) return;
-        while (high - low > 1) { const mid = (low + high) >> 1; if (series.x[mid] < want) low = mid; else high = mid; }
-        const i = Math.abs(series.x[low] - want) <= Math.abs(series.x[high] - want) ? low : high;
-        if (nearest === null || Math.abs(series.x[i] - want) < Math.abs(nearest - want)) nearest = series.x[i];
-        rows.push([series, i]);
-      });
-      if (nearest === null) return;
-      tip.textContent = "";
-      const head = document.createElement("div");
-      head.textContent = `${data.xlabel} ${short(nearest)}`;
-      tip.append(head);
-      for (const [series, i] of rows.slice(0, 12)) {
-        if (series.dots && Math.abs(series.x[i] - nearest) > 1e-9 * Math.abs(nearest)) continue;
-        const row = document.createElement("div"), mark = document.createElement("i");
-        mark.className = `swatch b${series.colour}`;
-        row.append(mark, `${series.name} ${series.text ? series.text[i] : series.y[i] === null ? "-" : short(series.y[i])}`);
-        tip.append(row);
-      }
-      cursor.setAttribute("x1", px(nearest));
-      cursor.setAttribute("x2", px(nearest));
-      cursor.style.visibility = tip.style.visibility = "visible";
-      const box = figure.getBoundingClientRect(), side = event.clientX - box.left;
-      tip.style.top = "2.2rem";
-      if (side > box.width / 2) { tip.style.right = `${box.width - side + 14}px`; tip.style.left = ""; }
-      else { tip.style.left = `${side + 14}px`; tip.style.right = ""; }
+      const box = figure.getBoundingClientRect(), picture = svg.getBoundingClientRect();
+      const height_at = ((event.clientY - picture.top) / picture.height) * data.size[1];
+      tell(value(x), height_at, event.clientX - box.left);
     });
     svg.addEventListener("pointerleave", hide);
     svg.addEventListener("pointerdown", (event) => {
@@ -145,8 +223,10 @@
     figure.querySelectorAll("[data-zoom]").forEach((button) => {
       const [low, high] = button.dataset.zoom.split(",").map(Number);
       button.addEventListener("click", () => zoom(low, high));
+      if (button.hasAttribute("data-first")) zoom(low, high);
     });
     figure.__zoom = zoom;
+    figure.__log = log ? turn : null;
   };
 
   const copies = (root) => root.querySelectorAll("button.copy").forEach((button) =>
@@ -189,8 +269,18 @@
       for (const row of input.parentElement.querySelector("tbody").rows) row.hidden = !row.textContent.toLowerCase().includes(words);
     }));
 
+  // A name in a legend highlights its lines under the pointer, and hides or shows them with a click.
+  const legends = (root) => root.querySelectorAll("[data-key]").forEach((key) => {
+    const lines = () => (key.closest("figure") || key.closest("section")).querySelectorAll("path[data-name]");
+    const mine = () => Array.from(lines()).filter((path) => path.dataset.name === key.dataset.key);
+    key.addEventListener("pointerenter", () => { if (mine().length) lines().forEach((path) => path.classList.toggle("dim", path.dataset.name !== key.dataset.key)); });
+    key.addEventListener("pointerleave", () => lines().forEach((path) => path.classList.remove("dim")));
+    key.addEventListener("click", () => { const off = key.classList.toggle("off"); mine().forEach((path) => path.classList.toggle("off", off)); });
+  });
+
   const wire = (root) => {
     root.querySelectorAll("figure.chart").forEach(chart);
+    legends(root);
     copies(root);
     tables(root);
     filters(root);
@@ -209,12 +299,18 @@
         const made = new DOMParser().parseFromString(await answer.text(), "text/html");
         const open = Array.from(document.querySelectorAll("details[open][id]"), (one) => one.id);
         const zoomed = Array.from(document.querySelectorAll("figure.zoomed[id]"), (one) => [one.id, one.dataset.shown]);
+        const logged = Array.from(document.querySelectorAll("figure.logged[id]"), (one) => one.id);
+        const hidden = new Set(Array.from(document.querySelectorAll("[data-key].off"), (one) => one.dataset.key));
+        const typed = Array.from(document.querySelectorAll("input.filter"), (one) => one.value);
         const kept = window.scrollY;
         version = made.body.dataset.version;
         document.querySelector("main").replaceWith(document.adoptNode(made.querySelector("main")));
         document.title = made.title;
         open.forEach((id) => document.getElementById(id)?.setAttribute("open", ""));
         wire(document.querySelector("main"));
+        logged.forEach((id) => document.getElementById(id)?.__log?.());
+        document.querySelectorAll("[data-key]").forEach((one) => { if (hidden.has(one.dataset.key)) one.click(); });
+        document.querySelectorAll("input.filter").forEach((one, place) => { if (typed[place]) { one.value = typed[place]; one.dispatchEvent(new Event("input")); } });
         zoomed.forEach(([id, x]) => document.getElementById(id)?.__zoom?.(...x.split(",").map(Number)));
         window.scrollTo(0, kept);
       } else if (answer.status !== 204) throw new Error(answer.status);

@@ -41,7 +41,7 @@ _BADGES = {
     "running": "live",
     "interrupted": "tight",
     "tight": "tight",
-    "pending": "tight",
+    "pending": "waits",
     "pruned": "tight",
     "failed": "bad",
     "killed": "bad",
@@ -102,6 +102,7 @@ def page(title: str, body: Iterable[str], lead: str = "", mark: str = "", live: 
     """
     served = f' data-live="{escape(live)}" data-version="{escape(version)}"' if live else ""
     stale = '<p class="stale">The server does not answer: what is shown may be out of date.</p>' if live else ""
+    kind = "It updates itself while `ipurun watch` runs." if live else "This page is complete: it loads nothing."
     made = time.strftime("%Y-%m-%d %H:%M:%S")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -112,14 +113,15 @@ def page(title: str, body: Iterable[str], lead: str = "", mark: str = "", live: 
         f"<body{served}>{stale}<main><h1>{escape(title)} {badge(mark) if mark else ''}</h1>"
         + (f'<p class="lead">{escape(lead)}</p>' if lead else "")
         + "".join(body)
-        + f"<footer>Made by ipurun {escape(__version__)} on {made}. This page is complete: it loads nothing.</footer>"
+        + f"<footer>Made by ipurun {escape(__version__)} on {made}. {kind}</footer>"
         f"</main><script>{_resource('page.js')}</script></body></html>\n"
     )
 
 
 def badge(text: str) -> str:
     """Return an outcome in its colour."""
-    return f'<span class="badge {_BADGES.get(text, "")}">{escape(text)}</span>'
+    kind = "bad" if text.endswith(" failed") else _BADGES.get(text, "")
+    return f'<span class="badge {kind}">{escape(text)}</span>'
 
 
 def section(title: str, *body: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import shlex
 from typing import Dict, List, Sequence, Tuple
 
+from ipurun import __version__
 from ipurun.estimate.advice import PlanEstimate
 from ipurun.estimate.estimate import assumptions_of
 from ipurun.estimate.pipeline import Bar, gantt, timeline_of
 from ipurun.estimate.stages import with_parents
 from ipurun.estimate.types import EstimatedModel, IpuMemory, Verdict
 from ipurun.log.estimate_text import change_text, count_short
-from ipurun.log.format import batch_equation, count, devices_text, size_text
+from ipurun.log.format import batch_equation, count, devices_text, plural, size_text
 from ipurun.log.style import verdict_style
 from ipurun.pages.charts import strip
 from ipurun.pages.data import RunData
@@ -52,6 +54,7 @@ _PASSES = {
 _GOLDEN_ANGLE = 137.508  # keeps the colours of any number of IPUs apart
 _MIB = 1 << 20
 _ROW = 26
+_MOST_CYCLES_AT_ONCE = 60  # of more, the page shows the first ones: the whole is a click away
 _MOST_BARS = 600  # drawn one by one at each end of a pipeline
 
 
@@ -67,10 +70,10 @@ def plan_page(plan: Plan, plan_estimate: PlanEstimate, words: Sequence[str] = ()
     time = found.time
     fullest = found.fullest
     facts = (
-        ("throughput (estimate)", f"{count_short(time.samples_per_second)} samples/s"),
+        ("samples/s (estimate)", count_short(time.samples_per_second)),
         ("fullest IPU (estimate)", f"{fullest.share:,.0%} of IPU {fullest.ipu}"),
         ("share of peak (estimate)", f"{time.flops_share:.1%}"),
-        ("parameters", count(plan.parameters)),
+        ("parameters", _rounded_count(plan.parameters)),
         ("IPUs", f"{plan.devices.replicas} x {plan.devices.per_replica}"),
         ("streaming memory (estimate)", size_text(found.streaming) if found.streaming else ""),
         ("bubble (estimate)", f"{timeline_of(plan_estimate.training).bubble:.0%}"),
@@ -78,17 +81,28 @@ def plan_page(plan: Plan, plan_estimate: PlanEstimate, words: Sequence[str] = ()
     )
     machine = plan_estimate.training.machine.name
     lead = f"Every figure marked as an estimate is one, for {machine}; nothing was compiled or run."
+    made = f"{datetime.datetime.now():%Y-%m-%d %H:%M} by ipurun {__version__}"
     rows = (
+        ("model", f"{plan.name}, {plural(plan.parameters, 'parameter')}"),
         ("devices", devices_text(plan.devices, plan.stages)),
         ("batch", batch_equation(plan.training)),
         ("precision", plan.precision),
         ("engine", f"{plan.engine} ({plan.engine_version})"),
+        ("made", made),
     )
     head = [command(shlex.join(["ipurun", "plan", *words]))] if words else []
     head += [tiles(facts), table(["", ""], [(Cell(label, kind="nowrap"), text) for label, text in rows])]
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
     body = [*head, *plan_sections(plan_estimate, words), section("Notes", f"<ul>{notes}</ul>" if notes else "")]
     return page(f"Plan of {plan.name}", body, lead, found.verdict.value)
+
+
+def _rounded_count(number: int) -> str:
+    """Return a number in three digits: ``46,730`` as ``46.7 k``, 336,226,108 as ``336 M``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
 
 
 def plan_sections(plan_estimate: PlanEstimate, words: Sequence[str] = ()) -> List[str]:
@@ -179,8 +193,11 @@ def _pipeline(model: EstimatedModel) -> str:
         ]
     rows = [f"IPU {ipu}" for ipu in range(model.layout.num_ipus)]
     kinds = dict.fromkeys(bar.kind for bar in bars)
-    chart = strip("milliseconds", rows, end, shapes, views, "pipeline")
-    text = f"{count(timeline.micro_batches)} micro-batches, one after the other"
+    first = views[1][0] if cycles > _MOST_CYCLES_AT_ONCE and len(views) > 1 else ""
+    chart = strip("when each IPU works", rows, end, shapes, views, "pipeline", first)
+    text = "1 micro-batch"
+    if timeline.micro_batches != 1:
+        text = f"{count(timeline.micro_batches)} micro-batches, one after the other"
     if is_pipeline:
         parts = (("fill", timeline.fill), ("steady", timeline.steady), ("drain", timeline.drain))
         phases = ", ".join(f"{name} {number} cycles ({_ms(number * cycle)})" for name, number in parts)
@@ -303,7 +320,8 @@ def _inference(plan_estimate: PlanEstimate) -> str:
     if plan_estimate.inference is None:
         return ""
     settings, found = plan_estimate.inference.settings, plan_estimate.inference.estimate
-    batches = f"{settings.device_iterations} batches of {settings.micro_batch_size} per host call"
+    number = settings.device_iterations
+    batches = f"{number} {'batch' if number == 1 else 'batches'} of {settings.micro_batch_size} per host call"
     bound = "the host" if found.time.host_bound else "the IPUs"
     speed = f"{count_short(found.time.samples_per_second)} samples/s in {batches}, limited by {bound}"
     return f"<p>{badge(found.verdict.value)} {escape(speed)}</p>{_memory(found.ipus, found.verdicts)}"

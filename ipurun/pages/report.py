@@ -8,8 +8,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.errors import ConfigError
 from ipurun.log.console import without_classes
-from ipurun.log.format import count, duration, metric, value_text
-from ipurun.pages.charts import Mark, Series, heat_grid, line_chart, numbers_of, smoothed
+from ipurun.log.format import count, duration, metric, rate, value_text
+from ipurun.pages.charts import COLOURS, Mark, Series, heat_grid, line_chart, line_keys, numbers_of, smoothed
 from ipurun.pages.data import Curve, RunData, SweepData, age_text, curves_of, flat, number, read_run, read_text
 from ipurun.pages.parts import (
     Cell,
@@ -27,7 +27,7 @@ from ipurun.pages.parts import (
 )
 from ipurun.sweep.table import is_higher_better, value_of
 
-__all__ = ["changes_from_recipe", "recipe_config", "run_page", "sweep_page"]
+__all__ = ["changes_from_recipe", "recipe_config", "run_page", "sweep_page", "value_by_key"]
 
 _TIMES = (
     ("compile", "compilation", "var(--s3)"),
@@ -40,7 +40,9 @@ _TIMES = (
     ("other", "start and end", "var(--s7)"),
 )
 _OF_THE_LOOP = ("samples_per_second", "call_seconds", "data_wait")
-_MOST_CURVES = 40  # of the points of a sweep
+_HOW = "Drag to zoom, double-click for the whole, click a name to hide its line"
+_MOST_NAMED = 6  # points of a sweep whose curves are drawn in colours
+_MOST_CURVES = 60  # of the points of a sweep
 
 
 def run_page(
@@ -86,21 +88,23 @@ def _run_head(run: RunData) -> str:
     at = "" if best_step is None else f" at step {count(best_step)}"
     metrics = _mapping(summary.get("metrics"))
     final = {str(key): found for key, found in ((k, number(v)) for k, v in metrics.items()) if found is not None}
+    is_running, share = run.status == "running", run.progress
+    total = f" of {count(run.step / share)}" if is_running and share else ""
     facts = [
+        ("to go (ETA)", "" if run.eta_seconds is None else duration(run.eta_seconds)),
         (f"best {run.monitor or ''}{at}", "" if run.best is None else metric(run.best)),
-        ("weight updates", count(run.step)),
-        ("samples/s", "" if run.samples_per_second is None else count(run.samples_per_second)),
+        (f"weight updates{total}", count(run.step)),
+        ("samples/s", "" if run.samples_per_second is None else rate(run.samples_per_second)),
         ("time", "" if run.total_seconds is None else duration(run.total_seconds)),
         ("train loss", "" if number(summary.get("loss")) is None else metric(number(summary["loss"]))),
     ]
-    facts += [(f"last {name}", metric(value)) for name, value in list(without_classes(final).items())[:4]]
+    facts += [(f"eval {name}", metric(value)) for name, value in list(without_classes(final).items())[:4]]
     devices = run.config.get("devices")
     facts.append(("IPUs", value_text(devices) if isinstance(devices, int) else ""))  # not if chosen by the plan
     words = [word for word in run.overrides if word]
-    shown = [tiles(facts)]
-    if run.reason:
-        kind = "bad" if run.status == "failed" else "tight"
-        shown.append(f'<p class="{kind}"><b>{escape(run.reason)}</b></p>')
+    shown = [_outcome(run), tiles(facts)]
+    if is_running and share is not None:
+        shown.append(bar_rows([("", [Piece(share, "var(--s0)", f"{share:.0%} done")], f"{share:.0%}", "")]))
     typed = str(summary.get("reproduce_command") or " ".join(["ipurun", "train", *words]))
     shown.append(command(typed))
     if summary.get("resume_command") and run.status != "finished":
@@ -108,6 +112,18 @@ def _run_head(run: RunData) -> str:
     if run.faults:
         shown.append(f'<p class="tight">Not all files could be read: {escape("; ".join(run.faults))}</p>')
     return "".join(shown)
+
+
+def _outcome(run: RunData) -> str:
+    """Return why a run failed or stopped early, with what its log says after that: what was seen and what to try."""
+    if not run.reason:
+        return ""
+    kind = "bad" if run.status == "failed" else "tight"
+    lines = run.log_tail(200).splitlines() if run.status == "failed" else []
+    places = [place for place, line in enumerate(lines) if line.endswith(f"error: {run.reason}")]
+    advice = lines[places[-1] + 1 :] if places else []
+    more = f"<pre>{escape(chr(10).join(advice))}</pre>" if advice else ""
+    return f'<div class="outcome {kind}"><b>{escape(run.reason)}</b>{more}</div>'
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -129,27 +145,38 @@ def _run_charts(run: RunData) -> str:
         by_name.setdefault(curve.name, []).append(curve)
     kept = without_classes(dict.fromkeys(by_name, 0.0))
     names = [name for name in ("loss", *kept) if name in by_name and name not in _OF_THE_LOOP and name != "lr"]
+    steps = [step for curve in curves for step in curve.steps] or [0]
     shown = []
     for place, name in enumerate(dict.fromkeys([*names, "lr", "samples_per_second", "data_wait"])):
         series: List[Series] = []
         for colour, curve in enumerate(by_name.get(name, ())):
             is_train = curve.split == "train"
-            one = Series(curve.split, curve.steps, curve.values, colour, dots=not is_train)
+            values = [100 * value for value in curve.values] if name == "data_wait" else curve.values
+            one = Series(curve.split, curve.steps, values, colour, dots=not is_train)
             series += smoothed(one) if is_train and name not in ("lr",) else [one]
         title = {
             "samples_per_second": "samples/s",
             "lr": "learning rate",
-            "data_wait": "share of time waiting for data",
+            "data_wait": "time waiting for data, %",
         }
         if len(by_name.get(name, ())) == 1 and series and series[0].name != "train":
             title[name] = f"{series[0].name} {name}"
         from_zero = name in ("samples_per_second", "data_wait")
-        shown.append(line_chart(title.get(name, name), series, marks=marks, name=f"c{place}", from_zero=from_zero))
+        shown.append(
+            line_chart(
+                title.get(name, name),
+                series,
+                marks=marks,
+                name=f"c{place}",
+                from_zero=from_zero,
+                x_range=(min(steps), max(steps)),
+            )
+        )
     if not any(shown):
         return '<p class="note">Nothing was recorded yet.</p>' if run.status == "running" else ""
-    said = "".join(f"<li>{escape(mark.label)}</li>" for mark in marks)
-    notes = f'<p class="note">Dashed lines:</p><ul class="note">{said}</ul>' if marks else ""
-    how = "Drag to zoom, double-click for the whole; thick lines are moving means of the faint ones."
+    said = "; ".join(mark.label for mark in marks)
+    notes = f'<p class="note">Dashed lines: {escape(said)}.</p>' if marks else ""
+    how = f"{_HOW}; thick lines are moving means of the faint ones."
     return f'<p class="note">{how}</p><div class="grid">{"".join(shown)}</div>{notes}'
 
 
@@ -323,6 +350,12 @@ def sweep_page(
     return page(f"Sweep of {name}", body, lead, status, live, version)
 
 
+def _short_point_text(swept: Mapping[str, str]) -> str:
+    """Return a point with the last parts of its keys, where they tell the keys apart."""
+    short = {key.rpartition(".")[2]: value for key, value in swept.items()}
+    return _point_text(short if len(short) == len(swept) else swept)
+
+
 def _point_text(swept: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in swept.items())
 
@@ -339,17 +372,20 @@ def _ranking(sweep: SweepData, link_to: Optional[Callable[[Path], str]]) -> str:
         link = link_to(folder) if link_to and folder else ""
         is_done = record.status == "finished"
         row = [Cell(str(place) if is_done else "-", place), Cell(f"{record.index:03d}", record.index, link=link)]
-        row += [Cell(str(record.swept.get(key, ""))) for key in keys]
-        row.append(Cell(record.status, markup=badge(record.status)))
+        values = []
         for name in names:
             value = value_of(record, name)
             is_best = record is sweep.ranking.best and name == column
-            row.append(Cell("-" if value is None else metric(value), value, "best" if is_best else ""))
+            values.append(Cell("-" if value is None else metric(value), value, "best" if is_best else ""))
+        row += values[:1]  # beside the rank, where narrow screens show it
+        row += [Cell(str(record.swept.get(key, ""))) for key in keys]
+        row.append(Cell(record.status, markup=badge(record.status)))
         speed, total = value_of(record, "samples_per_second"), value_of(record, "seconds")
-        row += [Cell(count(speed), speed), Cell(duration(total), total)]
+        row += [*values[1:], Cell(count(speed), speed), Cell(duration(total), total)]
         rows.append(row)
-    header = ["rank", "point", *keys, "status", *names, "samples/s", "time"]
-    numeric = [0, *range(3 + len(keys), len(header))]
+    header = ["rank", "point", *names[:1], *keys, "status", *names[1:], "samples/s", "time"]
+    status = header.index("status")
+    numeric = [0, *range(2, 2 + len(names[:1])), *range(status + 1, len(header))]
     return table(header, rows, "sortable", numeric, first_is_best=sweep.ranking.best is not None)
 
 
@@ -361,7 +397,8 @@ def _by_key(sweep: SweepData) -> str:
         return ""
     shown = []
     for place, key in enumerate(keys):
-        shown.append(_against(key, column, [(str(r.swept.get(key, "")), float(v or 0)) for r, v in points], place))
+        values_of = [(str(r.swept.get(key, "")), float(v or 0), _short_point_text(r.swept)) for r, v in points]
+        shown.append(value_by_key(key, column, values_of, place))
     grid = ""
     if len(keys) == 2:
         values = {(str(r.swept.get(keys[0])), str(r.swept.get(keys[1]))): float(v or 0) for r, v in points}
@@ -375,63 +412,67 @@ def _sort_key(text: str) -> Tuple[bool, float, str]:
     return (found is None, found[0] if found else 0.0, text)
 
 
-def _against(key: str, column: str, pairs: Sequence[Tuple[str, float]], place: int) -> str:
-    """Return a chart of a value against a key: by its number where it has one, else by its place."""
-    texts = sorted({text for text, _ in pairs}, key=_sort_key)
+def value_by_key(key: str, column: str, points: Sequence[Tuple[str, float, str]], place: int) -> str:
+    """Return a chart of a value against a key: at its number where it has one, else one place after the other.
+
+    Args:
+        key: The key.
+        column: What the values are.
+        points: Value of the key, value of the column, and name of each point.
+        place: Number of the chart.
+    """
+    texts = sorted({text for text, _, _ in points}, key=_sort_key)
     numbers = numbers_of(texts)
-    title = f"{column} by {key}"
-    if numbers is None or len(texts) < 2:
-        rows = [
-            (text, metric(max(v for t, v in pairs if t == text)), str(sum(t == text for t, _ in pairs)))
-            for text in texts
-        ]
-        shown = table([key, f"largest {column}", "points"], rows, "sortable", (1, 2))
-        return f"<div><h3>{escape(title)}</h3>{shown}</div>"
-    is_log = min(numbers) > 0 and max(numbers) / min(numbers) >= 20
-    position = {text: math.log10(value) if is_log else value for text, value in zip(texts, numbers)}
-    ordered = sorted(pairs, key=lambda pair: position[pair[0]])
-    means = [sum(v for t, v in pairs if t == text) / sum(t == text for t, _ in pairs) for text in texts]
-    xs = [position[text] for text in texts]
-    series = [
-        Series("mean", xs, means, 0),
-        _separate_dots("points", [position[text] for text, _ in ordered], [value for _, value in ordered], 1),
-    ]
-    return line_chart(title, series, xlabel=f"log10 {key}" if is_log else key, name=f"k{place}")
-
-
-def _separate_dots(name: str, xs: Sequence[float], ys: Sequence[float], colour: int) -> Series:
-    """Return points without a line between them: gaps separate them."""
-    gapped_x = [x for x in xs for _ in range(2)]
-    gapped_y = [value for y in ys for value in (y, math.nan)]
-    return Series(name, gapped_x, gapped_y, colour, dots=True)
+    if numbers is None:
+        positions = [float(number) for number in range(len(texts))]
+    else:
+        is_log = min(numbers) > 0 and max(numbers) / min(numbers) >= 8
+        positions = [math.log10(value) if is_log else value for value in numbers]
+    position = dict(zip(texts, positions))
+    means = []
+    for text in texts:
+        values = [value for other, value, _ in points if other == text]
+        means.append(sum(values) / len(values))
+    series = [Series("mean", positions, means, 0)] if len(points) > len(texts) else []
+    ordered = sorted(points, key=lambda point: position[point[0]])
+    xs, ys, names = [position[p[0]] for p in ordered], [p[1] for p in ordered], [p[2] for p in ordered]
+    series.append(Series("points", xs, ys, 1, texts=names))
+    return line_chart(f"{column} by {key}", series, key, name=f"k{place}", x_ticks=list(zip(positions, texts)))
 
 
 def _sweep_curves(sweep: SweepData) -> str:
+    """Return the curves of the best points: the first few in colours, the others in grey."""
     column = sweep.ranking.column
     series: Dict[str, List[Series]] = {}
     shown = sweep.records[:_MOST_CURVES]
-    for place, record in enumerate(shown):
+    keys: List[Tuple[int, str]] = []
+    others = 0
+    last = 0.0
+    for record in shown:
         folder = sweep.folder_of(record)
-        if folder is None:
-            continue
-        for curve in curves_of(read_run(folder)):
-            title = (
-                ("train loss" if curve.split == "train" else f"{curve.split} {curve.name}")
-                if curve.name == "loss"
-                else ""
-            )
-            if curve.split != "train" and curve.name == column:
-                title = f"{curve.split} {curve.name}"
-            if title:
-                short = {key.rpartition(".")[2]: value for key, value in record.swept.items()}
-                label = _point_text(short if len(short) == len(record.swept) else record.swept) or f"{record.index:03d}"
-                one = Series(label, curve.steps, curve.values, place, dots=curve.split != "train")
-                series.setdefault(title, []).append(smoothed(one)[-1])
-    charts = [line_chart(title, found, name=f"s{place}") for place, (title, found) in enumerate(series.items())]
+        curves = [] if folder is None else curves_of(read_run(folder))
+        place = min(len(keys), _MOST_NAMED)
+        colour = COLOURS - 1 if place == _MOST_NAMED else place
+        label = _short_point_text(record.swept) or f"{record.index:03d}"
+        for curve in curves:
+            if curve.name == "loss" or (curve.split != "train" and curve.name == column):
+                one = Series(label, curve.steps, curve.values, colour, dots=curve.split != "train")
+                series.setdefault(f"{curve.split} {curve.name}", []).append(smoothed(one)[-1])
+                last = max(last, *curve.steps)
+        if curves and place < _MOST_NAMED:
+            keys.append((colour, label))
+        elif curves:
+            others += 1
+    charts = [
+        line_chart(title, found[::-1], name=f"s{place}", x_range=(0.0, last), has_legend=False)
+        for place, (title, found) in enumerate(series.items())
+    ]
     if not any(charts):
         return ""
-    more = f'<p class="note">The best {len(shown)} points.</p>' if len(sweep.records) > len(shown) else ""
-    return f'{more}<div class="grid">{"".join(charts)}</div>'
+    legend = line_keys(keys) + (swatches([("var(--s7)", f"{others} more")]) if others else "")
+    only = f" The best {len(shown)} points." if len(sweep.records) > len(shown) else ""
+    how = f'<p class="note">{_HOW}.{only}</p><div class="legend">{legend}</div>'
+    return f'{how}<div class="grid ranked">{"".join(charts)}</div>'
 
 
 def _constant_keys(sweep: SweepData) -> str:

@@ -222,7 +222,7 @@ class Pool:
         source.ended(record)
         self._on_change()
         if outcome.status in ENDED:
-            self._screen.line(f"{label} {_result_text(record)}")
+            self._screen.remark(f"{label} {_result_text(record)}")
         elif outcome.status == FAILED:
             self._errors.line(f"{label} failed\n{outcome.detail}{_log_text(record)}")
             self._stopping = self._stopping or active.item.point.config.sweep.on_error == "stop"
@@ -241,7 +241,7 @@ class Pool:
                     running.interrupt()
                 if running.outcome is None:
                     then = "press Ctrl-C again to stop it at once"
-                    self._screen.line(f"{active.label} is saving before it stops; {then}")
+                    self._screen.remark(f"{active.label} is saving before it stops; {then}")
 
     def _label(self, record: Record, source: Source) -> str:
         return f"[{record.index + 1}/{source.total}] {swept_text(record)}".rstrip()

@@ -13,8 +13,8 @@ from ipurun.log.screen import Rows, Screen
 __all__ = ["RemoteScreen", "ScreenReceiver", "TableReceiver", "read_message"]
 
 _LIVE_SECONDS = 0.25  # between live lines of a point
+_FIRST = {"ETA": 0, "loss": 1}  # of the values of a point, where not all fit in a row
 _PLAIN_SECONDS = 10.0  # the same where lines cannot be replaced
-_LONGEST_LABEL = 60
 
 
 class RemoteScreen(Screen):
@@ -106,7 +106,9 @@ class ScreenReceiver:
             # Points share most of their config and so most remarks: each is shown once.
             if call["text"] not in self._remarks:
                 self._remarks.add(call["text"])
-                self._screen.line(f"{label} {call['text']}")
+                kind, colon, rest = call["text"].partition(": ")
+                is_wrapped = self._screen.draws_over and colon and kind in ("note", "warning")
+                self._screen.remark(f"{kind}: {label}: {rest}" if is_wrapped else f"{label} {call['text']}")
             return
         self._show(call, label)
 
@@ -132,13 +134,14 @@ class TableReceiver(ScreenReceiver):
     def __init__(self, screen: Screen) -> None:
         super().__init__(screen)
         self._rows: Dict[str, List[str]] = {}
+        self._done: Dict[str, str] = {}
         self._begun: Dict[str, float] = {}
         self._last_line: Dict[str, float] = {}
         self._counts = ""
 
     def begin(self, label: str) -> None:
         self._begun[label] = self._last_line[label] = time.monotonic()
-        self._rows[label] = ["starting"]
+        self._rows[label], self._done[label] = ["starting"], ""
         self._screen.line(f"{label} starting ...") if not self._screen.draws_over else self._draw()
 
     def end(self, label: str) -> None:
@@ -156,7 +159,8 @@ class TableReceiver(ScreenReceiver):
     def _show(self, call: Dict[str, Any], label: str) -> None:
         method = call["do"]
         if method == "live":
-            self._rows[label] = list(call["parts"])
+            self._rows[label] = sorted(call["parts"], key=lambda part: _FIRST.get(part.split(" ")[0], 2))
+            self._done[label] = "" if call["fraction"] is None else f"{call['fraction']:.0%}"
         elif method == "begin":
             self._rows[label] = [call["title"]]
         elif method in ("phase", "waiting") and call["text"]:
@@ -172,7 +176,7 @@ class TableReceiver(ScreenReceiver):
     def _draw(self) -> None:
         now = time.monotonic()
         rows = [
-            [label[:_LONGEST_LABEL], duration(now - self._begun[label]), "  ".join(parts)]
+            [label, duration(now - self._begun[label]), self._done[label], "  ".join(parts)]
             for label, parts in self._rows.items()
         ]
-        self._screen.live_table(("point", "time", ""), rows, self._counts)
+        self._screen.live_table(("point", "time", "done", ""), rows, self._counts)

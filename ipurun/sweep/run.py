@@ -27,7 +27,7 @@ from ipurun.sweep.ledger import FAILED, FINISHED, PRUNED, Ledger, Record, find_e
 from ipurun.sweep.pool import Pool, Source, swept_text
 from ipurun.sweep.search import Search, TrialSource
 from ipurun.sweep.sharing import opening_lines, points_at_once
-from ipurun.sweep.table import Ranking, chart_lines, csv_text, rank, rows_as_data, table_lines, value_of
+from ipurun.sweep.table import Ranking, chart_lines, csv_text, rank, rows_as_data, show_table, value_of
 
 __all__ = ["final_line", "run_sweep", "show_result"]
 
@@ -155,12 +155,13 @@ def _launcher(points: Points, at_once: int, folder: Path, forks: Optional[ForkSe
 
 def show_result(result: SweepResult, screen: Screen) -> None:
     """Show the table, the ranked value against the swept keys, and what to type next."""
-    lines = [""]
+    screen.line("")
     wanted = result.rank_by
     if wanted is not None and wanted != result.ranking.column and result.ranking.best is not None:
-        lines.append(f"note: no result has sweep.rank_by={wanted}; ranked by {result.ranking.column}")
+        screen.remark(f"note: no result has sweep.rank_by={wanted}; ranked by {result.ranking.column}")
+    show_table(result.ranking, screen)
     chart = chart_lines(result.ranking)
-    lines += [*table_lines(result.ranking), *([""] if chart else []), *chart, "", final_line(result)]
+    lines = [*([""] if chart else []), *chart, "", final_line(result)]
     for line in [*lines, f"table: {result.folder / 'sweep.csv'} and sweep.json"]:
         screen.line(line)
     if result.num_failed or result.num_unfinished:

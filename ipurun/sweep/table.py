@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.log.format import count, duration, metric
+from ipurun.log.screen import Screen
 from ipurun.log.style import aligned
-from ipurun.sweep.ledger import ENDED, FINISHED, PRUNED, Record
+from ipurun.sweep.ledger import ENDED, FAILED, FINISHED, INTERRUPTED, PRUNED, Record
 
 __all__ = [
     "SPEED",
@@ -23,7 +24,8 @@ __all__ = [
     "rows_as_data",
     "short",
     "table_cells",
-    "table_lines",
+    "show_table",
+    "table_notes",
     "value_of",
 ]
 
@@ -105,11 +107,24 @@ def csv_text(rows: Sequence[Dict[str, Any]]) -> str:
     return stream.getvalue()
 
 
-def table_lines(ranking: Ranking) -> List[str]:
-    """Return the table of a sweep as plain lines; see `table_cells`."""
+def show_table(ranking: Ranking, screen: Screen) -> None:
+    """Show the ranked points, in colours where the screen has them."""
+    header, rows = table_cells(ranking)
+    status, last = header.index("status"), len(header) - 1
+    meanings = {FINISHED: "good", INTERRUPTED: "warning", FAILED: "bad"}
+    best = rows[0][status + 1] if rows and ranking.best is not None else None
+    styles = {status: lambda text: meanings.get(text, "quiet"), status + 1: lambda text: "best" if text == best else ""}
+    # Where not all fit: without time, speed and the metrics beside the ranked one.
+    screen.table(header, rows, styles, [0, *range(status + 1, last)], range(last - 1, status + 1, -1))
+    for line in table_notes(ranking):
+        screen.line(line)
+
+
+def table_notes(ranking: Ranking) -> List[str]:
+    """Return what a reader of the table has to know."""
     marked = any(record.results and record.at_once > 1 for record in ranking.records)
     note = [f"{_SIDE_BY_SIDE.strip()} measured beside other points: speeds do not compare; sweep.jobs=1 measures alone"]
-    return aligned(*table_cells(ranking)) + (note if marked else [])
+    return note if marked else []
 
 
 def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:

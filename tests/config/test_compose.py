@@ -256,6 +256,10 @@ class TestBadInput:
             "`engine` cannot be `gpu`",
         ]
 
+    def test_a_recipe_without_its_key_is_recognized(self) -> None:
+        found = problems_of("mnist")
+        assert (found[0].what, found[0].fix) == ("`mnist` is a recipe, not an override", "+recipe=mnist")
+
     def test_an_unknown_recipe_lists_the_existing_ones(self) -> None:
         (problem,) = problems_of("+recipe=mnits")
         assert problem.what == "unknown recipe `mnits`"

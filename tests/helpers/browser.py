@@ -11,6 +11,16 @@ from typing import Any, Dict
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), "")
+OPTIONS = (  # as root, and without anything from the network
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 WHY_SKIPPED = f"no Chromium on PATH ({', '.join(NAMES)}), and CHROMIUM is not set"
 
 
@@ -22,7 +32,7 @@ class Browser:
         self._answers, to_us = os.pipe()
         # Recent versions show the page only to users who asked for such pages, on chrome://chrome-urls.
         (Path(folder) / "Local State").write_text('{"internal_only_uis_enabled": true}')
-        options = ["--headless", "--no-sandbox", "--remote-debugging-pipe", f"--user-data-dir={folder}"]
+        options = [*OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={folder}"]
 
         def keep_pipes() -> None:  # Chromium reads from descriptor 3 and writes to 4
             commands, answers = os.dup(from_us), os.dup(to_us)

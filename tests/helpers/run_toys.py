@@ -272,7 +272,7 @@ def damaged(bad: List[int], lacks: bool = False) -> Tuple[Dataset, Dataset]:
 
 
 class DamagedStream(IterableDataset):
-    """Points as a stream whose iterator goes on after a sample that cannot be read.
+    """Points as a stream whose iterator continues after a sample that cannot be read.
 
     Args:
         points: The points.

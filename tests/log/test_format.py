@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from typing import Optional
 
 import pytest
 
-from ipurun.log.format import batch_equation, count, devices_text, duration, metric, value_text
+from ipurun.log.format import batch_equation, count, devices_text, duration, metric, rate, value_text
 from ipurun.planning.plan import BatchSizes, Devices
 
 
@@ -63,3 +64,10 @@ def test_idle_ipus_are_shown() -> None:
 
 def test_values_look_as_they_are_typed() -> None:
     assert value_text([1, None, True, {"a": "b"}]) == "[1,null,true,{a:b}]"
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"), [(0.634, "0.63"), (9.94, "9.9"), (9.96, "10"), (1234.4, "1,234"), (None, "-")]
+)
+def test_a_slow_run_has_a_speed_with_digits(speed: Optional[float], text: str) -> None:
+    assert rate(speed) == text

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from typing import List
 
 import pytest
 
-from ipurun.log.screen import PlainScreen, SilentScreen, make_screen
-from ipurun.log.terminal import TerminalScreen, fit
+from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen
+from ipurun.log.style import print_table
+from ipurun.log.terminal import TerminalScreen
 
 
 class Terminal(io.StringIO):
@@ -134,3 +136,56 @@ def test_a_wait_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     assert not screen.wants_waiting()  # a moment later
     screen.close()
     assert "############............ eval: 5 of 10 samples" in terminal.getvalue()
+
+
+def test_a_locale_without_utf_8_gets_no_block_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8")  # what Python gives for the locale C
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("LC_ALL", "C")
+    screen = TerminalScreen(stream)
+    screen.panel("run: finished", [("steps", "200")])
+    screen.notes(["a note"])
+    stream.flush()
+    shown = stream.buffer.getvalue().decode("utf-8")  # type: ignore[attr-defined]
+    assert shown.isascii() and "a note" in shown and "+-" in shown
+
+
+def test_points_are_shortened_before_their_values_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    screen = TerminalScreen(stream)
+    label = "[1/30] optimizer.lr=0.0005 device_iterations=16 gradient_accumulation=2"
+    screen.live_table(["point", "done", ""], [[label, "50%", "ETA 12 s  loss 0.5  " + "x" * 60]], "0 of 30 finished")
+    screen.close()
+    row = next(line for line in stream.getvalue().splitlines() if "[1/30]" in line)
+    assert "[1/30] 0.0005 16 2" in row and "50%" in row and "ETA 12 s" in row and "xxx" not in row
+
+
+def test_a_dumb_terminal_wraps_notes_at_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    PlainScreen(stream).remark("note: " + "word " * 20)
+    assert max(map(len, _lines(stream))) <= 40 and _lines(stream)[1].startswith("  word")
+
+
+def test_one_long_name_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    print_table(stream, ["run", "status", "steps"], [["x" * 300, "interrupted", "1,000"]], numeric=(2,))
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in _lines(stream)) <= 60
+    assert "interrupted" in _lines(stream)[2] and "1,000" in _lines(stream)[2]
+    assert stream.getvalue().count("x") == 300
+
+
+def test_a_narrow_table_folds_headings_and_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    header = ["optimizer.lr", "gradient_accumulation", "best accuracy", "samples/s"]
+    print_table(stream, header, [["0.0005", "16", "0.9770", "1,234,567"]], numeric=(2, 3))
+    row = _lines(stream)[-1]
+    assert all(text in row for text in ("0.0005", "16", "0.9770", "1,234,567"))

@@ -36,7 +36,18 @@ HOVER_AND_ZOOM = """(() => {
   fire('pointerdown', 0.5); fire('pointermove', 0.7); fire('pointerup', 0.7);
   const zoomed = figure.classList.contains('zoomed'), after = labels();
   figure.querySelector('.reset').click();
-  return JSON.stringify({tip, zoomed, changed: before !== after, whole: !figure.classList.contains('zoomed')});
+  const whole = !figure.classList.contains('zoomed');
+  const drawn = () => svg.querySelector('path.line').getAttribute('d');
+  const linear = drawn(), log = figure.querySelector('button.log');
+  log.click();
+  const is_log = drawn() !== linear;
+  log.click();
+  const key = figure.querySelector('[data-key=train]'), line = figure.querySelector('path[data-name=train]');
+  key.click();
+  const hidden = getComputedStyle(line).display === 'none';
+  key.click();
+  return JSON.stringify({tip, zoomed, changed: before !== after, whole, is_log, hidden,
+    back: getComputedStyle(line).display !== 'none'});
 })()"""
 
 
@@ -102,10 +113,13 @@ def test_a_page_fits_and_runs_no_foreign_script(
     assert (state["dark"] == "rgb(14, 19, 24)") == is_dark
 
 
-def test_values_show_under_the_pointer_and_a_drag_zooms(browser: Browser, pages: Dict[str, Path]) -> None:
+def test_values_show_under_the_pointer_a_drag_zooms_and_a_name_hides_its_line(
+    browser: Browser, pages: Dict[str, Path]
+) -> None:
     import json
 
     session = _open(browser, pages["run"], 1280, False)
     found = json.loads(_evaluate(browser, session, HOVER_AND_ZOOM))
     assert found["tip"].startswith("step ") and "train" in found["tip"]
     assert found["zoomed"] and found["changed"] and found["whole"]
+    assert found["is_log"] and found["hidden"] and found["back"]

@@ -13,10 +13,10 @@ import pytest
 from stored_runs import HOSTILE, write_run, write_sweep
 
 from ipurun.cli.main import main
-from ipurun.pages.charts import Series, nice_ticks, smoothed, thinned
+from ipurun.pages.charts import Series, line_chart, nice_ticks, smoothed, thinned
 from ipurun.pages.compare import compare_page, differing_keys
 from ipurun.pages.data import read_run, read_sweep
-from ipurun.pages.report import changes_from_recipe, run_page, sweep_page
+from ipurun.pages.report import changes_from_recipe, run_page, sweep_page, value_by_key
 
 _VOID = ("meta", "br", "link", "input")
 
@@ -211,3 +211,51 @@ def test_a_model_that_cannot_be_made_here_leaves_only_the_estimate_out(
     page = (folder / "report.html").read_text(encoding="utf-8")
     _check(page)
     assert "No estimate here:" in page and "<h2>Curves</h2>" in page
+
+
+def test_a_run_that_goes_on_shows_its_monitored_metric_and_how_long_it_will_take(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    run.status, run.summary, run.config = "running", {}, {"epochs": 4, "devices": 8}
+    run.records = [
+        {"split": "train", "step": 10, "epoch": 0.5, "loss": 1.0, "time": 100.0},
+        {"split": "test", "step": 10, "epoch": 0.5, "loss": 0.5, "accuracy": 0.75, "is_best": True, "time": 102.0},
+        {"split": "train", "step": 20, "epoch": 1.0, "loss": 0.5, "time": 110.0},
+    ]
+    assert (run.monitor, run.best, run.progress) == ("accuracy", 0.75, 0.25)
+    assert run.eta_seconds == pytest.approx(60.0)  # 60 steps, each of one second
+    text = run_page(run)
+    assert "<b>1:00</b><span>to go (ETA)</span>" in text
+    assert "<b>0.7500</b><span>best accuracy</span>" in text
+    assert "<b>20</b><span>weight updates of 80</span>" in text
+
+
+def test_a_failed_run_begins_with_its_reason_and_what_to_try(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    log = "Traceback\nipurun.Error: error: the loss became nan\n  try    a smaller <lr>\n"
+    (folder / "log.txt").write_text(log, encoding="utf-8")
+    run = read_run(folder)
+    run.status, run.summary = "failed", {"status": "failed", "reason": "the loss became nan"}
+    text = run_page(run)
+    assert text.index('class="outcome bad"') < text.index('class="tiles"')
+    assert "<pre>  try    a smaller &lt;lr&gt;</pre>" in text
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels"),
+    [(["0.001", "0.01", "0.1"], ["0.001", "0.01", "0.1"]), (["adam", "sgd"], ["adam", "sgd"])],
+)
+def test_a_swept_key_is_labelled_with_its_values(texts: List[str], labels: List[str]) -> None:
+    points = [(text, 0.5 + place, f"point {place}") for place, text in enumerate(texts)]
+    chart = value_by_key("optimizer.lr", "accuracy", points, 0)
+    assert re.findall(r'text-anchor="middle">([^<]+)<', chart) == ["optimizer.lr", *labels]
+
+
+def test_a_single_value_is_drawn_as_a_dot_at_a_whole_step() -> None:
+    chart = line_chart("loss", [Series("train", [1], [2.5])], name="c")
+    assert 'class="dots c0"' in chart
+    assert re.findall(r'text-anchor="middle">([^<]+)<', chart) == ["step", "0", "1", "2"]
+
+
+def test_only_values_that_have_a_logarithm_and_a_wide_range_offer_one() -> None:
+    shown = [line_chart("loss", [Series("train", [1, 2], ys)], name="c") for ys in ([2, 0.01], [2, 1], [2, -0.01])]
+    assert ['class="log"' in chart for chart in shown] == [True, False, False]

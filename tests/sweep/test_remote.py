@@ -76,7 +76,7 @@ def test_points_at_once_have_a_row_each() -> None:
     receiver.begin("[2] b")
     receiver.show('{"do": "live", "parts": ["step 1", "loss 2"], "fraction": 0.1}', "[1] a")
     receiver.refresh("0 of 2 finished")
-    assert [[row[0], row[-1]] for row in drawn[-1][:2]] == [["[1] a", "step 1  loss 2"], ["[2] b", "starting"]]
+    assert [[row[0], row[-1]] for row in drawn[-1][:2]] == [["[1] a", "loss 2  step 1"], ["[2] b", "starting"]]
     assert drawn[-1][2] == ["0 of 2 finished"]
     receiver.end("[1] a")
     assert [row[0] for row in drawn[-1][:-1]] == ["[2] b"]

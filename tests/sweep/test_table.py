@@ -6,8 +6,9 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 
+from ipurun.log.style import aligned
 from ipurun.sweep.ledger import FAILED, FINISHED, INTERRUPTED, PRUNED, Record
-from ipurun.sweep.table import chart_lines, csv_text, rank, rows_as_data, table_lines
+from ipurun.sweep.table import Ranking, chart_lines, csv_text, rank, rows_as_data, table_cells, table_notes
 
 
 def _record(index: int, swept: Dict[str, str], results: Optional[Dict[str, Any]] = None, **more: Any) -> Record:
@@ -24,6 +25,10 @@ def _result(accuracy: float, speed: float, loss: float = 1.0) -> Dict[str, Any]:
         "samples_per_second": speed,
         "seconds": {"total": 12.0},
     }
+
+
+def table_lines(ranking: Ranking) -> List[str]:
+    return aligned(*table_cells(ranking)) + table_notes(ranking)
 
 
 @pytest.fixture
