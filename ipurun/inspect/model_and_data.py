@@ -57,6 +57,7 @@ from ipurun.inspect.model import (
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
 from ipurun.inspect.profiles import Profiles
 from ipurun.inspect.sampling import check_loader, grouped, make_collate, samples_drawn, seeded
+from ipurun.inspect.table_parts import parts_by_table
 from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.trace import trace_forward_order
 from ipurun.inspect.traced_model import TracedModel
@@ -473,7 +474,7 @@ def _with_order(
 def _order_matters(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
     """Return whether the plan depends on the order in which modules run."""
     places = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in _PLACING_KEYS)
-    return places or bool(config.inference.split) or uses_poptorch(model, engine.module)
+    return places or bool(config.inference.split or parts_by_table(model)) or uses_poptorch(model, engine.module)
 
 
 def _trace_notes(failure: str) -> Tuple[str, ...]:
