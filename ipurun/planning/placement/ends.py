@@ -64,7 +64,8 @@ def head_blocks(
         )
     if ipu == last_ipu and not names:
         return []
-    return [(module, ipu, module, "pipeline.head_ipu") for module in modules]
+    # The parts of a split head have their own blocks.
+    return [(module, ipu, module, "pipeline.head_ipu") for module in modules if module not in facts.table_parts]
 
 
 def returning_blocks(
@@ -113,6 +114,8 @@ def table_blocks(facts: Facts, layer_ipus: Mapping[str, int], ipus: Optional[Seq
     origin, order = "memory.serialize", [call.module for call in facts.calls] or list(order_names(facts))
     blocks: Dict[str, End] = {}
     for table, places in facts.table_parts.items():
+        if table not in order:  # T5's `shared`, whose weight its stacks use, is never called
+            continue
         before: Optional[int] = None
         for number, place in enumerate(places):
             name, ipu = f"{table}.part{number}", place if ipus is None else min(place, max(ipus, default=0))
