@@ -21,7 +21,7 @@ from ipurun.config.patterns import check_parameters, flat_names, match_parameter
 from ipurun.config.schema import InitConfig, RunConfig
 from ipurun.errors import ConfigError, Findings, Problem, RunError, listing
 from ipurun.inspect.facts import InitialWeights
-from ipurun.inspect.table_parts import load_whole_weights
+from ipurun.table_parts import load_whole_weights
 
 __all__ = ["load_initial_weights", "open_weights"]
 

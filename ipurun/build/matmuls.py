@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ipurun.errors import ConfigError
-from ipurun.inspect.table_parts import look_up
 from ipurun.planning.modules import MATMUL_MODES
 from ipurun.planning.plan import Serialized
+from ipurun.table_parts import look_up
 
 __all__ = ["Forwards"]
 

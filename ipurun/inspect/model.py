@@ -27,8 +27,8 @@ from ipurun.inspect.data import is_stream
 from ipurun.inspect.facts import UserBlock
 from ipurun.inspect.lightning.trainer import is_lightning, set_up
 from ipurun.inspect.sampling import make_collate, seeded
-from ipurun.inspect.table_parts import parts_by_table, split_tables
 from ipurun.inspect.targets import make
+from ipurun.table_parts import parts_by_table, split_tables
 
 __all__ = [
     "CACHE_NOTE",

@@ -57,11 +57,11 @@ from ipurun.inspect.model import (
 from ipurun.inspect.optimizer import check_groups, check_optimizer, check_schedule
 from ipurun.inspect.profiles import Profiles
 from ipurun.inspect.sampling import check_loader, grouped, make_collate, samples_drawn, seeded
-from ipurun.inspect.table_parts import parts_by_table
 from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.trace import trace_forward_order
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
+from ipurun.table_parts import parts_by_table
 
 __all__ = [
     "ModelAndData",

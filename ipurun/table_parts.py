@@ -89,7 +89,8 @@ def split_tables(model: nn.Module, serialize: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: With all problems: a wrong list, no such layer, or a layer that cannot be split.
     """
-    entries = {name: entry for name, entry in flat_names(serialize, _FIELDS).items() if isinstance(entry, (list, tuple))}
+    written = flat_names(serialize, _FIELDS).items()
+    entries = {name: entry for name, entry in written if isinstance(entry, (list, tuple))}
     if not entries:
         return
     found = Findings()
