@@ -292,6 +292,21 @@ def test_a_model_that_compares_a_random_number_is_traced_in_training_mode(precis
     assert trace_model(config_of(Mlp)).refused == ""
 
 
+class MakesConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.where(y > 0, y, torch.tensor(0.0, device=y.device, dtype=y.dtype))
+
+
+@pytest.mark.parametrize("precision", ["32.32", "16.16"])
+def test_a_constant_made_in_forward_is_not_refused(precision: str) -> None:
+    assert trace_model(config_of(MakesConstants, precision=precision)).refused == ""
+
+
 class SelectsByValue(nn.Module):
     """Operations whose shapes depend on values, which PopTorch refuses; without values, masks are true everywhere."""
 
