@@ -21,6 +21,7 @@ from ipurun.config.patterns import check_parameters, flat_names, match_parameter
 from ipurun.config.schema import InitConfig, RunConfig
 from ipurun.errors import ConfigError, Findings, Problem, RunError, listing
 from ipurun.inspect.facts import InitialWeights
+from ipurun.table_parts import load_whole_weights
 
 __all__ = ["load_initial_weights", "open_weights"]
 
@@ -90,6 +91,7 @@ def load_initial_weights(config: RunConfig, model: nn.Module, copies: bool = Tru
         with torch.no_grad():
             for name, source in match.loaded.items():
                 targets[name].copy_(weights.read(source))
+            load_whole_weights(model, targets)
     return InitialWeights(
         path=str(weights.path),
         kind=weights.kind + (f", without the prefix `{removed}`" if removed else ""),

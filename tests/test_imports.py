@@ -107,6 +107,7 @@ FLOW = (
     "host",
     "metrics",
     "schedules",
+    "table_parts",
     "inspect",
     "planning",
     "estimate",

@@ -107,6 +107,17 @@ SPLITS: Dict[str, Dict[str, Tuple[str, ...]]] = {
     },
 }
 
+# Tables of 57 and 50 rows, which no number of parts below divides, and heads that share them.
+TABLES: Dict[str, Tuple[str, ...]] = {
+    "gpt": ("pipeline.layers_per_ipu=[0,1,1,1]", "memory.serialize={wte: [2,2]}"),
+    "gpt sharded": ("pipeline.layers_per_ipu=[1,2]", "memory.serialize={lm_head: [1,3]}", "pipeline.strategy=sharded"),
+    "bert": (
+        "pipeline.layers_per_ipu=[0,1,1,1]",
+        "memory.serialize={embeddings.word_embeddings: [2,0,1]}",
+        "recompute.every=block",
+    ),
+}
+
 # Published layouts, at a width that a CPU can train and in a precision in which numbers can be compared.
 _NARROW = ("model.hidden_size=16", "model.num_heads=2", "data=synthetic")
 _EXACT = (
@@ -172,6 +183,15 @@ def test_published_layouts_equal_unsplit(preset: str) -> None:
     whole = numbers(recipe, "pipeline=none", *words, *_EXACT)
     split = numbers(recipe, f"pipeline={preset}", *words, *_EXACT)
     _assert_equal(split, whole)
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_tables_on_several_ipus_equal_unsplit(case: str) -> None:
+    recipe = case.partition(" ")[0]
+    words = (*RECIPES[recipe], "gradient_accumulation=18", "inference.device_iterations=10")
+    split = numbers(recipe, *words, *TABLES[case])
+    _assert_equal(split, numbers(recipe, *words))
+    assert any(".part" in placement.module and placement.ipu for placement in split.plan.placements)
 
 
 def _assert_equal(split: Numbers, whole: Numbers) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ipurun.errors import ConfigError
 from ipurun.planning.modules import MATMUL_MODES
 from ipurun.planning.plan import Serialized
+from ipurun.table_parts import look_up
 
 __all__ = ["Forwards"]
 
@@ -68,9 +68,10 @@ class Forwards:
         if isinstance(module, nn.Embedding):
             if layer is None:
                 return None
-            if module.max_norm is not None:
+            if module.max_norm is not None or module.scale_grad_by_freq:
                 raise ConfigError(
-                    f"`memory.serialize`: `{name}` renormalises its rows (max_norm)", key="memory.serialize"
+                    f"`memory.serialize`: `{name}` has max_norm or scale_grad_by_freq, which need the whole table",
+                    key="memory.serialize",
                 )
             return _Lookup(module, layer.factor)
         if not hasattr(module, "weight") or module.weight.dim() != 2:
@@ -116,14 +117,7 @@ class _Lookup:
         rows = -(-weight.shape[0] // self._parts)
         total: Optional[torch.Tensor] = None
         for first in range(0, weight.shape[0], rows):
-            part = weight[first : first + rows]
-            local = indices - first
-            inside = (local >= 0) & (local < part.shape[0])
-            options: Dict[str, Any] = {"scale_grad_by_freq": self._module.scale_grad_by_freq}
-            if padding is not None and first <= padding < first + part.shape[0]:
-                options["padding_idx"] = padding - first
-            found = functional.embedding(local * inside.to(local.dtype), part, **options)
-            found = found * inside.unsqueeze(-1).to(found.dtype)
+            found = look_up(weight[first : first + rows], first, indices, padding)
             total = found if total is None else total + found
         assert total is not None, "an embedding has rows"
         return total

@@ -40,6 +40,7 @@ class ParameterShare:
         fetched: Bytes that one pass over the weights reads from streaming memory.
         fetches: Tensors that one pass reads.
         update: Temporary bytes on chip for the update of the largest parameter.
+        loaded: Bytes of the largest weight in streaming memory, which is on chip while it is used.
     """
 
     weights: int
@@ -52,6 +53,7 @@ class ParameterShare:
     fetched: int
     fetches: int
     update: int
+    loaded: int = 0
 
     @property
     def on_chip(self) -> int:
@@ -80,14 +82,13 @@ def share_of(parameters: Sequence[TracedParameter], settings: Settings, traced: 
     """Return the memory and traffic of parameters on one IPU."""
     names = ("weights", "gradients", "state", "streaming", "streamed", "transfers", "fetched", "fetches")
     totals: Dict[str, float] = dict.fromkeys(names, 0.0)
-    trained, update = 0, 0.0
+    trained, update, loaded = 0, 0.0, 0
     for parameter in parameters:
         count = parameter.elements if parameter.trainable and settings.training else 0
         trained += count
         parts = settings.sharding_replicas if parameter.elements >= settings.min_elements_sharded else 1
-        is_small = parameter.elements < settings.min_elements_off_chip
         weight_parts = parts if settings.weights_sharded else 1
-        if settings.weights_on_chip or is_small:
+        if settings.weights_on_chip or parameter.elements < settings.min_weights_off_chip:
             totals["weights"] += parameter.num_bytes / weight_parts
             update = max(update, parameter.num_bytes if weight_parts > 1 else 0.0)
         else:
@@ -96,18 +97,18 @@ def share_of(parameters: Sequence[TracedParameter], settings: Settings, traced: 
             totals["fetches"] += 1
             totals["streamed"] += 2 * parameter.num_bytes / weight_parts
             totals["transfers"] += 2
-            update = max(update, parameter.num_bytes)
+            loaded = max(loaded, parameter.num_bytes)
         if not count:
             continue
         accumulator = count * settings.gradient_bytes
-        if settings.accumulators_on_chip or is_small:
+        if settings.accumulators_on_chip or parameter.elements < settings.min_accumulators_off_chip:
             totals["gradients"] += accumulator
         else:
             totals["streaming"] += accumulator
             totals["streamed"] += 2 * accumulator * settings.gradient_accumulation
             totals["transfers"] += 2 * settings.gradient_accumulation
         state = count * settings.state_bytes / (parts if settings.state_sharded else 1)
-        if settings.state_on_chip or is_small:
+        if settings.state_on_chip or parameter.elements < settings.min_elements_off_chip:
             totals["state"] += state
         else:
             totals["streaming"] += state
@@ -115,7 +116,8 @@ def share_of(parameters: Sequence[TracedParameter], settings: Settings, traced: 
             totals["streamed"] += 2 * state
             totals["transfers"] += 2 * settings.state_tensors * update_parts
             update = max(update, state / update_parts)
-    return ParameterShare(trained=trained, update=round(update), **{name: round(size) for name, size in totals.items()})
+    whole = {name: round(size) for name, size in totals.items()}
+    return ParameterShare(trained=trained, update=round(update), loaded=loaded, **whole)
 
 
 def in_flight(stage: int, num_stages: int, settings: Settings) -> int:
@@ -147,6 +149,8 @@ def estimate_memory(
         temporary = working + max((op_bytes(traced, op, settings, costs[ipu]) for op in ops), default=0.0)
         # Weights are updated when the pipeline is empty: state replaces activations.
         temporary = max(temporary, share.update - stash)
+        if not layout.phase_of_stage:  # the weights of phases are counted as such
+            temporary += share.loaded
         io = _transfers(traced, layout, settings, stages) + sum(received[stage] for stage in stages)
         ipus.append(
             IpuMemory(
@@ -175,16 +179,13 @@ def _of_largest_phase(
         by_phase.setdefault(layout.phase_of_stage[stage], set()).add(stage)
     weights = gradients = 0
     for running in by_phase.values():
-        moved = [
-            parameter
-            for parameter in traced.parameters
-            if parameter.elements >= settings.min_elements_off_chip
-            and any(layout.stage_of_op[op] in running for op in parameter.ops)
-        ]
+        used = [item for item in traced.parameters if any(layout.stage_of_op[op] in running for op in item.ops)]
         if not settings.weights_on_chip:
-            weights = max(weights, sum(parameter.num_bytes for parameter in moved))
+            moved = (item.num_bytes for item in used if item.elements >= settings.min_weights_off_chip)
+            weights = max(weights, sum(moved))
         if settings.training and not settings.accumulators_on_chip:
-            trained = sum(parameter.elements for parameter in moved if parameter.trainable)
+            least = settings.min_accumulators_off_chip
+            trained = sum(item.elements for item in used if item.trainable and item.elements >= least)
             gradients = max(gradients, round(trained * settings.gradient_bytes))
     return weights, gradients
 

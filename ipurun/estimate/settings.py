@@ -29,6 +29,11 @@ _UPDATE_FLOPS = {"Adam": 12.0, "AdamW": 14.0, "LAMB": 20.0, "RMSprop": 10.0, "SG
 _DEFAULT_PREFETCH = 1
 # PopART leaves smaller tensors on chip and unsharded by default.
 _LEAST_OFF_CHIP = 2
+_LEAST_BY_KIND = {
+    "state": "min_elements_off_chip",
+    "weights": "min_weights_off_chip",
+    "accumulators": "min_accumulators_off_chip",
+}
 _LEAST_SHARDED = 8192
 _HALF = ("torch.float16", "torch.half", "float16", "half")
 # Keys that place modules, apart from the split, with their unset values.
@@ -149,7 +154,8 @@ def _locations(calls: Sequence[Call]) -> Dict[str, Any]:
     }
     values["state_sharded"] = bool(kinds["state"].get("useReplicatedTensorSharding", False))
     values["weights_sharded"] = bool(kinds["weights"].get("useReplicatedTensorSharding", False))
-    values["min_elements_off_chip"] = int(kinds["state"].get("minElementsForOffChip", _LEAST_OFF_CHIP))
+    for kind, name in _LEAST_BY_KIND.items():
+        values[name] = int(kinds[kind].get("minElementsForOffChip", _LEAST_OFF_CHIP))
     values["min_elements_sharded"] = int(kinds["state"].get("minElementsForReplicatedTensorSharding", _LEAST_SHARDED))
     return values
 

@@ -94,7 +94,9 @@ class Settings:
         returned: Share of micro-batches whose outputs go back to the host.
         host_samples_per_second: Samples the host can load and prepare; None if unknown.
         workers: Processes that load data beside the one that trains; 0: that one loads between host calls.
-        min_elements_off_chip: Tensors with fewer values stay on chip.
+        min_elements_off_chip: Optimizer state with fewer values stays on chip.
+        min_weights_off_chip: The same for weights.
+        min_accumulators_off_chip: The same for gradient accumulators.
         min_elements_sharded: Tensors with fewer values are not sharded.
         state_tensors: Optimizer state tensors per parameter.
     """
@@ -128,6 +130,8 @@ class Settings:
     host_samples_per_second: Optional[float] = None
     workers: int = 0
     min_elements_off_chip: int = 2
+    min_weights_off_chip: int = 2
+    min_accumulators_off_chip: int = 2
     min_elements_sharded: int = 2
     state_tensors: int = 0
     instances: int = 1

@@ -126,6 +126,7 @@ class Facts:
         buffer_bytes: Size of the buffers that a checkpoint has.
         parameter_shapes: Parameter name -> shape; a tied parameter under each of its names.
         shared_parameters: Groups of parameter names that share one tensor.
+        table_parts: Embedding or head that is split into parts -> IPU of each part.
         calls: Calls of modules in one forward pass, in order; empty if the model was not traced.
         operations: Operations of the forward pass, the loss included.
         user_blocks: Blocks that the model's own code begins.
@@ -157,6 +158,7 @@ class Facts:
     buffer_bytes: int = 0
     parameter_shapes: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     shared_parameters: Tuple[Tuple[str, ...], ...] = ()
+    table_parts: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     calls: Tuple[ModuleCall, ...] = ()
     operations: int = 0
     user_blocks: Tuple[UserBlock, ...] = ()

@@ -28,6 +28,7 @@ from ipurun.inspect.facts import UserBlock
 from ipurun.inspect.lightning.trainer import is_lightning, set_up
 from ipurun.inspect.sampling import make_collate, seeded
 from ipurun.inspect.targets import make
+from ipurun.table_parts import parts_by_table, split_tables
 
 __all__ = [
     "CACHE_NOTE",
@@ -75,6 +76,7 @@ def make_model(config: RunConfig, engine_module: ModuleType) -> nn.Module:
         )
     if is_lightning(model):
         set_up(model)
+    split_tables(model, config.memory.serialize)
     freeze(model, config)
     return model
 
@@ -299,11 +301,13 @@ def model_structure(model: nn.Module) -> Dict[str, Any]:
         "buffer_bytes": _buffer_bytes(model),
         "shared_parameters": tuple(tuple(several) for several in names.values() if len(several) > 1),
         "user_blocks": tuple(user_blocks(model)),
+        "table_parts": parts_by_table(model),
     }
 
 
 def _buffer_bytes(model: nn.Module) -> int:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {f"{table}.weight" for table in parts_by_table(model)}
     others = [value for name, value in model.state_dict().items() if name not in names]
     return sum(value.numel() * value.element_size() for value in others if isinstance(value, torch.Tensor))
 

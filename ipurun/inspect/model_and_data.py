@@ -61,6 +61,7 @@ from ipurun.inspect.targets import check_node, locate
 from ipurun.inspect.trace import trace_forward_order
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.moved import moved_paths, new_path
+from ipurun.table_parts import parts_by_table
 
 __all__ = [
     "ModelAndData",
@@ -473,7 +474,7 @@ def _with_order(
 def _order_matters(config: RunConfig, engine: Engine, model: nn.Module) -> bool:
     """Return whether the plan depends on the order in which modules run."""
     places = any(getattr(config.pipeline, key) != getattr(PipelineConfig(), key) for key in _PLACING_KEYS)
-    return places or bool(config.inference.split) or uses_poptorch(model, engine.module)
+    return places or bool(config.inference.split or parts_by_table(model)) or uses_poptorch(model, engine.module)
 
 
 def _trace_notes(failure: str) -> Tuple[str, ...]:

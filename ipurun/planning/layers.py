@@ -63,7 +63,7 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
     candidates = sorted(stacks(facts).items(), key=lambda item: -len(item[1]))
     if len(candidates) == 1 or (len(candidates) > 1 and len(candidates[0][1]) >= 2 * len(candidates[1][1])):
         return candidates[0][1]
-    both = _encoder_and_decoder(stacks(facts))
+    both = _encoder_and_decoder(stacks(facts), facts)
     if both:
         return both
     if candidates:
@@ -83,13 +83,15 @@ def find_layers(names: Sequence[str], facts: Facts, key: str, found: Findings) -
     return []
 
 
-def _encoder_and_decoder(found: Mapping[str, Sequence[str]]) -> List[str]:
-    """Return the layers of an encoder and of its decoder, if these are the only stacks of a model."""
-    encoders = [name for name in found if "encoder" in name.lower() and "decoder" not in name.lower()]
+def _encoder_and_decoder(found: Mapping[str, Sequence[str]], facts: Facts) -> List[str]:
+    """Return the layers of an encoder and of its decoder, or of two towers of one class, if a model has only these."""
     decoders = [name for name in found if "decoder" in name.lower() and "encoder" not in name.lower()]
-    if len(found) != 2 or len(encoders) != 1 or len(decoders) != 1:
+    kinds = {facts.module_kinds.get(layer) for layers in found.values() for layer in layers}
+    if len(found) != 2 or (len(decoders) != 1 and len(kinds) != 1):
         return []
-    return [*found[encoders[0]], *found[decoders[0]]]
+    order = [call.module for call in facts.calls]
+    first = {name: order.index(layers[0]) if layers[0] in order else 0 for name, layers in found.items()}
+    return [layer for name in sorted(found, key=lambda name: (first[name], name in decoders)) for layer in found[name]]
 
 
 def named_layers(names: Sequence[str], facts: Facts, found: Findings) -> List[str]:

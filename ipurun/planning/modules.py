@@ -153,6 +153,8 @@ def serialized_layers(config: RunConfig, facts: Facts, found: Findings) -> Tuple
     """Return the layers to compute in parts; the last pattern that matches a layer counts."""
     layers: Dict[str, Serialized] = {}
     for pattern, entry in flat_names(config.memory.serialize, _FIELDS).items():
+        if isinstance(entry, (list, tuple)):
+            continue  # parts that are layers of their own
         fields = _fields(pattern, entry, found)
         if fields is None or not facts.module_names:
             continue
@@ -218,7 +220,8 @@ def _fields(pattern: str, entry: Any, found: Findings) -> Optional[Dict[str, Any
         or not isinstance(fields.get("keep_precision", False), bool)
     ):
         found.problem(
-            f"`memory.serialize`: `{pattern}` takes a number of parts, or {{factor: 4, mode: output_channels}}",
+            f"`memory.serialize`: `{pattern}` takes a number of parts, the parts on each IPU as in [2, 2], or "
+            "{factor: 4, mode: output_channels}",
             seen=str(entry),
             known=f"modes: {listing(MATMUL_MODES)}; keep_precision: true or false",
             fix=f"memory.serialize={{{pattern}: 4}}",

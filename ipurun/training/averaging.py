@@ -94,9 +94,7 @@ class WeightAverage:
         executor = self._run.inference_model
         if executor.isCompiled() and executor.isAttachedToDevice():
             executor.detachFromDevice()
-        with torch.no_grad():
-            for name, tensor in self._run.user_model.state_dict().items():
-                tensor.copy_(values[name])
+        self._run.user_model.load_state_dict(values)
 
 
 def start_of_average(run: Run) -> int:

@@ -226,7 +226,8 @@ class Saver:
 
     def _weights_in(self, state: Mapping[str, Any]) -> Dict[str, torch.Tensor]:
         """Return the parameters of a state; a buffer, such as a mask, may well be infinite."""
-        return {name: state["model"][name] for name, _ in self._run.user_model.named_parameters()}
+        buffers = {name for name, _ in self._run.user_model.named_buffers()}
+        return {name: value for name, value in state["model"].items() if name not in buffers and torch.is_tensor(value)}
 
     def _finish_write(self) -> None:
         assert self._write is not None

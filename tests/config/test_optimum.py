@@ -98,6 +98,7 @@ def test_defaults_of_optimum_are_kept():
     [
         ({"layers_per_ipu": [2, 3], "ipus_per_replica": 4}, "does not fit 4 IPUs"),
         ({"projection_serialization_factor": 5}, "memory.serialize={MODULE: 5}"),
+        ({"serialized_embedding_splits_per_ipu": [3, 1, 0, 0]}, "memory.serialize={MODULE: [3, 1, 0, 0]}"),
         ({"gradient_accumulation_steps": {"pod16": 8, "default": 4}}, "depends on the pod"),
         ({"something_new": 3}, "something_new: 3"),
         ({"output_mode": "default"}, "output_mode"),

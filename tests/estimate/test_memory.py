@@ -161,3 +161,16 @@ def test_an_accumulated_embedding_has_no_gradient_of_the_size_of_its_table() -> 
     free = [OpCost(0.0, 0.0, 0.0)]
     assert op_bytes(traced, lookup, once, free) == 64 + 2000
     assert op_bytes(traced, lookup, accumulated, free) == 64
+
+
+def test_only_large_weights_are_off_chip_and_the_largest_is_loaded() -> None:
+    traced = chain(2, values=1000)
+    small = dataclasses.replace(traced.parameters[0], elements=10)
+    traced = dataclasses.replace(traced, parameters=(small, traced.parameters[1]))
+    on_chip = Settings(gradient_accumulation=4, accumulator_bytes=4.0)
+    (before,) = estimate_memory(traced, single_ipu(traced), on_chip, MACHINE)
+    off_chip = dataclasses.replace(on_chip, weights_on_chip=False, min_weights_off_chip=1000)
+    (ipu,) = estimate_memory(traced, single_ipu(traced), off_chip, MACHINE)
+    assert (before.weights, ipu.weights, ipu.streaming) == (20 + 2000, 20, 2000)
+    assert ipu.temporary == before.temporary + 2000  # a weight is on chip while it is used
+    assert ipu.gradients == before.gradients  # accumulators have a location of their own

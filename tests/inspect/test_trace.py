@@ -292,6 +292,39 @@ def test_a_model_that_compares_a_random_number_is_traced_in_training_mode(precis
     assert trace_model(config_of(Mlp)).refused == ""
 
 
+class MakesConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.where(y > 0, y, torch.tensor(0.0, device=y.device, dtype=y.dtype))
+
+
+@pytest.mark.parametrize("precision", ["32.32", "16.16"])
+def test_a_constant_made_in_forward_is_not_refused(precision: str) -> None:
+    assert trace_model(config_of(MakesConstants, precision=precision)).refused == ""
+
+
+class SelectsByValue(nn.Module):
+    """Operations whose shapes depend on values, which PopTorch refuses; without values, masks are true everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x[x > -1000.0].view(-1, 20) + x.masked_select(x > -1000.0).view(-1, 20)
+        return self.linear(kept) + (x > -1000.0).nonzero().to(x.dtype).mean()
+
+
+def test_operations_with_shapes_by_value_are_traced_past() -> None:
+    traced = trace_model(config_of(SelectsByValue, precision="16.16"))
+    assert [op.dims for op in products(traced)] == [(1, 4, 10, 20, 1)]
+    assert "boolean or byte tensor masks" in traced.refused and "and 2 more" in traced.refused
+
+
 class Layer(nn.Module):
     def __init__(self, index: int, dropout: float) -> None:
         super().__init__()

@@ -1,4 +1,17 @@
 import pytest
+import trees
+
+from ipurun.config.schema import PipelineConfig
+from ipurun.errors import Findings
+from ipurun.inspect.facts import Facts
+from ipurun.planning.placement.layout import lay_out
+
+
+def laid_out(facts, **keys):
+    found = Findings()
+    layout = lay_out(PipelineConfig(**keys), Facts("cpu", "emulator", **facts), found)
+    assert not found.problems, found.problems
+    return layout, found.notes
 
 
 def test_each_named_module_begins_the_next_ipu(plan_of, composed):
@@ -148,3 +161,29 @@ def test_precision_rules_match_modules(plan_of, problems_of):
 )
 def test_precision_is_normalised(plan_of, written, normal):
     assert plan_of({"precision": written}).precision == normal
+
+
+@pytest.mark.parametrize("tower", ["decoder", "text"])
+def test_both_stacks_are_placed_and_the_head_returns_to_its_embedding(tower):
+    facts = trees.traced(trees.speech(tower=tower))
+    layout, notes = laid_out(facts, layers_per_ipu=[1, 1, 1, 1])
+    assert [(placement.module, placement.ipu) for placement in layout.placements if placement.module] == [
+        ("encoder.layers.1", 1),
+        (f"{tower}.layers.0", 2),
+        (f"{tower}.layers.1", 3),
+        ("proj_out", 1),  # where the second stack's embedding runs
+    ]
+    assert any("the head (proj_out) runs on IPU 1" in note for note in notes)
+
+
+def test_a_table_in_parts_begins_blocks_and_so_does_the_layer_after_it():
+    gpt = trees.gpt(layers=2)
+    parts = ["wte.part0", "wte.part1", "lm_head.part0", "lm_head.part1"]
+    kinds = {**gpt["module_kinds"], **dict.fromkeys(parts, "Linear")}
+    order = ["", "wte", *parts[:2], "wpe", *(name for name in kinds if name.startswith("h.")), "ln_f", "lm_head"]
+    facts = {**gpt, "module_kinds": kinds, "module_names": tuple(name for name in kinds if name)}
+    facts["shared_parameters"] = tuple((f"wte.part{n}.weight", f"lm_head.part{n}.weight") for n in range(2))
+    facts = {**trees.traced(facts, [*order, *parts[2:]]), "table_parts": {"wte": (0, 1), "lm_head": (0, 1)}}
+    layout, _ = laid_out(facts, layers_per_ipu=[1, 1])
+    blocks = {placement.module: placement.ipu for placement in layout.placements if placement.module}
+    assert blocks == {"wte.part0": 0, "wte.part1": 1, "h.0": 0, "h.1": 1, "lm_head.part0": 0, "lm_head.part1": 1}

@@ -54,3 +54,21 @@ def traced(facts: Dict[str, Any], calls: Optional[Iterable[str]] = None, silent:
         is_leaf = name and not any(other.startswith(name + ".") for other in facts["module_names"])
         operations += int(bool(is_leaf) and name not in silent)
     return {**facts, "calls": tuple(walked), "operations": operations}
+
+
+def speech(layers: int = 2, tower: str = "decoder") -> Dict[str, Any]:
+    """Two stacks; the second has an embedding before it, which shares its weight with the head, as in Whisper."""
+    kinds = {"": "Speech", "encoder": "Encoder", "encoder.conv": "Conv1d", "encoder.layers": "ModuleList"}
+    kinds.update(_stack("encoder", layers, "EncoderLayer" if tower == "decoder" else "Layer"))
+    kinds.update({tower: "Decoder", f"{tower}.embed": "Embedding", f"{tower}.layers": "ModuleList"})
+    kinds.update(_stack(tower, layers, "DecoderLayer" if tower == "decoder" else "Layer"))
+    kinds["proj_out"] = "Linear"
+    shapes = {f"{tower}.embed.weight": (50, 16), "proj_out.weight": (50, 16)}
+    return {**_facts(kinds, shapes), "shared_parameters": ((f"{tower}.embed.weight", "proj_out.weight"),)}
+
+
+def _stack(name: str, layers: int, kind: str) -> Dict[str, str]:
+    kinds: Dict[str, str] = {}
+    for index in range(layers):
+        kinds.update({f"{name}.layers.{index}": kind, f"{name}.layers.{index}.fc": "Linear"})
+    return kinds

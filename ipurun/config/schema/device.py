@@ -157,7 +157,8 @@ class MemoryConfig:
     serialize: Dict[str, Any] = option(
         {},
         "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts to compute it "
-        "in, or {factor: 4, mode: output_channels}; modes: input_channels, reducing_dim, output_channels.",
+        "in, the parts on each IPU as in [3, 1], or {factor: 4, mode: output_channels}; modes: input_channels, "
+        "reducing_dim, output_channels.",
     )
     overlap_io: str = option(
         "none",

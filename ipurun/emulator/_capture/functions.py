@@ -262,10 +262,12 @@ class FunctionWatcher(TorchFunctionMode):
         func = REPLACED_FUNCTIONS.get(func, func)
         if func not in LOSS_FUNCTIONS:
             result = func(*args, **kwargs)
-            if func in _MOVES and self._names_device(args[1:], kwargs):
+            # Without values, torch.tensor() calls no operation that could be recorded.
+            if func is torch.tensor or (func in _MOVES and self._names_device(args[1:], kwargs)):
                 self._recorder.host.moved(self._recorder.graph.specs[self._recorder.value_of(result)])
             return result
-        check_loss_arguments(func, args, kwargs)
+        with self._recorder.refusing():
+            check_loss_arguments(func, args, kwargs)
         args, kwargs = with_length_tensors(func, args, kwargs)
         args, kwargs = without_label_smoothing(func, args, kwargs)
         result = func(*args, **kwargs)

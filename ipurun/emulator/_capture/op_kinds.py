@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from typing import Any, Callable, FrozenSet, List, Mapping, Optional, Sequence
 
@@ -89,6 +90,33 @@ def refuse_mask_index(indices: Sequence[Optional[torch.Tensor]]) -> None:
             "shapes based on the mask values. The IPU cannot support dynamic output shapes. "
             f"Use torch.where at {calling_line() or 'an unknown line'} instead."
         )
+
+
+def supposed_result(func: Callable[..., Any], name: str, args: Sequence[Any]) -> Any:
+    """Return what an operation whose shape depends on values gives for tensors without any; None for all others.
+
+    Every value counts as 1: masks are true everywhere, and all sequences of a CTC loss have their full length.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, torch.Tensor) or not first.is_meta:
+        return None
+    if name == "masked_select":
+        return first.new_empty(math.prod(torch.broadcast_shapes(first.shape, args[1].shape)))
+    if name == "nonzero":
+        return first.new_empty((first.numel(), first.dim()), dtype=torch.int64)
+    if name == "equal":
+        return first.shape == args[1].shape
+    if name == "index" and any(index is not None and index.dtype is torch.bool for index in args[1]):
+        places: List[Optional[torch.Tensor]] = []
+        for index in args[1]:
+            is_mask = index is not None and index.dtype is torch.bool
+            places += [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim() if is_mask else [index]
+        return func(first, places)
+    if name == "_ctc_loss":
+        frames, batch = (first.shape[0], first.shape[1]) if first.dim() == 3 else (first.shape[0], 1)
+        longest = args[1].shape[1] if args[1].dim() == 2 else args[1].numel() // max(batch, 1)
+        return first.new_empty(batch), first.new_empty((batch, frames, 2 * longest + 1))
+    return None
 
 
 def refuse_open_bincount(weights: Optional[torch.Tensor] = None, minlength: int = 0) -> None:

@@ -30,6 +30,7 @@ from ipurun.emulator._capture.op_kinds import (
     explain_data_dependence,
     refuse_mask_index,
     refuse_open_bincount,
+    supposed_result,
     written_arguments,
 )
 from ipurun.emulator._capture.sources import calling_line
@@ -415,7 +416,9 @@ class Recorder(TorchDispatchMode):
                 self._check_op(node)  # operations on constants alone run on the host
         if self._refusals is not None and base_name == "_local_scalar_dense" and args[0].is_meta:
             return func(self._supposed(node.args[0]))
-        node.op, args, result = self._run(func, args, kwargs, node, bool(mask & 1))
+        result = None if self._refusals is None else supposed_result(func, base_name, args)
+        if result is None:
+            node.op, args, result = self._run(func, args, kwargs, node, bool(mask & 1))
         node.args = self._encode(args)
         self._append(node, result, mask | int(node.is_random), mutated)
         if on_host:

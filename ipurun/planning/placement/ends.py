@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.patterns import match_modules, names_in
 from ipurun.config.schema import PipelineConfig
@@ -11,7 +11,7 @@ from ipurun.inspect.facts import Facts
 from ipurun.planning.layers import is_minor, is_within, named_layers, outermost, stacks
 from ipurun.planning.placement.order import order_names
 
-__all__ = ["End", "embedding_blocks", "head_blocks", "returning_blocks"]
+__all__ = ["End", "embedding_blocks", "head_blocks", "returning_blocks", "table_blocks"]
 
 End = Tuple[str, int, str, str]  # module, IPU, block id, origin
 _EMBEDDING_BLOCK = "embedding"
@@ -30,25 +30,19 @@ def embedding_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) ->
 
 
 def head_blocks(
-    pipeline: PipelineConfig,
-    facts: Facts,
-    layers: Sequence[str],
-    layer_ipus: Mapping[str, int],
-    last_ipu: Optional[int],
-    found: Findings,
+    pipeline: PipelineConfig, facts: Facts, layer_ipus: Mapping[str, int], last_ipu: Optional[int], found: Findings
 ) -> List[End]:
     """Return the blocks of the head.
 
     Args:
         pipeline: The keys.
         facts: The model.
-        layers: The layers that are counted, if any; the head follows them.
-        layer_ipus: The IPU of each layer, where they could be placed.
+        layer_ipus: The IPU of each layer that was placed, if any; the head follows them.
         last_ipu: IPU of what runs before the head.
         found: Takes the problems, and a note where shared weights decide the head's IPU.
     """
     names = names_in(pipeline.head, "pipeline.head", found)
-    ipu = pipeline.head_ipu
+    ipu, layers = pipeline.head_ipu, list(layer_ipus)
     if ipu is None and not layers:
         if names:
             found.problem(
@@ -57,13 +51,11 @@ def head_blocks(
         return []
     modules = _named(names, "pipeline.head", facts, found) if names else _head(pipeline, facts, layers)
     if ipu is None:
-        ipu = pipeline.embedding_ipu or 0
-        tied = _tied_to_beginning(facts, layers, modules)
+        tied = _tied_to_head(facts, layers, modules)
         if not tied:
-            between = _between_layers(facts, layer_ipus)
-            module, tied = _tied_to_head(facts, [one.module for one in between], layers, modules)
-            ipu = next((layer_ipus[one.after] for one in between if one.module == module), ipu)
-        if not tied or ipu == last_ipu:
+            return []
+        ipu = _ipu_before(tied[0].rpartition(".")[0], facts, layer_ipus, pipeline.embedding_ipu or 0)
+        if ipu == last_ipu:
             return []
         found.note(f"the head ({modules[0]}) runs on IPU {ipu}, because {tied[-1]} and {tied[0]} are one tensor")
     elif not modules and not names and facts.module_names:
@@ -72,16 +64,14 @@ def head_blocks(
         )
     if ipu == last_ipu and not names:
         return []
-    return [(module, ipu, module, "pipeline.head_ipu") for module in modules]
+    # The parts of a split head have their own blocks.
+    return [(module, ipu, module, "pipeline.head_ipu") for module in modules if module not in facts.table_parts]
 
 
 def returning_blocks(
     pipeline: PipelineConfig, facts: Facts, layer_ipus: Mapping[str, int], found: Findings
 ) -> List[End]:
-    """Return blocks at modules between layers that share their weight, such as a decoder's embedding.
-
-    One that shares it with the embedding goes back to the embedding's IPU. One that shares it with the head begins the
-    IPU of the layers after it, where the head then follows.
+    """Return blocks at modules between layers that share the embedding's weight, such as a decoder's embedding.
 
     Args:
         pipeline: The keys.
@@ -90,48 +80,55 @@ def returning_blocks(
         found: Takes a note for each.
     """
     home = pipeline.embedding_ipu or 0
-    between = _between_layers(facts, layer_ipus)
-    if not between or pipeline.strategy.endswith("phased"):
-        return []
     calls = [call.module for call in facts.calls]
-    beginning = calls[: next(index for index, name in enumerate(calls) if name in layer_ipus)]
+    layers = [(index, name) for index, name in enumerate(calls) if name in layer_ipus]
+    if not layers or pipeline.strategy.endswith("phased"):
+        return []
+    beginning = calls[: layers[0][0]]
     blocks: Dict[str, End] = {}
     for names in facts.shared_parameters:
-        owners = [name.rpartition(".")[0] for name in names]
+        owners = [name.rpartition(".")[0] for name in names if not _is_part(name, facts)]
         first = next((owner for owner in owners if owner in beginning), None)
-        for one in between:
+        for index in range(layers[0][0], layers[-1][0]):
+            name, before = calls[index], [layer for place, layer in layers if place <= index][-1]
             # A module that runs twice cannot be in two blocks; `check_shared` reports it.
-            if first is None or one.module not in owners or one.module in beginning or layer_ipus[one.before] == home:
+            is_tied = first is not None and name in owners and name not in beginning
+            if not is_tied or is_within(name, before) or layer_ipus[before] == home:
                 continue
-            blocks[one.module] = (one.module, home, one.module, "pipeline.layers_per_ipu")
-            if layer_ipus[one.after] != home:
-                blocks[one.after] = (one.after, layer_ipus[one.after], one.after, "pipeline.layers_per_ipu")
-            found.note(f"{one.module} runs on IPU {home}, because it shares its weight with {first}")
-    if not blocks and pipeline.head_ipu is None:
-        layers = list(layer_ipus)
-        module, tied = _tied_to_head(facts, [one.module for one in between], layers, _head(pipeline, facts, layers))
-        one = next((one for one in between if one.module == module), between[0])
-        if tied and layer_ipus[one.before] != layer_ipus[one.after]:
-            blocks[module] = (module, layer_ipus[one.after], module, "pipeline.layers_per_ipu")
+            after = next(layer for place, layer in layers if place > index)
+            blocks[name] = (name, home, name, "pipeline.layers_per_ipu")
+            if layer_ipus[after] != home:
+                blocks[after] = (after, layer_ipus[after], after, "pipeline.layers_per_ipu")
+            found.note(f"{name} runs on IPU {home}, because it shares its weight with {first}")
     return list(blocks.values())
 
 
-class _Between(NamedTuple):
-    """A module that runs between two layers, and these layers."""
+def table_blocks(facts: Facts, layer_ipus: Mapping[str, int], ipus: Optional[Sequence[int]] = None) -> List[End]:
+    """Return the blocks of tables that are split over IPUs, and of the layers that follow them.
 
-    module: str
-    before: str
-    after: str
-
-
-def _between_layers(facts: Facts, layer_ipus: Mapping[str, int]) -> List[_Between]:
-    """Return the modules that run between two layers, in the order in which they run."""
-    calls = [call.module for call in facts.calls]
-    layers = [(index, name) for index, name in enumerate(calls) if name in layer_ipus]
-    between: List[_Between] = []
-    for (start, before), (end, after) in zip(layers, layers[1:]):
-        between += [_Between(name, before, after) for name in calls[start + 1 : end] if not is_within(name, before)]
-    return between
+    Args:
+        facts: The model.
+        layer_ipus: The IPU of each layer that was placed.
+        ipus: The IPUs of an inference with its own placement, which may have fewer; None: as the config says.
+    """
+    origin, order = "memory.serialize", [call.module for call in facts.calls] or list(order_names(facts))
+    blocks: Dict[str, End] = {}
+    for table, places in facts.table_parts.items():
+        if table not in order:  # T5's `shared`, whose weight its stacks use, is never called
+            continue
+        before: Optional[int] = None
+        for number, place in enumerate(places):
+            name, ipu = f"{table}.part{number}", place if ipus is None else min(place, max(ipus, default=0))
+            if ipu != before:
+                blocks[name] = (name, ipu, name, origin)
+            before = ipu
+        last = f"{table}.part{len(places) - 1}"
+        for index in (index for index, name in enumerate(order) if name == last):
+            after = next((name for name in order[index:] if name in layer_ipus), None)
+            if after is not None:
+                blocks[after] = (after, layer_ipus[after], after, origin)
+    is_split = any(ipu for _, ipu, *_ in blocks.values()) or any(layer_ipus.values()) or any(ipus or ())
+    return list(blocks.values()) if is_split else []
 
 
 def _named(names: Sequence[str], key: str, facts: Facts, found: Findings) -> List[str]:
@@ -164,31 +161,32 @@ def _any_layers(pipeline: PipelineConfig, facts: Facts) -> Sequence[str]:
     return max(stacks(facts).values(), key=len, default=())
 
 
-def _tied_to_beginning(facts: Facts, layers: Sequence[str], head: Sequence[str]) -> Tuple[str, ...]:
-    """Return the names of a parameter that the head shares with a module before the layers."""
+def _is_part(parameter: str, facts: Facts) -> bool:
+    """Whether a parameter belongs to a part of a table, which has a block of its own."""
+    return any(is_within(parameter, table) for table in facts.table_parts)
+
+
+def _ipu_before(module: str, facts: Facts, layer_ipus: Mapping[str, int], home: int) -> int:
+    """Return the IPU of the last layer that runs before a module, or that of the embedding."""
+    ipu = home
+    for name in order_names(facts):
+        if name == module:
+            break
+        ipu = layer_ipus.get(name, ipu)
+    return ipu
+
+
+def _tied_to_head(facts: Facts, layers: Sequence[str], head: Sequence[str]) -> Tuple[str, ...]:
+    """Return the names of a parameter that the head shares with a module before the last layer, that module's first."""
     order = order_names(facts)
-    if not head or head[0] not in order or not layers or layers[0] not in order:
+    if not head or head[0] not in order or not layers or layers[-1] not in order:
         return ()
-    first, head_start = order.index(layers[0]), order.index(head[0])
+    head_start = order.index(head[0])
     for names in facts.shared_parameters:
         owners = [name.rpartition(".")[0] for name in names]
         places = [order.index(owner) for owner in owners if owner in order]
-        if any(place < first for place in places) and any(place >= head_start for place in places):
-            return names
+        if _is_part(names[0], facts) or len(places) < 2 or not min(places) < head_start <= max(places):
+            continue
+        if not any(is_within(order[min(places)], layer) for layer in layers):
+            return tuple(sorted(names, key=lambda name: name.rpartition(".")[0] != order[min(places)]))
     return ()
-
-
-def _tied_to_head(
-    facts: Facts, between: Sequence[str], layers: Sequence[str], head: Sequence[str]
-) -> Tuple[str, Tuple[str, ...]]:
-    """Return a module between layers that shares a parameter with the head, and the parameter's names."""
-    order = order_names(facts)
-    if not head or head[0] not in order or _tied_to_beginning(facts, layers, head):
-        return "", ()
-    after = order[order.index(head[0]) :]
-    for names in facts.shared_parameters:
-        owners = [name.rpartition(".")[0] for name in names]
-        module = next((owner for owner in owners if owner in between), None)
-        if module is not None and any(owner in after for owner in owners if owner != module):
-            return module, names
-    return "", ()

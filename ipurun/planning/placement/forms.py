@@ -11,7 +11,7 @@ from ipurun.config.schema import PipelineConfig
 from ipurun.errors import Findings, listing
 from ipurun.inspect.facts import Facts
 from ipurun.planning.layers import find_layers, share_layers
-from ipurun.planning.placement.ends import embedding_blocks, head_blocks, returning_blocks
+from ipurun.planning.placement.ends import embedding_blocks, head_blocks, returning_blocks, table_blocks
 
 __all__ = ["RequestedBlock", "is_auto", "requested_blocks"]
 
@@ -50,8 +50,7 @@ def requested_blocks(pipeline: PipelineConfig, facts: Facts, group: str, found: 
         found: Takes the problems.
     """
     split = _split_modules(pipeline, facts, group, found)
-    layers: Sequence[str] = ()
-    layer_ipus: Dict[str, int] = {}
+    layer_ipus: Mapping[str, int] = {}
     requested = [
         RequestedBlock(module, _ipu_of_part(index, pipeline.strategy), module, f"{group}.split")
         for index, module in enumerate(split, start=1)
@@ -64,15 +63,24 @@ def requested_blocks(pipeline: PipelineConfig, facts: Facts, group: str, found: 
                 fix=f"{group}.split=[] or {group}.layers_per_ipu=[]",
                 key=f"{group}.split",
             )
-        layers, layer_ipus, requested = _by_layers(pipeline, facts, group, found)
+        layer_ipus, requested = _by_layers(pipeline, facts, group, found)
     else:
         names_in(pipeline.layers, "pipeline.layers", found)  # unused here, but wrong values are reported
     requested += _explicit_blocks(pipeline, facts, found)
     ends = (
         *embedding_blocks(pipeline, facts, found),
-        *head_blocks(pipeline, facts, layers, layer_ipus, requested[-1].ipu if requested else 0, found),
+        *head_blocks(pipeline, facts, layer_ipus, requested[-1].ipu if requested else 0, found),
     )
-    return [RequestedBlock(*end) for end in ends] + requested if ends else requested
+    requested = [*(RequestedBlock(*end) for end in ends), *requested]
+    parts = table_blocks(facts, layer_ipus, None if group == "pipeline" else [one.ipu or 0 for one in requested])
+    if parts and pipeline.strategy.endswith("phased"):
+        found.problem(
+            f"`memory.serialize` splits `{next(iter(facts.table_parts))}` over IPUs, which phased execution cannot",
+            fix="a number of parts instead of a list, or pipeline.strategy=pipelined",
+            key="memory.serialize",
+        )
+    begun = {one.module for one in requested}
+    return requested + [RequestedBlock(*part) for part in parts if part[0] not in begun]
 
 
 def _split_modules(pipeline: PipelineConfig, facts: Facts, group: str, found: Findings) -> List[str]:
@@ -117,8 +125,7 @@ def _modules(name: str, key: str, facts: Facts, found: Findings) -> List[str]:
 
 def _by_layers(
     pipeline: PipelineConfig, facts: Facts, group: str, found: Findings
-) -> Tuple[Sequence[str], Dict[str, int], List[RequestedBlock]]:
-    """Return the layers that are counted, the IPU of each, and the blocks that begin at them."""
+) -> Tuple[Mapping[str, int], List[RequestedBlock]]:
     key = f"{group}.layers_per_ipu"
     layers: Sequence[str] = ()
     if facts.module_names:
@@ -126,10 +133,9 @@ def _by_layers(
     counts = share_layers(pipeline.layers_per_ipu, len(layers), pipeline.ipus, key, found) if layers else ()
     if not counts:  # keeps the number of IPUs as intended
         parts = range(1, pipeline.ipus or len(pipeline.layers_per_ipu))
-        blocks = [
+        return dict.fromkeys(layers, 0), [
             RequestedBlock(f"{key}[{part}]", _ipu_of_part(part, pipeline.strategy), str(part), key) for part in parts
         ]
-        return layers, {}, blocks
     requested: List[RequestedBlock] = []
     before = pipeline.embedding_ipu or 0
     layer_ipus: Dict[str, int] = {}
@@ -145,7 +151,7 @@ def _by_layers(
         first += count
     begun = {one.module for one in requested}
     returning = returning_blocks(pipeline, facts, layer_ipus, found)
-    return layers, layer_ipus, [RequestedBlock(*block) for block in returning if block[0] not in begun] + requested
+    return layer_ipus, [RequestedBlock(*block) for block in returning if block[0] not in begun] + requested
 
 
 def _explicit_blocks(pipeline: PipelineConfig, facts: Facts, found: Findings) -> List[RequestedBlock]:
