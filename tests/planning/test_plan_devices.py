@@ -125,4 +125,4 @@ def test_a_problem_of_training_is_not_repeated_for_inference(problems_of):
 def test_more_ipus_than_one_process_attaches_can_be_planned(plan_of):
     plan = plan_of({"devices": 256, "micro_batch_size": 1}, {"purpose": Purpose.PLAN})
     assert plan.devices.replicas == 256
-    assert any("PopRun" in note for note in plan.notes)
+    assert any("distributed.instances=4 distributed=poprun" in note for note in plan.notes)
