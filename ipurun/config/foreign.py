@@ -49,6 +49,17 @@ def _batches(key: str) -> _Meaning:
     return _Meaning("debug", lambda given: None, choose)
 
 
+def _average(kind: str) -> _Meaning:
+    """An average of the weights: true, or its decay."""
+
+    def choose(given: Any) -> Optional[Tuple[str, Any]]:
+        if given is True:
+            return "averaging.kind", kind
+        return ("averaging.decay", given) if kind == "ema" and isinstance(given, float) else None
+
+    return _Meaning("averaging.kind", lambda given: None, choose)
+
+
 def _when(node: str) -> _Meaning:
     """A strategy of transformers: no, epoch or steps."""
 
@@ -205,7 +216,7 @@ _OPTIMUM: Dict[str, _Meaning] = {
 _OPTIMIZING: Dict[str, _Meaning] = {  # names that training scripts use, whichever tool they come from
     **dict.fromkeys(
         ("clip", "grad_clip", "gradient_clip", "clip_grad", "clip_grad_norm", "clip_norm", "clip_gradients")
-        + ("grad_clip_norm", "gradient_clipping", "max_norm", "max_gradient_norm"),
+        + ("grad_clip_norm", "gradient_clipping", "max_norm", "max_gradient_norm", "clipnorm", "global_clipnorm"),
         _Meaning("optimizer.max_grad_norm"),
     ),
     **dict.fromkeys(("label_smoothing", "label_smoothing_factor"), _Meaning("loss.args.label_smoothing")),
@@ -214,7 +225,11 @@ _OPTIMIZING: Dict[str, _Meaning] = {  # names that training scripts use, whichev
         + ("model_name_or_path", "warm_start", "finetune_from", "restore_from"),
         _Meaning("init_from", lambda given: given if isinstance(given, str) else None),
     ),
-    **dict.fromkeys(("freeze_layers", "frozen_layers", "freeze_modules"), _Meaning("freeze", _as_list)),
+    **dict.fromkeys(("ema", "use_ema"), _average("ema")),
+    **dict.fromkeys(("swa", "use_swa"), _average("tail")),
+    "early_stop": _whole("early_stopping.patience"),
+    **dict.fromkeys(("warmup", "warmup_iters"), _whole("schedule.warmup_steps")),
+    **dict.fromkeys(("frozen", "freeze_layers", "frozen_layers", "freeze_modules"), _Meaning("freeze", _as_list)),
     "freeze_backbone": _Meaning("freeze", lambda given: None),
     "unfreeze_at_epoch": _Meaning("unfreeze", lambda given: None),
     "unfreeze_backbone_at_epoch": _Meaning("unfreeze", lambda given: None),
@@ -259,7 +274,10 @@ _WITHOUT: Dict[str, str] = {
         "PopTorch has no autocast since 3.1: precision=16-mixed, and modules apart in precision_rules: {'*.norm': 32}",
     ),
     "num_sanity_val_steps": "a run is checked before it begins, and debug=fast tries all of it",
-    "gradient_clip_algorithm": "PopTorch clips by norm: optimizer.max_grad_norm",
+    **dict.fromkeys(
+        ("gradient_clip_algorithm", "clip_value", "clipvalue", "clip_grad_value"),
+        "PopTorch clips by norm: optimizer.max_grad_norm",
+    ),
     "enable_progress_bar": "--quiet hides it",
     "enable_model_summary": "ipurun plan shows the model",
     "inference_mode": "evaluation never computes gradients",

@@ -378,6 +378,8 @@ def _translated(word: str) -> str:
 def _as_typed(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{inner}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_as_typed, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

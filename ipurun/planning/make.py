@@ -65,7 +65,7 @@ def make_plan(
     config, settings = strategy_for_overlap(config, sizes.layout.ipus > 1, settings, found)
     steps = count_steps(config, sizes.training, enough_samples(sizes.training, facts, found), found)
     check_loading(config.loader, sizes.training, found)
-    check_end_and_average(config, sizes.training, steps, found)
+    check_end_and_average(config, settings, sizes.training, steps, found)
     precision = canonical_precision(config.precision)
     if config.precision == "16":
         found.note(

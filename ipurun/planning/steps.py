@@ -8,6 +8,7 @@ from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.planning.plan import BatchSizes, EvalPass, Steps
+from ipurun.planning.user_settings import UserSettings
 
 __all__ = ["check_end_and_average", "count_evaluation", "count_steps", "enough_samples", "most_eval_samples"]
 
@@ -83,11 +84,14 @@ def enough_samples(batch: BatchSizes, facts: Facts, found: Findings) -> Optional
     return needed
 
 
-def check_end_and_average(config: RunConfig, batch: BatchSizes, steps: Steps, found: Findings) -> None:
+def check_end_and_average(
+    config: RunConfig, settings: UserSettings, batch: BatchSizes, steps: Steps, found: Findings
+) -> None:
     """Check the keys of early stopping and of the average of the weights, and note what they mean for this run.
 
     Args:
         config: The keys.
+        settings: What the user set.
         batch: The batch arithmetic of training.
         steps: How long training lasts.
         found: Takes problems and notes.
@@ -96,7 +100,11 @@ def check_end_and_average(config: RunConfig, batch: BatchSizes, steps: Steps, fo
     stops = config.early_stopping.patience is not None or config.early_stopping.threshold is not None
     if stops and not (evaluation.every_epochs or evaluation.every_steps or evaluation.every_minutes):
         found.note("early_stopping has no effect: nothing is evaluated before the end")
+    if not stops and settings.has("early_stopping"):
+        found.note("early_stopping has no effect without early_stopping.patience or early_stopping.threshold")
     if average.kind == "none":
+        if settings.has("averaging.decay", "averaging.start_step") and not settings.has("averaging.kind"):
+            found.note("averaging has no effect without averaging.kind=ema or averaging.kind=tail")
         return
     updates = average.every_calls * batch.device_iterations
     text = f"averaging.kind={average.kind}: the weights are copied from the device every {updates} weight updates"

@@ -154,6 +154,7 @@ class Callbacks(Observer):
 
     def __init__(self, named: Mapping[str, Callback], run: Run, folder: Path, observer: Observer) -> None:
         self._named = dict(named)
+        self._were_given = bool(named)
         self._run = run
         self._observer = observer
         self._step = 0
@@ -168,7 +169,8 @@ class Callbacks(Observer):
         self._initial = self.state()
 
     def __bool__(self) -> bool:
-        return bool(self._named)
+        # Also after all were dropped: several processes exchange requests, and one may have dropped what others have.
+        return self._were_given
 
     def after_step(self, event: StepEnd) -> StepEnd:
         """Notify callbacks of a host call; return the event with the metrics that they have added."""

@@ -11,7 +11,7 @@ from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional
 import torch
 
 from ipurun.build import Run
-from ipurun.checkpoint import Checkpoint, Folder, best, listed, load, save, set_aside
+from ipurun.checkpoint import Checkpoint, Folder, best, latest, listed, load, save, set_aside
 from ipurun.errors import RunError
 from ipurun.training.clock import Clock
 from ipurun.training.events import CheckpointSaved, Observer
@@ -97,9 +97,10 @@ class Saver:
     def advice(self) -> str:
         """Return how to continue after a failure: the command that resumes and the checkpoint that it takes."""
         self.settle()
-        if self.newest is None:
+        newest = self.newest if self._run.team.is_first else latest(self._folder) or self.newest
+        if newest is None:
             return "start again: no checkpoint was saved"
-        return f"{self.resume_command} resumes from {self.newest_path}"
+        return f"ipurun train resume={self.folder_path} resumes from {newest}"
 
     def note_value(self, value: float) -> bool:
         """Record a value of the monitored metric, and return whether it is the best so far."""

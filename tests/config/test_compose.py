@@ -158,6 +158,12 @@ class TestBadInput:
             ("clip=1.0", "optimizer.max_grad_norm=1.0"),
             ("clip_grad_norm=1.0", "optimizer.max_grad_norm=1.0"),
             ("max_norm=1.0", "optimizer.max_grad_norm=1.0"),
+            ("clipnorm=1.0", "optimizer.max_grad_norm=1.0"),
+            ("ema=true", "averaging.kind=ema"),
+            ("ema=0.99", "averaging.decay=0.99"),
+            ("swa=true", "averaging.kind=tail"),
+            ("warmup=10", "schedule.warmup_steps=10"),
+            ("early_stop=3", "early_stopping.patience=3"),
             ("label_smoothing=0.1", "loss.args.label_smoothing=0.1"),
             ("lr_scheduler_type=cosine_with_restarts", "schedule=warm_restarts"),
             ("lr_scheduler_type=polynomial", "schedule=polynomial"),
@@ -168,6 +174,10 @@ class TestBadInput:
         (problem,) = problems_of("+recipe=mnist", typed)
         assert problem.fix == f"ipurun train +recipe=mnist {better}"
         assert problems_of("+recipe=mnist", better) == []
+
+    def test_a_list_is_suggested_as_it_is_typed(self) -> None:
+        (problem,) = problems_of("+recipe=mnist", "frozen=conv1")
+        assert problem.fix == "ipurun train +recipe=mnist 'freeze=[conv1]'"
 
     def test_a_foreign_value_without_a_counterpart_names_only_the_key(self) -> None:
         (problem,) = problems_of("+recipe=mnist", "lr_scheduler_type=odd")

@@ -7,6 +7,7 @@ import sys
 
 CODE = '''
 import numpy
+import ipurun
 
 class Net(torch.nn.Module):
     """Two layers with dropout and batch norm, and so random numbers and statistics of each replica."""
@@ -79,6 +80,12 @@ class TopTwo:
         self.seen += (outputs.topk(2, dim=1).indices == targets[:, None]).any(1).tolist()
     def compute(self):
         return float(numpy.mean(self.seen)) + len(self.seen)
+
+class FailsInOne(ipurun.Callback):
+    """Raises an error in one of several processes."""
+    def on_step(self, event):
+        if os.environ.get("RANK") == "1" and event.step > 3:
+            raise ValueError("a bad day")
 '''
 
 KEYS = """\
@@ -112,6 +119,11 @@ RUNS = {
     "damaged": [EXACT, "data.kind=damaged", "loader.on_error=skip"],
     "damaged_workers": [EXACT, "data.kind=damaged", "loader.on_error=skip", "loader.workers=2"],
     "damaged_positions": [EXACT, "data.kind=damaged_positions", "loader.on_error=skip"],
+    "callback": [EXACT, "+callbacks.mine._target_=dist_code.FailsInOne", "on_callback_error=continue"],
+    "averaged": [
+        *[EXACT, "averaging.kind=ema", "averaging.decay=0.9", "device_iterations=2", "schedule=one_cycle"],
+        *["freeze=[first]", "unfreeze.first=4", "early_stopping.patience=9"],
+    ],
     "half": [EXACT, "max_steps=4", "eval.at_end=false"],
 }
 LIGHTNING = {"steps": "Peaks", "lists": "Lists"}  # of `lightning_duck`

@@ -76,6 +76,8 @@ def test_the_weights_are_those_of_one_process_bit_for_bit(alone, together, name)
     assert one["progress"]["samples"] == several["progress"]["samples"]
     for key, value in one["model"].items():
         assert torch.equal(value, several["model"][key]), key
+        if name == "averaged":
+            assert torch.equal(one["average"]["model"][key], several["average"]["model"][key]), key
 
 
 def test_without_the_fixed_order_they_agree_within_rounding(alone, together):

@@ -194,3 +194,17 @@ def test_an_evaluation_of_a_stream_or_of_nothing(plan_of):
     stream = plan_of({}, {"eval_split": "eval", "split_samples": {"eval": None}}).evaluation
     assert (stream.split, stream.samples, stream.host_calls) == ("eval", None, None)
     assert plan_of({}).evaluation is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({"early_stopping.min_change": 0.1}, "early_stopping has no effect without early_stopping.patience"),
+        ({"averaging.decay": 0.9}, "averaging has no effect without averaging.kind=ema"),
+        ({"early_stopping.min_change": 0.1, "early_stopping.patience": 2}, None),
+        ({"averaging.decay": 0.9, "averaging.kind": "ema"}, None),
+    ],
+)
+def test_keys_of_something_that_is_off_are_noted(plan_of, keys, note):
+    found = [text for text in plan_of(keys).notes if "has no effect" in text]
+    assert len(found) == (note is not None) and all(text.startswith(note) for text in found)
