@@ -147,11 +147,6 @@ def test_a_launcher_says_how_many_processes_share_the_replicas(plan_of):
             "leave them out, or distributed=poprun",
         ),
         (
-            {"loader.on_error": "skip", "devices": 2, "distributed.instances": 2},
-            "`loader.on_error=skip`: several instances cannot leave out samples that cannot be read",
-            "loader.on_error=raise",
-        ),
-        (
             {"distributed.kind": "poprun", "distributed.instances": 6, "devices": 8, "distributed.ilds": 4},
             "6 instances cannot be divided among 4 IPU-Link domains",
             "distributed.instances=4 or distributed.instances=8",
