@@ -369,7 +369,8 @@ def _separate_embeddings(model: nn.Module) -> None:
             seen.add(id(inner))
             continue
         own = copy.copy(inner)
-        own._parameters = dict(inner._parameters)
+        # Hooks and parameters added later belong to one of them; the tensors are shared.
+        vars(own).update({name: copy.copy(held) for name, held in vars(inner).items() if isinstance(held, dict)})
         module._modules["embed_tokens"] = own
 
 

@@ -240,4 +240,4 @@ def test_the_model_that_lightning_tests_itself_with():
     losses = [line["loss"] for line in lines if "lr" in line]
     assert len(losses) == len(made.train_dataloader())
     assert len(set(losses)) == len(losses)  # at its learning rate it does not converge, in Lightning either
-    assert json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["status"] == "finished"
+    assert json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["status"] == "done"
