@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import sys
@@ -76,6 +77,7 @@ def make_model(config: RunConfig, engine_module: ModuleType) -> nn.Module:
         )
     if is_lightning(model):
         set_up(model)
+    _separate_embeddings(model)
     split_tables(model, config.memory.serialize)
     freeze(model, config)
     return model
@@ -350,6 +352,26 @@ def stop_caching(model: nn.Module) -> bool:
     for config in caching:
         config.use_cache = False
     return bool(caching)
+
+
+def _separate_embeddings(model: nn.Module) -> None:
+    """Give the decoder of a transformers model an embedding module of its own, with the encoder's weight.
+
+    Up to transformers 4, T5 and BART call one module in both. On an IPU a module has one place in a pipeline; two
+    modules with one weight compute the same and can each have one.
+    """
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return
+    seen: Set[int] = set()
+    for module in list(model.modules()):
+        inner = module._modules.get("embed_tokens")
+        if not isinstance(inner, nn.Embedding) or id(inner) not in seen:
+            seen.add(id(inner))
+            continue
+        own = copy.copy(inner)
+        # Hooks and parameters added later belong to one of them; the tensors are shared.
+        vars(own).update({name: copy.copy(held) for name, held in vars(inner).items() if isinstance(held, dict)})
+        module._modules["embed_tokens"] = own
 
 
 def drops_layers(model: nn.Module) -> bool:

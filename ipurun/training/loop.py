@@ -691,10 +691,12 @@ class _Trainer:
             self._stop_reason = self._early_stop_reason() or self._stop_reason
 
     def _metric(self, key: str, name: str, metrics: Mapping[str, float]) -> Optional[float]:
-        """Return the value of a metric of the evaluation; None for an average that has not begun."""
+        """Return a metric of the evaluation; None for an average that has not begun, or if there are no metrics."""
         prefix = self._run.config.averaging.prefix
         if name not in metrics and prefix and name.startswith(prefix):
             return None
+        if not metrics and key == "monitor" and self._run.config.monitor is None:
+            return None  # a LightningModule may log nothing in its validation step
         if name not in metrics:
             known = ", ".join(metrics)
             raise RunError(f"`{key}={name}` is not one of the evaluation metrics", known=known, key=key)

@@ -226,3 +226,18 @@ def test_checkpoints_come_over_and_go_back():
     assert back.hparams.lr == 0.01
     for name, value in model.state_dict().items():
         torch.testing.assert_close(back.state_dict()[name], value)
+
+
+def test_the_model_that_lightning_tests_itself_with():
+    """It has its own loaders, logs nothing, and returns dicts."""
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    made = BoringModel()
+    model = {"_target_": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    keys = {"epochs": 1, "seed": 7, "log_every_steps": 1, "cache": {"enabled": False}, "quiet": True}
+    ipurun.train(model=model, overrides=["hydra.run.dir=run"], **keys)
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [line["loss"] for line in lines if "lr" in line]
+    assert len(losses) == len(made.train_dataloader())
+    assert len(set(losses)) == len(losses)  # at its learning rate it does not converge, in Lightning either
+    assert json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["status"] == "done"

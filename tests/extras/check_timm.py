@@ -6,7 +6,7 @@ timm = pytest.importorskip("timm", reason="timm is not installed, or torchvision
 
 from ipurun.cli.main import main  # noqa: E402
 
-SAMPLE = "sample=[{name: image, shape: [3, 64, 64]}, {name: label, shape: [], dtype: int64, high: 4}]"
+SAMPLE = "sample=[{name: x, shape: [3, 64, 64]}, {name: label, shape: [], dtype: int64, high: 4}]"
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "mobilenetv3_small_050"])
