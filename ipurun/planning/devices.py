@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -222,23 +223,16 @@ def plan_instances(config: RunConfig, facts: Facts, environ: Mapping[str, str], 
             )
         return Instances()
     count = keys.instances or 1
-    _check_launcher(config, facts, count, found)
+    _check_launcher(config, facts, found)
     return Instances(keys.kind, count, 0, keys.kind == "poprun", tuple(keys.hosts))
 
 
-def check_share(instances: Instances, training: BatchSizes, inference: BatchSizes, found: Findings) -> None:
+def check_share(
+    config: RunConfig, instances: Instances, training: BatchSizes, inference: BatchSizes, found: Findings
+) -> None:
     """Check that every process gets an equal share of the replicas of training and inference."""
     count = instances.count
-    if count == 1:
-        return
-    if training.replicas % count:
-        nearest = _nearest(count, [part for part in range(1, training.replicas + 1) if training.replicas % part == 0])
-        found.problem(
-            f"{training.replicas} replicas cannot be divided among {count} instances",
-            seen=f"distributed.instances={count}, {training.replicas} replicas from `devices`",
-            fix=" or ".join(f"distributed.instances={part}" for part in nearest),
-            key="distributed.instances",
-        )
+    if not _divides(config, count, training.replicas, found) or count == 1:
         return
     local = training.replicas // count
     if local % training.input_group_size:
@@ -255,6 +249,32 @@ def check_share(instances: Instances, training: BatchSizes, inference: BatchSize
             fix="leave out inference.replicas",
             key="inference.replicas",
         )
+
+
+def _divides(config: RunConfig, count: int, replicas: int, found: Findings) -> bool:
+    """Check that instances divide the replicas, and hosts and IPU-Link domains the instances."""
+    keys = config.distributed
+    groups = {"hosts": (len(keys.hosts) or 1, "hosts"), "ilds": (keys.ilds or 1, "IPU-Link domains")}
+    parts = [number for number, _ in groups.values()]
+    possible = [
+        number
+        for number in range(1, replicas + 1)
+        if replicas % number == 0 and all(number % part == 0 for part in parts)
+    ]
+    common = parts[0] * parts[1] // math.gcd(*parts)
+    fix = " or ".join(f"distributed.instances={number}" for number in _nearest(count, possible))
+    fix = fix or f"`devices` for a multiple of {common} replicas, or other hosts and IPU-Link domains"
+    problems = []
+    if replicas % count:
+        seen = f"distributed.instances={count}, {replicas} replicas from `devices`"
+        problems.append((f"{replicas} replicas cannot be divided among {count} instances", seen))
+    for key, (number, named) in groups.items():
+        if count % number:
+            seen = f"distributed.instances={count}, distributed.{key} has {number}"
+            problems.append((f"{count} instances cannot be divided among {number} {named}", seen))
+    for what, seen in problems:
+        found.problem(what, seen=seen, fix=fix, key="distributed.instances")
+    return not problems
 
 
 def start_command(config: RunConfig, plan: Plan, program: Sequence[str], passed: Sequence[str] = ()) -> List[str]:
@@ -288,18 +308,8 @@ def start_command(config: RunConfig, plan: Plan, program: Sequence[str], passed:
     return [*command, *program]
 
 
-def _check_launcher(config: RunConfig, facts: Facts, count: int, found: Findings) -> None:
+def _check_launcher(config: RunConfig, facts: Facts, found: Findings) -> None:
     keys = config.distributed
-    for key, parts, named in (("hosts", len(keys.hosts), "hosts"), ("ilds", keys.ilds or 0, "IPU-Link domains")):
-        if parts and count % parts:
-            found.problem(
-                f"{count} instances cannot be divided among {parts} {named}",
-                seen=f"distributed.instances={count}, distributed.{key} has {parts}",
-                fix=" or ".join(
-                    f"distributed.instances={part}" for part in _nearest(count, range(parts, 65536, parts))
-                ),
-                key="distributed.instances",
-            )
     if keys.rendezvous is not None and not _is_address(keys.rendezvous):
         found.problem(
             "`distributed.rendezvous` must be HOST:PORT",

@@ -72,7 +72,7 @@ def plan_sizes(
         is_laid_out = len(found.problems) == before
     stages = inference_layout.stages if is_laid_out and _infers_in_pipeline(config, settings) else 1
     inference = _inference_batch(config, settings, devices, training, inference_layout, stages, auto_round, found)
-    check_share(instances, training, inference, found)
+    check_share(config, instances, training, inference, found)
     return Sizes(devices, training, inference, layout, inference_layout, instances)
 
 

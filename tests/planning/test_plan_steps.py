@@ -129,7 +129,12 @@ def test_a_launcher_says_how_many_processes_share_the_replicas(plan_of):
         (
             {"distributed.instances": 4, "devices": 8, "distributed.hosts": ["a", "b", "c"]},
             "4 instances cannot be divided among 3 hosts",
-            "distributed.instances=3 or distributed.instances=6",
+            "`devices` for a multiple of 3 replicas, or other hosts and IPU-Link domains",
+        ),
+        (
+            {"distributed.instances": 6, "devices": 8, "distributed.hosts": ["a", "b", "c", "d"]},
+            "6 instances cannot be divided among 4 hosts",
+            "distributed.instances=4 or distributed.instances=8",
         ),
         (
             {"distributed.instances": 4, "devices": 4, "replication.input_group_size": 2},

@@ -216,12 +216,6 @@ def test_a_point_that_can_never_run_stops_the_sweep(capsys: Any) -> None:
     assert not Path("runs").exists()
 
 
-def test_points_with_several_processes_are_refused(capsys: Any) -> None:
-    assert main(["train", "-m", "+recipe=tiny", "distributed=torchrun", "devices=2", "seed=1,2"]) == 2
-    assert "a sweep cannot start points with several processes" in capsys.readouterr().err
-    assert not Path("runs").exists()
-
-
 def test_the_plan_of_a_sweep_counts_programs(capsys: Any) -> None:
     assert main(["plan", "-m", "+recipe=tiny", "optimizer.lr=0.1,0.2", "device_iterations=1,2", "--quiet"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
