@@ -233,6 +233,12 @@ FULL = {
         "Wav2Vec2Config",
         "[{name: input_values, shape: [16000]}, {name: labels, shape: [], dtype: int64, high: 2}]",
     ),
+    # PopTorch refuses how it selects its labels
+    "Wav2Vec2ForCTC": (
+        "Wav2Vec2Config",
+        "[{name: input_values, shape: [16000]}, {name: labels, shape: [8], dtype: int64, high: 32}]",
+    ),
+    "ViTMAEForPreTraining": ("ViTMAEConfig", "[{name: pixel_values, shape: [3, 224, 224]}]"),
 }
 # Where shared weights are, of models that share them.
 TIED = {
