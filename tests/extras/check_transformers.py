@@ -245,7 +245,7 @@ TIED = {
     "BertForMaskedLM": "the head (cls) runs on IPU 0",
     "GPT2LMHeadModel": "the head (lm_head) runs on IPU 0",
     "T5ForConditionalGeneration": "decoder.embed_tokens runs on IPU 0",
-    "WhisperForConditionalGeneration": "the head (proj_out) runs on IPU 2",
+    "WhisperForConditionalGeneration": "the head (proj_out) runs on IPU 1",
 }
 
 
