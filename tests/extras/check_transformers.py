@@ -234,13 +234,19 @@ FULL = {
         "Wav2Vec2Config",
         "[{name: input_values, shape: [16000]}, {name: labels, shape: [], dtype: int64, high: 2}]",
     ),
+    # PopTorch refuses how it selects its labels
+    "Wav2Vec2ForCTC": (
+        "Wav2Vec2Config",
+        "[{name: input_values, shape: [16000]}, {name: labels, shape: [8], dtype: int64, high: 32}]",
+    ),
+    "ViTMAEForPreTraining": ("ViTMAEConfig", "[{name: pixel_values, shape: [3, 224, 224]}]"),
 }
 # Where shared weights are, of models that share them.
 TIED = {
     "BertForMaskedLM": "the head (cls) runs on IPU 0",
     "GPT2LMHeadModel": "the head (lm_head) runs on IPU 0",
     "T5ForConditionalGeneration": "decoder.embed_tokens runs on IPU 0",
-    "WhisperForConditionalGeneration": "the head (proj_out) runs on IPU",
+    "WhisperForConditionalGeneration": "the head (proj_out) runs on IPU 1",
 }
 
 
