@@ -23,7 +23,19 @@ find_python() { \
 	done; \
 }
 endef
-INSTALL := -m pip install -qq --constraint constraints.txt --editable
+INSTALLED := --constraint constraints.txt --editable
+# NEW_ENVIRONMENT: make an environment in folder $(1), with the Python that variable $(2) names or the first found of versions $(3), and install $(4).
+define NEW_ENVIRONMENT
+	@$(FIND_PYTHON); python="$($(2))"; python="$${python:-$$(find_python $(3))}"; \
+	if [ -z "$$python" ]; then \
+		echo "no Python $(3) with venv found: install one, $(firstword $(3)) for example, or name it with make $(2)=/path/to/python"; exit 1; \
+	fi; \
+	set -ex; \
+	"$$python" -m venv $(1); \
+	$(1)/bin/python -m pip install -qq --upgrade pip; \
+	$(1)/bin/python -m pip install -qq $(4); \
+	touch $@
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help dev run test test-sdk test-extras test-extras-sdk test-slurm test-faults test-wheel bench bench-lightning bench-planner lint typecheck format docs gallery site wheel clean
@@ -34,19 +46,11 @@ help:  ## List the targets.
 dev: $(VENV)/.test $(VENV)/.lint  ## Set up .venv with everything; again only when pyproject.toml or constraints.txt change.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@$(FIND_PYTHON); python="$(PYTHON)"; python="$${python:-$$(find_python $(PYTHONS))}"; \
-	if [ -z "$$python" ]; then \
-		echo "no Python 3.8 to 3.13 with venv found: install one, 3.11 for example, or name it with make PYTHON=/path/to/python"; exit 1; \
-	fi; \
-	set -ex; \
-	"$$python" -m venv $(VENV); \
-	$(BIN)/python -m pip install -qq --upgrade pip; \
-	$(BIN)/python $(INSTALL) .; \
-	touch $@
+	$(call NEW_ENVIRONMENT,$(VENV),PYTHON,$(PYTHONS),$(INSTALLED) .)
 
 # What only tests and checks need joins the environment when they are first run.
 $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.installed
-	$(BIN)/python $(INSTALL) '.[$*]'
+	$(BIN)/python -m pip install -qq $(INSTALLED) '.[$*]'
 	@touch $@
 
 run: $(VENV)/.installed  ## Train mnist on this machine.
@@ -59,15 +63,7 @@ test-sdk: $(SDK_VENV)/.test  ## Run the tests on an IPU host's stack: Python 3.8
 	$(TEST_ENV) $(SDK_VENV)/bin/python -m pytest --numprocesses 2
 
 $(SDK_VENV)/.test: pyproject.toml constraints.txt
-	@$(FIND_PYTHON); python="$${PYTHON38:-$$(find_python 3.8)}"; \
-	if [ -z "$$python" ]; then \
-		echo "no Python 3.8 with venv found: install one (for example pyenv install 3.8) or set PYTHON38=/path/to/python3.8"; exit 1; \
-	fi; \
-	set -ex; \
-	"$$python" -m venv $(SDK_VENV); \
-	$(SDK_VENV)/bin/python -m pip install -qq --upgrade pip; \
-	$(SDK_VENV)/bin/python $(INSTALL) '.[test]'; \
-	touch $@
+	$(call NEW_ENVIRONMENT,$(SDK_VENV),PYTHON38,3.8,$(INSTALLED) '.[test]')
 
 # Traces are opened in Chromium if it is installed or CHROMIUM names it (TRACE_VIEWER: an HTML file for builds without chrome://tracing).
 test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics, files and sweeps of the extras with the real libraries, on Python 3.11, and traces and pages in Chromium.
@@ -75,30 +71,14 @@ test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics, files and sweeps of
 	$(TEST_ENV) $(EXTRAS_VENV)/bin/python -m pytest -rs tests/profiling/test_chromium.py tests/pages/test_browser.py
 
 $(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
-	@$(FIND_PYTHON); python="$${PYTHON:-$$(find_python 3.11)}"; \
-	if [ -z "$$python" ]; then \
-		echo "no Python 3.11 with venv found: install one or name it with make PYTHON=/path/to/python"; exit 1; \
-	fi; \
-	set -ex; \
-	"$$python" -m venv $(EXTRAS_VENV); \
-	$(EXTRAS_VENV)/bin/python -m pip install -qq --upgrade pip; \
-	$(EXTRAS_VENV)/bin/python -m pip install -qq --constraint constraints-extras.txt --constraint constraints.txt --editable '.[test-extras]'; \
-	touch $@
+	$(call NEW_ENVIRONMENT,$(EXTRAS_VENV),PYTHON,3.11,--constraint constraints-extras.txt $(INSTALLED) '.[test-extras]')
 
 # Only the checks of Lightning, transformers and timm: the others test libraries that do not depend on torch.
 test-extras-sdk: $(SDK_EXTRAS_VENV)/.test  ## Test real LightningModules, transformers and timm on an IPU host's stack: Python 3.8 and torch 2.0.1.
 	$(TEST_ENV) $(SDK_EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras/check_lightning.py tests/extras/check_transformers.py tests/extras/check_timm.py
 
 $(SDK_EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
-	@$(FIND_PYTHON); python="$${PYTHON38:-$$(find_python 3.8)}"; \
-	if [ -z "$$python" ]; then \
-		echo "no Python 3.8 with venv found: install one (for example pyenv install 3.8) or set PYTHON38=/path/to/python3.8"; exit 1; \
-	fi; \
-	set -ex; \
-	"$$python" -m venv $(SDK_EXTRAS_VENV); \
-	$(SDK_EXTRAS_VENV)/bin/python -m pip install -qq --upgrade pip; \
-	$(SDK_EXTRAS_VENV)/bin/python -m pip install -qq --constraint constraints-extras.txt --constraint constraints.txt --editable '.[test-extras-sdk]'; \
-	touch $@
+	$(call NEW_ENVIRONMENT,$(SDK_EXTRAS_VENV),PYTHON38,3.8,--constraint constraints-extras.txt $(INSTALLED) '.[test-extras-sdk]')
 
 # SLURM, munge and root are needed; everything is in a temporary folder.
 test-slurm: $(EXTRAS_VENV)/.test  ## Test sweeps on a SLURM of one node, this machine, with time-outs; skipped where SLURM is not installed.
@@ -140,15 +120,7 @@ bench-lightning: $(LIGHTNING_VENV)/.installed  ## Measure whole runs beside Ligh
 	OMP_NUM_THREADS=1 $(LIGHTNING_VENV)/bin/python tests/bench/beside_lightning.py
 
 $(LIGHTNING_VENV)/.installed: pyproject.toml constraints.txt
-	@$(FIND_PYTHON); python="$(PYTHON)"; python="$${python:-$$(find_python 3.11 3.12 3.13 3.10)}"; \
-	if [ -z "$$python" ]; then \
-		echo "no Python 3.10 to 3.13 with venv found: install one, 3.11 for example, or name it with make PYTHON=/path/to/python"; exit 1; \
-	fi; \
-	set -ex; \
-	"$$python" -m venv $(LIGHTNING_VENV); \
-	$(LIGHTNING_VENV)/bin/python -m pip install -qq --upgrade pip; \
-	$(LIGHTNING_VENV)/bin/python $(INSTALL) . 'lightning==2.6.*'; \
-	touch $@
+	$(call NEW_ENVIRONMENT,$(LIGHTNING_VENV),PYTHON,3.11 3.12 3.13 3.10,$(INSTALLED) . 'lightning==2.6.*')
 
 bench-planner: $(VENV)/.installed  ## Compare the planner with published runs that it was not fitted to.
 	$(BIN)/python tests/bench/planner.py
@@ -177,15 +149,7 @@ site: $(SITE_VENV)/.installed  ## Build docs/ as a site into build/site, and che
 	@echo "open build/site/index.html; search needs a server: python3 -m http.server --directory build/site"
 
 $(SITE_VENV)/.installed: pyproject.toml
-	@$(FIND_PYTHON); python="$(PYTHON)"; python="$${python:-$$(find_python 3.11 3.12 3.13 3.10)}"; \
-	if [ -z "$$python" ]; then \
-		echo "no Python 3.10 to 3.13 with venv found: install one, 3.11 for example, or name it with make PYTHON=/path/to/python"; exit 1; \
-	fi; \
-	set -ex; \
-	"$$python" -m venv $(SITE_VENV); \
-	$(SITE_VENV)/bin/python -m pip install -qq --upgrade pip; \
-	$(SITE_VENV)/bin/python -m pip install -qq 'mkdocs-material==9.*'; \
-	touch $@
+	$(call NEW_ENVIRONMENT,$(SITE_VENV),PYTHON,3.11 3.12 3.13 3.10,'mkdocs-material==9.*')
 
 wheel: $(VENV)/.installed  ## Build the wheel into dist/.
 	rm -rf build dist
