@@ -115,6 +115,7 @@ class TrainLoader:
         self._sizes = sizes
         self._seed = seed
         self._times = times
+        self._counts = collate
         self._collate = collate if times is None else times.collate(collate)
         self._skipped = skipped
         self._loader: Any = None
@@ -127,7 +128,7 @@ class TrainLoader:
     @property
     def padding_share(self) -> Optional[float]:
         """The share of padding in the batches so far, where the collate function counts it."""
-        return getattr(self._collate, "padding_share", None)
+        return getattr(self._counts, "padding_share", None)
 
     @property
     def uses_processes(self) -> bool:
