@@ -237,6 +237,7 @@ def test_torchmetrics_by_name_per_class_and_as_a_matrix():
         "auroc": {"task": "multiclass", "num_classes": 10},
         "recall": {"task": "multiclass", "num_classes": 10, "average": None},
         "ConfusionMatrix": {"task": "multiclass", "num_classes": 10},
+        "multiclass_precision": {"num_classes": 10},
     }
     keys = {
         "data": {"_target_": "small_digits.splits"},
@@ -253,5 +254,7 @@ def test_torchmetrics_by_name_per_class_and_as_a_matrix():
     assert [found.metrics[f"recall/{number}"] for number in range(10)] == pytest.approx(recall.tolist())
     area = torchmetrics.functional.auroc(outputs, targets, task="multiclass", num_classes=10)
     assert found.metrics["auroc"] == pytest.approx(float(area))
+    precision = torchmetrics.classification.MulticlassPrecision(num_classes=10)(outputs, targets)
+    assert found.metrics["multiclass_precision"] == pytest.approx(float(precision))
     matrix = torchmetrics.functional.confusion_matrix(outputs, targets, task="multiclass", num_classes=10)
     assert torch.equal(torch.tensor(found.matrices["ConfusionMatrix"]), matrix)
