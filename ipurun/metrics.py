@@ -322,6 +322,9 @@ class MetricSet:
 
         One that returns a mapping becomes ``name/key`` values. One with a value for each class becomes ``name/number``
         values and ``name``, their mean without NaN. A table is kept in `matrices`.
+
+        Raises:
+            ValueError: A metric has a value of another kind, such as a curve.
         """
         values: Dict[str, float] = {}
         self.matrices = {}
@@ -335,7 +338,12 @@ class MetricSet:
             elif isinstance(value, Mapping):
                 values.update({f"{name}/{key}": float(item) for key, item in value.items()})
             else:
-                values[name] = float(value)
+                try:
+                    values[name] = float(value)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                    kinds = "a number, one for each class, a matrix or a mapping of numbers"
+                    raise ValueError(f"the value of `metrics.{name}` is not {kinds} ({kind})") from error
         return values
 
     @property

@@ -177,6 +177,18 @@ def test_a_confusion_matrix_counts_what_was_taken_for_what() -> None:
     assert found.matrices == {"confusion_matrix": [[1, 0, 0], [0, 0, 0], [0, 0, 0]]}
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"), [((torch.ones(3), torch.ones(3)), "tuple"), (torch.ones(2, 2, 2), r"shape \(2, 2, 2\)")]
+)
+def test_a_metric_that_is_not_a_number_is_named(value: Any, kind: str) -> None:
+    class Curve(metrics.Accuracy):
+        def compute(self) -> Any:
+            return value
+
+    with pytest.raises(ValueError, match=rf"`metrics.roc` is not a number, .* \({kind}\)"):
+        metrics.MetricSet({"roc": Curve()}).compute()
+
+
 def test_a_matrix_does_not_select_the_best_checkpoint() -> None:
     assert monitored(None, {"confusion_matrix": {}, "accuracy": {}}) == "accuracy"
     assert monitored(None, {"table": {"_target_": "torchmetrics.ConfusionMatrix"}}) == "loss"

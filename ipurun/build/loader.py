@@ -115,6 +115,7 @@ class TrainLoader:
         self._sizes = sizes
         self._seed = seed
         self._times = times
+        self._counts = collate
         self._collate = collate if times is None else times.collate(collate)
         self._skipped = skipped
         self._loader: Any = None
@@ -127,7 +128,7 @@ class TrainLoader:
     @property
     def padding_share(self) -> Optional[float]:
         """The share of padding in the batches so far, where the collate function counts it."""
-        return getattr(self._collate, "padding_share", None)
+        return getattr(self._counts, "padding_share", None)
 
     @property
     def uses_processes(self) -> bool:
@@ -149,11 +150,12 @@ class TrainLoader:
         if isinstance(data, IterDataPipe) and self._share.count == 1:
             pass  # torch divides it among workers, which it can do only if it is not wrapped
         elif is_read_by_position(data):
-            data = _Parts(data, self._part(), epoch, skip_calls * self._sizes.samples_per_call, seed=self._seed)
+            skipped = skip_calls * self._sizes.samples_per_call
+            data = _Parts(data, self._part(), epoch, skipped, seed=self._seed, shuffle=self._config.shuffle)
             self._discard = 0
         elif is_stream(data):
             length = None if self._config.workers else length_of(data)
-            data = _Stream(data, self._seed, epoch, length, self._part())
+            data = _Stream(data, self._seed, epoch, length, self._part(), self._config.shuffle)
         else:
             is_batched = bool(self._config.batch_sampler)
             whole = _in_whole_batches(data, self._collate, 0) if self._loads_here() else data
@@ -179,9 +181,10 @@ class TrainLoader:
         """Yield the batches of the next epoch; after `start`, the rest of the current one."""
         if not self._is_ready_for_next_epoch():
             self.start(self._epoch)
+        epoch = self._epoch if self._config.shuffle or not is_stream(self._data) else 0
         if hasattr(self._data, "set_epoch"):
-            self._data.set_epoch(self._epoch)
-        reading = self._reading(RandomStates(seed_of(self._seed, self._epoch)))
+            self._data.set_epoch(epoch)
+        reading = self._reading(RandomStates(seed_of(self._seed, epoch)))
         self._epoch += 1
         discard, self._discard = self._discard, 0
         with reading():
@@ -554,17 +557,21 @@ class _Stream(_Iterable):
         epoch: Epoch of the first iteration.
         length: Number of samples of an epoch, at which one that is longer ends; None: all there are.
         part: How it is divided among processes.
+        shuffle: Whether epochs differ; else each is the first one again.
     """
 
-    def __init__(self, items: Any, seed: int, epoch: int, length: Optional[int], part: _Part) -> None:
+    def __init__(
+        self, items: Any, seed: int, epoch: int, length: Optional[int], part: _Part, shuffle: bool = True
+    ) -> None:
         super().__init__(items)
+        self._shuffle = shuffle
         self._part = part
         self._seed = seed
         self._epoch = epoch
         self._length = length
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        epoch, self._epoch = self._epoch if self._shuffle else 0, self._epoch + 1
         if hasattr(self._items, "set_epoch"):
             self._items.set_epoch(epoch)
         worker = torch.utils.data.get_worker_info()
@@ -673,9 +680,19 @@ class _Parts(IterableDataset):
         epoch: Epoch of the first iteration; None: epochs are not counted.
         start: Samples of this process that the first iteration skips.
         seed: Seed of the run.
+        shuffle: Whether epochs differ; else each is the first one again.
     """
 
-    def __init__(self, data: Any, part: _Part, epoch: Optional[int] = None, start: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        data: Any,
+        part: _Part,
+        epoch: Optional[int] = None,
+        start: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self._shuffle = shuffle
         self._data = data
         self._part = part
         self._epoch = epoch
@@ -687,7 +704,7 @@ class _Parts(IterableDataset):
         worker = torch.utils.data.get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if self._epoch is not None:
-            epoch, self._epoch = self._epoch, self._epoch + 1
+            epoch, self._epoch = self._epoch if self._shuffle else 0, self._epoch + 1
             if hasattr(self._data, "set_epoch"):
                 self._data.set_epoch(epoch)
             seed_everything(seed_of(self._seed, epoch, *([] if worker is None else [worker.id])))

@@ -70,7 +70,7 @@ class Pad:
             if self._mask is not None:
                 for row, sample in zip(rows, samples):
                     first = next(iter(sample))
-                    real = min(_size(sample[first]), len(row[first]))
+                    real = min(_size(sample[first]) or 0, len(row[first]))
                     row[self._mask] = (torch.arange(len(row[first])) < real).long()
             return default_collate(rows)
         if self._mask is not None:
@@ -81,9 +81,10 @@ class Pad:
 
     def _padded(self, key: Any, item: Any) -> Any:
         length = self._length if isinstance(self._length, int) else _of(self._length, key)
-        if length is None or not _size(item):
+        if length is None or _size(item) is None:
             return item
-        tensor = torch.as_tensor(item)
+        # An empty list has no type: as int64 it takes that of the others in the batch.
+        tensor = torch.as_tensor(item, dtype=torch.int64 if isinstance(item, (list, tuple)) and not item else None)
         if len(tensor) > length and not self._truncate:
             raise ValueError(
                 f"item {key!r} of a sample has a length of {len(tensor)}, more than length={length}; "
@@ -276,11 +277,11 @@ def _tokens_and_labels(sample: Any) -> Tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def _size(item: Any) -> int:
-    """Return the length of an item with at least one dimension, else 0."""
+def _size(item: Any) -> Optional[int]:
+    """Return the length of an item with at least one dimension, else None."""
     if isinstance(item, (torch.Tensor, np.ndarray)):
-        return len(item) if item.ndim else 0
-    return len(item) if isinstance(item, (list, tuple)) else 0
+        return len(item) if item.ndim else None
+    return len(item) if isinstance(item, (list, tuple)) else None
 
 
 def _of(values: Mapping[Any, Any], key: Any) -> Any:

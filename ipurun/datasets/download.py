@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import http.client
 import os
 import sys
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,8 +159,8 @@ def _fetch_file(source: Source, name: str, folder: Path, progress: Progress) -> 
                 os.replace(partial, folder / name)
                 return
             failures.append(f"{mirror}{name}: wrong checksum {digest[:12]}...")
-        except (OSError, urllib.error.URLError) as error:
-            failures.append(f"{mirror}{name}: {getattr(error, 'reason', error)}")
+        except (OSError, http.client.HTTPException) as error:  # OSError includes what urllib raises
+            failures.append(f"{mirror}{name}: {getattr(error, 'reason', error) or type(error).__name__}")
         finally:
             if partial.exists():
                 partial.unlink()
@@ -183,7 +183,7 @@ def _stream(url: str, target: Path, progress: Progress, task: TaskID) -> str:
             where = f"data.root={target.parent}"
             raise ConfigError("the data folder cannot be created", where, seen=str(error)) from error
         length = response.headers.get("Content-Length")
-        progress.update(task, total=int(length) if length else None)
+        progress.update(task, total=int(length) if length and length.isdigit() else None)
         with open(target, "wb") as out:
             for chunk in iter(lambda: response.read(_CHUNK_BYTES), b""):
                 digest.update(chunk)

@@ -119,13 +119,15 @@ def _with_target(name: str, arguments: Dict[str, Any]) -> Dict[str, Any]:
     """Return the arguments with a target: the class of torchmetrics that a metric is named after, if there is one."""
     if "_target_" in arguments:
         return arguments
-    try:
-        torchmetrics: Any = importlib.import_module("torchmetrics")
-    except ImportError:
-        return arguments
-    classes = {_plain(found): found for found in dir(torchmetrics) if inspect.isclass(getattr(torchmetrics, found))}
-    found = classes.get(_plain(name))
-    return arguments if found is None else {"_target_": f"torchmetrics.{found}", **arguments}
+    for package in ("torchmetrics", "torchmetrics.classification"):  # the second has those of one task, such as binary
+        try:
+            module: Any = importlib.import_module(package)
+        except ImportError:
+            break
+        classes = {_plain(found): found for found in dir(module) if inspect.isclass(getattr(module, found))}
+        if _plain(name) in classes:
+            return {"_target_": f"{package}.{classes[_plain(name)]}", **arguments}
+    return arguments
 
 
 def _is_matrix(name: str, node: Any) -> bool:

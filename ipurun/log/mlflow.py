@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Union
 
 from ipurun.log.tracking import Record, Tracker, chosen_keys, missing_package
-from ipurun.training.events import RunFailed, RunStart, Summary
+from ipurun.training.events import RunStart
 
 __all__ = ["MlflowLogger"]
 
@@ -95,13 +95,9 @@ class MlflowLogger(Tracker):
                 document = {"step": record.step, "rows": [list(row) for row in matrix]}
                 self._client.log_dict(self._run_id, document, f"{record.split}/{name}-{record.step:08d}.json")
 
-    def on_end(self, event: Summary) -> None:
-        self.flush()
-        self._client.set_terminated(self._run_id, _STATUS.get(event.status, "FAILED"))
-
-    def on_failure(self, event: RunFailed) -> None:
+    def close_run(self, status: str) -> None:
         if self._run_id:
-            self._client.set_terminated(self._run_id, "FAILED")
+            self._client.set_terminated(self._run_id, _STATUS.get(status, "FAILED"))
 
     def _artifacts(self) -> Optional[str]:
         """Return the folder of files for a local store: MLflow would put them into the working folder."""

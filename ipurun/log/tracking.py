@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -85,6 +86,17 @@ class Tracker(Observer):
     def send(self, records: Sequence[Record]) -> None:
         """Send records, in order."""
         raise NotImplementedError
+
+    def close_run(self, status: str) -> None:
+        """End the run in the service, if one was started; the status is that of a summary, or ``failed``."""
+        raise NotImplementedError
+
+    def on_end(self, event: Summary) -> None:
+        self.flush()
+        self.close_run(event.status)
+
+    def on_failure(self, event: RunFailed) -> None:
+        self.close_run("failed")
 
     def on_start(self, event: RunStart) -> None:
         known = _read(self._file)
@@ -191,6 +203,9 @@ def _read(file: Path) -> Dict[str, Any]:
 class DroppedIfFailing(Observer):
     """A logger that is dropped with a warning when it fails: training does not depend on it.
 
+    A tracker that was dropped still ends its run in the service when training ends, if it can: until then the failure
+    may have passed, and a second attempt at once could make training wait again.
+
     Args:
         name: Its name in the config.
         logger: The logger.
@@ -200,6 +215,7 @@ class DroppedIfFailing(Observer):
     def __init__(self, name: str, logger: Observer, warn: Callable[[str], None]) -> None:
         self._name = name
         self._logger: Optional[Observer] = logger
+        self._dropped: Optional[Tracker] = None
         self._warn = warn
         self.takes_steps_late = logger.takes_steps_late
 
@@ -238,9 +254,17 @@ class DroppedIfFailing(Observer):
 
     def on_end(self, event: Summary) -> None:
         self._pass_on("on_end", event)
+        self._close_dropped(event.status)
 
     def on_failure(self, event: RunFailed) -> None:
         self._pass_on("on_failure", event)
+        self._close_dropped("failed")
+
+    def _close_dropped(self, status: str) -> None:
+        tracker, self._dropped = self._dropped, None
+        if tracker is not None:
+            with contextlib.suppress(Exception):  # of any kind; the user knows that the logger failed
+                tracker.close_run(status)
 
     def _pass_on(self, method: str, *event: Any) -> None:
         if self._logger is None:
@@ -248,6 +272,8 @@ class DroppedIfFailing(Observer):
         try:
             getattr(self._logger, method)(*event)
         except Exception as error:  # of any kind: it comes from a library, a network or the user's code
+            if isinstance(self._logger, Tracker):
+                self._dropped = self._logger
             self._logger = None
             self._warn(f"`logger.{self._name}` failed in {method} and is dropped: {type(error).__name__}: {error}")
 

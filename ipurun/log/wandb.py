@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, List, Optional, Sequence, Union
 
 from ipurun.log.tracking import Record, Tracker, missing_package, stored_config
-from ipurun.training.events import RunFailed, RunStart, Summary
+from ipurun.training.events import RunStart
 
 __all__ = ["WandbLogger"]
 
@@ -69,17 +69,9 @@ class WandbLogger(Tracker):
             values = {f"{record.split}/{name}": value for name, value in {**record.values, **tables}.items()}
             self._run.log({**values, "step": record.step})
 
-    def on_end(self, event: Summary) -> None:
-        self.flush()
-        self._finish(0 if event.status == "done" else 1)
-
-    def on_failure(self, event: RunFailed) -> None:
-        # Not at the exit of the process: the next run of a notebook would be taken for this one.
-        self._finish(1)
-
-    def _finish(self, exit_code: int) -> None:
-        """Wait until wandb has written or sent everything."""
+    def close_run(self, status: str) -> None:
+        # Also after a failure, not at the exit of the process: the next run of a notebook would be taken for this one.
         run, self._run = self._run, None
         if run is not None:
-            run.finish(exit_code=exit_code)
+            run.finish(exit_code=0 if status == "done" else 1)  # waits until wandb has written or sent everything
             self.confirm()

@@ -96,7 +96,10 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
         )
     if isinstance(error, engine_module.Error):
         kind = CompileError if doing.startswith("compiling") else RunError
-        return kind(f"PopTorch failed while {doing}", seen=str(error))
+        fix = ""
+        if "floating point exception" in str(error).lower():  # what debug.fp_exceptions asks for
+            fix = f"change that operation or its inputs, a smaller optimizer.lr, or another loss_scaling; then {then()}"
+        return kind(f"PopTorch failed while {doing}", seen=str(error), fix=fix)
     if isinstance(error, LoaderTimeoutError):
         return RunError(
             f"a process of the data loader hangs: {error}",

@@ -33,6 +33,13 @@ def test_padding_of_tuples_and_what_is_too_long():
     assert Pad(2, truncate=True)([torch.arange(3), torch.arange(1)]).tolist() == [[0, 1], [0, 0]]
 
 
+def test_a_sequence_of_nothing_is_all_padding():
+    pad = Pad({"ids": 2}, value=3, mask="mask")
+    batch = pad([{"ids": []}, {"ids": [4]}, {"ids": torch.zeros(0, dtype=torch.int64)}])
+    assert batch["ids"].tolist() == [[3, 3], [4, 3], [3, 3]] and batch["ids"].dtype == torch.int64
+    assert batch["mask"].tolist() == [[0, 0], [1, 0], [0, 0]] and pad.padding_share == 5 / 6
+
+
 def _row(pack, *sequences):
     return {name: value[0].tolist() for name, value in pack([list(sequences)]).items()}
 
@@ -143,7 +150,9 @@ def test_what_cannot_be_packed_is_reported(tmp_path):
         trained(tmp_path, **{**PACKED, "data": {"_target_": "run_toys.Stream"}})
 
 
-@pytest.mark.parametrize("keys", [{}, {"device_iterations": 2, "devices": 2}, {"loader__workers": 2}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"device_iterations": 2, "devices": 2}, {"loader__workers": 2}, {"profile__kind": "trace"}]
+)
 def test_a_padded_run_reports_the_share_of_padding(tmp_path, keys):
     pad = {"loader__collate": "ipurun.datasets.collate.Pad", "loader__collate_args": {"length": {0: 4}}}
     _, summary, recorder = trained(tmp_path, data={"_target_": "test_collate.Words"}, epochs=1, **pad, **keys)

@@ -1,4 +1,6 @@
 import hashlib
+import http.server
+import threading
 
 import pytest
 
@@ -59,6 +61,35 @@ def test_an_unreachable_mirror_is_an_error_with_its_reason_and_leaves_no_folder(
     assert "things cannot be downloaded" in str(caught.value)
     assert "gone/a.gz" in str(caught.value)
     assert not (tmp_path / "root").exists()
+
+
+class BrokenServer(http.server.BaseHTTPRequestHandler):
+    """Answers with something that is not HTTP, or ends in the middle of a piece."""
+
+    def do_GET(self):
+        if self.path.startswith("/piece"):
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"ffff\r\nabc")
+        else:
+            self.wfile.write(b"hello\r\n\r\n")
+
+    def log_message(self, *values):
+        pass
+
+
+def test_a_mirror_that_breaks_off_or_speaks_another_protocol_is_left_for_the_next(tmp_path, mirror):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), BrokenServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        broken = (address, f"{address}piece/")
+        whole = source(mirror)
+        fetch(Source("things", (*broken, *whole.mirrors), whole.files), tmp_path / "root")
+        with pytest.raises(ConfigError, match="things cannot be downloaded"):
+            fetch(Source("things", broken, whole.files), tmp_path / "other")
+        server.shutdown()
+    assert (tmp_path / "root" / "a.gz").read_bytes() == CONTENT and not list((tmp_path / "other").iterdir())
 
 
 def test_a_folder_that_cannot_be_created_is_a_config_error(tmp_path, mirror):

@@ -236,6 +236,27 @@ def test_processes_read_different_host_calls(tmp_path):
     assert found == [calls[2::2], calls[3::2]]
 
 
+@pytest.mark.parametrize("data", ["shards", "iterable"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_shuffling_every_epoch_of_a_stream_is_the_first(tmp_path, data, workers):
+    class Shuffled(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([(torch.full((4,), float(number)) / 40, 0) for number in torch.randperm(40)])
+
+    stream = splits(_write(tmp_path, "npz"), seed=4)["train"] if data == "shards" else Shuffled()
+    sizes = BatchSizes(micro_batch_size=4, device_iterations=1, gradient_accumulation=1, replicas=1)
+    firsts = {}
+    for shuffle in (True, False):
+        config = LoaderConfig(shuffle=shuffle, workers=workers)
+        loader = TrainLoader(emulator, emulator.Options(), stream, config, sizes, 0, default_collate)
+        loader.start(epoch=3)
+        firsts[shuffle] = [_ids(zip(next(loader.epoch())[0])) for _ in range(2)]
+        loader.start(epoch=0)
+        firsts[shuffle].append(_ids(zip(next(loader.epoch())[0])))
+        loader.close()
+    assert firsts[False] == [firsts[True][2]] * 3 and firsts[True][0] != firsts[True][1] != firsts[True][2]
+
+
 @pytest.mark.parametrize(("group", "key"), [("tokens", "file"), ("image_folder", "root"), ("shards", "files")])
 def test_a_reader_without_files_says_what_to_set(group, key):
     problems = ipurun.validate("mnist", overrides=[f"data={group}"])

@@ -198,6 +198,24 @@ def test_a_run_that_fails_is_ended_in_every_service_and_the_next_one_of_the_proc
     assert [event.step for event in _scalars("run/tensorboard").Scalars("train/loss")] == [10, 20, 30, 40]
 
 
+def test_a_logger_that_is_dropped_in_a_run_still_ends_its_run_in_the_service(monkeypatch, capsys):
+    import mlflow
+
+    def away(client, *values, metrics=(), **named):
+        if any(metric.step > 20 for metric in metrics):
+            raise ConnectionError("no route to host")
+        return log_batch(client, *values, metrics=metrics, **named)
+
+    log_batch = mlflow.MlflowClient.log_batch
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", away)
+    assert main(["train", *ONE_EPOCH, "logger=mlflow", "epochs=1", "runs_dir=mine", "checkpoint.every_steps=20"]) == 0
+    assert "`logger.mlflow` failed in" in capsys.readouterr().out
+    client = mlflow.MlflowClient(f"sqlite:///{Path.cwd()}/mine/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("mnist").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert [entry.step for entry in client.get_metric_history(run.info.run_id, "train/loss")] == [10, 20]
+
+
 def test_several_at_once_and_no_secret_in_any():
     _train("logger=[csv,tensorboard,wandb,mlflow]", "epochs=1", "runs_dir=mine", "+data.api_key=${oc.env:SOME_KEY}")
     written = [file for place in ("run", "mine") for file in Path(place).rglob("*") if file.is_file()]
@@ -219,6 +237,7 @@ def test_torchmetrics_by_name_per_class_and_as_a_matrix():
         "auroc": {"task": "multiclass", "num_classes": 10},
         "recall": {"task": "multiclass", "num_classes": 10, "average": None},
         "ConfusionMatrix": {"task": "multiclass", "num_classes": 10},
+        "multiclass_precision": {"num_classes": 10},
     }
     keys = {
         "data": {"_target_": "small_digits.splits"},
@@ -235,5 +254,7 @@ def test_torchmetrics_by_name_per_class_and_as_a_matrix():
     assert [found.metrics[f"recall/{number}"] for number in range(10)] == pytest.approx(recall.tolist())
     area = torchmetrics.functional.auroc(outputs, targets, task="multiclass", num_classes=10)
     assert found.metrics["auroc"] == pytest.approx(float(area))
+    precision = torchmetrics.classification.MulticlassPrecision(num_classes=10)(outputs, targets)
+    assert found.metrics["multiclass_precision"] == pytest.approx(float(precision))
     matrix = torchmetrics.functional.confusion_matrix(outputs, targets, task="multiclass", num_classes=10)
     assert torch.equal(torch.tensor(found.matrices["ConfusionMatrix"]), matrix)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import pytest
 
@@ -199,6 +199,9 @@ class _Service(Tracker):
     def send(self, records: Sequence[Record]) -> None:
         self.received += records
 
+    def close_run(self, status: str) -> None:
+        raise AssertionError("the tests of records do not end runs")
+
 
 def _process(folder: Path, received: List[Record], start: RunStart) -> Observers:
     """Return the loggers of a process, in the order of a run."""
@@ -382,6 +385,43 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(step: Callable[..., Ste
     logger.on_end(summary)
     assert received == ["step"]
     assert warnings == ["`logger.mine` failed in on_eval and is dropped: ConnectionError: no route to host"]
+
+
+class _Unreachable(Tracker):
+    """A tracker whose service is away while records are sent."""
+
+    ended: Tuple[str, ...] = ()
+
+    def open_run(self, event: RunStart, known: Any) -> str:
+        return "f00"
+
+    def send(self, records: Sequence[Record]) -> None:
+        raise ConnectionError("no route to host")
+
+    def close_run(self, status: str) -> None:
+        self.ended += (status,)
+
+
+@pytest.mark.parametrize("sends", ["on_eval", "on_end"])
+def test_a_tracker_that_was_dropped_ends_its_run_with_the_training(
+    tmp_path: Path, step: Callable[..., StepEnd], summary: Summary, sends: str
+) -> None:
+    warnings: List[str] = []
+    tracker = _Unreachable(tmp_path, "service")
+    logger = DroppedIfFailing("mine", tracker, warnings.append)
+    logger.on_start(RunStart("digits", str(tmp_path), 0, 64))
+    tracker._sent_at = math.inf  # no step is sent before the end
+    logger.on_step(step())
+    if sends == "on_eval":
+        logger.on_eval(EVAL)
+        assert tracker.ended == ()
+    logger.on_end(summary)
+    assert tracker.ended == ("done",) and len(warnings) == 1 and sends in warnings[0]
+    failing = DroppedIfFailing("mine", tracker, warnings.append)
+    failing.on_eval(EVAL)
+    failing.on_failure(RunFailed(9, "a bad day"))
+    failing.on_failure(RunFailed(9, "a bad day"))
+    assert tracker.ended == ("done", "failed")
 
 
 def test_every_kind_of_event_is_passed_on() -> None:

@@ -306,6 +306,14 @@ def test_an_engine_error_has_a_cause_but_no_traceback(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, emulator.Error) and "Traceback" not in str(caught.value)
 
 
+@pytest.mark.parametrize("keys", [{}, {"device_iterations": 2, "devices": 2}])
+def test_a_floating_point_exception_names_the_operation_and_what_to_change(tmp_path: Path, keys: Any) -> None:
+    run = built(epochs=1, debug__fp_exceptions=True, optimizer={"_target_": "torch.optim.SGD", "lr": 1e38}, **keys)
+    with pytest.raises(RunError, match="Floating point exception: ") as caught:
+        train(run, Folder(tmp_path), [])
+    assert "in addmm at" in str(caught.value) and "a smaller optimizer.lr" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("kind", "level", "said"), [("cpu", "info", "on the CPU engine only"), ("ipu", "warning", "an empty one")]
 )

@@ -102,7 +102,7 @@ class InitConfig:
 class LoaderConfig:
     """How batches are drawn from the data set (poptorch.DataLoader)."""
 
-    shuffle: bool = option(True, "Shuffle the training set each epoch (ignored for iterable data sets).")
+    shuffle: bool = option(True, "Shuffle the training set each epoch; iterable data sets: whether epochs differ.")
     workers: int = option(0, "Worker processes that load samples.", minimum=0)
     mode: str = option(
         "sync",

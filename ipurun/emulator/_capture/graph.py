@@ -204,6 +204,19 @@ def values_in(structure: Any) -> Iterator[Value]:
             yield from values_in(item)
 
 
+def grads_from_half(graph: Graph) -> Set[str]:
+    """Return the parameters whose gradients are casts of float16 values, or sums of such casts."""
+    makers = {value: node for node in graph.nodes if node.is_backward for value in values_in(node.outputs)}
+
+    def is_from_half(value: Value) -> bool:
+        node = makers.get(value)
+        if graph.specs[value].dtype == torch.float16:
+            return True
+        return node is not None and node.name in ("_to_copy", "add") and any(map(is_from_half, node.reads()))
+
+    return {name for name, value in graph.grads.items() if is_from_half(value)}
+
+
 def prune(graph: Graph) -> None:
     """Remove the nodes that affect no output, gradient or persistent tensor, in place."""
     needed: Set[Value] = set(values_in(graph.outputs)) | set(graph.grads.values())

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional
 import torch
 
 from ipurun.emulator import optim
+from ipurun.emulator._capture.graph import grads_from_half
 from ipurun.emulator._optimizer.base import DeviceState
 from ipurun.emulator._optimizer.base import Optimizer as PoptorchOptimizer
 from ipurun.emulator._optimizer.convert import AttributeTracker, Converted, convert, forces_running_mean
@@ -84,6 +85,7 @@ class ExecutorOptimizer:
             num_replicas=executable.layout.replicas * self._options.Distributed.numProcesses,
             rows=executable.weights.rows_by_replica(),
             processes=None if executable.adds_in_order else executable.processes,
+            from_half=grads_from_half(executable.graph),
         )
         if self._converted.value("accum_type") == torch.float16:
             executable.chunks.disable()  # a half accumulator rounds after every micro-batch

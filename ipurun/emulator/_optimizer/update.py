@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -124,9 +124,7 @@ class AutomaticLossScaling:
         self._updates = 0
 
     def watch(self, gradient: torch.Tensor) -> None:
-        """Count the elements of a half gradient that are near overflow; ignore other types."""
-        if gradient.dtype != torch.float16:
-            return
+        """Count the elements of a gradient that was computed in half and are near overflow."""
         magnitude = gradient.abs()
         self._large += int(((magnitude > self._limit) | ~torch.isfinite(magnitude)).sum())
         self._seen += gradient.numel()
@@ -161,6 +159,7 @@ class DeviceOptimizer:
         num_replicas: Number of replicas in all processes.
         rows: For parameters whose values differ between replicas, the row that each replica computes with.
         processes: The processes over which accumulated gradients are summed; None: this one alone.
+        from_half: Names of float32 weights whose gradients are computed in half and then cast.
 
     Raises:
         poptorch.Error: If the backend rejects a value.
@@ -177,9 +176,11 @@ class DeviceOptimizer:
         *,
         rows: Optional[Mapping[str, Sequence[int]]] = None,
         processes: Optional[Processes] = None,
+        from_half: AbstractSet[str] = frozenset(),
     ) -> None:
         check_attributes(converted)
         self._converted = converted
+        self._from_half = from_half
         self._processes = processes
         self._group_of = dict(group_of)
         self._accumulation_type: torch.dtype = converted.value("accum_type") if accumulation > 1 else None
@@ -237,7 +238,7 @@ class DeviceOptimizer:
         for name, gradient in grads.items():
             if name in self._packed:
                 continue
-            if self._automatic is not None:
+            if self._automatic is not None and (gradient.dtype == torch.float16 or name in self._from_half):
                 self._automatic.watch(gradient)
             self._add(name, gradient, micro_batches)
         self._micro_batches += micro_batches

@@ -336,6 +336,29 @@ def test_automatic_loss_scaling_inspects_every_micro_batch(monkeypatch):
     assert not sizes
 
 
+class Mixed(nn.Module):
+    """Masters in float32, operations in half; `first` is used twice, `last` computes in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.eye(4))
+        self.last = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        y = (x @ self.first.half()) @ self.first.half()
+        return poptorch.identity_loss((y.float() * self.last).sum(), reduction="none")
+
+
+@pytest.mark.parametrize(("size", "factor"), [(1.0, 2.0), (4096.0, 0.5)])
+def test_automatic_loss_scaling_counts_half_gradients_of_float32_weights(size, factor):
+    options = options_of(rounds=False)
+    options.Training.setAutomaticLossScaling(True)
+    model = Mixed()
+    training = accumulating(model, options, steps=1, lr=0.0)
+    training(torch.full((2, 4), size).half())
+    assert training._executable.optimizer.loss_scaling == factor
+
+
 def test_resuming_is_exact_with_stochastic_rounding_of_micro_batches_together():
     def made():
         model, x, labels = half_model(Words)
