@@ -12,14 +12,10 @@ import yaml
 
 from ipurun.cli.common import split
 from ipurun.config.catalog import recipes
-from ipurun.config.importers.optimum import import_config
-from ipurun.config.importers.programs import (
-    import_application,
-    import_command,
-    import_lightning,
-    import_training_arguments,
-    is_lightning_cli,
-)
+from ipurun.config.importers.huggingface import import_training_arguments
+from ipurun.config.importers.lightning import import_lightning, is_lightning_cli
+from ipurun.config.importers.optimum import Imported, import_config, split_arguments
+from ipurun.config.importers.programs import import_application, import_command, read_flags
 from ipurun.config.importers.recipe import Recipe
 from ipurun.config.importers.script import import_program
 from ipurun.errors import ConfigError
@@ -79,18 +75,10 @@ def run(argv: List[str]) -> int:
         source = source / "ipu_config.json"
     layers, section = flags.values.get("layers"), flags.values.get("section")
     rest = words[1:]
-    is_application = source.suffix in (".yml", ".yaml") and bool(rest) and _is_command(rest[0])
+    more = rest.pop(0) if rest and (rest[0].endswith(".json") or _is_command(rest[0])) else ""
     imported = _imported(
-        words[0],
-        source,
-        str(layers) if layers else None,
-        str(section) if section else None,
-        program_arguments,
-        rest.pop(0) if is_application else "",
+        words[0], source, str(layers) if layers else None, str(section) if section else None, program_arguments, more
     )
-    if rest and (rest[0].endswith(".json") or _is_command(rest[0])):
-        more = _training_arguments(rest.pop(0))
-        _merge(imported, more)
     is_command = _is_command(words[0])
     name = rest[0] if rest else "imported" if is_command else _name_of(source)
     made = _write(name, imported, "the command line" if is_command else source.name, words[0])
@@ -110,9 +98,9 @@ def run(argv: List[str]) -> int:
 
 
 def _imported(
-    word: str, source: Path, layers: Optional[str], section: Optional[str], arguments: List[str], command: str
+    word: str, source: Path, layers: Optional[str], section: Optional[str], arguments: List[str], more: str
 ) -> Recipe:
-    """Read a source, whose kind its name and content tell."""
+    """Read a source, whose kind its name and content tell, with the arguments that it is used with."""
     if _is_command(word):
         return import_command(word)
     if source.suffix == ".py":
@@ -126,36 +114,68 @@ def _imported(
             raise ConfigError("the file is not YAML", str(source), seen=seen, fix="check the file") from error
         if not isinstance(values, dict):
             raise ConfigError("the file is not a mapping of names and values", str(source), fix="check the file")
-        return import_lightning(values) if is_lightning_cli(values) else import_application(values, section, command)
+        return import_lightning(values) if is_lightning_cli(values) else import_application(values, section, more)
+    given = _raw_arguments(more)
     if text.lstrip().startswith("{") and ('"per_device_train_batch_size"' in text or '"num_train_epochs"' in text):
-        return import_training_arguments(json.loads(text))
-    return import_config(text, layers)
+        of_ipus, own = split_arguments(json.loads(text))
+        if not {"layers_per_ipu", "ipus_per_replica"}.intersection(of_ipus):
+            return import_training_arguments({**of_ipus, **own})
+        recipe: Recipe = Imported(of_ipus, layers, {**own, **given})
+        _merge(recipe, import_training_arguments({**own, "ipu_config_name": None}))
+    else:
+        recipe = import_config(text, layers, given)
+    if more:
+        _merge(recipe, _training_arguments(more))
+    return recipe
 
 
 def _is_command(word: str) -> bool:
     return len(word.split()) > 1 and not os.path.exists(word)
 
 
-def _training_arguments(word: str) -> Recipe:
+def _raw_arguments(word: str) -> Dict[str, Any]:
+    """Return training arguments by name, from a command line or a JSON file."""
+    if not word:
+        return {}
     if _is_command(word):
-        return import_command(word)
+        return dict(read_flags(word)[0])
     try:
-        return import_training_arguments(json.loads(_read(Path(word))))
+        values = json.loads(_read(Path(word)))
     except ValueError as error:
         raise ConfigError("the training arguments are not JSON", word, seen=str(error), fix="check the file") from error
+    if not isinstance(values, dict):
+        what = "the training arguments are not a JSON object"
+        raise ConfigError(
+            what, word, seen=type(values).__name__, fix="give what TrainingArguments.to_json_string writes"
+        )
+    return values
+
+
+def _training_arguments(word: str) -> Recipe:
+    """Return the recipe of the arguments that an ipu_config.json is used with."""
+    recipe = import_command(word) if _is_command(word) else import_training_arguments(_raw_arguments(word))
+    recipe.notes = [note for note in recipe.notes if "ipu_config_name" not in note]
+    if (
+        recipe.keys.get("gradient_accumulation") == 1
+    ):  # the default of TrainingArguments, and then Optimum's file counts
+        del recipe.keys["gradient_accumulation"]
+    return recipe
 
 
 def _merge(recipe: Recipe, more: Recipe) -> None:
-    """Add what another source of the same run has; the first one wins."""
+    """Add the arguments of the same run, which win over its file as they do in Optimum."""
 
     def added(ours: Dict[str, Any], theirs: Mapping[str, Any]) -> None:
         for key, value in theirs.items():
             if isinstance(value, dict) and isinstance(ours.get(key), dict):
                 added(ours[key], value)
             else:
-                ours.setdefault(key, value)
+                ours[key] = value
 
+    choices = more.keys.pop("defaults", [])
     added(recipe.keys, more.keys)
+    for choice in choices:
+        recipe.choose(*choice.replace("override /", "").split(": "))
     recipe.notes += more.notes
     recipe.lacks = more.lacks
 
@@ -178,7 +198,8 @@ def _planned(name: str) -> List[str]:
     try:
         (report,) = plan_words([f"+recipe={name}"])
     except ConfigError as error:
-        return [f"not yet: {problem.what}" for problem in error.problems]
+        shown = [(problem.what, problem.seen.strip().splitlines()) for problem in error.problems]
+        return [f"not yet: {what}{f': {seen[0][:100]}' if seen else ''}" for what, seen in shown]
     lines = str(report).splitlines()
     kept = [line.strip() for line in lines[1:] if line.startswith("  ")][:8]
     return kept + [line for line in lines if line.startswith("estimate for")]

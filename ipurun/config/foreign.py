@@ -106,7 +106,9 @@ def _is_false(given: Any) -> Optional[bool]:
 
 
 _LIGHTNING: Dict[str, _Meaning] = {
-    "accelerator": _words("engine", {"ipu": "ipu", "cpu": "cpu", "auto": "auto"}),
+    "accelerator": _words(  # IPUs where there are any, else the CPU
+        "engine", {"ipu": "ipu", "cpu": "cpu", **dict.fromkeys(("auto", "gpu", "cuda", "tpu", "mps", "hpu"), "auto")}
+    ),
     "ipus": _Meaning("devices"),
     "strategy": _words("engine", {"ipu": "ipu", "ipu_strategy": "ipu", "ipustrategy": "ipu"}),
     "accumulate_grad_batches": _Meaning("gradient_accumulation"),
@@ -163,6 +165,7 @@ _TRANSFORMERS: Dict[str, _Meaning] = {
     "save_strategy": _when("checkpoint"),
     "gradient_checkpointing": _if_true("recompute.every", "block"),
     "report_to": _words("logger", {word: word for word in ("wandb", "tensorboard", "mlflow")}),
+    "wandb_project": _Meaning("logger.wandb.project"),
     "train_batch_size": _Meaning("micro_batch_size"),
     "eval_batch_size": _Meaning("inference.micro_batch_size"),
     "max_train_steps": _Meaning("max_steps"),
@@ -257,6 +260,16 @@ _LAUNCHERS: Dict[str, _Meaning] = {  # torchrun and poprun
     "mixed_precision": _words("precision", {"fp16": "16-mixed", "no": "32-true", "false": "32-true"}),
     "num_replicas": _Meaning("replication.factor"),
 }
+_PROCESSES = (
+    "devices=N makes N replicas in one process; several processes take distributed=poprun on IPUs, "
+    "distributed=torchrun on CPUs, and distributed.instances=N"
+)
+_SHARES = {
+    "limit_train_batches": "limit.train_calls",
+    **dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), "limit.eval_calls"),
+    "val_check_interval": "eval.every_steps",
+    **dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), "the interval"),
+}
 # Words that no key of ipurun means, and why.
 _WITHOUT: Dict[str, str] = {
     **dict.fromkeys(
@@ -273,6 +286,7 @@ _WITHOUT: Dict[str, str] = {
         ("autocast", "autocast_enabled", "autocast_policy", "autocastEnabled", "autocastPolicy", "enable_autocast"),
         "PopTorch has no autocast since 3.1: precision=16-mixed, and modules apart in precision_rules: {'*.norm': 32}",
     ),
+    "load_best_model_at_end": "a run keeps its best checkpoint: ipurun eval RUN --best, ipurun export RUN --best",
     "num_sanity_val_steps": "a run is checked before it begins, and debug=fast tries all of it",
     **dict.fromkeys(
         ("gradient_clip_algorithm", "clip_value", "clipvalue", "clip_grad_value"),
@@ -311,9 +325,15 @@ def translate(key: str, value: Any = None) -> Optional[Tuple[str, Any]]:
     return None if setter is None else (f"options.{setter}", value)
 
 
-def explain(key: str) -> str:
-    """Return why a key of another tool has no counterpart; empty if it is not known or has one."""
-    return _WITHOUT.get(key.replace("-", "_").rpartition(".")[2], "")
+def explain(key: str, value: Any = None) -> str:
+    """Return why a key of another tool, or this value of it, has no counterpart; empty if it is not known or has one."""
+    name = key.replace("-", "_").rpartition(".")[2]
+    if name == "strategy" and re.match(r"(ddp|fsdp|deepspeed|dp|horovod|fullysharded)", str(value).lower()):
+        return _PROCESSES
+    is_share = isinstance(value, float) and 0 < value <= 1
+    if name in _SHARES and is_share:
+        return f"{_SHARES[name]} is a number, not a share: {value} x the host calls of an epoch, which `ipurun plan` shows"
+    return _WITHOUT.get(name, "")
 
 
 def _for_inference(translated: Optional[Tuple[str, Any]]) -> Optional[Tuple[str, Any]]:

@@ -354,7 +354,7 @@ def _unknown_key(override: Override, word: str, words: Sequence[str], command: s
         better = [f"{found.keys[0]}={text}" if other == word else _translated(other) for other in words]
         fix = " ".join(["ipurun", command, *map(shlex.quote, better)])
     else:
-        why = explain(key)
+        why = explain(key, value)
         fix = f"remove {word}" + (f": {why}" if why else "")
     known = ", ".join(found.keys) if found.keys else "run `ipurun ls keys` to see every key"
     return Problem(f"unknown key `{key}`", f"command line: {word}", known=known, fix=fix, key=key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Tuple
 
+from ipurun.config.foreign import translate
 from ipurun.config.importers.recipe import Recipe
 from ipurun.errors import ConfigError, listing, nearest
 
@@ -56,7 +57,7 @@ def take_application(recipe: Recipe, values: Mapping[str, Any], prefix: str = ""
             recipe.notes.append(f"{shown[name]}: {value}: an argument of the model: write it below model")
         elif value in _OFF:
             continue
-        elif name in _OF_DATA:
+        elif name in _OF_DATA or (name.startswith(_BEGINS_OF_DATA) and translate(name) is None):
             recipe.notes.append(f"{shown[name]}: {value}: about the data: write it below data")
         else:
             recipe.take(name, value, shown[name])
@@ -246,17 +247,21 @@ def _names(text: str) -> FrozenSet[str]:
 _OF_MODEL = _names(
     """
     attention_probs_dropout_prob drop_path_rate efficientnet_expand_ratio efficientnet_group_dim enable_fast_groupnorm
-    hidden_dropout_prob hidden_size layer_norm_eps mlp_dim norm_eps norm_num_groups norm_type num_attention_heads
+    attention_mask hidden_dropout_prob hidden_size layer_norm_eps layer_scale_init_value layerdrop mlp_dim norm_eps norm_num_groups norm_type num_attention_heads
     num_hidden_layers num_labels patches_size representation_size vocab_size
     """
 )
 _OF_DATA = _names(
     """
-    alpha byteio cutmix_disable_prob cutmix_lambda_high cutmix_lambda_low dataset_path eight_bit_io extra_aug
-    imagenet_data_path input_file input_files mask_tokens max_sequences_per_pack mixup mixup_alpha
-    normalization_location packed_data packing_factor sequence_length synthetic_data use_bbox_info
+    alpha audio_column_name byteio cutmix cutmix_disable_prob cutmix_lambda_high cutmix_lambda_low dataset_path eight_bit_io extra_aug
+    feature_extractor_name image_processor_name imagenet_data_path input_file input_files mask_tokens max_sequences_per_pack mixup mixup_alpha
+    is_already_preprocessed label_column_name language normalization_location packed_data packing_factor
+    pad_to_max_length sequence_length source_lang source_prefix summary_column synthetic_data target_lang task_name
+    text_column tokenizer_name use_bbox_info
     """
 )
+_BEGINS_OF_DATA = ("dataset_", "train_", "validation_", "test_", "max_seq_", "max_source_", "max_target_", "max_train_")
+_BEGINS_OF_DATA += ("max_eval_", "max_predict_", "max_length", "max_duration_", "min_duration_", "doc_stride")
 _SHARDED = _on("replication.tensor_sharding", True)
 _OFF_CHIP = _on("memory.optimizer_state.on_chip", False)
 _MEMORY = _sets("memory.available_proportion", _by_ipu)
@@ -270,7 +275,9 @@ _NAMES: List[Tuple[str, _Rule]] = [
     ("training_steps", _sets("max_steps")),
     ("lr learning_rate", _sets("optimizer.lr")),
     ("precision", _precision),
-    ("random_seed", _sets("seed")),
+    ("seed random_seed", _sets("seed")),
+    ("fp32", _on("precision", "32.32")),
+    ("dataloader_mode", _sets("loader.mode", lambda value: value if value != "sync" else None)),
     ("optimizer", _chosen("optimizer", _OPTIMIZERS)),
     ("optimizer_eps adam_eps", _sets("optimizer.eps")),
     ("adam_betas", _sets("optimizer.betas")),
@@ -282,7 +289,7 @@ _NAMES: List[Tuple[str, _Rule]] = [
     ("loss", _loss),
     ("loss_scaling initial_loss_scaling", _sets("loss_scaling")),
     ("auto_loss_scaling", _on("loss_scaling", "auto")),
-    ("label_smoothing", _sets("loss.args.label_smoothing", lambda value: value or None)),
+    ("label_smoothing smoothing", _sets("loss.args.label_smoothing", lambda value: value or None)),
     ("pipeline_splits", _sets("pipeline.split", lambda value: [str(name).replace("/", ".") for name in value] or None)),
     ("layers_per_ipu", _sets("pipeline.layers_per_ipu")),
     ("ipus_per_replica", _sets("pipeline.ipus", lambda value: value if value > 1 else None)),

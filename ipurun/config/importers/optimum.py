@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from ipurun.config.foreign import translate
+from ipurun.config.importers.applications import take_application
+from ipurun.config.importers.huggingface import read_overrides
 from ipurun.config.importers.recipe import Recipe
 from ipurun.errors import ConfigError
 
-__all__ = ["Imported", "import_config"]
+__all__ = ["Imported", "import_config", "split_arguments"]
 
 # optimum's defaults, where they differ from ipurun's.
 _DEFAULTS = {"enable_half_partials": True, "matmul_proportion": 0.2, "inference_device_iterations": 1}
+# What its trainer does whatever the file says; `fp32` in the arguments keeps float32.
+_TRAINER = {"optimizer.bias_correction": False, "stochastic_rounding": True}
+_TRAINER_IN_HALF = {
+    "precision": "16.16",
+    "optimizer.accum_type": "float16",
+    "optimizer.first_order_momentum_accum_type": "float16",
+}
 _VERSIONS = ("optimum_version", "transformers_version")
 _OUTPUT_MODES = ("final", "all", "sum")
 _SAME_NAME = ("device_iterations", "seed")
@@ -38,36 +47,54 @@ class Imported(Recipe):
     Args:
         source: The values of the file.
         layers: Dotted name of the model's list of layers, for placement; None: found when the model is built.
+        arguments: The training arguments that the file is used with.
     """
 
-    def __init__(self, source: Mapping[str, Any], layers: Optional[str] = None) -> None:
-        super().__init__()
-        self._source = {**_DEFAULTS, **source}
+    def __init__(
+        self, source: Mapping[str, Any], layers: Optional[str] = None, arguments: Optional[Mapping[str, Any]] = None
+    ) -> None:
+        super().__init__("model, data and loss")
+        arguments = arguments or {}
+        self.source = {**_DEFAULTS, **source, **read_overrides(arguments.get("ipu_config_overrides"))}
         self._layers = layers
+        self._pod = str(arguments.get("pod_type") or "").lower()
+        self.choose("optimizer", "adamw")
+        for key, value in {**_TRAINER, **({} if arguments.get("fp32") else _TRAINER_IN_HALF)}.items():
+            self.set(key, value)
         self._convert()
 
     def _convert(self) -> None:
-        for key, value in self._source.items():
+        unknown: Dict[str, Any] = {}
+        for key, value in self.source.items():
+            value = self._of_pod(key, value)
             if key in _VERSIONS:
                 self.versions.append(f"{key} {value}")
             elif key in _PLACEMENT:
                 continue
-            elif key not in _CONVERTERS and key not in _SAME_NAME and translate(key) is None:
-                self.notes.append(f"{key}: {json.dumps(value)} has no counterpart in ipurun")
-            elif isinstance(value, Mapping):
-                self.notes.append(f"{key}: {json.dumps(value)} depends on the pod; pick one value")
+            elif key not in _CONVERTERS and key not in _SAME_NAME and (translate(key) is None or key in _NOT_OPTIMUMS):
+                unknown[key] = value
             elif key in _CONVERTERS and value is not None:
                 _CONVERTERS[key](self, value)
             elif value is not None:
                 ours, translated = (key, value) if key in _SAME_NAME else translate(key, value) or (key, value)
                 if translated is not None:
                     self.set(ours, translated)
+        take_application(self, unknown)
         self._place()
 
+    def _of_pod(self, key: str, value: Any) -> Any:
+        """Return the value for the pod of the arguments, where one file has values for several."""
+        if not isinstance(value, Mapping) or "default" not in value:
+            return value
+        chosen = value.get(self._pod, value["default"])
+        if self._pod not in value:
+            self.notes.append(f"{key}: {json.dumps(value)} depends on the pod; {chosen} was taken")
+        return chosen
+
     def _place(self) -> None:
-        training = _read_layers(self._source, "")
+        training = _read_layers(self.source, "")
         self._set_layers(training, "pipeline.layers_per_ipu")
-        inference = _read_layers(self._source, "inference_")
+        inference = _read_layers(self.source, "inference_")
         if inference.given and inference != training:
             self._set_layers(inference, "inference.layers_per_ipu")
             if not inference.counts and not inference.note:
@@ -85,12 +112,13 @@ class Imported(Recipe):
             self.notes.append(f"{layers.note}: write {key} by hand")
 
 
-def import_config(text: str, layers: Optional[str] = None) -> Imported:
+def import_config(text: str, layers: Optional[str] = None, arguments: Optional[Mapping[str, Any]] = None) -> Imported:
     """Read an ipu_config.json.
 
     Args:
         text: The file's text.
         layers: Dotted name of the model's list of layers (``bert.encoder.layer``), if it has several.
+        arguments: The training arguments that the file is used with.
 
     Raises:
         ConfigError: If the text is not a JSON object.
@@ -103,11 +131,33 @@ def import_config(text: str, layers: Optional[str] = None) -> Imported:
     if not isinstance(source, dict):
         what = "ipu_config.json is not a JSON object"
         raise ConfigError(what, "line 1", seen=type(source).__name__, fix=_FIX)
-    return Imported(source, layers)
+    return Imported(source, layers, arguments)
+
+
+def split_arguments(values: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Split a file that is both, as some of Optimum's examples are: the IPU config, and the training arguments."""
+    known = {*_CONVERTERS, *_SAME_NAME, *_PLACEMENT, *_VERSIONS, *_ONLY_OPTIMUMS}
+    ours = {key: value for key, value in values.items() if key in known}
+    return ours, {key: value for key, value in values.items() if key not in ours}
+
+
+def _matmul(imported: Imported, value: Any) -> None:
+    shares = _for_all_ipus(imported, value, "")
+    is_list = isinstance(shares, list)
+    made = {f"IPU{index}": share for index, share in enumerate(shares)} if is_list else shares
+    imported.set("memory.available_proportion", made)
+
+
+def _for_all_ipus(imported: Imported, value: Any, mode: str) -> Any:
+    """Return the only share of a list, which Optimum takes for every IPU."""
+    ipus = imported.source.get(f"{mode}ipus_per_replica") or len(_read_layers(imported.source, mode).counts)
+    return value[0] if isinstance(value, list) and len(value) == 1 and ipus > 1 else value
 
 
 def _inference_matmul(imported: Imported, value: Any) -> None:
-    shares = value if isinstance(value, list) else [value]
+    layers = _read_layers(imported.source, "inference_")
+    layers = layers if layers.given else _read_layers(imported.source, "")
+    shares: List[Any] = value if isinstance(value, list) else [value] * max(1, len(layers.counts))
     imported.set(
         "inference.options.setAvailableMemoryProportion", {f"IPU{index}": share for index, share in enumerate(shares)}
     )
@@ -125,7 +175,7 @@ def _loss_scaling(imported: Imported, value: Any) -> None:
 
 
 def _cache(imported: Imported, value: Any) -> None:
-    if value:
+    if value and value != "disabled":
         imported.set("cache.dir", value)
     else:
         imported.set("cache.enabled", False)
@@ -134,7 +184,7 @@ def _cache(imported: Imported, value: Any) -> None:
 def _output(imported: Imported, value: Any) -> None:
     if value in _OUTPUT_MODES:
         imported.set("output.mode", value)
-    else:
+    elif value != "default":  # of PopTorch: the final one in training
         imported.notes.append(f"output_mode: {json.dumps(value)} is not one of {', '.join(_OUTPUT_MODES)}")
 
 
@@ -146,7 +196,7 @@ def _profile(imported: Imported, value: Any) -> None:
 
 def _by_module(key: str) -> Callable[[Imported, Any], None]:
     def convert(imported: Imported, value: Any) -> None:
-        if value not in (1, [], None):
+        if value not in (0, 1, [], None):
             imported.notes.append(
                 f"{key}: {json.dumps(value)} needs the name of a module: memory.serialize={{MODULE: {value}}}"
             )
@@ -164,6 +214,8 @@ def _off_only(key: str) -> Callable[[Imported, Any], None]:
 
 # Keys that mean several keys of ipurun, or whose values need a check; all others are in `ipurun.config.foreign`.
 _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
+    "matmul_proportion": _matmul,
+    "training_matmul_proportion": _matmul,
     "inference_matmul_proportion": _inference_matmul,
     "auto_loss_scaling": _loss_scaling,
     "executable_cache_dir": _cache,
@@ -181,6 +233,13 @@ _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
         for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")
     },
 }
+# Keys of `ipurun.config.foreign` that are Optimum's, and those that older files have, but that applications explain.
+_ONLY_OPTIMUMS = frozenset(
+    ("replication_factor", "training_replication_factor", "inference_replication_factor", "gradient_accumulation_steps")
+    + ("inference_device_iterations", "optimizer_state_offchip", "replicated_tensor_sharding", "enable_half_partials")
+    + ("recompute_checkpoint_every_layer", "enable_half_first_order_momentum")
+)
+_NOT_OPTIMUMS = frozenset(("learning_rate", "weight_decay", "optimizer", "loss_scaling", "lr_warmup"))
 
 
 @dataclass(frozen=True)

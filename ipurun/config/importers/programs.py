@@ -1,76 +1,20 @@
-"""Import what other programs are started with: arguments of transformers, poprun, Lightning's CLI, Graphcore's apps."""
+"""Import command lines, of poprun and of training scripts, and the files of Graphcore's applications."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import yaml
 
 from ipurun.config.importers.applications import find_section, from_environment, take_application
+from ipurun.config.importers.huggingface import take_arguments
 from ipurun.config.importers.recipe import Recipe
 from ipurun.errors import ConfigError
 
-__all__ = ["import_application", "import_command", "import_lightning", "import_training_arguments", "is_lightning_cli"]
-
-# Arguments of transformers that a run of ipurun has in another form, or that say nothing about it.
-_SILENT: Tuple[str, ...] = (
-    "do_train",
-    "do_eval",
-    "do_predict",
-    "overwrite_output_dir",
-    "logging_dir",
-    "hub_",
-    "push_to_hub",
-    "fsdp",
-)
-_SILENT += (
-    "deepspeed",
-    "_n_gpu",
-    "disable_tqdm",
-    "log_level",
-    "ray_",
-    "torchdynamo",
-    "accelerator_config",
-    "past_index",
-)
-_EMPTY: Tuple[Any, ...] = (None, False, "", [], {}, 0, "none", "None", "no", "passive", "auto", "no_deprecated_warning")
-_DEFAULTS: Mapping[str, Any] = {  # of TrainingArguments: a file has all of them
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-08,
-    "ignore_data_skip": False,
-    "prediction_loss_only": False,
-    "save_safetensors": True,
-    "dataloader_pin_memory": True,
-    "remove_unused_columns": True,
-    "logging_first_step": False,
-    "average_tokens_across_devices": True,
-    "ddp_timeout": 1800,
-    "seed": 42,
-    "max_steps": -1,
-    "local_rank": -1,
-}
-# What HF's Trainer takes where nothing is said, and ipurun's optimizers do not.
-_TRANSFORMERS_DEFAULTS: Mapping[str, Tuple[str, Any]] = {
-    "learning_rate": ("optimizer.lr", 5e-05),
-    "weight_decay": ("optimizer.weight_decay", 0.0),
-    "per_device_train_batch_size": ("micro_batch_size", 8),
-}
-
-
-def import_training_arguments(values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of HF's TrainingArguments, as `to_json_string` writes them."""
-    recipe = Recipe("model, data and the collate function")
-    for name, value in values.items():
-        is_silent = name.startswith(_SILENT) or _DEFAULTS.get(name, _SILENT) == value
-        if not is_silent and value not in _EMPTY:
-            recipe.take(name, value)
-    _add_defaults_of_transformers(recipe, values)
-    return recipe
+__all__ = ["import_application", "import_command", "read_flags"]
 
 
 def import_command(command: str) -> Recipe:
@@ -79,8 +23,7 @@ def import_command(command: str) -> Recipe:
     Raises:
         ConfigError: It has no flags.
     """
-    words = shlex.split(command.replace("\\\n", " "))
-    flags, rest = _flags(words)
+    flags, rest = read_flags(command)
     if not flags:
         raise ConfigError(
             "the command line has no flags to import",
@@ -97,61 +40,13 @@ def import_command(command: str) -> Recipe:
                 f"--config {value}: if it is a section of the application's configs.yml, import both: "
                 f"ipurun import configs.yml 'THE COMMAND' NAME --section {value}"
             )
-        elif not name.startswith(_SILENT):
+        else:
             own[name] = value
-    take_application(recipe, own, "--")
-    _add_defaults_of_transformers(recipe, dict(flags))
-    program = [os.path.basename(word) for word in rest if word.endswith(".py")]
+    program = next((os.path.basename(word) for word in rest if word.endswith(".py")), "")
+    take_arguments(recipe, own, "--", program)
     if program:
-        recipe.versions.append(f"the command of {program[0]}")
+        recipe.versions.append(f"the command of {program}")
     return recipe
-
-
-def _add_defaults_of_transformers(recipe: Recipe, names: Mapping[str, Any]) -> None:
-    """Choose what HF's Trainer takes where nothing is said: AdamW and a linear schedule."""
-    if not {"per_device_train_batch_size", "num_train_epochs", "warmup_ratio", "lr_scheduler_type"}.intersection(names):
-        return
-    for name, (key, value) in _TRANSFORMERS_DEFAULTS.items():
-        given = names.get(name, value)
-        if name not in names or given == 0:
-            recipe.set(key, given)
-    if "num_train_epochs" not in names and names.get("max_steps", -1) in (None, -1):
-        recipe.set("epochs", 3)
-    if "optim" not in names:
-        recipe.choose("optimizer", "adamw")
-    if "lr_scheduler_type" not in names:
-        recipe.choose("schedule", "linear")
-
-
-def import_lightning(values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a Lightning CLI config: ``trainer``, ``model``, ``data`` and others."""
-    missing = [name for name in ("model", "data") if name not in values]
-    recipe = Recipe(" and ".join(missing))
-    for name, value in values.items():
-        if name == "seed_everything":
-            if value is not True and value is not None:
-                recipe.set("seed", value)
-        elif name == "trainer":
-            for key, inner in (value or {}).items():
-                _trainer(recipe, key, inner)
-        elif name in ("model", "data", "optimizer", "lr_scheduler"):
-            node = _class(value)
-            ours = "schedule" if name == "lr_scheduler" else name
-            if node is None:
-                recipe.notes.append(f"{name}: {json.dumps(value)} names no class_path: write {ours}._target_ by hand")
-            else:
-                recipe.keys[ours] = node
-        elif name == "ckpt_path":
-            if value:
-                recipe.set("init_from", value)
-        elif value not in _EMPTY:
-            recipe.take(name, value)
-    return recipe
-
-
-def is_lightning_cli(values: Any) -> bool:
-    """Return whether a YAML file is one of Lightning's CLI."""
-    return isinstance(values, Mapping) and "trainer" in values
 
 
 def import_application(values: Mapping[str, Any], section: Optional[str], command: str = "") -> Recipe:
@@ -172,7 +67,7 @@ def import_application(values: Mapping[str, Any], section: Optional[str], comman
             f"env: {name}={value}: set it in the shell" for name, value in (chosen.get("env") or {}).items()
         ]
         return recipe
-    flags = _flags(shlex.split(command.replace("\\\n", " ")))[0] if command else []
+    flags = read_flags(command)[0] if command else []
     recipe = Recipe("model and data")
     own = {name: value for name, value in flags if name not in _POPRUN and name != "config"}
     kept = {name: value for name, value in chosen.items() if str(name).replace("-", "_") not in own}
@@ -183,8 +78,9 @@ def import_application(values: Mapping[str, Any], section: Optional[str], comman
     return recipe
 
 
-def _flags(words: Sequence[str]) -> Tuple[List[Tuple[str, Any]], List[str]]:
+def read_flags(command: str) -> Tuple[List[Tuple[str, Any]], List[str]]:
     """Return the flags of a command line with their values, and its other words."""
+    words = shlex.split(command.replace("\\\n", " "))
     flags: List[Tuple[str, Any]] = []
     rest: List[str] = []
     number = 0
@@ -210,64 +106,10 @@ def _value(text: str) -> Any:
     if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
         return float(text)  # YAML reads 3e-5 as text
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def _class(value: Any) -> Optional[Dict[str, Any]]:
-    """Return a class of Lightning's CLI as a node with `_target_`."""
-    if isinstance(value, str):
-        return {"_target_": value}
-    if not isinstance(value, Mapping) or "class_path" not in value:
-        return None
-    arguments = {name: _nested(inner) for name, inner in (value.get("init_args") or {}).items()}
-    return {"_target_": value["class_path"], **arguments, **(value.get("dict_kwargs") or {})}
-
-
-def _nested(value: Any) -> Any:
-    return _class(value) or value if isinstance(value, Mapping) else value
-
-
-def _trainer(recipe: Recipe, key: str, value: Any) -> None:
-    if key == "callbacks":
-        for callback in value if isinstance(value, list) else [value]:
-            _callback(recipe, _class(callback) or {})
-    elif key == "devices" and value not in _EMPTY:
-        recipe.set("devices", len(value) if isinstance(value, list) else value)
-    elif key in ("accelerator", "strategy") and str(value).lower() in ("ipu", "auto", "ipustrategy", "ipu_strategy"):
-        return  # engine=auto takes IPUs where there are any
-    elif key == "precision" and value is not None:
-        recipe.set("precision", str(value))
-    elif key == "plugins" or (key == "strategy" and isinstance(value, Mapping)):
-        node = _class(value) or {}
-        for name, inner in node.items():
-            if name in ("training_opts", "inference_opts", "autoreport", "autoreport_dir"):
-                recipe.take(name, inner, f"trainer.{key}.{name}")
-    elif value not in _EMPTY:
-        recipe.take(key, value, f"trainer.{key}")
-
-
-def _callback(recipe: Recipe, node: Mapping[str, Any]) -> None:
-    name = str(node.get("_target_", "")).rpartition(".")[2]
-    monitor = node.get("monitor")
-    if name in ("EarlyStopping", "ModelCheckpoint"):
-        if monitor:
-            recipe.set("early_stopping.metric" if name == "EarlyStopping" else "monitor", monitor)
-        for key in (
-            "patience",
-            "min_delta",
-            "stopping_threshold",
-            "save_top_k",
-            "every_n_train_steps",
-            "every_n_epochs",
-        ):
-            if node.get(key) is not None:
-                recipe.take(key, node[key], f"trainer.callbacks.{name}.{key}")
-        if node.get("mode") and name == "EarlyStopping":
-            recipe.set("early_stopping.mode", node["mode"])
-    elif name not in ("LearningRateMonitor", "RichProgressBar", "TQDMProgressBar", "ModelSummary", "RichModelSummary"):
-        recipe.notes.append(f"trainer.callbacks: {name}: write it as an ipurun callback (docs/how-to/callbacks.md)")
+    return text if isinstance(value, dict) and not text.startswith("{") else value
 
 
 def _sets(key: str, convert: Callable[[Any], Any] = lambda value: value) -> Callable[[Recipe, Any], None]:

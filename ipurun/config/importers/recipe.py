@@ -47,7 +47,8 @@ class Recipe:
             why = explain(name) or "has no counterpart in ipurun"
             self.notes.append(f"{shown}: {json.dumps(value, default=str)}: {why}")
         elif found[1] is None or (is_known(found[0]) and type_problem(*found) is not None and "." in found[0]):
-            self.notes.append(f"{shown}: {json.dumps(value, default=str)} is not a value of {found[0]}")
+            why = explain(name, value) or f"not a value of {found[0]}"
+            self.notes.append(f"{shown}: {json.dumps(value, default=str)}: {why}")
         elif "." not in found[0] and isinstance(found[1], str) and found[0] in _GROUPS:
             self.choose(found[0], found[1])
         else:
@@ -55,7 +56,9 @@ class Recipe:
 
     def choose(self, group: str, name: str) -> None:
         """Choose a file of a group, as ``optimizer=adamw`` does."""
-        self.keys.setdefault("defaults", []).append(f"override /{group}: {name}")
+        choices = self.keys.setdefault("defaults", [])
+        choices[:] = [choice for choice in choices if not choice.startswith(f"override /{group}:")]
+        choices.append(f"override /{group}: {name}")
 
     def text(self, name: str, file_name: str) -> str:
         """Return the recipe as YAML."""
