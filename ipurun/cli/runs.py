@@ -195,7 +195,7 @@ def run_compare(argv: List[str]) -> int:
     if flags.json:
         keys = {key: dict(zip(map(str, folders), texts)) for key, texts in differing_keys(runs)}
         print_json({"runs": [_run_document(run) for run in runs], "differing_keys": keys})
-    else:
+    elif not (flags.quiet and ("html" in flags.values or "open" in flags.values)):
         header, rows = comparison(runs, draws_blocks(sys.stdout))
         styles = {1: _status_style}
         print_table(sys.stdout, header, rows, styles, numeric=(2, 4, 5, 6, 7), droppable=(2, 7, 5, 4, 6))
