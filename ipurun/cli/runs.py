@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.cli.common import Flags, print_json, split
-from ipurun.errors import ConfigError, Problem, nearest
+from ipurun.errors import ConfigError, Problem, nearest, visible
 
 if TYPE_CHECKING:
     from ipurun.pages.data import RunData, SweepData
@@ -336,7 +336,7 @@ def _remove_runs(words: List[str], flags: Flags) -> int:
         if not sys.stdin.isatty():
             raise ConfigError("`runs rm` asks before it removes", seen="standard input is not a terminal", fix="--yes")
         for folder, size in sizes.items():
-            print(f"{folder}  {size_text(size)}")
+            print(visible(f"{folder}  {size_text(size)}"))
         if input(f"remove {len(folders)}, {size_text(sum(sizes.values()))}? [y/N] ").strip().lower() not in (
             "y",
             "yes",
