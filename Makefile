@@ -146,7 +146,7 @@ gallery: $(VENV)/.installed  ## Draw the pictures of README.md and docs/gallery.
 
 site: $(SITE_VENV)/.installed  ## Build docs/ as a site into build/site, and check its links; it loads nothing from the network.
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
-	@echo "open build/site/index.html; search needs a server: python3 -m http.server --directory build/site"
+	@echo "open build/site/index.html"
 
 $(SITE_VENV)/.installed: pyproject.toml
 	$(call NEW_ENVIRONMENT,$(SITE_VENV),PYTHON,3.11 3.12 3.13 3.10,'mkdocs-material==9.*')

@@ -23,6 +23,7 @@ __all__ = [
     "listing",
     "nearest",
     "underlying_os_error",
+    "visible",
 ]
 
 EXIT_FAILED = 1
@@ -55,11 +56,18 @@ class Problem:
         labelled = (("at", self.where), ("seen", self.seen), ("known", self.known), ("try", self.fix))
         lines = [_heading(f"error: {self.what}")]
         lines += [_field(label, text) for label, text in labelled if text]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
     def to_dict(self) -> dict:
         """Return the problem as JSON-ready data without empty fields."""
         return {name: text for name, text in vars(self).items() if text}
+
+
+def visible(text: str) -> str:
+    """Return a text that cannot change a terminal or a page, with control characters as their hexadecimal codes."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
 
 
 def _heading(text: str) -> str:

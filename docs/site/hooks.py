@@ -1,4 +1,4 @@
-"""What `make site` adds to the pages of docs/: the README of every recipe, and the changelog.
+"""What `make site` adds to the pages of docs/: the README of every recipe, the changelog, a search without a server.
 
 Links to other files of the repository become their paths: the site does not know where the repository is.
 """
@@ -9,10 +9,13 @@ import posixpath
 import re
 from pathlib import Path
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
+
+_SHIM = re.compile(r'<script src="?https://unpkg\.com/iframe-worker/shim"?></script>')
 
 
 def _recipes():
@@ -63,6 +66,25 @@ def on_page_markdown(markdown, page, config, files):
         )
         return markdown
     return _LINK.sub(link, markdown)
+
+
+def on_post_page(output, page, config):
+    """Let the search of a page work from a file."""
+    return _with_own_worker(output, page.file.src_uri)
+
+
+def on_post_template(output_content, template_name, config):
+    """Let the search of the page for missing addresses work from a file."""
+    return _with_own_worker(output_content, template_name) if template_name.endswith(".html") else output_content
+
+
+def _with_own_worker(output, name):
+    """Put our script in place of the one that the plugin `offline` loads from the network."""
+    script = (Path(__file__).parent / "file_worker.js").read_text(encoding="utf-8")
+    output, count = _SHIM.subn(lambda match: f"<script>{script}</script>", output)
+    if count != 1 or re.search(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=[\"']?https?://", output):
+        raise PluginError(f"{name}: the page loads something from the network")
+    return output
 
 
 def _pointed(text, path, anchor, source, unchanged):

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun import executables
 from ipurun.cli.common import Flags, only_json, print_json, split
-from ipurun.errors import EXIT_FAILED, ConfigError, nearest
+from ipurun.errors import EXIT_FAILED, ConfigError, nearest, visible
 from ipurun.executables import Entry
 from ipurun.log.style import print_table
 
@@ -144,9 +144,9 @@ def _ls(words: Sequence[str], flags: Flags) -> int:
     header = ("key", "run", "mode", "engine", "size", "compiled in", "hits", "last used")
     rows = [
         (
-            _printable(entry.key),
-            _printable(entry.name),
-            _printable(entry.mode or "?"),
+            visible(entry.key),
+            visible(entry.name),
+            visible(entry.mode or "?"),
             entry.engine,
             _size(entry.size),
             _seconds(entry.compile_seconds),
@@ -168,7 +168,7 @@ def _show(words: Sequence[str], flags: Flags) -> int:
     matching = [entry for entry in found if entry.key.startswith(words[0])]
     if len(matching) != 1:
         what = "several executables have" if matching else "no executable has"
-        known = ", ".join(_printable(entry.key) for entry in (matching or found)[:5])
+        known = ", ".join(visible(entry.key) for entry in (matching or found)[:5])
         raise ConfigError(f"{what} a key that begins like this", "command line", words[0], known, "ipurun cache ls")
     (entry,) = matching
     if flags.json:
@@ -186,7 +186,7 @@ def _show(words: Sequence[str], flags: Flags) -> int:
     rows += [("versions" if index == 0 else "", f"{k} {v}") for index, (k, v) in enumerate(entry.versions.items())]
     rows += [("config" if index == 0 else "", f"{k}={v}") for index, (k, v) in enumerate(entry.config.items())]
     for label, text in rows:
-        print(f"{label:<11}{_printable(text)}")
+        print(f"{label:<11}{visible(text)}")
     return 0
 
 
@@ -217,15 +217,15 @@ def _why(words: Sequence[str], flags: Flags) -> int:
         print(f"{each.mode:<11}{each.state}{f': {each.why}' if each.why else ''}")
         if each.entry is not None and each.state == "hit":
             took = _seconds(each.entry.compile_seconds)
-            print(f"           {_printable(each.entry.key)}, compiled in {took}, last used {_age(each.entry.last_use)}")
+            print(f"           {visible(each.entry.key)}, compiled in {took}, last used {_age(each.entry.last_use)}")
         elif each.entry is not None:
-            print(f"           differs from the nearest one, {_printable(each.entry.key)}, in")
+            print(f"           differs from the nearest one, {visible(each.entry.key)}, in")
             rows = [
                 *each.differences,
                 *((f"version of {name}", here, there) for name, here, there in each.other_versions),
             ]
             for name, here, there in rows:
-                print(f"             {_printable(name)}: {_printable(str(here))} here, {_printable(str(there))} there")
+                print(f"             {visible(name)}: {visible(str(here))} here, {visible(str(there))} there")
             if not rows:
                 print("             nothing that a config says: the code of the model, or its data, changed")
         elif each.state == "miss":
@@ -294,7 +294,7 @@ def _verify(words: Sequence[str], flags: Flags) -> int:
     else:
         for path, what in problems.items():
             then = "set aside" if aside[path] is not None else "it cannot be renamed" if path.exists() else "removed"
-            print(f"{_printable(str(path))}: {what}; {then}")
+            print(f"{visible(str(path))}: {what}; {then}")
         print(f"{_count(found)} checked, {len(problems)} damaged")
     return EXIT_FAILED if problems else 0
 
@@ -330,11 +330,6 @@ def _document(entry: Entry) -> Dict[str, Any]:
         "versions": dict(entry.versions),
         "config": dict(entry.config),
     }
-
-
-def _printable(text: str) -> str:
-    """Return text that cannot change the terminal: names of files can contain anything."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _count(found: Sequence[Entry]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, List, Optional, Tuple
 
 from ipurun.cli.common import Flags, only_json, print_json, split
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, visible
 
 if TYPE_CHECKING:
     from ipurun.interface import PlanReport
@@ -64,7 +64,7 @@ def run(argv: List[str]) -> int:
     else:
         texts = [report.text("explain" in flags.values, "inference" in flags.values, flags.quiet) for report in reports]
         texts += _sweep_lines(reports) if parse_argv(rest).multirun else []
-        text = ("\n" if flags.quiet else "\n\n").join(texts)
+        text = visible(("\n" if flags.quiet else "\n\n").join(texts))
         if is_drawn_on(sys.stdout) and not flags.quiet:
             text = paint_plan(text, columns(), draws_blocks(sys.stdout), has_colour(sys.stdout))
         print(text)

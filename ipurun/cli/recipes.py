@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import List
 
 from ipurun.cli.common import split
 from ipurun.config.catalog import copy_recipe, find
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, visible
 
 __all__ = ["run_cat", "run_cp"]
 
@@ -48,7 +49,7 @@ def run_cat(argv: List[str]) -> int:
         facts = {"group": entry.group, "name": entry.name, "path": str(entry.path), "text": entry.text()}
         print(json.dumps(facts, indent=2))
     else:
-        print(entry.text(), end="")
+        print(visible(entry.text()) if sys.stdout.isatty() else entry.text(), end="")
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.cli.common import Flags, print_json, split
-from ipurun.errors import ConfigError, Problem, nearest
+from ipurun.errors import ConfigError, Problem, nearest, visible
 
 if TYPE_CHECKING:
     from ipurun.pages.data import RunData, SweepData
@@ -195,7 +195,7 @@ def run_compare(argv: List[str]) -> int:
     if flags.json:
         keys = {key: dict(zip(map(str, folders), texts)) for key, texts in differing_keys(runs)}
         print_json({"runs": [_run_document(run) for run in runs], "differing_keys": keys})
-    else:
+    elif not (flags.quiet and ("html" in flags.values or "open" in flags.values)):
         header, rows = comparison(runs, draws_blocks(sys.stdout))
         styles = {1: _status_style}
         print_table(sys.stdout, header, rows, styles, numeric=(2, 4, 5, 6, 7), droppable=(2, 7, 5, 4, 6))
@@ -336,7 +336,7 @@ def _remove_runs(words: List[str], flags: Flags) -> int:
         if not sys.stdin.isatty():
             raise ConfigError("`runs rm` asks before it removes", seen="standard input is not a terminal", fix="--yes")
         for folder, size in sizes.items():
-            print(f"{folder}  {size_text(size)}")
+            print(visible(f"{folder}  {size_text(size)}"))
         if input(f"remove {len(folders)}, {size_text(sum(sizes.values()))}? [y/N] ").strip().lower() not in (
             "y",
             "yes",

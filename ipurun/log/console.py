@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.config.compose import ChangedKey, Point
-from ipurun.errors import listing
+from ipurun.errors import listing, visible
 from ipurun.executables import entries
 from ipurun.log.format import (
     batch_equation,
@@ -274,14 +274,14 @@ def without_classes(metrics: Mapping[str, float]) -> Dict[str, float]:
 
 
 def final_line(summary: Summary, name: str, folder: str) -> str:
-    """Return the one line of a quiet run."""
+    """Return the one line of a quiet run, which cannot change the terminal."""
     word = {"done": "finished"}.get(summary.status, summary.status)
     parts = [f"{name}: {word} after {count(summary.step)} steps"]
     parts += [f"{key} {metric(value)}" for key, value in without_classes(summary.metrics).items()]
     if summary.best is not None:
         parts.append(f"best {summary.monitor} {metric(summary.best)}")
     parts += [f"{rate(summary.samples_per_second)} samples/s", duration(summary.seconds.get("total")), folder]
-    return ", ".join(parts)
+    return visible(", ".join(parts))
 
 
 def _changed_rows(changed: Sequence[ChangedKey]) -> List[Tuple[str, str]]:

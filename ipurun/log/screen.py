@@ -6,17 +6,29 @@ All screens have the same methods, so a log file gets the same text as a termina
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import textwrap
 import time
 from dataclasses import dataclass
 from typing import IO, Callable, List, Mapping, Optional, Sequence, Tuple
 
+from ipurun.errors import visible
 from ipurun.log.format import count
 from ipurun.log.style import aligned, is_drawn_on
 from ipurun.training.events import EvalEnd, EvalProgress, StepEnd
 
-__all__ = ["PlainScreen", "Rows", "Screen", "SilentScreen", "TrainingState", "fit", "make_screen", "show_progress"]
+__all__ = [
+    "PlainScreen",
+    "Rows",
+    "Screen",
+    "SilentScreen",
+    "TrainingState",
+    "fit",
+    "make_screen",
+    "narrowed",
+    "show_progress",
+]
 
 Rows = Sequence[Tuple[str, str]]  # label and text; an empty label continues the row above
 
@@ -168,6 +180,9 @@ class PlainScreen(Screen):
             text = textwrap.fill(text, self._width(), subsequent_indent="  ", break_on_hyphens=False)
         self.line(text)
 
+    def result(self, text: str, is_best: bool = False) -> None:
+        self.line(narrowed(text, self._width()) if self._stream.isatty() else text)
+
     def table(
         self,
         header: Sequence[str],
@@ -181,7 +196,7 @@ class PlainScreen(Screen):
 
     def line(self, text: str, style: str = "") -> None:
         try:
-            self._stream.write(text.rstrip() + "\n")
+            self._stream.write(visible(text).rstrip() + "\n")
             self._stream.flush()
         except BrokenPipeError:
             # The reader (`| head`) is gone. A long run continues without it; its log has every line.
@@ -220,12 +235,20 @@ class PlainScreen(Screen):
 
 
 def fit(parts: Sequence[str], width: int) -> str:
-    """Join as many parts as fit in one line, most important first."""
-    chosen: List[str] = []
-    for part in parts:
-        if len("  ".join([*chosen, part])) <= width:
-            chosen.append(part)
-    return "  ".join(chosen)
+    """Join as many parts as fit in one line, most important first: the first part, the ETA, then the others."""
+    chosen: List[int] = []
+    for place in sorted(range(len(parts)), key=lambda place: place > 0 and not parts[place].startswith("ETA ")):
+        if sum(len(parts[each]) + 2 for each in [*chosen, place]) - 2 <= width:
+            chosen.append(place)
+    return "  ".join(parts[place] for place in sorted(chosen))
+
+
+def narrowed(text: str, width: int) -> str:
+    """Return the line of an evaluation without what a narrow terminal leaves out: samples and time, then the epoch."""
+    for pattern in (r"  \[[^\]]*\]$", r"  epoch [\d.]+"):
+        if len(text) > width:
+            text = re.sub(pattern, "", text)
+    return text
 
 
 def _tenth(fraction: Optional[float]) -> int:

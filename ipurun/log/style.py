@@ -10,6 +10,8 @@ import re
 import textwrap
 from typing import IO, Any, Callable, List, Mapping, Match, Optional, Sequence
 
+from ipurun.errors import visible
+
 __all__ = [
     "STYLES",
     "aligned",
@@ -43,6 +45,7 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = "_.-=+*#"
+_SET_BY_PYTHON = ("C.UTF-8", "C.utf8", "UTF-8")  # LC_CTYPE, when it starts in the locale C
 _NEVER_FOLDED = 16  # letters of a table's cell, unless the table would not fit
 _VERDICTS = {"fits": "good", "tight": "tight", "does not fit": "bad"}
 
@@ -59,8 +62,10 @@ def has_colour(stream: IO[str]) -> bool:
 
 def draws_blocks(stream: IO[str]) -> bool:
     """Return whether a stream can show block characters: not where the locale is C, which Python reads as UTF-8."""
-    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") for value in [os.environ.get(name)] if value), "")
-    if locale in ("C", "POSIX"):
+    found = {name: os.environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)}
+    if found.get("LANG") in ("C", "POSIX") and found.get("LC_CTYPE") in _SET_BY_PYTHON:
+        del found["LC_CTYPE"]
+    if next(iter(found.values()), "") in ("C", "POSIX"):
         return False
     try:
         (_EIGHTHS + _LEVELS).encode(getattr(stream, "encoding", None) or "ascii")
@@ -189,8 +194,14 @@ def sparkline(values: Sequence[float], width: int, blocks: bool = True) -> str:
     return "".join(levels[round((value - low) * scale)] for value in kept)
 
 
+def _cell(text: str) -> str:
+    """Return the text of a cell in one line, which cannot change the terminal."""
+    return visible(text).replace("\n", " ")
+
+
 def aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> List[str]:
     """Return a table as plain lines: columns of equal width, a rule below the header."""
+    header, *body = [[_cell(text) for text in row] for row in [header, *body]]
     widths = [max(len(row[column]) for row in [header, *body]) for column in range(len(header))]
     rows = [header, ["-" * width for width in widths], *body]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -237,6 +248,7 @@ def rich_table(
     from rich.table import Table
     from rich.text import Text
 
+    header, *body = [[_cell(text) for text in row] for row in [header, *body]]
     widest = max(_NEVER_FOLDED, width // 3)  # one long name must not push out the other columns
     bodies = [max((len(row[column]) for row in body), default=0) for column in range(len(header))]
     wanted = [

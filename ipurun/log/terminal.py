@@ -16,10 +16,11 @@ from rich.panel import Panel
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.segment import ControlType
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as RichText
 
+from ipurun.errors import visible
 from ipurun.log.format import count, duration, learning_rate, metric, rate
-from ipurun.log.screen import Rows, Screen, TrainingState, fit
+from ipurun.log.screen import Rows, Screen, TrainingState, fit, narrowed
 from ipurun.log.style import STYLES, block_bar, draws_blocks, rich_table, sparkline
 from ipurun.training.events import EvalEnd, StepEnd
 
@@ -33,8 +34,16 @@ _MARGIN = 4  # columns that stay free in live lines: a terminal echoes ^C there,
 _LONGEST_HISTORY = 240  # losses; neighbours are merged beyond that
 _SMOOTHING = 0.8  # share of the old value in a smoothed one, at each redraw
 _NARROW = 60
+_WIDEST_PANEL = 120  # columns; a frame around empty space is harder to read
 
 Field = Tuple[str, str]  # text and what it means, a key of STYLES or ""
+
+
+class Text(RichText):
+    """Text from configs, data and files, which must not change the terminal: rich lets escape sequences through."""
+
+    def __init__(self, text: str = "", style: str = "", **options: Any) -> None:
+        super().__init__(visible(text), style, **options)
 
 
 class TerminalScreen(Screen):
@@ -67,7 +76,12 @@ class TerminalScreen(Screen):
         heading = Text(f"{name}{colon}", style="bold not dim") + Text(outcome, style=_outcome_style(outcome))
         self._console.print(
             Panel(
-                table, box.ROUNDED if self._blocks else box.ASCII, title=heading, title_align="left", border_style="dim"
+                table,
+                box.ROUNDED if self._blocks else box.ASCII,
+                title=heading,
+                title_align="left",
+                border_style="dim",
+                width=min(self._console.width, _WIDEST_PANEL),
             )
         )
 
@@ -104,11 +118,7 @@ class TerminalScreen(Screen):
         self._console.print(Padding(table, (0, 0, 0, 2)))
 
     def result(self, text: str, is_best: bool = False) -> None:
-        # What a narrow terminal leaves out, in this order: samples and time, then the epoch.
-        for pattern in (r"  \[[^\]]*\]$", r"  epoch [\d.]+"):
-            if len(text) > self._console.width:
-                text = re.sub(pattern, "", text)
-        shown = Text(text)
+        shown = Text(narrowed(text, self._console.width))
         if is_best:
             shown.highlight_regex(r"\(best so far\)", STYLES["best"])
         shown.highlight_regex(r"\[[^\]]*\]$", STYLES["quiet"])
@@ -129,16 +139,16 @@ class TerminalScreen(Screen):
             transient=True,
         )
         self._progress.start()
-        self._progress.add_task(escape(title), total=None, phase="")
+        self._progress.add_task(escape(visible(title)), total=None, phase="")
 
     def phase(self, text: str, fraction: Optional[float] = None) -> None:
         if self._progress is None:
             return
         task = self._progress.tasks[0].id
         if fraction is None:
-            self._progress.update(task, phase=escape(text))
+            self._progress.update(task, phase=escape(visible(text)))
         else:
-            self._progress.update(task, phase=escape(text), total=1.0, completed=fraction)
+            self._progress.update(task, phase=escape(visible(text)), total=1.0, completed=fraction)
 
     def end(self, text: str) -> None:
         self.close()
@@ -171,7 +181,7 @@ class TerminalScreen(Screen):
         width = self._console.width - _MARGIN
         if fraction is not None and self._console.width >= _NARROW:
             width -= _BAR_WIDTH + 1
-        text = Text(fit(parts, width), no_wrap=True, overflow="ellipsis")
+        text: RichText = Text(fit(parts, width), no_wrap=True, overflow="ellipsis")
         if fraction is not None and self._console.width >= _NARROW:
             text = Text(block_bar(fraction, _BAR_WIDTH, self._blocks) + " ", style=STYLES["label"]) + text
         self._draw(text)

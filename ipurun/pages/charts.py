@@ -121,7 +121,8 @@ def line_chart(
     places = [tick for tick in nice_ticks(low_x, high_x, _X_TICKS) if not is_whole or tick == round(tick)]
     ticks = list(x_ticks) or [(tick, short_number(tick)) for tick in places]
     labels = [
-        f'<text x="{x:.1f}" y="{_TOP + height + 16}" text-anchor="middle">{escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{_TOP + height + 16}" text-anchor="{_anchor(text, (x - _LEFT) / width)}">'
+        f"{escape(text)}</text>"
         for x, text in _apart([(at(tick, low_y)[0], text) for tick, text in ticks])
     ]
     for tick in nice_ticks(low_y, high_y, _Y_TICKS):
@@ -160,6 +161,13 @@ def _visible(one: Series) -> Series:
     gaps = [not math.isfinite(y) for y in (math.nan, *one.ys, math.nan)]
     alone = any(before and after and not at for before, at, after in zip(gaps, gaps[1:], gaps[2:]))
     return replace(one, dots=True) if alone and not one.is_faint else one
+
+
+def _anchor(text: str, side: float) -> str:
+    """Return where a label of the x axis is held: long names at the ends would leave the picture. As in page.js."""
+    if len(text) < 7 or 0.15 < side < 0.85:
+        return "middle"
+    return "start" if side < 0.5 else "end"
 
 
 def _shortened(text: str, most: int = 48) -> str:

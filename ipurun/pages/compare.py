@@ -18,10 +18,12 @@ _NOT_COMPARED = ("resume",)
 
 
 def labels_of(runs: Sequence[RunData]) -> List[str]:
-    """Return a short name for each run that no other has."""
-    for names in ([run.name for run in runs], [run.folder.name for run in runs], [run.label for run in runs]):
-        if len(set(names)) == len(runs):
-            return names
+    """Return a short name for each run that no other has; that of its folder alone says enough of runs of one name."""
+    names = [run.name for run in runs]
+    folders = [run.folder.name for run in runs] if len(set(names)) == 1 else names
+    for candidates in (names, folders, [run.label for run in runs]):
+        if len(set(candidates)) == len(runs):
+            return candidates
     return [str(run.folder) for run in runs]
 
 
@@ -80,18 +82,18 @@ def compare_page(runs: Sequence[RunData]) -> str:
         best = "-" if run.best is None else f"{run.monitor or 'loss'} {metric(run.best)}"
         rows.append(
             (
-                label,
+                Cell(label, kind="name"),
                 Cell(run.status, markup=badge(run.status)),
                 count(run.step),
                 Cell(best, run.best),
                 Cell(count(run.samples_per_second), run.samples_per_second),
                 ratio,
                 Cell(duration(run.total_seconds), run.total_seconds),
-                str(run.folder),
+                Cell(str(run.folder), kind="name"),
             )
         )
     header = ["run", "status", "steps", "best", "samples/s", "speed", "time", "folder"]
-    keys = [[Cell(key, kind="mono"), *map(Cell, texts)] for key, texts in differing_keys(runs)]
+    keys = [[Cell(key, kind="mono name"), *map(Cell, texts)] for key, texts in differing_keys(runs)]
     body = [
         section("Runs", table(header, rows, "sortable", (4, 5, 6))),
         section(
@@ -100,7 +102,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
             if any(charts)
             else "",
         ),
-        section("Keys that differ", table(["key", *labels], keys) or "<p>No key differs.</p>"),
+        section("Keys that differ", table(["key", *labels], keys, "compared") or "<p>No key differs.</p>"),
         section("Again", command(" ".join(["ipurun", "compare", *(str(run.folder) for run in runs)]))),
     ]
     return page("Comparison of runs", body, " · ".join(labels))

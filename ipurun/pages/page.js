@@ -66,7 +66,9 @@
       for (const [at, text] of all) {
         if (at < shown.x[0] || at > shown.x[1] || px(at) - text.length * 3.5 < free) continue;
         free = px(at) + text.length * 3.5 + 8;
-        labels.append(make("text", { x: px(at), y: bottom, "text-anchor": "middle" }, text));
+        const side = (px(at) - left) / width; // long names at the ends would leave the picture
+        const anchor = text.length < 7 || (side > 0.15 && side < 0.85) ? "middle" : side < 0.5 ? "start" : "end";
+        labels.append(make("text", { x: px(at), y: bottom, "text-anchor": anchor }, text));
       }
     };
     const label_y = () => {

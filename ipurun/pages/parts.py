@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 from ipurun import __version__
+from ipurun.errors import visible
 
 __all__ = [
     "Cell",
@@ -51,8 +52,7 @@ _BADGES = {
 
 def escape(text: Any) -> str:
     """Return a text for HTML, without characters that HTML cannot have."""
-    shown = "".join(char if char.isprintable() or char in "\n\t " else f"\\x{ord(char):02x}" for char in str(text))
-    return html.escape(shown, quote=True)
+    return html.escape(visible(str(text)), quote=True)
 
 
 @dataclass(frozen=True)

@@ -330,7 +330,10 @@ def sweep_page(
     done = f"{len(finished)} of {len(sweep.records)}"
     facts = [
         (f"best {column.replace('_', ' ')}", "" if best_value is None else metric(best_value)),
-        ("with", "" if best is None else ", ".join(f"{key}={value}" for key, value in best.swept.items())),
+        (
+            "setting of the best point",
+            "" if best is None else ", ".join(f"{key}={value}" for key, value in best.swept.items()),
+        ),
         ("points finished", done),
         ("failed", str(len(failed)) if failed else ""),
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from ipurun.errors import visible
 from ipurun.log.format import count, duration, metric
 from ipurun.log.screen import Screen
 from ipurun.log.style import aligned
@@ -152,7 +153,7 @@ def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:
 def short(value: str) -> str:
     """Return a swept value for people: a number that a search has chosen with all its digits becomes readable."""
     number = _number(value) if len(value) > _LONGEST_NUMBER else None
-    return value if number is None else f"{number:.4g}"
+    return visible(value) if number is None else f"{number:.4g}"
 
 
 def chart_lines(ranking: Ranking) -> List[str]:

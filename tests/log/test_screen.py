@@ -8,7 +8,7 @@ from typing import List
 import pytest
 
 from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen
-from ipurun.log.style import print_table
+from ipurun.log.style import draws_blocks, print_table
 from ipurun.log.terminal import TerminalScreen
 
 
@@ -189,3 +189,43 @@ def test_a_narrow_table_folds_headings_and_cuts_no_number(monkeypatch: pytest.Mo
     print_table(stream, header, [["0.0005", "16", "0.9770", "1,234,567"]], numeric=(2, 3))
     row = _lines(stream)[-1]
     assert all(text in row for text in ("0.0005", "16", "0.9770", "1,234,567"))
+
+
+def test_escape_sequences_in_names_and_values_are_shown_and_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    evil = "\x1b[2Jname\x07"
+    for stream in (Terminal(), io.StringIO()):
+        screen = make_screen(stream)
+        screen.panel(evil, [(evil, evil)])
+        screen.line(evil)
+        screen.remark(f"warning: {evil}")
+        screen.notes([evil])
+        screen.table([evil], [[evil]])
+        screen.result(evil)
+        screen.close()
+        assert "\x1b[2J" not in stream.getvalue() and "\x07" not in stream.getvalue()
+        assert stream.getvalue().count("\\x1b[2Jname\\x07") == 9
+
+
+def test_a_dumb_terminal_keeps_the_eta_and_does_not_break_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    screen = make_screen(stream)
+    screen.live(
+        ["step 1/200", "loss 2.3", "lr 0.002", "1,701 samples/s", "data wait 10%", "ETA 1 min", "not saved yet"]
+    )
+    screen.result("step 50  epoch 1.00  test: loss 0.2650  accuracy 0.9280  [1,000 samples, 0.1 s]")
+    first, second = _lines(stream)
+    assert first == "step 1/200  loss 2.3  lr 0.002  1,701 samples/s  ETA 1 min"
+    assert second == "step 50  epoch 1.00  test: loss 0.2650  accuracy 0.9280"
+
+
+def test_python_setting_lc_ctype_does_not_make_a_c_locale_draw_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LC_ALL", raising=False)
+    monkeypatch.setenv("LC_CTYPE", "C.UTF-8")
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    for language, blocks in (("C", False), ("POSIX", False), ("C.UTF-8", True), ("de_DE.UTF-8", True)):
+        monkeypatch.setenv("LANG", language)
+        assert draws_blocks(stream) is blocks

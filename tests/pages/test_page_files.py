@@ -14,7 +14,7 @@ from stored_runs import HOSTILE, write_run, write_sweep
 
 from ipurun.cli.main import main
 from ipurun.pages.charts import Series, line_chart, nice_ticks, smoothed, thinned
-from ipurun.pages.compare import compare_page, differing_keys
+from ipurun.pages.compare import compare_page, differing_keys, labels_of
 from ipurun.pages.data import read_run, read_sweep
 from ipurun.pages.report import changes_from_recipe, run_page, sweep_page, value_by_key
 
@@ -74,6 +74,26 @@ def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
     _check(run_page(run))
     _check(sweep_page(read_sweep(write_sweep(tmp_path / "sweep", name=HOSTILE))))
     _check(compare_page([run, read_run(write_run(tmp_path / "other"))]))
+
+
+def test_hostile_names_and_values_cannot_change_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    runs = [str(write_run(tmp_path / f"run{HOSTILE.replace('/', '')}", HOSTILE, data={HOSTILE: HOSTILE + "\n"}))]
+    runs += [str(write_run(tmp_path / "failed", HOSTILE, "failed")), str(write_run(tmp_path / "other"))]
+    sweep = str(write_sweep(tmp_path / "sweep", name=HOSTILE))
+    shows = [["runs", "show", folder] for folder in [*runs, sweep]]
+    for words in (["runs", "ls", str(tmp_path)], ["compare", *runs], *shows):
+        assert main(words) == 0
+        shown = capsys.readouterr().out
+        assert "\\x1b[31m" in shown or words[-1] == runs[-1]
+        assert "\x1b" not in shown and "\u202e" not in shown
+    assert main(["report", f"no{HOSTILE}"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_run_is_labelled_by_what_tells_it_from_the_others(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name / time, name)) for name, time in (("a", "1"), ("a", "2"), ("b", "3"))]
+    assert labels_of(runs) == ["a 1", "a 2", "b 3"]
+    assert labels_of(runs[:2]) == ["1", "2"] and labels_of(runs[1:]) == ["a", "b"]
 
 
 def test_a_failed_run_shows_its_reason_and_its_log(tmp_path: Path) -> None:
