@@ -86,7 +86,8 @@ def draw(text: str, file: Path, columns: int, title: str) -> None:
 
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(Text.from_ansi(f"{text}\n"), soft_wrap=False)
-    file.write_text(console.export_svg(title=title[:60], code_format=_SVG, unique_id=file.stem), encoding="utf-8")
+    title = title if len(title) < 60 else " ".join(title.split()[:2])
+    file.write_text(console.export_svg(title=title, code_format=_SVG, unique_id=file.stem), encoding="utf-8")
 
 
 def page(address: str, file: str, size: str, is_dark: bool = False) -> None:
