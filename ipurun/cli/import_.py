@@ -83,6 +83,7 @@ def run(argv: List[str]) -> int:
     name = rest[0] if rest else "imported" if is_command else _name_of(source)
     made = _write(name, imported, "the command line" if is_command else source.name, words[0])
     plan = _planned(name)
+    plan += _of_an_epoch(imported, plan)
     if flags.json:
         document = {"recipe": name, "made": [str(made)], "notes": imported.notes, "plan": plan}
         print(json.dumps(document, indent=2))
@@ -155,9 +156,7 @@ def _training_arguments(word: str) -> Recipe:
     """Return the recipe of the arguments that an ipu_config.json is used with."""
     recipe = import_command(word) if _is_command(word) else import_training_arguments(_raw_arguments(word))
     recipe.notes = [note for note in recipe.notes if "ipu_config_name" not in note]
-    if (
-        recipe.keys.get("gradient_accumulation") == 1
-    ):  # the default of TrainingArguments, and then Optimum's file counts
+    if recipe.keys.get("gradient_accumulation") == 1:  # the default, with which Optimum's file counts
         del recipe.keys["gradient_accumulation"]
     return recipe
 
@@ -188,7 +187,8 @@ def _program(source: Path, arguments: List[str]) -> Recipe:
 
     recorded = recorded_program(str(source), arguments)
     blocks = {str(block.module): block.ipu for block in user_blocks(recorded.model)}
-    return import_program(recorded, source.stem, blocks)
+    is_guarded = re.search(r"^if .*__name__", _read(source), re.MULTILINE) is not None
+    return import_program(recorded, source.stem, blocks, is_guarded)
 
 
 def _planned(name: str) -> List[str]:
@@ -203,6 +203,17 @@ def _planned(name: str) -> List[str]:
     lines = str(report).splitlines()
     kept = [line.strip() for line in lines[1:] if line.startswith("  ")][:8]
     return kept + [line for line in lines if line.startswith("estimate for")]
+
+
+def _of_an_epoch(imported: Recipe, plan: List[str]) -> List[str]:
+    """Compute the host calls that a share of the batches is, now that the plan has those of an epoch."""
+    found = (re.search(r"limit\.train_calls is a number, not a share: ([\d.]+)", note) for note in imported.notes)
+    share = next(filter(None, found), None)
+    calls = next(filter(None, (re.match(r"epoch +([\d,]+) host calls", line) for line in plan)), None)
+    if share is None or calls is None:
+        return []
+    number = max(1, int(float(share.group(1)) * int(calls.group(1).replace(",", ""))))
+    return [f"limit.train_calls={number} is {share.group(1)} of an epoch"]
 
 
 def _read(source: Path) -> str:

@@ -326,13 +326,15 @@ def translate(key: str, value: Any = None) -> Optional[Tuple[str, Any]]:
 
 
 def explain(key: str, value: Any = None) -> str:
-    """Return why a key of another tool, or this value of it, has no counterpart; empty if it is not known or has one."""
+    """Return why a key of another tool, or this value of it, has no counterpart; empty if it has one or is unknown."""
     name = key.replace("-", "_").rpartition(".")[2]
     if name == "strategy" and re.match(r"(ddp|fsdp|deepspeed|dp|horovod|fullysharded)", str(value).lower()):
         return _PROCESSES
     is_share = isinstance(value, float) and 0 < value <= 1
     if name in _SHARES and is_share:
-        return f"{_SHARES[name]} is a number, not a share: {value} x the host calls of an epoch, which `ipurun plan` shows"
+        return (
+            f"{_SHARES[name]} is a number, not a share: {value} x the host calls of an epoch, which `ipurun plan` shows"
+        )
     return _WITHOUT.get(name, "")
 
 

@@ -138,6 +138,7 @@ class TestBadInput:
             ("gradient_clip_val=1.0", "optimizer.max_grad_norm=1.0"),
             ("trainer.max_epochs=3", "epochs=3"),
             ("limit_train_batches=100", "limit.train_calls=100"),
+            ("accelerator=gpu", "engine=auto"),
             ("overfit_batches=1", "debug=overfit"),
             ("patience=3", "early_stopping.patience=3"),
             ("fast_dev_run=true", "debug=fast"),
@@ -182,6 +183,18 @@ class TestBadInput:
     def test_a_foreign_value_without_a_counterpart_names_only_the_key(self) -> None:
         (problem,) = problems_of("+recipe=mnist", "lr_scheduler_type=odd")
         assert (problem.known, problem.fix) == ("schedule", "remove lr_scheduler_type=odd")
+
+    @pytest.mark.parametrize(
+        ("typed", "advice"),
+        [
+            ("limit_train_batches=0.1", "limit.train_calls is a number, not a share: 0.1 x the host calls of an epoch"),
+            ("strategy=ddp", "devices=N makes N replicas in one process"),
+            ("trainer.strategy=ddp_spawn", "distributed=torchrun on CPUs"),
+        ],
+    )
+    def test_a_foreign_value_without_a_counterpart_says_what_to_do(self, typed: str, advice: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", typed)
+        assert advice in problem.fix
 
     @pytest.mark.parametrize("value", ["[1,4]", "{0:1,5:4}"])
     def test_accumulation_that_changes_during_a_run_is_refused_with_the_reason(self, value: str) -> None:

@@ -56,6 +56,7 @@ def test_a_section_of_an_applications_configs(capsys):
         "precision": "16.16",
         "pipeline": {"split": ["layer1.0", "layer2.2"]},
         "partials": "half",
+        "seed": 0,
     }
     assert "mixup-alpha: 0.2" in text
     assert main(["import", "configs.yml", "other", "--section", "resnet50"]) == 2
@@ -69,9 +70,43 @@ def test_training_arguments_and_an_ipu_config(capsys):
     keys, _ = recipe("ipu_config.json", "training_args.json", "made")
     assert keys["pipeline"] == {"layers_per_ipu": [3, 3]}
     assert (keys["micro_batch_size"], keys["epochs"], keys["precision"]) == (2, 3, "16-mixed")
-    assert keys["optimizer"] == {"lr": 3e-05, "weight_decay": 0.0}
+    assert (keys["optimizer"]["lr"], keys["optimizer"]["weight_decay"]) == (3e-05, 0.0)
     assert keys["schedule"] == {"warmup_share": 0.1}
     assert keys["defaults"] == [{"override /optimizer": "adamw"}, {"override /schedule": "linear"}]
+
+
+def test_the_command_of_an_example_script_wins_over_the_ipu_config():
+    write("ipu_config.json", json.dumps({"gradient_accumulation_steps": 512, "ipus_per_replica": 2, "seed": 42}))
+    command = """python examples/run_glue.py --model_name_or_path bert-base-cased --ipu_config_name Graphcore/bert
+        --ipu_config_overrides "layers_per_ipu=[4 8]" --task_name sst2 --do_train --logging_strategy steps
+        --gradient_accumulation_steps 16 --seed 0 --lamb_no_bias_correction --lr_schedule linear --num_train_epochs 2
+        --dataloader_mode async_rebatched --config_overrides "layer_norm_eps=0.001" --source_prefix "summarize: " """
+    keys, text = recipe("ipu_config.json", command.replace("\n", " "), "made")
+    assert keys["model"] == {
+        "_target_": "transformers.AutoModelForSequenceClassification.from_pretrained",
+        "pretrained_model_name_or_path": "bert-base-cased",
+        "layer_norm_eps": 0.001,
+    }
+    assert keys["loader"] == {"collate": "transformers.default_data_collator", "mode": "async_rebatched"}
+    assert (keys["gradient_accumulation"], keys["seed"], keys["epochs"]) == (16, 0, 2)
+    assert keys["pipeline"] == {"layers_per_ipu": [4, 8]}
+    assert keys["defaults"] == [{"override /optimizer": "lamb"}, {"override /schedule": "linear"}]
+    assert keys["optimizer"]["bias_correction"] is False
+    assert "task_name: sst2: about the data" in text
+    assert "source_prefix: summarize: : about" in text
+    assert "ipu_config_name" not in text
+
+
+def test_a_file_with_both_kinds_of_arguments():
+    values = {"per_device_train_batch_size": 2, "num_train_epochs": 300, "warmup_epochs": 30, "pod_type": "pod16"}
+    ipus = {"layers_per_ipu": [2, 2], "replication_factor": {"pod16": 8, "default": 1}, "fp32": True}
+    write("both.json", json.dumps({**values, **ipus, "smoothing": 0.1, "model_name_or_path": "facebook/convnext"}))
+    keys, text = recipe("both.json", "made")
+    assert keys["pipeline"] == {"layers_per_ipu": [2, 2]}
+    assert keys["replication"] == {"factor": 8}
+    assert (keys["devices"], keys["precision"], keys["schedule"]) == (16, "32.32", {"warmup_share": 0.1})
+    assert "pretrained_model_name_or_path: facebook/convnext" in text
+    assert "loss.args.label_smoothing=0.1" in text
 
 
 def test_a_command_line_of_poprun():
@@ -95,6 +130,7 @@ def test_a_config_of_lightnings_cli_is_planned_at_once(capsys):
           devices: 2
           max_epochs: 2
           precision: 16-mixed
+          limit_train_batches: 0.5
           callbacks:
             - class_path: lightning.pytorch.callbacks.EarlyStopping
               init_args: {monitor: val_loss, patience: 3, mode: min}
@@ -104,9 +140,59 @@ def test_a_config_of_lightnings_cli_is_planned_at_once(capsys):
     )
     assert main(["import", "cli.yaml", "made", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["notes"] == []
+    assert [note.partition(":")[0] for note in document["notes"]] == ["trainer.limit_train_batches"]
+    calls = next(int(line.split()[1]) for line in document["plan"] if line.startswith("epoch"))
+    assert f"limit.train_calls={calls // 2} is 0.5 of an epoch" in document["plan"]
     assert any(line.startswith("devices    2 IPUs = 2 replicas") for line in document["plan"])
     assert main(["train", "+recipe=made", "--quiet"]) == 0
+
+
+def test_a_config_of_lightnings_cli_is_read_as_lightning_reads_it():
+    write(
+        "cli.yaml",
+        """
+        fit:
+          trainer:
+            accelerator: gpu
+            devices: "0,1"
+            precision: bf16-mixed
+            max_epochs: -1
+            enable_checkpointing: true
+            limit_train_batches: 0.1
+            logger:
+              - {class_path: lightning.pytorch.loggers.WandbLogger, init_args: {project: mine}}
+              - {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}
+            strategy:
+              class_path: lightning.pytorch.strategies.IPUStrategy
+              init_args: {device_iterations: 4, autoreport: true, training_opts: null}
+            callbacks:
+              - {class_path: lightning.pytorch.callbacks.StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}
+          model:
+            class_path: my.Lit
+            init_args: {lr: 2e-4, layers: [{class_path: torch.nn.Linear, init_args: {in_features: 8}}]}
+          data: {batch_size: 4}
+        """,
+    )
+    keys, text = recipe("cli.yaml", "made")
+    assert keys["model"] == {
+        "_target_": "my.Lit",
+        "lr": 0.0002,
+        "layers": [{"_target_": "torch.nn.Linear", "in_features": 8}],
+    }
+    assert keys["data"] == {"batch_size": 4}
+    assert (keys["devices"], keys["precision"], keys["device_iterations"]) == (2, "16-mixed", 4)
+    assert (keys["logger"], keys["profile"]) == ({"wandb": {"project": "mine"}}, {"kind": "graph"})
+    assert keys["averaging"] == {"kind": "tail"}
+    assert "0.1 x the host calls of an epoch" in text
+    assert "write data._target_" in text
+    assert "no bfloat16" in text
+    assert "enable_checkpointing" not in text
+
+
+def test_several_processes_of_lightning_become_replicas():
+    write("cli.yaml", "{trainer: {strategy: lightning.pytorch.strategies.DDPStrategy}, model: {class_path: a.B}}")
+    _, text = recipe("cli.yaml", "made")
+    assert "devices=N makes N replicas" in text
 
 
 SCRIPT = """
@@ -155,6 +241,87 @@ def test_a_script_is_run_up_to_its_first_model(capsys):
     assert (keys["micro_batch_size"], keys["device_iterations"], keys["gradient_accumulation"]) == (2, 2, 8)
     assert keys["optimizer"] == {"_target_": "poptorch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
     assert any("last on IPU 1" in note for note in document["notes"])
+
+
+PIPELINE = """
+    import torch, poptorch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+        def forward(self, inputs):
+            with poptorch.Block("B1"):
+                inputs = self.first(inputs)
+            with poptorch.Block("B2"):
+                return self.last(inputs)
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs, target):
+            scores = self.model(inputs)
+            with poptorch.Block("B2"):
+                return scores, torch.nn.functional.cross_entropy(scores, target)
+
+    class Scale:
+        def __init__(self, mean, std=(1.0,)):
+            self.mean, self.std = mean, std
+
+        def __call__(self, value):
+            return (value - self.mean[0]) / self.std[0]
+
+    class Data(torch.utils.data.Dataset):
+        def __init__(self, root, transforms=None):
+            self.root, self.transforms = root, transforms
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            assert len(self.transforms) == 1
+            return self.transforms[0](torch.ones(4) * index), torch.tensor(index % 3)
+
+    GUARD
+        options = poptorch.Options()
+        options._Popart.set("defaultPrefetchBufferingDepth", 3)
+        options._Popart.set("enableOutlining", False)
+        options.Training.gradientAccumulation(4)
+        options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))
+        stages = [poptorch.Stage("B1").ipu(0), poptorch.Stage("B2").ipu(1)]
+        options.setExecutionStrategy(poptorch.PipelinedExecution(*stages))
+        loader = poptorch.DataLoader(options, Data("here", [Scale((2.0,), (3.0,))]), batch_size=2)
+        net = Net()
+        model = poptorch.trainingModel(WithLoss(net), options, poptorch.optim.AdamW(net.parameters(), lr=0.1))
+        model(*next(iter(loader)))
+"""
+
+
+def test_a_script_with_nested_objects_and_stages_becomes_a_recipe_that_runs(capsys):
+    write("tool_of_stages.py", PIPELINE.replace("GUARD", 'if __name__ == "__main__":'))
+    keys, text = recipe("tool_of_stages.py", "made")
+    assert keys["model"] == {"_target_": "tool_of_stages.WithLoss", "model": {"_target_": "tool_of_stages.Net"}}
+    scale = {"_target_": "tool_of_stages.Scale", "mean": [2.0], "std": [3.0]}
+    assert keys["data"] == {"_target_": "tool_of_stages.Data", "root": "here", "transforms": [scale]}
+    assert keys["pipeline"] == {
+        "strategy": "pipelined",
+        "stages": [{"blocks": ["B1"], "ipu": 0}, {"blocks": ["B2"], "ipu": 1}],
+    }
+    assert keys["options"] == {
+        "_Popart": {"set": {"defaultPrefetchBufferingDepth": 3, "enableOutlining": False}},
+        "TensorLocations": {"setOptimizerLocation": {"useOnChipStorage": False}},
+    }
+    assert "by hand" not in text
+    assert main(["train", "+recipe=made", "max_steps=2", "--quiet"]) == 0
+
+
+def test_a_script_that_trains_when_imported_is_noted():
+    write("tool_without_guard.py", PIPELINE.replace("GUARD", "if True:"))
+    _, text = recipe("tool_without_guard.py", "made")
+    assert "tool_without_guard.py trains when it is imported" in text
 
 
 def test_a_script_that_fails_or_compiles_nothing_is_reported(capsys):

@@ -31,6 +31,17 @@ BERT = {
     "optimum_version": "1.6.1",
 }
 
+TRAINER = {  # what Optimum's trainer does, whatever the file says
+    "defaults": ["override /optimizer: adamw"],
+    "optimizer": {
+        "accum_type": "float16",
+        "bias_correction": False,
+        "first_order_momentum_accum_type": "float16",
+    },
+    "precision": "16.16",
+    "stochastic_rounding": True,
+}
+
 
 def imported(values, layers=None):
     return import_config(json.dumps(values), layers)
@@ -55,7 +66,7 @@ def test_every_key_is_mapped_or_noted():
         "output": {"mode": "final"},
         "seed": 42,
         "loss_scaling": "auto",
-        "optimizer": {"accum_type": "float16"},
+        **TRAINER,
         "cache": {"dir": "./exe_cache"},
         "pipeline": {"layers_per_ipu": [0, 7, 7, 10], "layers": "bert.encoder.layer"},
         "recompute": {"every": "block"},
@@ -86,6 +97,7 @@ def test_layers_per_ipu(values, counts):
 
 def test_defaults_of_optimum_are_kept():
     assert imported({}).keys == {
+        **TRAINER,
         "partials": "half",
         "memory": {"available_proportion": 0.2},
         "inference": {"device_iterations": 1},
@@ -101,11 +113,41 @@ def test_defaults_of_optimum_are_kept():
         ({"serialized_embedding_splits_per_ipu": [3, 1, 0, 0]}, "memory.serialize={MODULE: [3, 1, 0, 0]}"),
         ({"gradient_accumulation_steps": {"pod16": 8, "default": 4}}, "depends on the pod"),
         ({"something_new": 3}, "something_new: 3"),
-        ({"output_mode": "default"}, "output_mode"),
+        ({"output_mode": "odd"}, "output_mode"),
     ],
 )
 def test_keys_that_cannot_be_mapped_are_noted(values, word):
     assert any(word in note for note in imported(values, "layers").notes)
+
+
+def test_the_arguments_choose_the_pod_and_override_the_file():
+    values = {"replication_factor": {"pod4": 1, "pod16": 4, "default": 2}, "ipus_per_replica": 4}
+    assert imported(values).keys["replication"] == {"factor": 2}
+    overrides = "device_iterations=3,matmul_proportion=[0.08 0.2 0.25 0.25],optimizer_state_offchip=true"
+    arguments = {"pod_type": "pod16", "ipu_config_overrides": overrides, "fp32": True}
+    result = import_config(json.dumps(values), arguments=arguments)
+    assert result.keys["replication"] == {"factor": 4}
+    assert result.keys["device_iterations"] == 3
+    assert result.keys["memory"]["available_proportion"]["IPU3"] == 0.25
+    assert result.keys["memory"]["optimizer_state"] == {"on_chip": False}
+    assert "precision" not in result.keys
+    assert result.notes == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "made"),
+    [
+        ({"matmul_proportion": [0.25], "ipus_per_replica": 4}, "memory", {"available_proportion": 0.25}),
+        ({"executable_cache_dir": "disabled"}, "cache", {"enabled": False}),
+        ({"async_dataloader": True, "dataloader_workers": 64}, "loader", {"mode": "async", "workers": 64}),
+        ({"lr_schedule": "linear", "lr_warmup": 0.1}, "schedule", {"warmup_share": 0.1}),
+        ({"embedding_serialization_factor": 0, "loss_scaling": 64.0}, "loss_scaling", 64.0),
+    ],
+)
+def test_keys_of_older_files(values, key, made):
+    result = imported(values)
+    assert result.keys[key] == made
+    assert result.notes == []
 
 
 def test_separate_inference_placement():

@@ -247,20 +247,32 @@ def _names(text: str) -> FrozenSet[str]:
 _OF_MODEL = _names(
     """
     attention_probs_dropout_prob drop_path_rate efficientnet_expand_ratio efficientnet_group_dim enable_fast_groupnorm
-    attention_mask hidden_dropout_prob hidden_size layer_norm_eps layer_scale_init_value layerdrop mlp_dim norm_eps norm_num_groups norm_type num_attention_heads
+    attention_mask hidden_dropout_prob hidden_size layer_norm_eps layer_scale_init_value layerdrop
+    mlp_dim norm_eps norm_num_groups norm_type num_attention_heads
     num_hidden_layers num_labels patches_size representation_size vocab_size
     """
 )
 _OF_DATA = _names(
     """
-    alpha audio_column_name byteio cutmix cutmix_disable_prob cutmix_lambda_high cutmix_lambda_low dataset_path eight_bit_io extra_aug
-    feature_extractor_name image_processor_name imagenet_data_path input_file input_files mask_tokens max_sequences_per_pack mixup mixup_alpha
+    alpha audio_column_name byteio cutmix
+    cutmix_disable_prob cutmix_lambda_high cutmix_lambda_low dataset_path eight_bit_io extra_aug
+    feature_extractor_name image_processor_name
+    imagenet_data_path input_file input_files mask_tokens max_sequences_per_pack mixup mixup_alpha
     is_already_preprocessed label_column_name language normalization_location packed_data packing_factor
     pad_to_max_length sequence_length source_lang source_prefix summary_column synthetic_data target_lang task_name
     text_column tokenizer_name use_bbox_info
     """
 )
-_BEGINS_OF_DATA = ("dataset_", "train_", "validation_", "test_", "max_seq_", "max_source_", "max_target_", "max_train_")
+_BEGINS_OF_DATA: Tuple[str, ...] = (
+    "dataset_",
+    "train_",
+    "validation_",
+    "test_",
+    "max_seq_",
+    "max_source_",
+    "max_target_",
+    "max_train_",
+)
 _BEGINS_OF_DATA += ("max_eval_", "max_predict_", "max_length", "max_duration_", "min_duration_", "doc_stride")
 _SHARDED = _on("replication.tensor_sharding", True)
 _OFF_CHIP = _on("memory.optimizer_state.on_chip", False)

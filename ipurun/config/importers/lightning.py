@@ -27,7 +27,14 @@ _USUAL: Mapping[str, Tuple[Any, ...]] = {
 }
 _OF_STRATEGY = ("training_opts", "inference_opts", "autoreport", "autoreport_dir", "device_iterations")
 _OF_CALLBACKS = ("patience", "min_delta", "stopping_threshold", "every_n_train_steps", "every_n_epochs")
-_SHOWN = ("LearningRateMonitor", "RichProgressBar", "TQDMProgressBar", "ModelSummary", "RichModelSummary", "Timer")
+_SHOWN: Tuple[str, ...] = (
+    "LearningRateMonitor",
+    "RichProgressBar",
+    "TQDMProgressBar",
+    "ModelSummary",
+    "RichModelSummary",
+    "Timer",
+)
 _SHOWN += ("DeviceStatsMonitor", "GPUStatsMonitor", "ProgressBar", "LearningRateLogger")
 
 
@@ -168,6 +175,8 @@ def _logger(recipe: Recipe, node: Optional[Mapping[str, Any]]) -> None:
     name = _name_of(node)
     if name not in _LOGGERS:
         recipe.notes.append(f"trainer.logger: {name}: ipurun ls logger lists those that ipurun has")
+    elif _LOGGERS[name] and any("/logger:" in choice for choice in recipe.keys.get("defaults", [])):
+        recipe.notes.append(f"trainer.logger: {name}: a second logger: add logger={_LOGGERS[name]} by hand")
     elif _LOGGERS[name]:
         recipe.choose("logger", _LOGGERS[name])
         if node.get("project") and name == "WandbLogger":

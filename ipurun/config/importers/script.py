@@ -35,15 +35,21 @@ _USUAL["use_combined_accum"] = False
 _OPTIMIZER_VALUES += ("loss_scaling", "max_grad_norm", "bias_correction", "max_weight_norm", "use_combined_accum")
 
 
-def import_program(recorded: Any, module: str, blocks: Mapping[str, Optional[int]]) -> Recipe:
+def import_program(recorded: Any, module: str, blocks: Mapping[str, Optional[int]], is_guarded: bool = True) -> Recipe:
     """Return the recipe of a program.
 
     Args:
         recorded: `ipurun.emulator.exec.RecordedProgram`.
         module: Name under which the program can be imported.
         blocks: Module name -> IPU of the blocks that begin there.
+        is_guarded: Whether the program can be imported without being run.
     """
     recipe = Recipe("")
+    if not is_guarded:
+        recipe.notes.append(
+            f"{module}.py trains when it is imported: put all but its classes and functions below if __name__ == "
+            '"__main__":, or move them to a module of their own'
+        )
     _set_class(recipe, "model", recorded.model, module)
     if recorded.loaders:
         _set_loader(recipe, recorded.loaders[0], module)
@@ -66,41 +72,78 @@ def import_program(recorded: Any, module: str, blocks: Mapping[str, Optional[int
 
 
 def _set_class(recipe: Recipe, key: str, value: Any, module: str) -> None:
-    """Set the class of an object, and the arguments of its constructor that are attributes of the same name."""
-    kind = type(value)
-    if kind.__name__.startswith("Poptorch") and len(kind.__mro__) > 1:  # the class that PopTorch gives a wrapped model
-        kind = kind.__mro__[1]
-    home = module if kind.__module__ == "__main__" else kind.__module__
-    recipe.set(f"{key}._target_", f"{home}.{kind.__qualname__}")
+    """Set the class of an object and the arguments of its constructor, read from attributes of the same name."""
+    missing: List[str] = []
+    recipe.keys[key] = _node(value, module, missing)
+    kind = _kind(value)
     if "<locals>" in kind.__qualname__:
         recipe.notes.append(f"{key}: {kind.__qualname__} is defined inside a function: move it to the top of a module")
-    found, missing = _arguments(kind, value)
-    for name, argument in found.items():
-        recipe.set(f"{key}.{name}", argument)
     if missing:
-        recipe.notes.append(f"{key}: write the arguments {', '.join(missing)} of {kind.__name__} by hand")
+        recipe.notes.append(f"{key}: write by hand what no attribute of the same name keeps: {', '.join(missing)}")
 
 
-def _arguments(kind: type, value: Any) -> Tuple[Dict[str, Any], List[str]]:
-    found: Dict[str, Any] = {}
-    missing: List[str] = []
+def _kind(value: Any) -> type:
+    kind = type(value)
+    is_wrapped = kind.__name__.startswith("Poptorch") and len(kind.__mro__) > 1  # by PopTorch, around the model's class
+    return kind.__mro__[1] if is_wrapped else kind
+
+
+def _node(value: Any, module: str, missing: List[str]) -> Dict[str, Any]:
+    """Return an object as a node with `_target_`; objects among its arguments become nodes, too.
+
+    Args:
+        value: The object.
+        module: Name under which the program can be imported.
+        missing: Receives the arguments that could not be read.
+    """
+    kind = _kind(value)
+    home = module if kind.__module__ == "__main__" else kind.__module__
+    node: Dict[str, Any] = {"_target_": f"{home}.{kind.__qualname__}"}
     try:
         parameters = list(inspect.signature(kind).parameters.values())
     except (TypeError, ValueError):
-        return {}, []
+        return node
     for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
         own = getattr(value, parameter.name, getattr(value, f"_{parameter.name}", _MISSING))
-        is_plain = isinstance(own, (bool, int, float, str))
-        if is_plain and own != parameter.default:
-            found[parameter.name] = own
-        elif parameter.default is inspect.Parameter.empty and not is_plain:
-            missing.append(parameter.name)
-    return found, missing
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if own is not _MISSING and own:
+                missing.append(f"{parameter.name} of {kind.__name__}")
+            continue
+        if own is _MISSING and parameter.default is not inspect.Parameter.empty:
+            continue
+        if isinstance(parameter.default, bool) and (own is None or _is_tensor(own)):
+            own = own is not None  # `bias` of torch.nn's modules is the weight itself, or None
+        is_other = parameter.annotation in _PLAIN_TYPES and not isinstance(own, (bool, int, float, str))
+        made = _MISSING if is_other else _argument(own, module, missing)
+        if made is _MISSING:
+            missing.append(f"{parameter.name} of {kind.__name__}")
+        elif own is not parameter.default and not _is_default(own, parameter.default):
+            node[parameter.name] = made
+    return node
+
+
+def _is_tensor(value: Any) -> bool:
+    return any((kind.__module__, kind.__name__) == ("torch", "Tensor") for kind in type(value).__mro__)
+
+
+def _is_default(own: Any, default: Any) -> bool:
+    return isinstance(own, (bool, int, float, str)) and type(own) is type(default) and own == default
+
+
+def _argument(value: Any, module: str, missing: List[str]) -> Any:
+    plain = _plain(value) if value is not _MISSING else _MISSING
+    if plain is not _MISSING or value is _MISSING:
+        return plain
+    if isinstance(value, (list, tuple)):
+        items = [_argument(item, module, missing) for item in value]
+        return _MISSING if any(item is _MISSING for item in items) else items
+    kind = _kind(value)
+    is_data = kind.__module__ == "builtins" or isinstance(value, type) or _is_tensor(value) or inspect.isroutine(value)
+    return _MISSING if is_data or "<locals>" in kind.__qualname__ else _node(value, module, missing)
 
 
 _MISSING = object()
+_PLAIN_TYPES = (bool, int, float, str, "bool", "int", "float", "str")
 
 
 def _set_loader(recipe: Recipe, loader: Mapping[str, Any], module: str) -> None:
@@ -120,9 +163,15 @@ def _set_loader(recipe: Recipe, loader: Mapping[str, Any], module: str) -> None:
 
 def _set_option(recipe: Recipe, path: str, arguments: Tuple[Any, ...]) -> None:
     name = path.rpartition(".")[2]
+    if name == "setExecutionStrategy" and _set_strategy(recipe, arguments[0]):
+        return
+    if path == "_Popart.set" and len(arguments) == 2:
+        given = recipe.keys.get("options", {}).get("_Popart", {}).get("set", {})
+        recipe.set("options._Popart.set", {**given, arguments[0]: _plain(arguments[1])})
+        return
     value: Any = arguments[0] if len(arguments) == 1 else list(arguments)
     value = getattr(value, "name", value) if type(value).__module__.startswith("ipurun.emulator") else value
-    plain = _plain(value)
+    plain = _location(value) if type(value).__name__ == "TensorLocationSettings" else _plain(value)
     found = None if plain is _MISSING else translate(name, plain)
     if not arguments or plain is _MISSING:
         recipe.notes.append(f"options.{path}({', '.join(map(str, arguments))}): write it by hand")
@@ -130,6 +179,32 @@ def _set_option(recipe: Recipe, path: str, arguments: Tuple[Any, ...]) -> None:
         recipe.set(f"options.{path}", plain)
     else:
         recipe.set(*found)
+
+
+def _location(settings: Any) -> Dict[str, Any]:
+    """Return a TensorLocationSettings as the setters that were called on it."""
+    values = dict(settings._values)
+    return {_LOCATIONS.get(name, name): bool(value) if name in _SWITCHES else value for name, value in values.items()}
+
+
+_LOCATIONS = {"onChip": "useOnChipStorage"}
+_SWITCHES = ("onChip", "useReplicatedTensorSharding", "useIOTilesToLoad", "useIOTilesToStore")
+
+
+def _set_strategy(recipe: Recipe, strategy: Any) -> bool:
+    """Take over a pipelined or sharded strategy with its stages; return False for any other."""
+    word = {"PipelinedExecution": "pipelined", "ShardedExecution": "sharded"}.get(type(strategy).__name__)
+    if word is None:
+        return False
+    stages: List[Any] = []
+    for stage in strategy._block_map.values():
+        if stage not in stages:
+            stages.append(stage)
+    recipe.set("pipeline.strategy", word)
+    if stages:
+        listed = [{"blocks": list(stage.blocks), "ipu": stage._ipu} for stage in stages]
+        recipe.set("pipeline.stages", [entry if entry["ipu"] is not None else entry["blocks"] for entry in listed])
+    return True
 
 
 def _plain(value: Any) -> Any:
