@@ -100,7 +100,8 @@ def _node(value: Any, module: str, missing: List[str]) -> Dict[str, Any]:
     home = module if kind.__module__ == "__main__" else kind.__module__
     node: Dict[str, Any] = {"_target_": f"{home}.{kind.__qualname__}"}
     try:
-        parameters = list(inspect.signature(kind).parameters.values())
+        # Of the constructor itself: in Python 3.8 a data set's class has the signature of Generic.__new__.
+        parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]  # type: ignore[misc]
     except (TypeError, ValueError):
         return node
     for parameter in parameters:
