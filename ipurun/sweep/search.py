@@ -76,6 +76,11 @@ class Search:
             what, seen = "the Optuna study cannot be opened", f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConfigError(what, seen=seen, fix="hydra.sweeper.storage=sqlite:///FILE, or leave it out") from error
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other sweeps may use the same study: one that is not stored in a sweep's folder."""
+        return bool(self._storage)
+
     def reporting(self, folder: Path, number: int) -> Dict[str, object]:
         """Return what `TrialReport` needs to report for a trial."""
         return {
@@ -138,6 +143,8 @@ class TrialSource(Source):
         self._search = search
         self._ledger = ledger
         self._study = search.open_study(ledger.folder)
+        if not search.is_shared:
+            self._record_forgotten()
         self._again = [record for record in ledger.records if record.status not in ENDED]
         self._too_many_failures = False
 
@@ -181,6 +188,14 @@ class TrialSource(Source):
     @property
     def is_exhausted(self) -> bool:
         return not self._again and len(self._ledger.records) >= self.total
+
+    def _record_forgotten(self) -> None:
+        """Record trials that were asked for when the sweep was killed, before the ledger had them."""
+        known = {record.trial for record in self._ledger.records}
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.number not in known and not trial.state.is_finished() and trial.params:
+                swept, number = self._search.texts(trial.params), len(self._ledger.records)
+                self._ledger.records.append(Record("", number, "", swept, [], PENDING, trial=trial.number))
 
     def _checked(self, record: Record) -> Checked:
         assert self._points.composer is not None
