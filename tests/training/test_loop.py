@@ -309,9 +309,10 @@ def test_an_engine_error_has_a_cause_but_no_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keys", [{}, {"device_iterations": 2, "devices": 2}])
 def test_a_floating_point_exception_names_the_operation_and_what_to_change(tmp_path: Path, keys: Any) -> None:
     run = built(epochs=1, debug__fp_exceptions=True, optimizer={"_target_": "torch.optim.SGD", "lr": 1e38}, **keys)
-    with pytest.raises(RunError, match="Floating point exception: ") as caught:
+    with pytest.raises(RunError) as caught:
         train(run, Folder(tmp_path), [])
-    assert "in addmm at" in str(caught.value) and "a smaller optimizer.lr" in str(caught.value)
+    text = " ".join(str(caught.value).split())  # lines break where the path ends
+    assert "Floating point exception: " in text and "in addmm at" in text and "a smaller optimizer.lr" in text
 
 
 @pytest.mark.parametrize(
