@@ -29,11 +29,13 @@ class ReplayMaker(NamedTuple):
         checks: Whether to raise floating-point exceptions.
         rounds: Whether to round half results stochastically, with numbers from torch's generator.
         as_captured: Whether to run half operations with the kernels of the captured run, to compare with it.
+        same_bits: Whether to use only kernels that return the same bits as torch's.
     """
 
     checks: bool = False
     rounds: bool = False
     as_captured: bool = False
+    same_bits: bool = True
 
     def __call__(
         self, graph: Graph, *, results: Optional[Sequence[Value]] = None, sums: Sequence[Value] = ()
@@ -48,7 +50,7 @@ class ReplayMaker(NamedTuple):
         wanted = [*graph.outputs, *graph.grads.values()] if results is None else results
         if not self.as_captured:
             graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums, one_by_one=self.checks)
-            graph = with_quick_kernels(graph, wanted)
+            graph = with_quick_kernels(graph, wanted, same_bits=self.same_bits)
         return Interpreter(graph, wanted, checks=True) if self.checks else generate(graph, results=wanted)
 
 

@@ -18,6 +18,7 @@ from ipurun.emulator._executor.weights import DeviceWeights
 from ipurun.emulator._run.checked import GraphRunner, ReplayMaker
 from ipurun.emulator._run.folding import STACKED, CannotFold, Folding, Rows
 from ipurun.emulator._run.half import float_op
+from ipurun.emulator._run.kernels import draw_bernoulli
 from ipurun.emulator._run.replay import generate
 from ipurun.emulator._run.stored_graph import (
     NotStorableError,
@@ -101,6 +102,8 @@ def _random_result(node: Node) -> Value:
 def _draw_into(node: Node, target: torch.Tensor) -> None:
     if node.name == "native_dropout":
         target.bernoulli_(1 - node.args[1])
+    elif node.op is torch.ops.aten.bernoulli_.float:
+        draw_bernoulli(target, *node.args[1:], **node.kwargs)
     elif node.name.endswith("_"):
         node.op(target, *node.args[1:], **node.kwargs)
     elif node.args and isinstance(node.args[0], Value):
@@ -278,7 +281,8 @@ class Together:
     def use(self, make_replay: ReplayMaker) -> None:
         """Compute with another kind of replay from now on."""
         # Half precision would overflow in a sum over micro-batches before it does in each of them.
-        self._run_graph = GraphRunner(make_replay, self._batched, sums=list(self._batched.grads.values()))
+        at_once = make_replay._replace(same_bits=False)
+        self._run_graph = GraphRunner(at_once, self._batched, sums=list(self._batched.grads.values()))
         self._rounds = make_replay.rounds
 
     def run(
