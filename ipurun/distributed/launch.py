@@ -6,6 +6,7 @@ torch.distributed.elastic does so on CPUs, PopRun on IPUs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -16,10 +17,10 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.distributed.environment import LAUNCH_FOLDER
-from ipurun.distributed.notes import EXIT_LOST, SIGNALS, LaunchFolder, tail
+from ipurun.distributed.notes import SIGNALS, LaunchFolder, tail
 from ipurun.emulator.processes import own_address
 from ipurun.errors import Problem
 
@@ -53,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended.
+    """Result of a launch.
 
     Args:
         run: The run folder that the instances named; None if they did not come that far.
@@ -109,7 +110,7 @@ def run_torchrun(
     with _launch({**variables, **(environment or {})}) as (folder, signals):
         failure = None
         try:
-            with _quiet("torch.distributed.elastic"), _handlers_kept():
+            with _quiet("torch.distributed.elastic"), _handlers_kept(), _exits_noted(folder):
                 elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             failure = _torchrun_failure(error.failures, folder, max_restarts)
@@ -224,26 +225,36 @@ def _outcome(folder: LaunchFolder, signals: _Signals, failure: Optional[Failure]
     return Outcome(run, signals.received > 0, failure)
 
 
-def _torchrun_failure(failures: Mapping[int, Any], folder: LaunchFolder, max_restarts: int) -> Failure:
-    """Return what ended the instances: not those that only lost another one, or that torchrun ended after it."""
-    after_another = (EXIT_LOST, -signal.SIGTERM)
-
-    def order(rank: int) -> Tuple[bool, float, int]:
-        return failures[rank].exitcode in after_another, failures[rank].timestamp, rank
-
-    rank = min(failures, key=order)
-    code = failures[rank].exitcode
-    if code < 0:
-        what = f"instance {rank} was killed by {signal.Signals(-code).name}"
-    elif code == EXIT_LOST:
-        # The one that was lost had not quite ended when the launcher looked, or is on another machine.
-        lost, how = folder.culprit(folder.last_attempt() or 0)
-        what = f"instance {rank} lost another one, of another machine" if lost is None else f"instance {lost} {how}"
-        rank = rank if lost is None else lost
-    else:
-        what = f"instance {rank} ended with exit code {code}"
+def _torchrun_failure(ranks: Iterable[int], folder: LaunchFolder, max_restarts: int) -> Failure:
+    rank, how = folder.culprit(folder.last_attempt() or 0)
+    what = f"instance {rank} {how}"
+    if rank is None:
+        rank = min(ranks)
+        what = f"instance {rank} lost another one, of another machine"
     log = _log_of(folder, rank)
     return Failure(_after_restarts(what, max_restarts), log, tail(log))
+
+
+@contextlib.contextmanager
+def _exits_noted(folder: LaunchFolder) -> Iterator[None]:
+    """Let torch's agent note exit codes in the order in which it sees them, which it does not tell otherwise."""
+    from torch.distributed.launcher import api
+
+    attempts = itertools.count()
+
+    class Agent(api.LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                folder.note_exits(next(attempts), {rank: found.exitcode for rank, found in result.failures.items()})
+            return result
+
+    before = api.LocalElasticAgent
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        api.LocalElasticAgent = before  # type: ignore[misc]
 
 
 def _after_restarts(what: str, max_restarts: int) -> str:

@@ -13,7 +13,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.distributed.environment import LAUNCH_FOLDER, launched
 from ipurun.errors import EXIT_FAILED, IpurunError, Problem
@@ -26,6 +26,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SET_PARENT_DEATH_SIGNAL = 1
 _TAIL_LINES = 12
 _CRASH = "Fatal Python error"  # how faulthandler begins
+_EXITS = "exits.json"
+_EXITING = 0x4  # the flag of a process that the kernel takes down, in /proc/PID/stat; set before its connections close
 
 
 class LaunchFolder:
@@ -65,7 +67,7 @@ class LaunchFolder:
         write_atomically(place / f"{rank}.pid", str(os.getpid()))
 
     def end(self, attempt: int, rank: int, how: str, problems: Sequence[Problem] = (), code: int = 0) -> None:
-        """Note how an instance ended.
+        """Note how an instance ended, and if it lost another one, which.
 
         Args:
             attempt: Its attempt.
@@ -74,9 +76,17 @@ class LaunchFolder:
             problems: Why it failed, if it knows.
             code: Its exit code.
         """
-        document = {"how": how, "problems": [problem.to_dict() for problem in problems], "code": code}
+        document: Dict[str, Any] = {"how": how, "problems": [problem.to_dict() for problem in problems], "code": code}
+        if how == "lost":
+            document["lost"] = self._died(attempt)
         with suppress(OSError):
             write_atomically(self.path / str(attempt) / f"{rank}.end", json.dumps(document))
+
+    def note_exits(self, attempt: int, codes: Mapping[int, int]) -> None:
+        """Note the exit codes of instances, those first that had ended before their launcher ended the others."""
+        place = self.path / str(attempt)
+        place.mkdir(exist_ok=True)
+        write_atomically(place / _EXITS, json.dumps({str(rank): code for rank, code in codes.items()}))
 
     def note_run(self, rank: int, run: Path) -> None:
         """Note the run folder; every instance may."""
@@ -99,13 +109,32 @@ class LaunchFolder:
         return ends
 
     def culprit(self, attempt: int) -> Tuple[Optional[int], str]:
-        """Return the instance that ended an attempt for all, and how; None if the notes do not tell."""
-        ends = self.ends(attempt)
-        for how, text in (("failed", "failed"), (None, "was killed")):
-            ranks = [rank for rank, end in ends.items() if end.get("how") == how]
-            if ranks:
-                return ranks[0], text
+        """Return the instance that ended an attempt for all, and how; None if the notes do not tell.
+
+        That an instance left no note does not make it the culprit: its launcher ends those that are still starting.
+        """
+        ends, exits = self.ends(attempt), self._exits(attempt)
+        knows_why = [rank for rank, end in ends.items() if end.get("how") == "failed" and end["problems"]]
+        lost = [rank for end in ends.values() for rank in end.get("lost", [])]
+        # Those of the launcher's SIGTERM come last: it ends what is left after the first.
+        exited = [rank for rank, code in exits.items() if code != EXIT_LOST]
+        exited.sort(key=lambda rank: exits[rank] == -signal.SIGTERM)
+        failed = [rank for rank, end in ends.items() if end.get("how") == "failed"]
+        silent = [] if exits else [rank for rank, end in ends.items() if not end]
+        for rank in [*knows_why, *lost, *exited, *failed, *silent]:
+            return rank, "failed" if rank in failed else _how_it_ended(exits.get(rank))
         return None, ""
+
+    def _exits(self, attempt: int) -> Dict[int, int]:
+        file = self.path / str(attempt) / _EXITS
+        return {int(rank): code for rank, code in json.loads(file.read_text()).items()} if file.is_file() else {}
+
+    def _died(self, attempt: int) -> List[int]:
+        """Return the instances on this machine that have ended, or are ending, without a note."""
+        started = {int(path.stem): path for path in sorted((self.path / str(attempt)).glob("*.pid"))}
+        # In this order: whoever only lost another one has noted so before it ended.
+        gone = [rank for rank, path in started.items() if not _lives(int(path.read_text(encoding="utf-8")))]
+        return [rank for rank in gone if not started[rank].with_suffix(".end").is_file()]
 
     def last_attempt(self) -> Optional[int]:
         """Return the number of the last attempt; None if no instance has started."""
@@ -118,6 +147,22 @@ class LaunchFolder:
                 if end.get("how") == "failed" and end["problems"]:
                     return rank, [Problem(**problem) for problem in end["problems"]], int(end["code"])
         return None
+
+
+def _how_it_ended(code: Optional[int]) -> str:
+    if code is None:
+        return "was killed"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _lives(pid: int) -> bool:
+    """Return whether a process runs and is not being taken down."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in ("Z", "X") and not int(fields[6]) & _EXITING
 
 
 def begin_instance(has_log: bool = True) -> Optional[LaunchFolder]:

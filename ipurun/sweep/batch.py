@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 from ipurun.errors import ConfigError
 from ipurun.module_search import python_command
@@ -57,7 +57,7 @@ def import_extra(name: str, choice: str) -> Any:
 
 
 class RemotePoint:
-    """Runs a point in a process, where a library has put the job; called there.
+    """Callable that runs a point in the process of a job, on the machine a library chose.
 
     Args:
         task: The point.
@@ -74,7 +74,9 @@ class RemotePoint:
     def __call__(self) -> int:
         """Run the point to its end, or until the sweep asks it to stop; return its exit code."""
         task, parent = self._task, os.getppid()
-        with task.output_file.open("ab") as output:
+        # SLURM may send the signal of a time limit to all processes of a job. It is for this one, see `checkpoint`:
+        # the other would end without having saved.
+        with task.output_file.open("ab") as output, _blocked(signal.SIGUSR1, signal.SIGUSR2):
             self._process = subprocess.Popen(
                 [*python_command("ipurun.sweep.worker.console"), *map(str, self._arguments())],
                 stdin=subprocess.DEVNULL,
@@ -134,6 +136,16 @@ class RemotePoint:
     def _say(self, **message: Any) -> None:
         with self._task.messages_file.open("ab") as stream:
             stream.write((json.dumps(message) + "\n").encode())
+
+
+@contextlib.contextmanager
+def _blocked(*numbers: int) -> Iterator[None]:
+    """Block signals, also for good in processes that are started inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Job(RunningPoint):
@@ -295,6 +307,8 @@ class SubmititLauncher(Launcher):
         submitit = import_extra("submitit", f"hydra/launcher={name}")
         self.is_elsewhere = name == "submitit_slurm"
         self._timeout_min = keys["timeout_min"]
+        if self.is_elsewhere:
+            _refuse_early_signals(keys)
         self._queue = _SlurmQueue() if self.is_elsewhere else None
         self._job_class = submitit.SlurmJob
         self._logs = logs = keys.get("submitit_folder") or str(folder.absolute() / ".submitit" / "%j")
@@ -327,6 +341,19 @@ class SubmititLauncher(Launcher):
         found = _SubmititJob(task, self._job_class(self._logs, job), self._queue, self._timeout_min)
         has_ended = any((read_message(line) or {}).get("do") == "ended" for line in _lines(task.messages_file))
         return found if has_ended or self._queue.state(job) in _LIVING else None
+
+
+def _refuse_early_signals(keys: Mapping[str, Any]) -> None:
+    """Refuse jobs that SLURM would ask to save before they have done anything."""
+    limit, delay = 60 * keys["timeout_min"], keys["signal_delay_s"]
+    if delay >= limit:
+        raise ConfigError(
+            "a job would be asked to save as soon as it has started, again and again",
+            "hydra.launcher.signal_delay_s",
+            seen=f"{delay} s before the end of timeout_min={keys['timeout_min']}, which is {limit} s",
+            fix=f"hydra.launcher.signal_delay_s={limit // 4} or hydra.launcher.timeout_min={delay // 60 + 1}",
+            key="hydra.launcher.signal_delay_s",
+        )
 
 
 def _lines(file: Path) -> List[str]:
@@ -387,7 +414,7 @@ class _SubmititJob(_Job):
 
 
 class _SlurmQueue:
-    """What SLURM says about jobs, asked for all at once; works without SLURM's accounting."""
+    """State of jobs according to SLURM, queried together; works without SLURM's accounting."""
 
     def __init__(self) -> None:
         if shutil.which("sbatch") is None:

@@ -1,11 +1,14 @@
 """Kill each instance of runs with several at random moments; every run must end with the weights of an undisturbed one.
 
+It must also have named the instance that was killed.
+
 `python kill_storm.py [ROUNDS [INSTANCES]]`
 """
 
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +49,7 @@ def disturbed(place: Path, rank: int, count: int) -> str:
     ]
     command += [f"distributed.instances={count}", "distributed.max_restarts=3", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    moment = time.monotonic() + random.uniform(0.0, 15.0)
+    moment = time.monotonic() + random.uniform(0.0, 8.0)
     killed = False
     while process.poll() is None:
         found = list(place.parent.glob(f"ipurun-launch-*/0/{rank}.pid"))
@@ -64,6 +67,11 @@ def disturbed(place: Path, rank: int, count: int) -> str:
     ).stdout.split()
     if process.returncode or left:
         return f"exit code {process.returncode}, left behind {left}: {err[-1500:]}"
+    if killed:
+        (run,) = (place / "mnist").iterdir()
+        named = re.findall("instance [0-9]+ [^:]*: all instances were started again", (run / "log.txt").read_text())
+        if not (len(named) == 1 and named[0].startswith(f"instance {rank} was killed")):
+            return f"other instance named: {named}"
     return f"ok, {'killed' if killed else 'ended before'}, status {json.loads(out)['status']}"
 
 

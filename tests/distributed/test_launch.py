@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from user_project import enter_project
 
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
+from ipurun.distributed.launch import run_torchrun
+from ipurun.distributed.notes import EXIT_LOST, LaunchFolder
 from ipurun.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +110,7 @@ def test_a_killed_instance_restarts_all_from_the_last_checkpoint(capsys):
         os.kill(first[1], signal.SIGKILL)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "instance 1 was killed: all instances were started again, 1 of 1" in out
+    assert re.search("instance 1 was killed( by SIGKILL)?: all instances were started again, 1 of 1", out)
     assert "resuming after step" in out
     assert is_over(first.values())
     expected = weights("max_steps=60", "eval.every_epochs=null")
@@ -127,6 +130,50 @@ def test_without_restarts_the_message_names_the_instance_and_shows_its_log():
     assert "step " in err.partition("seen")[2], "the end of its log"
     assert f"ipurun train resume={only_run()}" in err
     assert is_over(pids.values())
+
+
+DIES = """
+import os, signal, sys, time
+from ipurun.distributed.environment import launched
+from ipurun.distributed.notes import LaunchFolder, run_instance
+def act():
+    notes, started = LaunchFolder.of_this_process(), launched()
+    if started.attempt:
+        open(f"culprit-{started.rank}", "w").write(str(notes.culprit(started.attempt - 1)))
+        return False
+    while len(notes.pids()) < started.count:
+        time.sleep(0.01)
+    if started.rank == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+sys.exit(run_instance(act))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_one_that_was_killed_is_named_not_those_that_its_launcher_ends(rank):
+    Path("dies.py").write_text(DIES)
+    outcome = run_torchrun([sys.executable, "dies.py", str(rank)], 3, max_restarts=1)
+    assert outcome.failure is None
+    assert {path.read_text() for path in Path().glob("culprit-*")} == {str((rank, "was killed by SIGKILL"))}
+
+
+def test_whoever_lost_another_names_it(tmp_path):
+    notes = LaunchFolder(tmp_path / "notes")
+    notes.path.mkdir()
+    living, dying = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+    notes.begin(0, 0)
+    for rank, process in ((1, living), (2, dying)):
+        (notes.path / "0" / f"{rank}.pid").write_text(str(process.pid))
+    dying.kill()
+    os.waitid(os.P_PID, dying.pid, os.WEXITED | os.WNOWAIT)  # it is not collected yet, as under load
+    notes.end(0, 0, "lost", code=EXIT_LOST)
+    living.kill()  # by the launcher, which has found the first
+    for process in (living, dying):
+        process.communicate()
+    notes.end(0, 1, "failed", code=1)  # on the launcher's signal, in the middle of an import
+    notes.note_exits(0, {0: EXIT_LOST, 1: 1, 2: -signal.SIGKILL})
+    assert notes.culprit(0) == (2, "was killed by SIGKILL")
 
 
 def test_a_signal_saves_and_ends_all_with_the_interrupt_exit_code():

@@ -79,8 +79,9 @@ def test_points_are_jobs_and_end_in_the_table() -> None:
 
 
 def test_a_time_out_saves_and_requeues_and_the_job_resumes() -> None:
-    words = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=40", "hydra.launcher.max_num_timeout=20")
-    process = _start("seed=1", "epochs=20", "+data.slow=0.05", "checkpoint.every_epochs=null", *words)
+    # SLURM looks twice a minute, and half a minute ahead: the signal comes 15 to 45 seconds after the start.
+    words = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=15", "hydra.launcher.max_num_timeout=20")
+    process = _start("seed=1", "epochs=75", "+data.slow=0.05", "checkpoint.every_epochs=null", *words)
     _until(lambda: [message for message in _messages(0) if message["do"] == "requeued"], process)
     deadline = time.monotonic() + _SECONDS
     while process.poll() is None:
@@ -91,9 +92,13 @@ def test_a_time_out_saves_and_requeues_and_the_job_resumes() -> None:
     assert process.returncode == 0, Path("output.txt").read_text()
     assert [message["do"] for message in _messages(0)].count("job") >= 2
     (log,) = Path("runs/tiny/sweeps").glob("*/000/log.txt")
-    assert "resuming after step" in log.read_text()
+    shown = [message for message in _messages(0) if message["do"] in ("live", "requeued")]
+    before = shown[: [message["do"] for message in shown].index("requeued")]
+    reached = int(before[-1]["parts"][0].split()[1].partition("/")[0])
+    resumed = int(log.read_text().partition("resuming after step ")[2].partition(",")[0])
+    assert resumed >= reached > 4
     summary = json.loads((log.parent / "summary.json").read_text())
-    assert summary["status"] == "done" and summary["step"] == 80
+    assert summary["status"] == "done" and summary["step"] == 300
 
 
 def test_a_killed_sweep_finds_its_jobs() -> None:
@@ -126,3 +131,10 @@ def test_what_sbatch_refuses_is_reported() -> None:
     assert process.wait(_SECONDS) == 1
     assert "the job cannot be submitted" in Path("output.txt").read_text()
     assert "artition" in Path("output.txt").read_text()
+
+
+def test_a_job_that_would_be_signalled_at_its_start_is_refused() -> None:
+    process = _start("seed=1,2", "hydra.launcher.timeout_min=2")
+    assert process.wait(_SECONDS) == 2
+    text = Path("output.txt").read_text()
+    assert "hydra.launcher.signal_delay_s=30 or hydra.launcher.timeout_min=3" in text

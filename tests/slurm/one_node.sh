@@ -5,7 +5,7 @@
 set -eu
 folder=$(mktemp -d /tmp/ipurun-slurm.XXXXXX)
 host=$(hostname -s)
-cores=$(nproc)
+cores=$(getconf _NPROCESSORS_ONLN)  # nproc would believe OMP_NUM_THREADS
 export SLURM_CONF=$folder/slurm.conf
 
 finish() {

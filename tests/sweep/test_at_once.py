@@ -231,6 +231,9 @@ def test_a_remote_point_stops_when_it_is_asked_to() -> None:
     while '"live"' not in (task.messages_file.read_text() if task.messages_file.exists() else ""):
         assert thread.is_alive() and time.monotonic() < end
         time.sleep(0.1)
+    process = json.loads(task.messages_file.read_text().splitlines()[0])["pid"]
+    os.killpg(process, signal.SIGUSR2)  # as SLURM signals a whole job: only submitit's process is meant
+    time.sleep(0.5)
     task.stop_file.touch()
     thread.join(60)
     assert codes == [130] and list(Path("run0/checkpoints").glob("step-*.pt"))
