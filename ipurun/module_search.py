@@ -10,6 +10,10 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 __all__ = ["append_working_folder", "drop_working_folder", "python_command"]
 
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -60,3 +64,13 @@ def _search_paths_last() -> None:
     if PathFinder in sys.meta_path and sys.meta_path[-1] is not PathFinder:
         sys.meta_path.remove(PathFinder)
         sys.meta_path.append(PathFinder)
+        sys.meta_path.insert(0, _OwnModules)  # type: ignore[arg-type]
+
+
+class _OwnModules:
+    """Finds the modules of this very package: an editable install may be of another clone than the one that runs."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        """Return where a module of this package is, None for others."""
+        return PathFinder.find_spec(name, path, target) if name.startswith("ipurun.") else None

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipurun.config.patterns import flat_names, match_modules
+from ipurun.config.patterns import TABLE_WORDS, flat_names, match_modules
 from ipurun.errors import ConfigError, Findings, listing
 
-__all__ = ["load_whole_weights", "look_up", "parts_by_table", "split_tables"]
+__all__ = ["load_whole_weights", "look_up", "parts_by_table", "split_tables", "tables_by_word"]
 
 _KEY = "memory.serialize"
 _FIELDS = ("factor", "mode", "keep_precision")
@@ -96,9 +96,13 @@ def split_tables(model: nn.Module, serialize: Mapping[str, Any]) -> None:
     found = Findings()
     modules = {name: module for name, module in model.named_modules() if name}
     wanted: Dict[int, Tuple[str, Tuple[int, ...]]] = {}
+    tables = tables_by_word(model)
     for pattern, counts in entries.items():
         ipus = _ipus(pattern, counts, found)
-        for name in match_modules(pattern, _KEY, list(modules), found) if ipus else ():
+        if pattern in TABLE_WORDS and pattern not in tables:
+            continue  # the plan has a note
+        matched = match_modules(tables.get(pattern, pattern), _KEY, list(modules), found) if ipus else []
+        for name in matched:
             if _check_layer(name, modules[name], len(ipus), found):
                 _add(wanted, name, modules[name], ipus, found)
     owners: Dict[int, List[str]] = {}
@@ -114,6 +118,26 @@ def split_tables(model: nn.Module, serialize: Mapping[str, Any]) -> None:
         parts = _cut(weight, len(ipus))
         for module in {id(modules[name]): modules[name] for name in names}.values():
             _divide(module, parts, ipus)
+
+
+def tables_by_word(model: nn.Module) -> Dict[str, str]:
+    """Return the names of the tables that a model of transformers says it has, by the word of `TABLE_WORDS`.
+
+    A module that is called like a word is meant itself.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found: Dict[str, str] = {word: word for word in TABLE_WORDS if word in names.values()}
+    for word, method in TABLE_WORDS.items():
+        owner = next((module for module in model.modules() if callable(getattr(module, method, None))), None)
+        if owner is None or word in found:
+            continue
+        try:
+            table = getattr(owner, method)()
+        except NotImplementedError:  # models without words
+            continue
+        if isinstance(table, (nn.Embedding, nn.Linear)) and id(table) in names:
+            found[word] = names[id(table)]
+    return found
 
 
 def parts_by_table(model: nn.Module) -> Dict[str, Tuple[int, ...]]:

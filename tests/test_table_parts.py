@@ -11,7 +11,7 @@ from torch import nn
 
 import ipurun
 from ipurun.errors import ConfigError
-from ipurun.table_parts import parts_by_table, split_tables
+from ipurun.table_parts import parts_by_table, split_tables, tables_by_word
 
 GPT = ["+recipe=gpt", "data=synthetic", "model.num_layers=2", "model.hidden_size=16", "model.max_positions=8"]
 GPT += ["model.vocab_size=57", "micro_batch_size=2", "gradient_accumulation=9", "cache.enabled=false", "engine=cpu"]
@@ -121,3 +121,31 @@ def test_the_plan_counts_each_part_on_its_ipu() -> None:
     plan = ipurun.plan(overrides=[*words, "pipeline.layers_per_ipu=[1,1]", "memory.serialize={wte: [1,3]}"])
     first, second = plan.estimate.training.estimate.ipus
     assert second.weights - first.weights == pytest.approx(50257 * 768 * 4 / 2, rel=0.01)
+
+
+class OfTransformers(Tied):
+    """Names its tables as models of transformers do."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+class WithoutWords(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def test_tables_are_found_where_the_model_names_them() -> None:
+    assert tables_by_word(OfTransformers()) == {"input_embeddings": "table", "output_embeddings": "head"}
+    inside = nn.Sequential(nn.Linear(2, 2), OfTransformers())
+    assert tables_by_word(inside) == {"input_embeddings": "1.table", "output_embeddings": "1.head"}
+    assert tables_by_word(WithoutWords()) == {}
+    model = OfTransformers()
+    split_tables(model, {"output_embeddings": [0, 2]})
+    assert parts_by_table(model) == {"table": (1, 1), "head": (1, 1)}

@@ -274,7 +274,8 @@ _SHARES = {
 _WITHOUT: Dict[str, str] = {
     **dict.fromkeys(
         ("num_nodes", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "sync_batchnorm")
-        + ("local_rank", "ddp_backend", "ddp_find_unused_parameters", "use_distributed_sampler"),
+        + ("local_rank", "ddp_backend", "ddp_find_unused_parameters", "use_distributed_sampler")
+        + ("standalone", "rdzv_backend", "rdzv_id", "rdzv_conf"),
         "one process drives all IPUs: devices=N; several hosts are started with poprun",
     ),
     "num_instances": "one process drives all IPUs; several are started with poprun",
@@ -335,6 +336,8 @@ def explain(key: str, value: Any = None) -> str:
         return (
             f"{_SHARES[name]} is a number, not a share: {value} x the host calls of an epoch, which `ipurun plan` shows"
         )
+    if name == "num_train_epochs" and isinstance(value, float) and value != int(value):
+        return f"epochs are whole: max_steps=N, {value} x the weight updates of an epoch, which `ipurun plan` shows"
     return _WITHOUT.get(name, "")
 
 

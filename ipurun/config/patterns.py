@@ -16,6 +16,7 @@ from typing import Any, Dict, List, Mapping, Optional, Pattern, Sequence, Tuple
 from ipurun.errors import Findings, listing, nearest
 
 __all__ = [
+    "TABLE_WORDS",
     "Match",
     "check_parameters",
     "find_module",
@@ -33,6 +34,11 @@ __all__ = [
 ]
 
 _REGEX = "re:"
+# Names that `memory.serialize` has for the tables of models of transformers -> the method that returns one.
+TABLE_WORDS: Mapping[str, str] = {
+    "input_embeddings": "get_input_embeddings",
+    "output_embeddings": "get_output_embeddings",
+}
 
 
 @dataclass(frozen=True)

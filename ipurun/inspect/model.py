@@ -29,7 +29,7 @@ from ipurun.inspect.facts import UserBlock
 from ipurun.inspect.lightning.trainer import is_lightning, set_up
 from ipurun.inspect.sampling import make_collate, seeded
 from ipurun.inspect.targets import make
-from ipurun.table_parts import parts_by_table, split_tables
+from ipurun.table_parts import parts_by_table, split_tables, tables_by_word
 
 __all__ = [
     "CACHE_NOTE",
@@ -214,7 +214,7 @@ def emptied(model: nn.Module) -> nn.Module:
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Does not set the values of tensors that have none: for a large model that takes longer than anything else."""
+    """Mode that skips initialising tensors without memory, which dominates the time for large models."""
 
     _setters = frozenset(
         [
@@ -304,6 +304,7 @@ def model_structure(model: nn.Module) -> Dict[str, Any]:
         "shared_parameters": tuple(tuple(several) for several in names.values() if len(several) > 1),
         "user_blocks": tuple(user_blocks(model)),
         "table_parts": parts_by_table(model),
+        "tables": tables_by_word(model),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ipurun.config.patterns import check_parameters, flat_names, frozen_until, match_modules, names_in
+from ipurun.config.patterns import TABLE_WORDS, check_parameters, flat_names, frozen_until, match_modules, names_in
 from ipurun.config.schema import RunConfig
 from ipurun.errors import Findings, listing
 from ipurun.inspect.facts import Facts
@@ -152,7 +152,11 @@ def recompute_modules(config: RunConfig, facts: Facts, layout: Layout, found: Fi
 def serialized_layers(config: RunConfig, facts: Facts, found: Findings) -> Tuple[Serialized, ...]:
     """Return the layers to compute in parts; the last pattern that matches a layer counts."""
     layers: Dict[str, Serialized] = {}
-    for pattern, entry in flat_names(config.memory.serialize, _FIELDS).items():
+    for written, entry in flat_names(config.memory.serialize, _FIELDS).items():
+        pattern = facts.tables.get(written, written)
+        if written in TABLE_WORDS and facts.module_names and written not in facts.tables:
+            found.note(f"memory.serialize: the model has no {written.replace('_', ' ')}")
+            continue
         if isinstance(entry, (list, tuple)):
             continue  # parts that are layers of their own
         fields = _fields(pattern, entry, found)

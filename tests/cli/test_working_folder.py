@@ -121,3 +121,20 @@ def test_exec_searches_where_python_does(tmp_path: Path) -> None:
     shadow_python()
     done = run(AS_SCRIPT, "exec", str(program))
     assert done.returncode == 0, done.stderr
+
+
+def test_another_clone_that_is_installed_lends_no_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As with a clone on PYTHONPATH and an editable install of another one: a finder knows where `ipurun.config` is."""
+    other = tmp_path / "other" / "config"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise RuntimeError('the other clone was imported')\n")
+    finder = (
+        "import sys\nfrom importlib.machinery import PathFinder\n"
+        "class Editable:\n    @staticmethod\n    def find_spec(name, path=None, target=None):\n"
+        f"        return PathFinder.find_spec(name, [{str(other.parent)!r}]) if name == 'ipurun.config' else None\n"
+        "sys.meta_path.append(Editable)\n"
+    )
+    command = Path("../command")
+    command.write_text(finder + command.read_text())
+    done = run(AS_SCRIPT, "plan", "+recipe=own")
+    assert done.returncode == 0, done.stdout + done.stderr

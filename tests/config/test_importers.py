@@ -365,8 +365,9 @@ def test_keys_of_applications_that_depend_on_each_other():
     }
     assert (keys["seed"], keys["epochs"], keys["loader"]) == (5, 3, {"workers": 64})
     assert keys["cache"] == {"dir": "${oc.env:CACHE}/x"}
-    for note in ("momentum: 0.9", "attention_probs_dropout_prob: 0.0", "custom_ops", "memory.serialize={MODULE: 2}"):
+    for note in ("momentum: 0.9", "attention_probs_dropout_prob: 0.0", "custom_ops"):
         assert note in text
+    assert keys["memory"] == {"serialize": {"output_embeddings": 2}}
 
 
 def test_the_command_of_an_application_wins_over_its_file():
@@ -393,3 +394,46 @@ def test_what_the_trainer_of_transformers_takes_by_default():
     assert keys["optimizer"] == {"lr": 5e-05, "weight_decay": 0.0}
     keys, _ = recipe("python run_glue.py --warmup_ratio 0.1 --learning_rate 3e-5", "other", name="other")
     assert (keys["micro_batch_size"], keys["epochs"], keys["optimizer"]["lr"]) == (8, 3, 3e-05)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"embedding_serialization_factor": 2, "projection_serialization_factor": 4}, {"i": 2, "o": 4}),
+        (
+            {"serialized_embedding_splits_per_ipu": [4, 4, 0, 0], "projection_serialization_factor": 1},
+            {"i": [4, 4, 0, 0]},
+        ),
+        ({"embedding_serialization_factor": 0, "serialized_projection_splits_per_ipu": None}, None),
+    ],
+)
+def test_tables_of_optimum_need_no_module_names(theirs, ours):
+    write("ipu_config.json", json.dumps({"layers_per_ipu": [0, 8, 8, 0], **theirs}))
+    keys, text = recipe("ipu_config.json", "made")
+    found = keys["memory"].get("serialize")
+    assert found == (ours and {{"i": "input_embeddings", "o": "output_embeddings"}[key]: ours[key] for key in ours})
+    assert "serializ" not in text.partition("defaults:")[0]
+
+
+def test_intervals_of_training_arguments_count_with_their_strategy():
+    """TrainingArguments.to_json_string writes all values, also those that another one switches off."""
+    arguments = {"num_train_epochs": 2, "save_strategy": "epoch", "save_steps": 500, "eval_strategy": "steps"}
+    arguments.update({"eval_steps": 200, "logging_strategy": "steps", "logging_steps": 20, "log_on_each_node": True})
+    arguments.update({"eval_do_concat_batches": True, "dataloader_in_order": True, "project": "huggingface"})
+    write("training_args.json", json.dumps(arguments))
+    keys, text = recipe("training_args.json", "made")
+    assert keys["checkpoint"] == {"every_epochs": 1}
+    assert (keys["eval"], keys["log_every_steps"]) == ({"every_steps": 200}, 20)
+    assert "Not imported" not in text
+    write("other.json", json.dumps({**arguments, "save_strategy": "no", "eval_strategy": "no"}))
+    keys, _ = recipe("other.json", "second", name="second")
+    assert "every_steps" not in keys.get("checkpoint", {})
+    assert "every_steps" not in keys.get("eval", {})
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("num_train_epochs=2.5", "max_steps=N"), ("rdzv_backend=c10d", "devices=N")]
+)
+def test_words_without_a_counterpart_are_explained(word, says, capsys):
+    assert main(["validate", "+recipe=mnist", word]) == 2
+    assert says in capsys.readouterr().err

@@ -16,7 +16,7 @@ def tensors(first: int, last: int) -> TensorDataset:
 
 
 class Loaders:
-    """As a LightningDataModule."""
+    """Double of a LightningDataModule."""
 
     def __init__(self, batch_size: int = 8, shuffle: bool = False, samples: int = 64) -> None:
         self.batch_size, self.shuffle, self.samples = batch_size, shuffle, samples
@@ -75,7 +75,7 @@ class Count(nn.Module):
 
 
 class Lit(nn.Module):
-    """As a LightningModule."""
+    """Double of a LightningModule."""
 
     def __init__(self, lr: float = 0.1, interval: str = "epoch", frequency: int = 1) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Peaks(Lit):
 
 
 class Lists(Lit):
-    """Keeps outputs in a list of its own until the end of the epoch, as Lightning 2 recommends."""
+    """Module that keeps outputs in a list until the end of the epoch, as Lightning 2 recommends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +156,13 @@ class OneCycle(Lit):
         total = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=total)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class OfTrainer(Lit):
+    """Takes its parameters from the trainer, as the template of Lightning with Hydra does."""
+
+    def configure_optimizers(self) -> Any:
+        return {"optimizer": torch.optim.AdamW(params=self.trainer.model.parameters(), lr=self.lr)}
 
 
 class Plateau(Lit):
@@ -192,6 +199,10 @@ class Clips(Lit):
 
 
 class Watches(Lit):
+    def on_epoch_end(self) -> None: ...
+
+    def on_validation_model_eval(self) -> None: ...
+
     def on_train_batch_end(self, *args: Any) -> None: ...
 
     def transfer_batch_to_device(self, *args: Any) -> None: ...
@@ -215,3 +226,9 @@ class Shows(Lit):
 class Epochs(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx)["loss"] * (1 + self.trainer.current_epoch)
+
+
+class Skips(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return None if torch.isnan(loss) else loss

@@ -273,3 +273,17 @@ def test_ipus_left_idle_by_rounding_are_noted(plan_of):
     plan = plan_of({"pipeline.layers_per_ipu": [2, 2, 2], **ENOUGH}, facts=gpt(tied=False))
     assert (plan.devices.total, plan.devices.per_replica, plan.devices.idle) == (4, 3, 1)
     assert any("1 of 4" in note and "idle" in note for note in plan.notes)
+
+
+def test_a_last_ipu_without_layers_is_for_the_head(plan_of):
+    """As in the published configs of mT5 and wav2vec2: [0, 8, 8, 0]."""
+    plan = plan_of({"pipeline.layers_per_ipu": [3, 3, 0], "pipeline.auto_round": True, **ENOUGH}, facts=gpt(tied=False))
+    assert blocks(plan) == [("h.3", 1), ("lm_head", 2)]
+
+
+def test_a_number_of_parts_for_a_table_that_the_model_names(plan_of):
+    names = {"module_names": ("wte", "head"), "module_kinds": {"wte": "Embedding", "head": "Linear"}}
+    keys = {"memory.serialize": {"input_embeddings": 2, "output_embeddings": 4}}
+    plan = plan_of(keys, facts={**names, "tables": {"input_embeddings": "wte"}})
+    assert [(layer.module, layer.factor) for layer in plan.serialized] == [("wte", 2)]
+    assert any("the model has no output embeddings" in note for note in plan.notes)

@@ -158,6 +158,22 @@ def test_a_schedule_knows_the_length_of_the_run_and_moves_betas():
     assert rates[-1] < 0.01
 
 
+def test_an_optimizer_of_the_parameters_that_the_trainer_has():
+    run("OfTrainer", max_steps=3)
+    found = ipurun.load("run").model.state_dict()
+    run("Lit", max_steps=3, words=["optimizer=adamw", "optimizer.lr=0.1", "hydra.run.dir=other"])
+    for name, value in ipurun.load("other").model.state_dict().items():
+        torch.testing.assert_close(value, found[name])
+
+
+def test_a_step_that_reads_a_value_is_refused_without_advice_on_memory(capsys):
+    words = ["model._target_=lightning_duck.Skips", "data._target_=lightning_duck.Loaders", "max_steps=1"]
+    assert main(["train", *words, "hydra.run.dir=run", "--quiet"]) != 0
+    said = capsys.readouterr().err
+    assert "lightning_duck.py:" in said
+    assert "planner estimates" not in said
+
+
 def test_a_plateau_waits_for_the_value_that_it_names():
     lines, _ = run("Plateau", epochs=4, log_every_epochs=1)
     assert lines_with(lines, "lr")[-1]["lr"] < 0.1  # val_loss falls, which mode=max takes for no progress
@@ -215,6 +231,8 @@ def test_a_decision_on_batch_idx_names_its_line(capsys):
     [
         ("Watches", "on_train_batch_end is not called"),
         ("Watches", "PopTorch moves batches itself"),
+        ("Watches", "on_epoch_end is not called"),
+        ("Watches", "on_validation_model_eval is not called"),
         ("Shows", "happens once"),
         ("Epochs", "reads current_epoch"),
     ],

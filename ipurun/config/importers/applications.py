@@ -200,9 +200,7 @@ def _recompute_mode(recipe: Recipe, value: Any) -> None:
 
 def _serialize(recipe: Recipe, value: Any) -> None:
     if value not in (None, 0, 1):
-        recipe.notes.append(
-            f"embedding_serialization_factor: {value}: memory.serialize={{MODULE: {value}}}, with the embedding's name"
-        )
+        recipe.set("memory.serialize.output_embeddings", value)
 
 
 def _rebatch(recipe: Recipe, value: Any) -> None:

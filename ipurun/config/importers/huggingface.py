@@ -44,6 +44,11 @@ _DEFAULTS: Mapping[str, Any] = {  # of TrainingArguments: a file has all of them
     "local_rank": -1,
     "save_steps": -1,
     "length_column_name": "length",
+    "log_on_each_node": True,
+    "project": "huggingface",
+    "eval_do_concat_batches": True,
+    "dataloader_in_order": True,
+    "train_sampling_strategy": "random",
 }
 # What HF's Trainer takes where nothing is said, and ipurun's optimizers do not.
 _TRAINERS: Mapping[str, Tuple[str, Any]] = {
@@ -92,8 +97,9 @@ def take_arguments(recipe: Recipe, values: Mapping[str, Any], prefix: str = "", 
     """
     is_theirs = is_huggingface(values)
     rest: Dict[str, Any] = {}
+    idle = _idle_intervals(values) if is_theirs else ()
     for name, value in values.items():
-        is_silent = is_theirs and (name.startswith(_SILENT) or _DEFAULTS.get(name, _SILENT) == value)
+        is_silent = is_theirs and (name.startswith(_SILENT) or name in idle or _DEFAULTS.get(name, _SILENT) == value)
         is_off = value == 0 and name != "seed" if _is_number(value) else value in _EMPTY
         if not is_silent and not (is_off and is_theirs):
             rest[name] = value
@@ -103,6 +109,16 @@ def take_arguments(recipe: Recipe, values: Mapping[str, Any], prefix: str = "", 
         _note_ipu_config(recipe, rest, prefix)
         _add_defaults(recipe, values)
     take_application(recipe, rest, prefix)
+
+
+def _idle_intervals(values: Mapping[str, Any]) -> Tuple[str, ...]:
+    """Return the intervals in steps that do not count, because the strategy is another: a file has all of them."""
+    strategies = {
+        "save_steps": values.get("save_strategy", "steps"),
+        "eval_steps": values.get("eval_strategy", values.get("evaluation_strategy", "steps")),
+        "logging_steps": values.get("logging_strategy", "steps"),
+    }
+    return tuple(name for name, strategy in strategies.items() if str(strategy).lower().rpartition(".")[2] != "steps")
 
 
 def read_overrides(text: Any) -> Dict[str, Any]:

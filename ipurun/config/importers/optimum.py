@@ -194,12 +194,16 @@ def _profile(imported: Imported, value: Any) -> None:
         imported.set("profile.dir", value)
 
 
-def _by_module(key: str) -> Callable[[Imported, Any], None]:
+def _table(key: str) -> Callable[[Imported, Any], None]:
     def convert(imported: Imported, value: Any) -> None:
-        if value not in (0, 1, [], None):
-            imported.notes.append(
-                f"{key}: {json.dumps(value)} needs the name of a module: memory.serialize={{MODULE: {value}}}"
-            )
+        if value in (0, 1, None) or (isinstance(value, list) and not any(value)):
+            return
+        word = "input_embeddings" if "embedding" in key else "output_embeddings"
+        serialized = imported.keys.get("memory", {}).get("serialize", {})
+        if not key.startswith("inference_"):
+            imported.set(f"memory.serialize.{word}", value)
+        elif serialized.get(word) != value:
+            imported.notes.append(f"{key}: {json.dumps(value)}: memory.serialize is for training and inference")
 
     return convert
 
@@ -227,7 +231,7 @@ _CONVERTERS: Dict[str, Callable[[Imported, Any], None]] = {
     "execute_encoder_on_cpu_for_generation": _off_only("execute_encoder_on_cpu_for_generation"),
     "sharded_execution_for_inference": lambda imported, value: None,  # always true in optimum; `_place` sets it
     **{
-        key: _by_module(key)
+        key: _table(key)
         for mode in ("", "training_", "inference_")
         for part in ("embedding", "projection")
         for key in (f"{mode}{part}_serialization_factor", f"{mode}serialized_{part}_splits_per_ipu")

@@ -28,7 +28,7 @@ _LOADERS = {
 
 @dataclass(frozen=True)
 class LoaderTraits:
-    """What a data loader adds to its data set.
+    """Settings of a data loader apart from its data set.
 
     Args:
         batch_size: Samples of a batch.
@@ -151,7 +151,7 @@ def _read(loader: Any, method: str, key: str, notes: List[str]) -> Tuple[Any, Lo
     if loader.batch_size is None:
         raise ConfigError(
             f"`{key}`: {method} returns a loader without a batch size",
-            seen="batch_size=None, or a batch_sampler of its own",
+            seen="batch_size=None, or a custom batch_sampler",
             fix="DataLoader(..., batch_size=N); batches of your own order: loader.batch_sampler",
             key=key,
         )

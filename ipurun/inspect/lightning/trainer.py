@@ -1,4 +1,4 @@
-"""What a LightningModule finds where its trainer would be, and which of its hooks an IPU can run."""
+"""Stand-in for the trainer of a LightningModule, and the hooks that an IPU can run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ _IGNORED: Dict[str, str] = {
         ("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start")
         + ("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_test_start", "on_test_end")
         + ("on_test_epoch_start", "on_sanity_check_start", "on_sanity_check_end", "on_predict_start")
-        + ("on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown"),
+        + ("on_predict_end", "on_predict_epoch_start", "on_predict_epoch_end", "teardown", "on_epoch_start")
+        + ("on_epoch_end", "on_batch_start", "on_batch_end", "on_pretrain_routine_start", "on_pretrain_routine_end"),
         "use a callback of ipurun (docs/how-to/callbacks.md)",
     ),
     **dict.fromkeys(
@@ -57,6 +58,14 @@ _IGNORED: Dict[str, str] = {
         + ("test_step_end",),
         "log values in the step with self.log, which reduces them over the epoch",
     ),
+    **dict.fromkeys(
+        ("on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad")
+        + ("on_test_model_eval", "on_test_model_train", "on_predict_model_eval", "on_predict_model_train"),
+        "training and evaluation are two programs, each in its own mode",
+    ),
+    **dict.fromkeys(("tbptt_split_batch",), "batches are not split: split the sequences in the data set"),
+    **dict.fromkeys(("configure_sharded_model",), "rename it to configure_model"),
+    **dict.fromkeys(("get_progress_bar_dict", "get_metrics"), "ipurun shows what self.log receives"),
     **dict.fromkeys(("configure_callbacks",), "set callbacks, early_stopping and checkpoint in the config"),
     **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "ipurun export RUN --lightning calls the former"),
 }
@@ -94,6 +103,8 @@ class TrainerStandIn:
         self.callback_metrics: Dict[str, Any] = {}
         self.logged_metrics: Dict[str, Any] = {}
         self.datamodule: Any = None
+        self.model: Any = None
+        self.lightning_module: Any = None
         self.global_rank = self.local_rank = self.node_rank = 0
         self.world_size = self.num_devices = self.num_nodes = 1
         started = launched()  # one of several processes: ipurun shares the data out, the model need not
@@ -143,6 +154,10 @@ def is_lightning(model: Any) -> bool:
 
 def attach_trainer(owner: Any, trainer: TrainerStandIn) -> None:
     """Give a model or its data the stand-in as its trainer."""
+    if isinstance(owner, nn.Module):
+        trainer.model = trainer.lightning_module = owner
+    else:
+        trainer.datamodule = owner
     try:
         owner.trainer = trainer
     except AttributeError:  # a read-only property of another library

@@ -53,11 +53,17 @@ def head_blocks(
     if ipu is None:
         tied = _tied_to_head(facts, layers, modules)
         if not tied:
-            return []
-        ipu = _ipu_before(tied[0].rpartition(".")[0], facts, layer_ipus, pipeline.embedding_ipu or 0)
+            # [4, 4, 0] keeps the last IPU for the head, as in Optimum.
+            keeps_last = list(pipeline.layers_per_ipu[1:])[-1:] == [0] and not pipeline.strategy.endswith("phased")
+            if not keeps_last:
+                return []
+            ipu = len(pipeline.layers_per_ipu) - 1
+        else:
+            ipu = _ipu_before(tied[0].rpartition(".")[0], facts, layer_ipus, pipeline.embedding_ipu or 0)
         if ipu == last_ipu:
             return []
-        found.note(f"the head ({modules[0]}) runs on IPU {ipu}, because {tied[-1]} and {tied[0]} are one tensor")
+        if tied:
+            found.note(f"the head ({modules[0]}) runs on IPU {ipu}, because {tied[-1]} and {tied[0]} are one tensor")
     elif not modules and not names and facts.module_names:
         found.problem(
             "`pipeline.head_ipu` is set, but no head was found", fix="pipeline.head=MODULE", key="pipeline.head_ipu"
