@@ -13,9 +13,9 @@ __all__ = ["run"]
 _USAGE = """\
 usage: ipurun bench +recipe=NAME [key=value ...] [flags]
 
-Trains for some seconds, without writing anything, and shows the throughput with its spread, what the device and the
+Trains for some seconds, without a run folder, and shows the throughput with its spread, what the device and the
 data pipeline do alone, whether the run is host-bound or compute-bound, other numbers of device_iterations, and the
-planner's estimate for IPUs. data=synthetic leaves the data set out.
+planner's estimate for IPUs. data=synthetic leaves the data set out. Later plans use what was measured of the data.
 
 flags
   --seconds N     time for each measurement, after the warm-up (5)

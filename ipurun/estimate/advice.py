@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
@@ -200,8 +201,24 @@ def _changes(model: EstimatedModel, search: Search, is_placed_in_code: bool) -> 
         yield from _proportions(model)
         yield from _serialisation(model)
     yield from _batches(model, search.resets.batch)
+    yield from _workers(model)
     if model.settings.strategy == "pipelined" and not is_placed_in_code:
         yield from _splits(model, search)
+
+
+def _workers(model: EstimatedModel) -> Iterator[_Change]:
+    """Load with as many processes as the device needs, or as the host has CPUs."""
+    settings, time = model.settings, model.estimate.time
+    if not settings.host_samples_per_second or not (time.host_bound or time.loading):
+        return
+    each = settings.host_samples_per_second / settings.loading_processes
+    wanted = math.ceil(time.total * time.samples_per_second / time.device / each)
+    workers = min(wanted, settings.host_cpus or wanted)
+    if workers > settings.workers:
+        title = f"{workers} worker{'s' if workers > 1 else ''} to load data beside the device"
+        rate = each * workers
+        changed = {"workers": workers, "loads_beside": True, "host_samples_per_second": rate}
+        yield _change(model, title, [f"loader.workers={workers}"], **changed)
 
 
 def _change(model: EstimatedModel, title: str, overrides: Sequence[str], **settings: object) -> _Change:

@@ -171,11 +171,11 @@ class Cell:
         backward: Seconds.
         saved: Bytes that its backward pass reads.
         share: Its parameters.
-        temporary: Bytes of its largest operation.
+        temporary: Bytes of its largest operation, without what waits beside it.
         code: (signature, programs) of its distinct operations.
         calls: Programs of all its operations.
         reads: Operations before it whose results it reads.
-        runs: Bytes to recompute between checkpoints: one more entry than it has checkpoints.
+        runs: (bytes to recompute, most bytes at once) between checkpoints: one more entry than it has checkpoints.
         kept: Bytes of its checkpoints.
         tail: Forward seconds after its last checkpoint; all of them if it has none.
     """
@@ -190,7 +190,7 @@ class Cell:
     code: FrozenSet[Tuple[str, int]]
     calls: int
     reads: FrozenSet[int]
-    runs: Tuple[int, ...]
+    runs: Tuple[Tuple[int, float], ...]
     kept: int
     tail: float
 
@@ -211,14 +211,17 @@ def cells_of(
     for number, first in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else len(traced.ops)
         ops = traced.ops[first:end]
-        runs, tail = [0], 0.0
-        for op in ops:
+        runs, tail, since, most = [], 0.0, 0, 0.0
+        needs = [op_bytes(traced, op, settings, costs) for op in ops]
+        for op, need in zip(ops, needs):
             if op.index in checkpoints:
-                runs.append(0)
-                tail = 0.0
+                runs.append((since, max(most, since + need)))
+                tail, since, most = 0.0, 0, 0.0
             else:
-                runs[-1] += op.saved_bytes
+                since += op.saved_bytes
+                most = max(most, since + need)
                 tail += costs[op.index].forward
+        runs.append((since, most))
         cells.append(
             Cell(
                 first=first,
@@ -227,7 +230,7 @@ def cells_of(
                 backward=sum(costs[op.index].backward for op in ops),
                 saved=sum(op.saved_bytes for op in ops),
                 share=shares[number],
-                temporary=max((op_bytes(traced, op, settings, costs) for op in ops), default=0.0),
+                temporary=max(needs, default=0.0),
                 code=frozenset((op.signature, programs_of(op, settings)) for op in ops if op.kind != "view"),
                 calls=sum(programs_of(op, settings) for op in ops),
                 reads=frozenset(index for op in ops for index in op.inputs if index < first),
@@ -251,8 +254,7 @@ class Segment:
         fixed: Bytes of weights, accumulators and optimizer state on chip.
         received: Bytes that come from earlier stages.
         kept: Bytes that one micro-batch keeps until its backward pass.
-        run: Bytes that are recomputed at a time.
-        peak: Bytes of its largest operation.
+        peak: Most bytes that an operation needs, together with what was recomputed before it.
         code: Bytes of code.
         update: Bytes that the weight update needs once activations are freed.
     """
@@ -264,7 +266,6 @@ class Segment:
     fixed: int
     received: int
     kept: int
-    run: int
     peak: float
     code: float
     update: int
@@ -282,15 +283,14 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning
     """
     stash = segment.kept * in_flight
     stays = segment.fixed + segment.received + segment.code + machine.tile_imbalance_bytes * machine.tiles
-    run, peak, update = segment.run, segment.peak, segment.update
+    peak, update = segment.peak, segment.update
     if returning is None:  # nearly always
-        working, waiting = run + peak, update - stash
-        return stays + stash + (working if working > waiting else waiting)
+        waiting = update - stash
+        return stays + stash + (peak if peak > waiting else waiting)
     stash += returning.kept
     # Both include the code that every program has.
     stays += returning.fixed + returning.received + returning.code - machine.tiles * machine.code_bytes_per_tile
-    run, peak, update = max(run, returning.run), max(peak, returning.peak), max(update, returning.update)
-    return stays + stash + max(run + peak, update - stash)
+    return stays + stash + max(peak, returning.peak, max(update, returning.update) - stash)
 
 
 def segments_of(
@@ -358,7 +358,8 @@ def _segments_ending_at(
     code: Set[Tuple[str, int]] = set()
     forward = backward = temporary = tail = 0.0
     fixed = saved = calls = kept = update = received = programs = 0
-    run, longest_run, checkpoint_seen = 0, 0, False
+    most = longest_run = 0.0
+    checkpoint_seen = False
     recomputes = settings.training and settings.recompute == "checkpoints"
     for number in range(end - 1, -1, -1):
         cell = cells[number]
@@ -381,8 +382,12 @@ def _segments_ending_at(
             code |= new
             programs += sum(count for _, count in new)
         # The part after a cell's last checkpoint continues in the cells added before it.
-        longest_run = max(longest_run, run + cell.runs[-1], *cell.runs)
-        run = run + cell.runs[0] if len(cell.runs) == 1 else cell.runs[0]
+        before, needed = cell.runs[-1]
+        most = max(needed, before + most)
+        longest_run = max(longest_run, most)
+        if len(cell.runs) > 1:
+            longest_run = max(longest_run, *(needed for _, needed in cell.runs))
+            most = cell.runs[0][1]
         if not checkpoint_seen:
             tail += cell.tail
             checkpoint_seen = len(cell.runs) > 1
@@ -396,8 +401,7 @@ def _segments_ending_at(
             fixed=fixed,
             received=received,
             kept=stays,
-            run=longest_run if recomputes else 0,
-            peak=temporary,
+            peak=longest_run if recomputes else temporary,
             code=code_bytes(programs, calls, machine),
             update=update,
         )

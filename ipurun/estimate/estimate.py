@@ -24,7 +24,7 @@ def estimate(traced: TracedModel, layout: StageLayout, settings: Settings, machi
     """
     traced = traced.with_micro_batch(settings.micro_batch_size)
     ipus = estimate_memory(traced, layout, settings, machine)
-    verdicts = tuple(verdict_of(ipu, machine) for ipu in ipus)
+    verdicts = tuple(verdict_of(ipu, machine, training=settings.training) for ipu in ipus)
     streaming = sum(ipu.streaming for ipu in ipus) * settings.replicas
     limit = round(machine.machines(layout.num_ipus * settings.replicas) * machine.streaming_bytes_per_machine)
     return Estimate(
@@ -37,11 +37,15 @@ def estimate(traced: TracedModel, layout: StageLayout, settings: Settings, machi
     )
 
 
-def verdict_of(memory: IpuMemory, machine: Machine) -> Verdict:
-    """Return the verdict of one IPU: tight from `tight_margin` below the limit to `over_margin` above it."""
-    if memory.share <= 1 - machine.tight_margin:
+def verdict_of(memory: IpuMemory, machine: Machine, *, training: bool = True) -> Verdict:
+    """Return the verdict of one IPU: tight from a margin below the limit to `over_margin` above it."""
+    if memory.share <= 1 - _margin(machine, training):
         return Verdict.FITS
     return Verdict.TIGHT if memory.share <= 1 + machine.over_margin else Verdict.DOES_NOT_FIT
+
+
+def _margin(machine: Machine, training: bool) -> float:
+    return machine.tight_margin if training else machine.inference_margin
 
 
 def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
@@ -58,8 +62,8 @@ def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
         (
             "fit",
             f"The fullest tile holds {machine.tile_imbalance_bytes:,.0f} bytes more than the average one. From "
-            f"{machine.tight_margin:.0%} below the limit to {machine.over_margin:.0%} above it the verdict is `tight`, "
-            "because the estimate is no more accurate than that.",
+            f"{_margin(machine, settings.training):.0%} below the limit to {machine.over_margin:.0%} above it the "
+            "verdict is `tight`, because the estimate is no more accurate than that.",
         ),
         *_about_compute(machine, settings),
     ]
@@ -152,7 +156,9 @@ def _about_training(model: EstimatedModel) -> List[Tuple[str, str]]:
 def _about_host(machine: Machine, settings: Settings) -> List[Tuple[str, str]]:
     loading = "the host prepares data as fast as it is needed"
     if settings.host_samples_per_second:
-        loading = f"the host prepares {settings.host_samples_per_second:,.0f} samples per second"
+        loading = (
+            f"the host loads {settings.host_samples_per_second:,.0f} samples per second ({settings.loading_basis})"
+        )
     reading = (
         f"{settings.io_tiles} tiles read micro-batches while the others compute."
         if settings.io_tiles
@@ -160,5 +166,6 @@ def _about_host(machine: Machine, settings: Settings) -> List[Tuple[str, str]]:
         f"{machine.streaming_bytes_per_second / 1e9:g} GB/s."
     )
     rate = f"{machine.host_bytes_per_second / 1e9:g} GB/s from its host"
-    text = f"Each machine of {machine.ipus_per_machine} IPUs gets {rate}, {loading}, and a host call costs "
-    return [("host", f"{text}{machine.host_call_seconds * 1e3:g} ms."), ("host", reading)]
+    most = f"{machine.host_link_bytes_per_second / 1e9:g} GB/s for all machines of a host"
+    text = f"Each machine of {machine.ipus_per_machine} IPUs gets {rate} (at most {most}), {loading}, and a host call "
+    return [("host", f"{text}costs {machine.host_call_seconds * 1e3:g} ms."), ("host", reading)]

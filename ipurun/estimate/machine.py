@@ -36,6 +36,7 @@ class Machine:
     streaming_bytes_per_second: float = 17.5e9
     transfer_seconds: float = 51e-6
     host_bytes_per_second: float = 8e9
+    host_link_bytes_per_second: float = 16e9
     host_call_seconds: float = 3e-3
     host_samples_per_second: float = 0.0
     ipus_per_domain: int = 64
@@ -46,8 +47,9 @@ class Machine:
     code_bytes_per_call: float = 42.0
     tile_imbalance_bytes: float = 36_000.0
     default_proportion: float = 0.6
-    tight_margin: float = 0.13
-    over_margin: float = 0.08
+    tight_margin: float = 0.06
+    inference_margin: float = 0.13
+    over_margin: float = 0.05
 
     @property
     def memory_bytes(self) -> int:

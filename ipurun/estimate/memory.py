@@ -145,8 +145,9 @@ def estimate_memory(
             streaming += stash
             stash = max((activations[stage].kept for stage in stages), default=0)
         fetched, accumulated = _of_largest_phase(traced, layout, settings, stages)
-        working = max((activations[stage].working for stage in stages), default=0)
-        temporary = working + max((op_bytes(traced, op, settings, costs[ipu]) for op in ops), default=0.0)
+        temporary = max(
+            (_most_at_once(traced, layout, activations, settings, costs, stage) for stage in stages), default=0
+        )
         # Weights are updated when the pipeline is empty: state replaces activations.
         temporary = max(temporary, share.update - stash)
         if not layout.phase_of_stage:  # the weights of phases are counted as such
@@ -168,6 +169,20 @@ def estimate_memory(
             )
         )
     return tuple(ipus)
+
+
+def _most_at_once(
+    traced: TracedModel,
+    layout: StageLayout,
+    memories: Sequence[StageMemory],
+    settings: Settings,
+    costs: Sequence[Sequence[OpCost]],
+    stage: int,
+) -> float:
+    """Return the most bytes that an operation of a stage needs, together with the values that wait beside it."""
+    own = costs[layout.ipu_of_stage[stage]]
+    waiting = zip(ops_of_stage(traced, layout, stage), memories[stage].beside)
+    return max((beside + op_bytes(traced, op, settings, own) for op, beside in waiting), default=0.0)
 
 
 def _of_largest_phase(
@@ -233,13 +248,14 @@ class StageMemory:
 
     Args:
         kept: Bytes kept for the backward pass, per micro-batch in flight.
-        working: Bytes (re)computed at a time: the largest part between checkpoints. In inference: values waiting for
-            later operations while another one runs.
+        beside: For each operation, the bytes that wait while it runs. In training: what was (re)computed since the last
+            checkpoint, up to it; later values do not exist yet in the forward pass, and no longer in the backward pass.
+            In inference: the most values that wait for later operations.
         recomputed: Operations that run twice.
     """
 
     kept: int
-    working: int
+    beside: Sequence[int]
     recomputed: Set[int]
 
 
@@ -263,8 +279,12 @@ def stage_memories(traced: TracedModel, layout: StageLayout, settings: Settings)
     return memories
 
 
-def _waiting(traced: TracedModel, ops: Sequence[TracedOp], received: Set[int], uses: Mapping[int, int]) -> int:
-    """Return the most bytes waiting for later operations while one runs, excluding its operands and results."""
+def _waiting(traced: TracedModel, ops: Sequence[TracedOp], received: Set[int], uses: Mapping[int, int]) -> List[int]:
+    """Return for each operation the most bytes that wait for later ones while any of them runs.
+
+    Those that wait beside the largest operation are fewer, but the one documented case of inference that does not fit
+    would be estimated to fit with them.
+    """
     live = {producer: traced.ops[producer].output_bytes for producer in received}
     most = 0
     for op in ops:
@@ -274,13 +294,13 @@ def _waiting(traced: TracedModel, ops: Sequence[TracedOp], received: Set[int], u
                 live.pop(producer, None)
         if op.index in uses and op.output_bytes:
             live[op.index] = op.output_bytes
-    return most
+    return [most] * len(ops)
 
 
 def _everything_kept(ops: Sequence[TracedOp], inputs: int) -> StageMemory:
     # Values independent of the data, such as a cast weight, are the same for all micro-batches.
     shared = sum(op.saved_bytes for op in ops if not op.is_batched)
-    return StageMemory(sum(op.saved_bytes for op in ops) - shared + inputs, shared, set())
+    return StageMemory(sum(op.saved_bytes for op in ops) - shared + inputs, [shared] * len(ops), set())
 
 
 def _norms_recomputed(ops: Sequence[TracedOp], inputs: int) -> StageMemory:
@@ -288,25 +308,24 @@ def _norms_recomputed(ops: Sequence[TracedOp], inputs: int) -> StageMemory:
     cheap = [op for op in ops if op.kind in ("norm", "elementwise") and op.saved_bytes]
     saved = sum(op.saved_bytes for op in ops)
     again = sum(op.saved_bytes for op in cheap)
-    return StageMemory(
-        saved - again + inputs, max((op.saved_bytes for op in cheap), default=0), {op.index for op in cheap}
-    )
+    largest = max((op.saved_bytes for op in cheap), default=0)
+    return StageMemory(saved - again + inputs, [largest] * len(ops), {op.index for op in cheap})
 
 
 def _between_checkpoints(ops: Sequence[TracedOp], checkpoints: Set[int], inputs: int, is_last: bool) -> StageMemory:
-    kept = inputs
-    segments: List[List[TracedOp]] = []
-    current: List[TracedOp] = []
+    kept, since = inputs, 0
+    beside: List[int] = []
+    recomputed: Set[int] = set()
+    current: Set[int] = set()
     for op in ops:
         if op.index in checkpoints:
+            beside.append(since)
             kept += op.output_bytes
-            segments.append(current)
-            current = []
+            recomputed |= current
+            since, current = 0, set()
         else:
-            current.append(op)
+            since += op.saved_bytes
+            beside.append(since)
+            current.add(op.index)
     # Results after the last checkpoint of the last stage are used by the backward pass at once.
-    recomputed = {op.index for segment in segments for op in segment}
-    if not is_last:
-        recomputed |= {op.index for op in current}
-    working = max((sum(op.saved_bytes for op in segment) for segment in [*segments, current]), default=0)
-    return StageMemory(kept, working, recomputed)
+    return StageMemory(kept, beside, recomputed if is_last else recomputed | current)

@@ -17,13 +17,14 @@ from ipurun.estimate.advice import PlanEstimate, Remedy, remedies_for
 from ipurun.estimate.calibration import FREE, Measurement, calibrate_to_run, measured_throughput
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.search import MOST_SOLUTIONS, Goal, Search, Solution, powers_up_to, ranked, variants_of
-from ipurun.estimate.settings import block_checkpoints, layout_of_plan, machine_of, resets_of, settings_of
+from ipurun.estimate.settings import block_checkpoints, layout_of_plan, loading_of, machine_of, resets_of, settings_of
 from ipurun.estimate.split import Split
 from ipurun.estimate.types import EstimatedModel, Trial, Verdict
 from ipurun.inspect.data import first_sample, is_stream
 from ipurun.inspect.facts import Facts, Purpose
 from ipurun.inspect.model import cut_modules
 from ipurun.inspect.model_and_data import ModelAndData, TraceKey, own_collate
+from ipurun.inspect.profiles import stored_loading_rate
 from ipurun.inspect.sampling import seeded
 from ipurun.inspect.trace import strategy_of, trace_model
 from ipurun.inspect.traced_model import TracedModel
@@ -185,10 +186,9 @@ def _estimated(
     """Estimate training, or evaluation and prediction: no backward pass, no optimizer, and all outputs."""
     config, plan = planned.config, planned.plan
     traced = traced or _trace(config, planned.inspected, plan, training=training)
-    machine, workers = machine_of(config), config.loader.workers
-    # Each instance has its own workers.
-    loaded = machine.host_samples_per_second * max(1, workers) * plan.instances.count or None
-    settings = settings_of(plan, training=training, host_samples_per_second=loaded, workers=workers)
+    machine = machine_of(config)
+    loading = loading_of(config, machine, stored_loading_rate(config), plan.instances.count)
+    settings = settings_of(plan, training=training, loading=loading)
     layout = layout_of_plan(traced, plan, training=training)
     return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))
 

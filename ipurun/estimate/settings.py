@@ -11,11 +11,21 @@ from ipurun.config.schema import RunConfig
 from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import checkpoint_ops, layout_of_blocks
 from ipurun.estimate.types import Settings, StageLayout
+from ipurun.inspect.facts import LoadingRate
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.planning.optimizer import optimizer_state
 from ipurun.planning.plan import Plan
 
-__all__ = ["Resets", "block_checkpoints", "layout_of_plan", "machine_of", "phases_of", "resets_of", "settings_of"]
+__all__ = [
+    "Resets",
+    "block_checkpoints",
+    "layout_of_plan",
+    "loading_of",
+    "machine_of",
+    "phases_of",
+    "resets_of",
+    "settings_of",
+]
 
 # PopART's RecomputationType by number.
 _RECOMPUTATION = {0: "none", 1: "checkpoints", 2: "norm_only", 3: "checkpoints", 4: "checkpoints"}
@@ -50,16 +60,13 @@ _PLACEMENT = {
 }
 
 
-def settings_of(
-    plan: Plan, *, training: bool = True, host_samples_per_second: Optional[float] = None, workers: int = 0
-) -> Settings:
+def settings_of(plan: Plan, *, training: bool = True, loading: Optional[Mapping[str, Any]] = None) -> Settings:
     """Return the settings of a plan for training or for inference.
 
     Args:
         plan: The plan.
         training: Whether for training.
-        host_samples_per_second: Samples that the host can load and prepare, if known.
-        workers: Processes that load data.
+        loading: How data is loaded (`loading_of`); None: as fast as it is needed.
     """
     calls = plan.training_options if training else plan.inference_options
     batch = plan.training if training else plan.inference
@@ -82,11 +89,34 @@ def settings_of(
         io_tiles=int(_argument(calls, "TensorLocations.numIOTiles") or 0),
         prefetch_depth=int(_popart(calls, "defaultPrefetchBufferingDepth") or _DEFAULT_PREFETCH),
         returned=1.0 if plan.output_mode == "all" or not training else 1 / batch.gradient_accumulation,
-        host_samples_per_second=host_samples_per_second,
-        workers=workers,
+        **(loading or {}),
         **optimizer,
         **_locations(calls),
     )
+
+
+def loading_of(config: RunConfig, machine: Machine, measured: Optional[LoadingRate], instances: int) -> Dict[str, Any]:
+    """Return the settings that say how data is loaded.
+
+    Args:
+        config: The run.
+        machine: The device, whose `host_samples_per_second` comes before a measurement.
+        measured: What `ipurun bench` measured.
+        instances: Processes that train; each has its own workers.
+    """
+    workers = config.loader.workers
+    found: Dict[str, Any] = {
+        "workers": workers,
+        "loads_beside": workers > 0 or config.loader.mode != "sync",
+        "hosts": max(1, len(config.distributed.hosts)),
+    }
+    each, cpus, basis = machine.host_samples_per_second, 0, "machine.host_samples_per_second"
+    if not each and measured is not None:
+        each, cpus, basis = measured.samples_per_second, measured.cpus, f"measured by ipurun bench on {measured.day}"
+    if each:
+        processes = min(max(1, workers), cpus or max(1, workers))
+        found.update(host_samples_per_second=each * processes * instances, host_cpus=cpus, loading_basis=basis)
+    return found
 
 
 def _optimizer(call: Call, weight_bytes: int) -> Dict[str, Any]:

@@ -258,7 +258,6 @@ def _pinned_cells(splitter: Splitter, cells: Sequence[Cell], cuts: CutOptions) -
         fixed=share_of(own, settings, traced).on_chip,
         received=sum(part.received for part in parts),
         kept=sum(part.kept * in_flight(stage, stages, settings) for part, stage in zip(parts, at_least)),
-        run=max(part.run for part in parts),
         peak=max(part.peak for part in parts),
         code=every_code + sum(part.code - every_code for part in parts),
         update=max(part.update for part in parts),

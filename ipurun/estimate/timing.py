@@ -38,10 +38,12 @@ def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, 
     batches = settings.gradient_accumulation if settings.training else 1
     input_bytes = traced.input_bytes * batches * settings.replicas
     output_bytes = traced.output_bytes * batches * settings.replicas * settings.returned
-    host_input = (input_bytes + output_bytes) / (machine.host_bytes_per_second * machines)
+    # A host sends to all its machines over one adapter.
+    connection = min(machine.host_bytes_per_second * machines, machine.host_link_bytes_per_second * settings.hosts)
+    host_input = sending = (input_bytes + output_bytes) / connection
     samples = settings.micro_batch_size * batches * settings.replicas
     loading = 0.0
-    if settings.host_samples_per_second and settings.workers:
+    if settings.host_samples_per_second and settings.loads_beside:
         host_input = max(host_input, samples / settings.host_samples_per_second)
     elif settings.host_samples_per_second:  # the process that trains loads in between
         loading = samples / settings.host_samples_per_second
@@ -67,6 +69,7 @@ def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, 
         link_bytes=sum(received) * (2 if settings.training else 1),
         host_bytes_per_second=input_bytes / total,
         loading=loading,
+        sending=sending,
         gateways=gateways,
         error=_error(traced, costs_by_ipu(traced, machine, settings, 1)[0]),
     )

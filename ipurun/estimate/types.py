@@ -92,8 +92,12 @@ class Settings:
         io_tiles: Tiles set aside for overlapped I/O.
         prefetch_depth: Batches buffered on the device side of the host connection.
         returned: Share of micro-batches whose outputs go back to the host.
-        host_samples_per_second: Samples the host can load and prepare; None if unknown.
-        workers: Processes that load data beside the one that trains; 0: that one loads between host calls.
+        host_samples_per_second: Samples that all loading processes load; None if unknown.
+        workers: Worker processes that load data, of each instance.
+        loads_beside: Whether data is loaded beside the process that trains; otherwise by that one, between host calls.
+        host_cpus: CPUs of the host on which loading was measured; 0 if unknown.
+        loading_basis: Where `host_samples_per_second` comes from.
+        hosts: Hosts that send data to the machines.
         min_elements_off_chip: Optimizer state with fewer values stays on chip.
         min_weights_off_chip: The same for weights.
         min_accumulators_off_chip: The same for gradient accumulators.
@@ -129,12 +133,21 @@ class Settings:
     returned: float = 1.0
     host_samples_per_second: Optional[float] = None
     workers: int = 0
+    loads_beside: bool = False
+    host_cpus: int = 0
+    loading_basis: str = ""
+    hosts: int = 1
     min_elements_off_chip: int = 2
     min_weights_off_chip: int = 2
     min_accumulators_off_chip: int = 2
     min_elements_sharded: int = 2
     state_tensors: int = 0
     instances: int = 1
+
+    @property
+    def loading_processes(self) -> int:
+        """Processes of an instance that load at the same time; more than there are CPUs take turns."""
+        return min(max(1, self.workers), self.host_cpus or max(1, self.workers))
 
     @property
     def sharding_replicas(self) -> int:
@@ -276,6 +289,7 @@ class TimeEstimate:
         total: Seconds of one update.
         samples_per_second: Throughput of all replicas.
         host_bound: Whether the host, not the device, limits throughput.
+        sending: The part of `host_input` that the connection between hosts and machines takes.
         flops_share: Share of the peak FLOP/s of all IPUs spent on useful operations.
         link_bytes: Bytes that one micro-batch sends between the IPUs of a replica.
         host_bytes_per_second: Input rate the host has to deliver.
@@ -298,6 +312,7 @@ class TimeEstimate:
     link_bytes: int
     host_bytes_per_second: float
     loading: float = 0.0
+    sending: float = 0.0
     error: float = 1.5
     gateways: float = 0.0
 

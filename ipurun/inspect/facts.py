@@ -6,16 +6,31 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Tuple
 
-__all__ = ["EndedBlock", "Facts", "InitialWeights", "LoggedValue", "ModuleCall", "Purpose", "UserBlock"]
+__all__ = ["EndedBlock", "Facts", "InitialWeights", "LoadingRate", "LoggedValue", "ModuleCall", "Purpose", "UserBlock"]
 
 
 class Purpose(enum.Enum):
-    """What a config is prepared for."""
+    """Purpose for which a config is prepared."""
 
     RUN = "run"
     COMPILE = "compile"  # as for a run, but no device is attached
     CHECK = "check"  # as for a run, but large models get no memory for their weights
     PLAN = "plan"  # as CHECK, and a machine larger than one process can attach, or than exists, is fine
+
+
+@dataclass(frozen=True)
+class LoadingRate:
+    """How fast a host loads a data set, as `ipurun bench` measured it.
+
+    Args:
+        samples_per_second: Samples that one process loads.
+        cpus: CPUs of the host.
+        day: Day of the measurement, as YYYY-MM-DD.
+    """
+
+    samples_per_second: float
+    cpus: int
+    day: str
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,7 @@ class EndedBlock:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where the weights of a run came from.
+    """Source of the initial weights of a run.
 
     Args:
         path: The file.
@@ -107,7 +122,7 @@ class LoggedValue:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan needs beyond the config, read from the engine, the data and the model.
+    """Facts about engine, data and model that a plan needs in addition to the config.
 
     Args:
         engine: ``ipu``, ``ipu_model`` or ``cpu``.
@@ -127,6 +142,7 @@ class Facts:
         parameter_shapes: Parameter name -> shape; a tied parameter under each of its names.
         shared_parameters: Groups of parameter names that share one tensor.
         table_parts: Embedding or head that is split into parts -> IPU of each part.
+        tables: Word of `memory.serialize` for a table -> name of the module.
         calls: Calls of modules in one forward pass, in order; empty if the model was not traced.
         operations: Operations of the forward pass, the loss included.
         user_blocks: Blocks that the model's own code begins.
@@ -159,6 +175,7 @@ class Facts:
     parameter_shapes: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
     shared_parameters: Tuple[Tuple[str, ...], ...] = ()
     table_parts: Mapping[str, Tuple[int, ...]] = field(default_factory=dict)
+    tables: Mapping[str, str] = field(default_factory=dict)
     calls: Tuple[ModuleCall, ...] = ()
     operations: int = 0
     user_blocks: Tuple[UserBlock, ...] = ()

@@ -1,4 +1,4 @@
-"""Traces of models, kept on disk by model and config, so that a further plan does not trace again.
+"""Traces of models, and measured speeds of loading data, kept on disk by config for further plans.
 
 A profile is used only if nothing has changed that it depends on: the config keys of model, loss and precision, the
 shapes of a sample, the parameters, torch, the files that define the model's classes, and every other module outside of
@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import platform
 import sys
 import sysconfig
 from pathlib import Path
@@ -24,16 +25,46 @@ from ipurun.config.schema import RunConfig
 from ipurun.executables import cache_root
 from ipurun.files import write_atomically
 from ipurun.inspect.batch_items import map_tensors
-from ipurun.inspect.facts import EndedBlock, ModuleCall, UserBlock
+from ipurun.inspect.facts import EndedBlock, LoadingRate, ModuleCall, UserBlock
 from ipurun.inspect.trace import ForwardOrder
 from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
-__all__ = ["Profiles"]
+__all__ = ["Profiles", "keep_loading_rate", "stored_loading_rate"]
 
 _Result = TypeVar("_Result")
 _MOST_FILES = 256
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OWN_FILES = ("estimate", "inspect", "planning", os.path.join("emulator", "_capture"), os.path.join("emulator", "_ops"))
+
+
+# Keys of a data set that say how much there is or which values it has, not how it is loaded.
+_AMOUNTS = ("train_samples", "eval_samples", "test_samples", "predict_samples", "seed")
+
+
+def stored_loading_rate(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Optional[LoadingRate]:
+    """Return the last measurement of a run's data set and collate function on this host; None if there is none."""
+    try:
+        found = json.loads(_loading_path(config, environ).read_text(encoding="utf-8"))
+        rate = LoadingRate(float(found["samples_per_second"]), int(found["cpus"]), str(found["day"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return rate if rate.samples_per_second > 0 and rate.cpus > 0 else None
+
+
+def keep_loading_rate(config: RunConfig, rate: LoadingRate, environ: Mapping[str, str] = os.environ) -> None:
+    """Store a measurement. A folder that cannot be written is ignored."""
+    path = _loading_path(config, environ)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(dataclasses.asdict(rate)))
+
+
+def _loading_path(config: RunConfig, environ: Mapping[str, str]) -> Path:
+    data = {key: value for key, value in dict(config.data).items() if key not in _AMOUNTS}
+    loader = (config.loader.collate, config.loader.collate_args, config.loader.on_error)
+    about = (platform.node(), sys.version_info[:2], torch.__version__, data, config.sample, loader)
+    name = hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+    return Path(cache_root(environ)) / "loading" / f"{name}.json"
 
 
 class Profiles:

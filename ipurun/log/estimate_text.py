@@ -33,6 +33,7 @@ __all__ = [
 
 _MIB = 1 << 20
 _BAR = 24
+_WAITS = 0.05  # share of the time for which waiting is worth a word
 _HEADINGS = ("weights", "gradients", "state", "activations", "temporary", "I/O", "code", "uneven", "total")
 
 
@@ -270,14 +271,31 @@ def _host_text(model: EstimatedModel) -> str:
 
 def _bound_text(model: EstimatedModel) -> str:
     settings, time = model.settings, model.estimate.time
+    rate = settings.host_samples_per_second
+    waits = time.loading > _WAITS * time.total
+    if not time.host_bound and not waits:
+        if rate is None:
+            needed = count_short(time.samples_per_second)
+            return f"not host-bound if {needed} samples/s are loaded, which ipurun bench measures"
+        return f"not host-bound: {count_short(rate)} samples/s are loaded ({settings.loading_basis})"
+    if time.sending > time.device and time.sending >= time.host_input:
+        hosts, machine = plural(settings.hosts, "host"), model.machine
+        most = min(
+            machine.host_bytes_per_second * machine.machines(model.num_ipus),
+            machine.host_link_bytes_per_second * settings.hosts,
+        )
+        return f"host-bound: {hosts} can send {most / 1e9:,.0f} GB/s; more distributed.hosts or smaller samples help"
+    if rate is None or (not waits and time.device > time.host_input):
+        return "host-bound: host calls take most of the time; device_iterations makes them fewer"
+    per_process = rate / settings.loading_processes  # one of each instance
+    workers = math.ceil(time.total * time.samples_per_second / time.device / per_process)
+    text = f"host-bound: loader.workers={workers} would load as fast as the device trains"
     if not time.host_bound:
-        return "not host-bound"
-    if settings.host_samples_per_second is None or (not time.loading and time.device > time.host_input):
-        return "host-bound"
-    per_worker = settings.host_samples_per_second / max(1, settings.workers)  # one of each instance
-    samples = time.total * time.samples_per_second
-    needed = math.ceil(samples / time.device / per_worker)
-    return f"host-bound: loader.workers={needed} would load as fast as the device trains"
+        share = f"{time.loading / time.total:.0%} of the time"
+        text = f"the device waits for data {share}: loader.workers={workers} would load beside it"
+    if settings.host_cpus and workers > settings.host_cpus:
+        text += f", on more than the {plural(settings.host_cpus, 'CPU')} of this host"
+    return f"{text} (one loads {count_short(per_process)} samples/s, {settings.loading_basis})"
 
 
 def _compile_class(model: EstimatedModel) -> str:

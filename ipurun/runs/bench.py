@@ -12,7 +12,7 @@ from ipurun.build import Run, build_run
 from ipurun.config.compose import with_words
 from ipurun.errors import ConfigError
 from ipurun.inspect.batch_items import as_call
-from ipurun.inspect.facts import Purpose
+from ipurun.inspect.facts import LoadingRate, Purpose
 from ipurun.log.format import batch_equation, count, duration, plural
 from ipurun.planning.plan import BatchSizes
 from ipurun.runs.prepare import PreparedRun, prepare
@@ -63,7 +63,7 @@ class Rung:
 
 @dataclass
 class BenchReport:
-    """What was measured.
+    """Measurements.
 
     Args:
         name: Name of the run.
@@ -115,6 +115,11 @@ class BenchReport:
         if now is not None and best.rate is not None and best.rate.low > _WORTH_IT * now.median:
             return f"device_iterations={best.device_iterations} is {best.rate.median / now.median:.2f} times as fast"
         return "profile=trace shows which ops and stages take the time"
+
+    def loading_rate(self, workers: int) -> LoadingRate:
+        """Return how fast one process loads the data; `workers` loaded it, or one process."""
+        processes = min(max(1, workers), self.cpus)
+        return LoadingRate(self.data.median / processes, self.cpus, time.strftime("%Y-%m-%d"))
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the document of `ipurun bench --json`."""
@@ -213,7 +218,7 @@ def _measure(run: Run, seconds: float) -> Rung:
     waits: List[float] = []
     calls: List[float] = []
     begun = time.perf_counter()
-    while _goes_on(len(calls), begun, seconds):
+    while _continues(len(calls), begun, seconds):
         before = time.perf_counter()
         batch = next(batches)
         arrived = time.perf_counter()
@@ -229,7 +234,7 @@ def _device_alone(run: Run, seconds: float) -> Rate:
     batch = next(_endless(run))
     durations: List[float] = []
     begun = time.perf_counter()
-    while _goes_on(len(durations), begun, seconds):
+    while _continues(len(durations), begun, seconds):
         before = time.perf_counter()
         _call(run, batch)
         durations.append(time.perf_counter() - before)
@@ -242,7 +247,7 @@ def _data_alone(run: Run, seconds: float) -> Rate:
         next(batches)
     durations: List[float] = []
     begun = time.perf_counter()
-    while _goes_on(len(durations), begun, seconds):
+    while _continues(len(durations), begun, seconds):
         before = time.perf_counter()
         next(batches)
         durations.append(time.perf_counter() - before)
@@ -278,7 +283,7 @@ def _call(run: Run, batch: Any) -> None:
         run.training_model(*args, **kwargs)
 
 
-def _goes_on(calls: int, begun: float, seconds: float) -> bool:
+def _continues(calls: int, begun: float, seconds: float) -> bool:
     if calls >= _MOST_CALLS:
         return False
     return calls < _FEWEST_CALLS or time.perf_counter() - begun < seconds

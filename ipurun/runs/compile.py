@@ -32,7 +32,7 @@ _MOST_REMEDIES = 3
 
 @dataclass(frozen=True)
 class CompiledJob:
-    """What `compile_job` made.
+    """Result of `compile_job`.
 
     Args:
         plan: The plan that was compiled.
@@ -95,7 +95,8 @@ def compile_job(prepared: PreparedRun, screen: Screen, file: Optional[Path] = No
 
 def with_remedies(error: CompileError, prepared: PreparedRun) -> CompileError:
     """Return the error with what the planner advises for exactly this config."""
-    lines = _remedies(prepared)
+    is_in_python = "poptorch_py_error" in error.problems[0].seen  # of the model's code: no other sizes would help
+    lines = [] if is_in_python else _remedies(prepared)
     if not lines:
         return error
     problem = error.problems[0]

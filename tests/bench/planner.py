@@ -89,7 +89,9 @@ def _line(item: Planned) -> str:
     if math.isnan(item.ratio):
         return line
     speed = item.estimate.time.samples_per_second
-    note = "" if item.is_compared else "  limited by the host"
+    time = item.estimate.time
+    without = item.ratio * time.total / (time.device + time.host)
+    note = "" if item.is_compared else f"  limited by the host; {without:.2f} without loading"
     return f"{line} {item.published:10,.0f} {speed:10,.0f} {item.ratio:6.2f}{note}"
 
 

@@ -16,7 +16,9 @@ from ipurun.config.compose import one
 from ipurun.estimate.estimate import assumptions_of
 from ipurun.estimate.split import Splitter
 from ipurun.inspect import trace
+from ipurun.inspect.facts import LoadingRate
 from ipurun.inspect.model_and_data import inspect
+from ipurun.inspect.profiles import keep_loading_rate, stored_loading_rate
 from ipurun.planning import make_plan
 
 # An IPU of little memory, so that a small model does not fit one.
@@ -110,7 +112,7 @@ def test_inference_needs_less_and_returns_more(capsys: Any) -> None:
     assert "inference on GC200: fits (estimate)" in capsys.readouterr().out
 
 
-def test_inference_that_does_not_fit_is_told(capsys: Any) -> None:
+def test_inference_that_does_not_fit_is_reported(capsys: Any) -> None:
     words = [
         "+recipe=mnist",
         "machine.tiles=64",
@@ -317,6 +319,63 @@ def test_a_host_bound_plan_shows_how_many_workers_are_enough(capsys: Any) -> Non
     assert main(["plan", "+recipe=mnist", "machine.host_samples_per_second=1000", "device_iterations=100"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("host I/O")]
     assert "host-bound: loader.workers=" in line
+
+
+def test_a_plan_uses_what_bench_measured_of_the_data(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "300")
+    words = ["+recipe=mnist", "data=synthetic", "device_iterations=100"]
+
+    def host_line(*more: str) -> str:
+        assert main(["plan", *words, *more]) == 0
+        shown = capsys.readouterr().out
+        (line,) = [line for line in shown.splitlines() if line.strip().startswith("host I/O")]
+        return line
+
+    assert "which ipurun bench measures" in host_line()
+    config = one(words).config
+    keep_loading_rate(config, LoadingRate(samples_per_second=1000.0, cpus=64, day="2026-11-18"))
+    slow = host_line()
+    assert "host-bound: loader.workers=" in slow
+    assert "one loads 1,000 samples/s, measured by ipurun bench on 2026-11-18" in slow
+    needed = int(slow.partition("loader.workers=")[2].split()[0])
+    assert "on more than the 64 CPUs of this host" in slow or needed <= 64
+    assert "host-bound: loader.workers=" in host_line("loader.mode=async")
+    assert stored_loading_rate(one(["+recipe=mnist"]).config) is None  # other data
+    keep_loading_rate(config, LoadingRate(samples_per_second=1e9, cpus=64, day="2026-11-18"))
+    assert "not host-bound" in host_line()
+    assert "host calls take most of the time" in host_line("device_iterations=1")
+    assert "one loads 5,000" in host_line("machine.host_samples_per_second=5000")
+
+
+def test_bench_keeps_how_fast_the_data_loads(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    words = ["+recipe=mnist", "data=synthetic"]
+    assert main(["bench", *words, "--seconds=0.05", "--ladder=1", "--quiet", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["data_alone"]["median"]
+    kept = stored_loading_rate(one([*words, "data.train_samples=77", "micro_batch_size=3"]).config)
+    assert kept is not None and kept.samples_per_second == pytest.approx(measured)
+
+
+def test_a_plan_suggests_workers_where_loading_is_the_limit(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    words = ["+recipe=resnet", "model=resnet18", "data=synthetic", "machine.host_samples_per_second=500"]
+    assert main(["plan", *words]) == 0
+    assert "to load data beside the device" in capsys.readouterr().out
+
+
+def test_loading_between_host_calls_is_named_though_the_device_takes_longer(capsys: Any) -> None:
+    words = ["+recipe=vit", "data=synthetic", "device_iterations=8", "gradient_accumulation=64"]
+    assert main(["plan", *words, "--json"]) == 0
+    speed = json.loads(capsys.readouterr().out)["estimate"]["time"]["samples_per_second"]
+    assert main(["plan", *words, f"machine.host_samples_per_second={4 * speed}"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the device waits for data 20% of the time" in shown
+    assert "loader.workers=1 would load beside it" in shown
 
 
 def test_synthetic_data_plans_any_batch_size(capsys: Any) -> None:

@@ -86,7 +86,15 @@ def placed(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     row = next(row for row in rows() if row["id"] == name)
     prepared = prepare(one(overrides_of(row["model"], row["run"])), Purpose.PLAN)
     traced = _trace(prepared, row["run"])
-    return traced, layout_of_plan(traced, prepared.plan), settings_of(prepared.plan)
+    settings = settings_of(prepared.plan)
+    layout = layout_of_plan(traced, prepared.plan)
+    # A Pod64 has four hosts, and larger ones as many for every 64 IPUs: the systems of Graphcore's MLPerf submissions.
+    hosts = math.ceil(layout.num_ipus * settings.replicas / 16)
+    settings = dataclasses.replace(settings, hosts=hosts)
+    loading = row.get("measured", {}).get("loading")
+    if loading is not None:
+        settings = dataclasses.replace(settings, host_samples_per_second=1 / loading["seconds_per_sample"])
+    return traced, layout, settings
 
 
 def overrides_of(model: Row, run: Row) -> List[str]:

@@ -47,6 +47,20 @@ def test_recomputation_keeps_inputs_of_stages_and_checkpoints() -> None:
     assert bare[0].temporary - checked[0].temporary == 4000 - 2000
 
 
+def test_values_that_come_after_the_largest_operation_do_not_count_beside_it() -> None:
+    """The first of four operations has a large result that nothing reads backward; the others keep 1,000 bytes each."""
+
+    def temporary(largest: int) -> int:
+        traced = chain(4)
+        ops = list(traced.ops)
+        ops[largest] = dataclasses.replace(ops[largest], output_bytes=10**6, saved_bytes=1000)
+        traced = dataclasses.replace(traced, ops=tuple(ops))
+        return estimate_memory(traced, single_ipu(traced), Settings(recompute="checkpoints"), MACHINE)[0].temporary
+
+    # Each is read by the next one, which has it as an operand beside one more value.
+    assert temporary(1) - temporary(0) == 1000
+
+
 def test_optimizer_state_on_chip_off_chip_and_sharded() -> None:
     traced = chain(2)
     layout = single_ipu(traced)
@@ -81,18 +95,21 @@ def test_equal_operations_share_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "verdict"),
+    ("share", "training", "verdict"),
     [
-        (0.5, Verdict.FITS),
-        (0.81, Verdict.FITS),
-        (0.9, Verdict.TIGHT),
-        (1.05, Verdict.TIGHT),
-        (1.1, Verdict.DOES_NOT_FIT),
+        (0.93, True, Verdict.FITS),
+        (0.86, False, Verdict.FITS),
+        (0.88, False, Verdict.TIGHT),
+        (0.95, True, Verdict.TIGHT),
+        (1.04, True, Verdict.TIGHT),
+        (1.04, False, Verdict.TIGHT),
+        (1.06, True, Verdict.DOES_NOT_FIT),
+        (1.06, False, Verdict.DOES_NOT_FIT),
     ],
 )
-def test_the_verdict_is_tight_within_the_error_of_the_estimate(share: float, verdict: Verdict) -> None:
+def test_the_verdict_is_tight_within_the_error_of_the_estimate(share: float, training: bool, verdict: Verdict) -> None:
     memory = IpuMemory(0, round(share * MACHINE.memory_bytes), 0, 0, 0, 0, 0, 0, limit=MACHINE.memory_bytes)
-    assert verdict_of(memory, MACHINE) is verdict
+    assert verdict_of(memory, MACHINE, training=training) is verdict
 
 
 def test_the_worst_ipu_decides() -> None:
@@ -113,9 +130,9 @@ def test_inference_keeps_only_values_that_are_still_needed() -> None:
     inference = Settings(training=False)
     (whole,) = stage_memories(traced, single_ipu(traced), inference)
     # While the third runs on the second's result, the first one waits.
-    assert (whole.kept, whole.working) == (0, 1000)
+    assert (whole.kept, max(whole.beside)) == (0, 1000)
     first, second = stage_memories(traced, layout_of_cuts(traced, [2]), inference)
-    assert (first.working, second.working) == (0, 1000)
+    assert (max(first.beside), max(second.beside)) == (0, 1000)
 
 
 def test_the_largest_phase_of_phased_execution_is_on_chip() -> None:

@@ -260,7 +260,7 @@ def test_device_iterations_share_the_cost_of_a_host_call() -> None:
 def test_loading_takes_its_time_between_host_calls_unless_there_are_workers() -> None:
     device = time_of(2, [], gradient_accumulation=1000)
     alone = time_of(2, [], gradient_accumulation=1000, host_samples_per_second=1e6)
-    beside = time_of(2, [], gradient_accumulation=1000, host_samples_per_second=1e6, workers=1)
+    beside = time_of(2, [], gradient_accumulation=1000, host_samples_per_second=1e6, loads_beside=True)
     assert alone.total == pytest.approx(device.total + 1000 / 1e6)
     assert beside.total == pytest.approx(device.total)
 
@@ -298,6 +298,16 @@ def test_a_slow_host_limits_throughput() -> None:
     assert not fast.host_bound
     assert slow.host_bound
     assert slow.samples_per_second == pytest.approx(100, rel=0.02)
+
+
+def test_all_machines_of_a_host_share_its_connection() -> None:
+    traced = dataclasses.replace(chain(2), input_bytes=10**9)
+    sent = [
+        estimate_time(traced, single_ipu(traced), Settings(replicas=64, hosts=hosts), MACHINE) for hosts in (1, 4, 16)
+    ]
+    assert sent[0].sending == pytest.approx(64e9 / MACHINE.host_link_bytes_per_second)
+    assert sent[1].sending == pytest.approx(sent[0].sending / 4)
+    assert sent[2].sending == pytest.approx(64e9 / (16 * MACHINE.host_bytes_per_second))  # 16 machines of 4 IPUs
 
 
 def test_inference_has_no_backward_pass_and_no_update() -> None:

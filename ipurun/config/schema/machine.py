@@ -54,9 +54,14 @@ class MachineConfig:
     host_bytes_per_second: float = option(
         8e9, "Bandwidth from the host to a machine, in bytes per second.", positive=True
     )
+    host_link_bytes_per_second: float = option(
+        16e9, "Bandwidth from a host to all its machines together, in bytes per second.", positive=True
+    )
     host_call_seconds: float = option(3e-3, "Overhead of one host call, in seconds.", minimum=0)
     host_samples_per_second: float = option(
-        0.0, "Samples that one worker loads per second, as `ipurun bench` measures them; 0: any number.", minimum=0
+        0.0,
+        "Samples per second that one process loads; 0: as `ipurun bench` measured them here, or any number.",
+        minimum=0,
     )
     ipus_per_domain: int = option(64, "IPUs that IPU-Links connect; gateways connect such domains.", minimum=1)
     gateway_bytes_per_second: float = option(
@@ -72,5 +77,8 @@ class MachineConfig:
     code_bytes_per_call: float = option(42.0, "Control code per call of an operation on a tile, in bytes.", minimum=0)
     tile_imbalance_bytes: float = option(36000.0, "Memory of the fullest tile above the average, in bytes.", minimum=0)
     default_proportion: float = option(0.6, "Default share of a tile for matmul temporaries.", positive=True)
-    tight_margin: float = option(0.13, "A model this share below the memory limit or closer is a tight fit.", minimum=0)
-    over_margin: float = option(0.08, "A model this share above the memory limit or further does not fit.", minimum=0)
+    tight_margin: float = option(
+        0.06, "Training this share below the memory limit or closer is a tight fit.", minimum=0
+    )
+    inference_margin: float = option(0.13, "The same for inference.", minimum=0)
+    over_margin: float = option(0.05, "A model this share above the memory limit or further does not fit.", minimum=0)
