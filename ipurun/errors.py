@@ -146,6 +146,8 @@ def in_short(error: BaseException) -> str:
     if isinstance(error, IpurunError) and error.problems:
         return error.problems[0].what
     text = str(error).strip()
+    if isinstance(error, KeyboardInterrupt) and not text:
+        return "stopped by a signal before it could save"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import ipurun
-from ipurun.errors import nearest
+from ipurun.errors import in_short, nearest
 
 
 def test_spelling_last_part_and_parts_of_longer_names() -> None:
@@ -25,3 +25,8 @@ def test_one_module_finds_similar_names() -> None:
 def test_suggestions_need_no_torch() -> None:
     code = "import sys, ipurun.errors, ipurun.config.foreign; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_interrupt_is_described_without_the_name_of_the_exception() -> None:
+    assert in_short(KeyboardInterrupt()) == "stopped by a signal before it could save"
+    assert in_short(ValueError("odd")) == "ValueError: odd"

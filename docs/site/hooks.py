@@ -1,4 +1,4 @@
-"""What `make site` adds to the pages of docs/: the README of every recipe, the changelog, a search without a server.
+"""Hooks of `make site`: add the README of every recipe, the changelog and a search that works without a server.
 
 Links to other files of the repository become their paths: the site does not know where the repository is.
 """
@@ -15,6 +15,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 
+# Narrow screens scroll a wide table sideways; names of keys stay whole.
+_STYLE = "<style>.md-typeset table:not([class]) td:first-child code{white-space:nowrap}</style></head>"
 _SHIM = re.compile(r'<script src="?https://unpkg\.com/iframe-worker/shim"?></script>')
 
 
@@ -84,7 +86,7 @@ def _with_own_worker(output, name):
     output, count = _SHIM.subn(lambda match: f"<script>{script}</script>", output)
     if count != 1 or re.search(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=[\"']?https?://", output):
         raise PluginError(f"{name}: the page loads something from the network")
-    return output
+    return output.replace("</head>", _STYLE, 1)
 
 
 def _pointed(text, path, anchor, source, unchanged):

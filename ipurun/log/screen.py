@@ -38,7 +38,7 @@ _LABEL_WIDTH = 12
 
 @dataclass
 class TrainingState:
-    """What a live view of training shows: the latest events, which the console stores and the view reads.
+    """State of a live view of training: the latest events, stored by the console and read by the view.
 
     Args:
         step: The latest host call.
@@ -244,11 +244,21 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 
 def narrowed(text: str, width: int) -> str:
-    """Return the line of an evaluation without what a narrow terminal leaves out: samples and time, then the epoch."""
+    """Return the line of an evaluation without what a narrow terminal leaves out: samples and time, then the epoch.
+
+    What is still too long is broken between its fields, and what follows is indented.
+    """
     for pattern in (r"  \[[^\]]*\]$", r"  epoch [\d.]+"):
         if len(text) > width:
             text = re.sub(pattern, "", text)
-    return text
+    lines = [""]
+    for field in text.split("  "):
+        longer = f"{lines[-1]}  {field}" if lines[-1] else field
+        if len(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(f"  {field}")
+    return "\n".join(lines)
 
 
 def _tenth(fraction: Optional[float]) -> int:

@@ -32,7 +32,8 @@ _BAR_WIDTH = 24
 _SHORTEST_BAR = 6
 _MARGIN = 4  # columns that stay free in live lines: a terminal echoes ^C there, and must not wrap
 _LONGEST_HISTORY = 240  # losses; neighbours are merged beyond that
-_SMOOTHING = 0.8  # share of the old value in a smoothed one, at each redraw
+_SMOOTHING = 0.8  # share of the old value in a smoothed one, for each host call since the last redraw
+_LEAST_SMOOTHING = 0.2  # the same after many host calls: a fast run is not shown with the loss of long ago
 _NARROW = 60
 _WIDEST_PANEL = 120  # columns; a frame around empty space is harder to read
 
@@ -300,6 +301,7 @@ class TrainingView:
         self._speed: Optional[float] = None
         self._eta: Optional[float] = None
         self._seen_step = -1
+        self._seen_call = 0
 
     def draw(self, width: int) -> Any:
         """Return what to show on a terminal of a width."""
@@ -322,9 +324,10 @@ class TrainingView:
     def _smooth(self, event: StepEnd) -> None:
         if event.step == self._seen_step:
             return
-        self._seen_step = event.step
-        self._loss = _smoothed(self._loss, event.loss)
-        self._speed = _smoothed(self._speed, event.samples_per_second)
+        old = max(_SMOOTHING ** max(event.call - self._seen_call, 1), _LEAST_SMOOTHING)
+        self._seen_step, self._seen_call = event.step, event.call
+        self._loss = _smoothed(self._loss, event.loss, old)
+        self._speed = _smoothed(self._speed, event.samples_per_second, _SMOOTHING)
         if event.eta_seconds is not None:
             self._eta = event.eta_seconds
         self._losses.append(self._loss)
@@ -377,10 +380,10 @@ class TrainingView:
         return [_joined(half, width) for half in halves]
 
 
-def _smoothed(before: Optional[float], now: float) -> float:
+def _smoothed(before: Optional[float], now: float, old: float) -> float:
     if before is None or before != before or abs(before) == float("inf"):
         return now
-    return _SMOOTHING * before + (1 - _SMOOTHING) * now
+    return old * before + (1 - old) * now
 
 
 def _short_result(event: EvalEnd) -> str:

@@ -1,4 +1,4 @@
-"""What loggers for experiment trackers share: the stored config, the run there, and how one that fails is dropped."""
+"""Code shared by loggers for experiment trackers: the stored config, the remote run, failing loggers."""
 
 from __future__ import annotations
 

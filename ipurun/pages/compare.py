@@ -8,7 +8,7 @@ from ipurun.log.console import without_classes
 from ipurun.log.format import count, duration, metric, value_text
 from ipurun.log.style import sparkline
 from ipurun.pages.charts import Series, line_chart, line_keys, smoothed
-from ipurun.pages.data import RunData, curves_of, flat
+from ipurun.pages.data import TITLES, RunData, curves_of, flat
 from ipurun.pages.parts import Cell, badge, command, page, section, table
 
 __all__ = ["compare_page", "comparison", "differing_keys", "labels_of"]
@@ -60,14 +60,15 @@ def compare_page(runs: Sequence[RunData]) -> str:
         kept = without_classes({curve.name: 0.0 for curve in curves_of(run)})
         for curve in curves_of(run):
             if curve.name in kept and curve.name != "call_seconds":
-                one = Series(label, curve.steps, curve.values, colour, dots=curve.split != "train")
+                values = [100 * value for value in curve.values] if curve.name == "data_wait" else curve.values
+                one = Series(label, curve.steps, values, colour, dots=curve.split != "train")
                 shown = smoothed(one)[-1:] if curve.split == "train" and curve.name != "lr" else [one]
                 series.setdefault((curve.split, curve.name), []).extend(shown)
     order = sorted(series, key=lambda pair: (pair[1] in ("samples_per_second", "data_wait", "lr"), pair[1] != "loss"))
     last = max((step for found in series.values() for one in found for step in one.xs), default=1.0)
     charts = [
         line_chart(
-            f"{split} {name}".replace("_", " "),
+            TITLES.get(name, f"{split} {name}"),
             series[split, name],
             name=f"c{place}",
             x_range=(0.0, last),
@@ -85,7 +86,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
                 Cell(label, kind="name"),
                 Cell(run.status, markup=badge(run.status)),
                 count(run.step),
-                Cell(best, run.best),
+                Cell(best, run.best, kind="nowrap"),
                 Cell(count(run.samples_per_second), run.samples_per_second),
                 ratio,
                 Cell(duration(run.total_seconds), run.total_seconds),

@@ -1,4 +1,4 @@
-"""What runs and sweeps left on disk, read for pages and tables: also during a run, damaged, or from elsewhere.
+"""Readers of run and sweep folders for pages and tables; folders may be in use, damaged or copied from elsewhere.
 
 Nothing here raises for a file that is missing or damaged: what can be read is shown, and what is wrong is named.
 """
@@ -26,6 +26,7 @@ __all__ = [
     "Curve",
     "RunData",
     "SweepData",
+    "TITLES",
     "age_text",
     "curves_of",
     "find",
@@ -39,6 +40,7 @@ __all__ = [
     "size_of",
 ]
 
+TITLES = {"lr": "learning rate", "samples_per_second": "samples/s", "data_wait": "time waiting for data, %"}
 _NOT_METRICS = {"split", "step", "call", "epoch", "samples", "time", "seconds", "is_best"}
 _RECENT = 200  # records, for the speed of a run in progress
 _LARGEST_LOG = 4_000_000  # bytes of its end that are read
@@ -110,7 +112,7 @@ class RunData:
 
     @property
     def started(self) -> Optional[float]:
-        """When it was started or resumed last, in seconds since 1970."""
+        """Time of the last start or resume, in seconds since 1970."""
         return number(self.env.get("started")) or RunFolder(self.folder).last_started or None
 
     @property

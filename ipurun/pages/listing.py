@@ -1,4 +1,4 @@
-"""What ran below a folder, a line for each run and sweep: for `ipurun runs ls` and the first page of `ipurun watch`."""
+"""List of the runs and sweeps below a folder, for `ipurun runs ls` and the first page of `ipurun watch`."""
 
 from __future__ import annotations
 

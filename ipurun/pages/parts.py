@@ -132,12 +132,16 @@ def section(title: str, *body: str) -> str:
 
 def tiles(facts: Iterable[Tuple[str, str]]) -> str:
     """Return the most important facts side by side, as pairs of label and text; those without a text are left out."""
-    shown = [
-        f'<div class="tile{" wide" if len(text) > 20 else ""}"><b>{escape(text)}</b><span>{escape(label)}</span></div>'
-        for label, text in facts
-        if text
-    ]
-    return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
+    shown, places = [], 0
+    for label, text in facts:
+        if text:
+            is_wide = len(text) > 20
+            places += 2 if is_wide else 1
+            kind = "tile wide" if is_wide else "tile"
+            shown.append(f'<div class="{kind}"><b>{escape(text)}</b><span>{escape(label)}</span></div>')
+    # Rows of equal length: one row on wide screens, two of half the length on others.
+    style = f"--one-row:{min(max(places, 6), 8)};--two-rows:{min(max((places + 1) // 2, 4), 6)}"
+    return f'<div class="tiles" style="{style}">{"".join(shown)}</div>' if shown else ""
 
 
 def command(text: str) -> str:

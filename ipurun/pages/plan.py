@@ -146,7 +146,7 @@ def _memory(ipus: Sequence[IpuMemory], verdicts: Sequence[Verdict]) -> str:
             for name, label, colour in MEMORY_PARTS
             if getattr(ipu, name)
         ]
-        mark = " fullest" if ipu is fullest and len(ipus) > 1 else ""
+        mark = ", fullest" if ipu is fullest and len(ipus) > 1 else ""
         text = f"{ipu.fullest / _MIB:,.0f} MiB, {ipu.share:,.0%} {verdict.value}{mark}"
         rows.append((f"IPU {ipu.ipu}", pieces, text, f"{verdict_style(verdict.value)}{' fullest' if mark else ''}"))
     drawn = [(colour, label) for name, label, colour in MEMORY_PARTS if any(getattr(ipu, name) for ipu in ipus)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.errors import ConfigError
 from ipurun.log.console import without_classes
-from ipurun.log.format import count, duration, metric, rate, value_text
+from ipurun.log.format import count, duration, metric, plural, rate, value_text
 from ipurun.pages.charts import COLOURS, Mark, Series, heat_grid, line_chart, line_keys, numbers_of, smoothed
-from ipurun.pages.data import Curve, RunData, SweepData, age_text, curves_of, flat, number, read_run, read_text
+from ipurun.pages.data import TITLES, Curve, RunData, SweepData, age_text, curves_of, flat, number, read_run, read_text
 from ipurun.pages.parts import (
     Cell,
     Piece,
@@ -25,7 +26,7 @@ from ipurun.pages.parts import (
     table,
     tiles,
 )
-from ipurun.sweep.table import is_higher_better, value_of
+from ipurun.sweep.table import is_higher_better, short, value_of
 
 __all__ = ["changes_from_recipe", "recipe_config", "run_page", "sweep_page", "value_by_key"]
 
@@ -122,8 +123,25 @@ def _outcome(run: RunData) -> str:
     lines = run.log_tail(200).splitlines() if run.status == "failed" else []
     places = [place for place, line in enumerate(lines) if line.endswith(f"error: {run.reason}")]
     advice = lines[places[-1] + 1 :] if places else []
-    more = f"<pre>{escape(chr(10).join(advice))}</pre>" if advice else ""
-    return f'<div class="outcome {kind}"><b>{escape(run.reason)}</b>{more}</div>'
+    return f'<div class="outcome {kind}"><b>{escape(run.reason)}</b>{_advice(advice)}</div>'
+
+
+def _advice(lines: Sequence[str]) -> str:
+    """Return the lines of an error: `  try    a smaller ...` becomes a row, without the breaks made for a terminal."""
+    rows: List[List[str]] = []
+    for line in lines:
+        found = re.match(r"  (\w+) +(\S.*)", line)
+        if found:
+            rows.append([found[1], found[2]])
+        elif rows and line.startswith("   "):
+            rows[-1][1] += f" {line.strip()}"
+        else:  # a trace or the text of a library
+            return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
+    return (
+        "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows) + "</dl>"
+        if rows
+        else ""
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -154,17 +172,13 @@ def _run_charts(run: RunData) -> str:
             values = [100 * value for value in curve.values] if name == "data_wait" else curve.values
             one = Series(curve.split, curve.steps, values, colour, dots=not is_train)
             series += smoothed(one) if is_train and name not in ("lr",) else [one]
-        title = {
-            "samples_per_second": "samples/s",
-            "lr": "learning rate",
-            "data_wait": "time waiting for data, %",
-        }
+        title = TITLES.get(name, name)
         if len(by_name.get(name, ())) == 1 and series and series[0].name != "train":
-            title[name] = f"{series[0].name} {name}"
+            title = f"{series[0].name} {name}"
         from_zero = name in ("samples_per_second", "data_wait")
         shown.append(
             line_chart(
-                title.get(name, name),
+                title,
                 series,
                 marks=marks,
                 name=f"c{place}",
@@ -176,8 +190,20 @@ def _run_charts(run: RunData) -> str:
         return '<p class="note">Nothing was recorded yet.</p>' if run.status == "running" else ""
     said = "; ".join(mark.label for mark in marks)
     notes = f'<p class="note">Dashed lines: {escape(said)}.</p>' if marks else ""
+    notes += "".join(f'<p class="tight">{escape(_gaps_text(curve))}</p>' for curve in curves if _gaps(curve))
     how = f"{_HOW}; thick lines are moving means of the faint ones."
     return f'<p class="note">{how}</p><div class="grid">{"".join(shown)}</div>{notes}'
+
+
+def _gaps(curve: Curve) -> List[float]:
+    """Return the steps whose values cannot be drawn."""
+    return [step for step, value in zip(curve.steps, curve.values) if not math.isfinite(value)]
+
+
+def _gaps_text(curve: Curve) -> str:
+    found = _gaps(curve)
+    where = f"first at step {count(found[0])}" if len(found) > 1 else f"at step {count(found[0])}"
+    return f"{curve.split} {curve.name}: {len(found):,} of {plural(len(curve.values), 'value')} not finite, {where}"
 
 
 def _times(run: RunData) -> str:
@@ -225,7 +251,7 @@ def _evaluations(run: RunData) -> str:
         row.append(Cell(duration(number(record.get("seconds")))))
         rows.append(row)
     shown = table(["step", "split", *names[:12], "time"], rows, "sortable", range(2, 3 + len(names[:12])))
-    return details(f"{len(found)} evaluations", shown, name="evaluations", is_open=len(found) <= 12)
+    return details(plural(len(found), "evaluation"), shown, name="evaluations", is_open=len(found) <= 12)
 
 
 def changes_from_recipe(run: RunData, recipe: Mapping[str, Any]) -> List[Tuple[str, str, str]]:
@@ -332,7 +358,7 @@ def sweep_page(
         (f"best {column.replace('_', ' ')}", "" if best_value is None else metric(best_value)),
         (
             "setting of the best point",
-            "" if best is None else ", ".join(f"{key}={value}" for key, value in best.swept.items()),
+            "" if best is None else _point_text(best.swept),
         ),
         ("points finished", done),
         ("failed", str(len(failed)) if failed else ""),
@@ -355,12 +381,12 @@ def sweep_page(
 
 def _short_point_text(swept: Mapping[str, str]) -> str:
     """Return a point with the last parts of its keys, where they tell the keys apart."""
-    short = {key.rpartition(".")[2]: value for key, value in swept.items()}
-    return _point_text(short if len(short) == len(swept) else swept)
+    by_last_part = {key.rpartition(".")[2]: value for key, value in swept.items()}
+    return _point_text(by_last_part if len(by_last_part) == len(swept) else swept)
 
 
 def _point_text(swept: Mapping[str, str]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in swept.items())
+    return ", ".join(f"{key}={short(value)}" for key, value in swept.items())
 
 
 def _ranking(sweep: SweepData, link_to: Optional[Callable[[Path], str]]) -> str:
@@ -381,7 +407,7 @@ def _ranking(sweep: SweepData, link_to: Optional[Callable[[Path], str]]) -> str:
             is_best = record is sweep.ranking.best and name == column
             values.append(Cell("-" if value is None else metric(value), value, "best" if is_best else ""))
         row += values[:1]  # beside the rank, where narrow screens show it
-        row += [Cell(str(record.swept.get(key, ""))) for key in keys]
+        row += [Cell(short(record.swept.get(key, ""))) for key in keys]
         row.append(Cell(record.status, markup=badge(record.status)))
         speed, total = value_of(record, "samples_per_second"), value_of(record, "seconds")
         row += [*values[1:], Cell(count(speed), speed), Cell(duration(total), total)]

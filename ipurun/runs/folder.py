@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def overrides_file(self) -> Path:
-        """What was typed: a YAML list of overrides."""
+        """The overrides that were typed, as a YAML list."""
         return self.path / "overrides.yaml"
 
     @property
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def initial_weights_file(self) -> Path:
-        """What `init_from` loaded, what it did not, and why."""
+        """Record of the weights that `init_from` loaded and skipped, with reasons."""
         return self.path / "initial_weights.json"
 
     @property
@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def summary_file(self) -> Path:
-        """How the run ended."""
+        """Summary of the run."""
         return self.path / "summary.json"
 
     @classmethod
@@ -248,7 +248,7 @@ class RunFolder:
 
     @property
     def last_started(self) -> float:
-        """When the run was started or resumed last, in seconds since 1970; earlier versions recorded only its name."""
+        """Time of the last start or resume, in seconds since 1970; earlier versions recorded only the name."""
         try:
             return float(json.loads(self.env_file.read_text(encoding="utf-8"))["started"])
         except (OSError, ValueError, TypeError, KeyError):

@@ -88,7 +88,7 @@ def run_job(
         with locked(folder.path, "run", screen.remark):
             checkpoint, skipped = _checkpoint_to_resume(folder) if resume_folder else (None, {})
             if not team.is_alone:
-                _tell(team, folder, checkpoint)
+                _share_folder(team, folder, checkpoint)
             with folder.described_as(*described) if resume_folder else nullcontext():
                 summary = _train_in(folder, prepared, run, screen, checkpoint, skipped, deadline, callbacks or {})
             if summary.samples or not folder.finished:
@@ -110,7 +110,7 @@ def _follow(
 ) -> FinishedRun:
     """Train as one of several processes but the first, which has the folder and writes everything in it."""
     point, plan = prepared.point, prepared.plan
-    folder, checkpoint = _tell(run.team)
+    folder, checkpoint = _share_folder(run.team)
     log = folder.instance_log(run.team.rank)
     with suppress(OSError):  # a machine that does not share the folder keeps the log where it is
         _move_log(log)
@@ -127,15 +127,15 @@ def _follow(
     return FinishedRun(folder, summary, run.eval_metrics.higher_is_better(run.monitor))
 
 
-def _tell(
+def _share_folder(
     team: Team, folder: Optional[RunFolder] = None, checkpoint: Optional[Checkpoint] = None
 ) -> Tuple[RunFolder, Optional[Checkpoint]]:
     """Let all processes know the run folder and the checkpoint of the first one."""
-    told: Tuple[RunFolder, Optional[Checkpoint]] = team.from_first((folder, checkpoint))
+    agreed: Tuple[RunFolder, Optional[Checkpoint]] = team.from_first((folder, checkpoint))
     notes = LaunchFolder.of_this_process()
     if notes is not None:
-        notes.note_run(team.rank, told[0].path.absolute())
-    return told
+        notes.note_run(team.rank, agreed[0].path.absolute())
+    return agreed
 
 
 def _folder_of_restart() -> Optional[RunFolder]:

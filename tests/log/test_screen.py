@@ -7,7 +7,7 @@ from typing import List
 
 import pytest
 
-from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen
+from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen, narrowed
 from ipurun.log.style import draws_blocks, print_table
 from ipurun.log.terminal import TerminalScreen
 
@@ -229,3 +229,10 @@ def test_python_setting_lc_ctype_does_not_make_a_c_locale_draw_blocks(monkeypatc
     for language, blocks in (("C", False), ("POSIX", False), ("C.UTF-8", True), ("de_DE.UTF-8", True)):
         monkeypatch.setenv("LANG", language)
         assert draws_blocks(stream) is blocks
+
+
+def test_the_line_of_an_evaluation_breaks_between_its_fields() -> None:
+    text = "step 100  epoch 2.00  test: loss 0.1619  accuracy 0.9570  (best so far)  [1,000 samples, 0.1 s]"
+    assert narrowed(text, 100) == text
+    assert narrowed(text, 80) == "step 100  epoch 2.00  test: loss 0.1619  accuracy 0.9570  (best so far)"
+    assert narrowed(text, 40) == "step 100  test: loss 0.1619\n  accuracy 0.9570  (best so far)"

@@ -1,4 +1,4 @@
-"""What a terminal shows while a run trains, in colours, and what it shows where it is narrow or poor."""
+"""The live view of training in a terminal: colours, narrow and limited terminals."""
 
 from __future__ import annotations
 
@@ -81,6 +81,15 @@ def test_the_loss_is_smoothed_and_its_history_stays_short(step: Callable[..., St
         view.draw(80)
     assert 0.3 < float(re.search(r"loss ([\d.]+)", str(view.draw(80).renderables[1]))[1]) < 0.7  # type: ignore[index]
     assert len(view._losses) <= 241
+
+
+def test_the_loss_of_a_fast_run_does_not_lag(step: Callable[..., StepEnd]) -> None:
+    state = TrainingState(step())
+    view = TrainingView(state)
+    for call, loss in ((1, 2.0), (50, 0.5), (100, 0.1), (150, 0.1)):  # many host calls between redraws
+        state.step = step(step=call, call=call, loss=loss)
+        shown = str(view.draw(80).renderables[1])
+    assert float(re.search(r"loss ([\d.]+)", shown)[1]) < 0.2  # type: ignore[index]
 
 
 def test_a_followed_run_draws_no_line_for_a_step(step: Callable[..., StepEnd], plan: Plan) -> None:
@@ -174,7 +183,7 @@ def test_bars_and_sparklines() -> None:
     assert sparkline([1.0, 1.0], 8, blocks=False) == "__"
 
 
-def test_a_table_leaves_columns_out_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_drops_columns_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setenv("COLUMNS", "20")
     print_table(stream, ["name", "long", "number"], [["run", "x" * 30, "1,234"]], numeric=(2,), droppable=(1,))

@@ -16,6 +16,7 @@ from ipurun.cli.main import main
 from ipurun.pages.charts import Series, line_chart, nice_ticks, smoothed, thinned
 from ipurun.pages.compare import compare_page, differing_keys, labels_of
 from ipurun.pages.data import read_run, read_sweep
+from ipurun.pages.parts import tiles
 from ipurun.pages.report import changes_from_recipe, run_page, sweep_page, value_by_key
 
 _VOID = ("meta", "br", "link", "input")
@@ -233,7 +234,7 @@ def test_a_model_that_cannot_be_made_here_leaves_only_the_estimate_out(
     assert "No estimate here:" in page and "<h2>Curves</h2>" in page
 
 
-def test_a_run_that_goes_on_shows_its_monitored_metric_and_how_long_it_will_take(tmp_path: Path) -> None:
+def test_a_running_run_shows_its_monitored_metric_and_its_eta(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     run.status, run.summary, run.config = "running", {}, {"epochs": 4, "devices": 8}
     run.records = [
@@ -251,13 +252,26 @@ def test_a_run_that_goes_on_shows_its_monitored_metric_and_how_long_it_will_take
 
 def test_a_failed_run_begins_with_its_reason_and_what_to_try(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    log = "Traceback\nipurun.Error: error: the loss became nan\n  try    a smaller <lr>\n"
+    log = "Traceback\nipurun.Error: error: the loss became nan\n  try    a smaller <lr>,\n         or another loss\n"
     (folder / "log.txt").write_text(log, encoding="utf-8")
     run = read_run(folder)
     run.status, run.summary = "failed", {"status": "failed", "reason": "the loss became nan"}
     text = run_page(run)
     assert text.index('class="outcome bad"') < text.index('class="tiles"')
-    assert "<pre>  try    a smaller &lt;lr&gt;</pre>" in text
+    assert "<dt>try</dt><dd>a smaller &lt;lr&gt;, or another loss</dd>" in text  # one line: a page wraps it itself
+
+
+def test_a_trace_below_the_reason_keeps_its_lines(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "log.txt").write_text("error: no <file>\nat line 1\n  in f\n", encoding="utf-8")
+    run = read_run(folder)
+    run.status, run.summary = "failed", {"status": "failed", "reason": "no <file>"}
+    assert "<pre>at line 1\n  in f</pre>" in run_page(run)
+
+
+def test_tiles_fill_their_rows() -> None:
+    assert "--one-row:8;--two-rows:4" in tiles([(str(place), "x") for place in range(8)])
+    assert "--one-row:7;--two-rows:4" in tiles([("setting", "y" * 21), *((str(place), "x") for place in range(5))])
 
 
 @pytest.mark.parametrize(
@@ -279,3 +293,16 @@ def test_a_single_value_is_drawn_as_a_dot_at_a_whole_step() -> None:
 def test_only_values_that_have_a_logarithm_and_a_wide_range_offer_one() -> None:
     shown = [line_chart("loss", [Series("train", [1, 2], ys)], name="c") for ys in ([2, 0.01], [2, 1], [2, -0.01])]
     assert ['class="log"' in chart for chart in shown] == [True, False, False]
+
+
+def test_values_that_cannot_be_drawn_are_counted(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    losses = [record for record in run.records if record["split"] == "train"]
+    losses[1]["loss"], losses[2]["loss"] = float("nan"), float("inf")
+    step = losses[1]["step"]
+    assert f"train loss: 2 of {len(losses)} values not finite, first at step {step}" in run_page(run)
+
+
+def test_compared_curves_have_the_titles_of_a_report(tmp_path: Path) -> None:
+    text = compare_page([read_run(write_run(tmp_path / name)) for name in "ab"])
+    assert "<b>learning rate</b>" in text and "samples per second" not in text

@@ -83,7 +83,7 @@ def test_a_name_cannot_lead_out_of_the_runs_folder(plan: Plan) -> None:
     assert _create(plan).path.parent.parent == Path("runs")
 
 
-def test_opening_what_is_no_run_says_so(plan: Plan) -> None:
+def test_opening_a_folder_that_is_not_a_run_is_refused(plan: Plan) -> None:
     existing = _create(plan)
     with pytest.raises(ConfigError) as caught:
         RunFolder.open("runs/mnist/nothing")
@@ -167,7 +167,7 @@ def test_a_run_that_was_killed_counts_as_unfinished(plan: Plan) -> None:
     assert not folder.finished and folder.summary() == {}
 
 
-def test_discarding_leaves_nothing_of_its_own_behind(plan: Plan) -> None:
+def test_discarding_removes_everything_it_created(plan: Plan) -> None:
     _create(plan).discard()
     assert not Path("runs").exists()
     Path("runs").mkdir()
@@ -176,7 +176,7 @@ def test_discarding_leaves_nothing_of_its_own_behind(plan: Plan) -> None:
     assert [path.name for path in Path("runs").iterdir()] == ["other"]
 
 
-def test_a_full_disk_is_told_and_leaves_no_half_folder(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_folder(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, content: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -196,7 +196,7 @@ def test_a_file_in_the_way_is_a_config_error_found_before_anything_is_made() -> 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_told() -> None:
+def test_a_folder_without_permission_is_reported() -> None:
     Path("runs").mkdir(mode=0o500)
     assert "no permission" in check_writable("runs")[0].seen
 

@@ -94,7 +94,7 @@ def test_a_recipe_or_a_sweep_is_refused(folder: RunFolder, word: str) -> None:
         stored_point(folder, [word])
 
 
-def test_a_config_of_another_version_is_told(folder: RunFolder) -> None:
+def test_a_config_of_another_version_is_reported(folder: RunFolder) -> None:
     folder.config_file.write_text(folder.config_file.read_text() + "old_key: 1\n")
     with pytest.raises(ConfigError, match="does not fit this version"):
         stored_point(folder, [])
@@ -103,7 +103,7 @@ def test_a_config_of_another_version_is_told(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("content", "message"), [(b"\xff\xfe", "not UTF-8"), (b"", "is empty"), (b"a: [", "malformed")]
 )
-def test_a_stored_config_that_is_damaged_is_told(folder: RunFolder, content: bytes, message: str) -> None:
+def test_a_damaged_stored_config_is_reported(folder: RunFolder, content: bytes, message: str) -> None:
     folder.config_file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         stored_point(folder, [])
