@@ -53,6 +53,33 @@ def test_safe_softmax_gives_the_same_values(masked):
     assert torch.equal(quick(ATEN._safe_softmax.default)(scores, -1).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_gelu_for_several_micro_batches_agrees_with_torch(approximate):
+    op, op_backward = (kernels._ROUNDED_DIFFERENTLY[getattr(ATEN, name).default] for name in ("gelu", "gelu_backward"))
+    source = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 1e-30, 80.0, -80.0, float("nan")])])
+    exact = source.double()
+    given = {"approximate": approximate}
+    expected = ATEN.gelu(exact, **given)
+    assert torch.allclose(op(source, **given).double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    grad = torch.randn_like(source)
+    expected = ATEN.gelu_backward(grad.double(), exact, **given)
+    got = op_backward(grad.clone(), source, **given).double()
+    assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_dropout_keeps_its_share_and_draws_the_same_in_half(probability):
+    torch.manual_seed(3)
+    drawn = kernels.draw_bernoulli(torch.empty(200, 1000), probability)
+    assert set(drawn.unique().tolist()) <= {0.0, 1.0}
+    # Five standard deviations of the mean of 200,000 draws.
+    assert abs(drawn.mean().item() - probability) <= 5 * (probability * (1 - probability) / drawn.numel()) ** 0.5
+    torch.manual_seed(3)
+    half = kernels.draw_bernoulli(torch.empty(200, 1000, dtype=torch.float16), probability)
+    assert half.dtype == torch.float16
+    assert torch.equal(half.float(), drawn)
+
+
 class Net(nn.Module):
     """Convolutions, norms, residuals, attention-like products and values that are used again later."""
 
