@@ -255,7 +255,7 @@ def _import_poptorch(choice: str) -> ModuleType:
 
 
 def _other_poptorch() -> str:
-    """What has PopTorch's name here and is not PopTorch, for messages."""
+    """Describe the module named poptorch that is not PopTorch, for messages."""
     spec = _find_poptorch()
     folders = list((spec.submodule_search_locations if spec is not None else None) or ())
     if not folders or "emulator" in str(spec and spec.origin):

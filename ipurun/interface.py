@@ -612,7 +612,7 @@ def bench_words(
     report: Callable[[str], None] = lambda text: None,
     set_environment: Optional[Callable[[Plan], None]] = None,
 ) -> BenchReport:
-    """Measure the config of a command line; nothing is written.
+    """Measure the config of a command line. Only how fast its data loads is kept, for plans.
 
     Args:
         words: Overrides and Hydra's flags.
@@ -625,6 +625,7 @@ def bench_words(
         _refuse_sweep(words)
         from ipurun.config.compose import points
         from ipurun.inspect.facts import Purpose
+        from ipurun.inspect.profiles import keep_loading_rate
         from ipurun.runs.bench import DEFAULT_LADDER, bench
         from ipurun.runs.prepare import prepare
 
@@ -636,6 +637,7 @@ def bench_words(
             (set_environment or _set_environment)(prepared.plan)
             measured = bench(prepared, seconds, DEFAULT_LADDER if ladder is None else ladder, report)
         measured.estimate = estimate
+        keep_loading_rate(prepared.point.config, measured.loading_rate(prepared.point.config.loader.workers))
         return measured
 
 

@@ -207,7 +207,7 @@ class F1(Metric):
 
 
 class ConfusionMatrix(Metric):
-    """How often each class (row) was taken for each class (column).
+    """Confusion matrix: how often each class (row) was predicted as each class (column).
 
     Args:
         ignore_index: Targets with this value are ignored.
@@ -306,7 +306,7 @@ class MetricSet:
 
     @property
     def parts(self) -> Dict[str, Any]:
-        """What each metric has seen, to be merged in another process; functions need not leave this one."""
+        """State of each metric, to be merged in another process; functions are left out."""
         return {
             name: SimpleNamespace(**{key: value for key, value in vars(metric).items() if not callable(value)})
             for name, metric in self._metrics.items()

@@ -214,7 +214,7 @@ def _state_dict(path: Path, content: Any) -> Tuple[Dict[str, torch.Tensor], str]
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor of a safetensors file is."""
+    """Position of a tensor in a safetensors file."""
 
     path: Path
     dtype: torch.dtype
@@ -325,7 +325,7 @@ def _renamed_by_map(weights: Weights, rename: Mapping[str, Any], found: Findings
 
 
 class _Match:
-    """Which tensors of a file go where in a model.
+    """Mapping of the tensors of a file to those of a model.
 
     Args:
         weights: The file.

@@ -86,7 +86,7 @@ def draw(text: str, file: Path, columns: int, title: str) -> None:
 
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(Text.from_ansi(f"{text}\n"), soft_wrap=False)
-    title = title if len(title) < 60 else " ".join(title.split()[:2])
+    title = " ".join(title.split()[:2])  # the first line has the whole command
     file.write_text(console.export_svg(title=title, code_format=_SVG, unique_id=file.stem), encoding="utf-8")
 
 

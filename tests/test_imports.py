@@ -1,4 +1,4 @@
-"""Who may import what, and what a quick command never loads."""
+"""Rules for imports between packages, and modules that a quick command must not load."""
 
 import ast
 import json

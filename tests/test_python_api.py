@@ -39,7 +39,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def in_a_fresh_python(program: str) -> str:
-    """What a program prints in a separate interpreter."""
+    """Return what a program prints in a separate interpreter."""
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, text=True)
     return done.stdout
 

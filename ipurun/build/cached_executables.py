@@ -1,4 +1,4 @@
-"""What the executable cache will do for a run, and what it did for a compilation."""
+"""Prediction and record of executable-cache use: hits and misses of a run, and of each compilation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compilation took, and what the cache did: see `ipurun.training.events.CompileEnd`."""
+    """Duration of a compilation and the result of its cache lookup: see `ipurun.training.events.CompileEnd`."""
 
     seconds: float
     cache: str
@@ -261,7 +261,7 @@ def look_into_cache(config: RunConfig, plan: Plan, inspected: ModelAndData, engi
 
 @dataclass(frozen=True)
 class Prospect:
-    """What the cache would do for one mode of a run, and the entry that is nearest to it.
+    """Expected cache lookup of one mode of a run, with the closest entry.
 
     Args:
         mode: ``training`` or ``inference``.

@@ -80,7 +80,7 @@ def _note_begin() -> None:
 
 
 class _TimedCollate:
-    """Makes batches, and appends a line for each to the file of its process."""
+    """Collate function that appends a line for each batch to the file of its process."""
 
     def __init__(self, collate: Callable[[List[Any]], Any], folder: str) -> None:
         self._collate = collate

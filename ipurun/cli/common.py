@@ -1,4 +1,4 @@
-"""What commands share: flags, the JSON document, and how a command ends when something is wrong."""
+"""Code shared by commands: flags, the JSON document and exit codes for errors."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def after_program(line: str) -> Tuple[str, str]:
 
 
 def _answers(typed: str) -> Optional[List[str]]:
-    """Return what can stand for the last word, or None where only Hydra can say."""
+    """Return the completions of the last word, or None where only Hydra knows them."""
     *before, word = typed.split() if typed[-1:].strip() else [*typed.split(), ""]
     if any(flag.startswith("-") and flag not in _OWN_FLAGS for flag in [*before, word]):
         return None

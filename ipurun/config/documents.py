@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def value(self) -> Any:
-        """What the file gives the key."""
+        """Value of the key in the file."""
         return _constructed(self.node)
 
 

@@ -22,7 +22,7 @@ Values = Union[int, float, Mapping[Any, Union[int, float]]]
 
 
 class PaddingCount:
-    """How many positions of all batches are padding, counted by all processes that make batches."""
+    """Count of padding and of all positions in batches, shared by the processes that collate them."""
 
     def __init__(self) -> None:
         # Shared memory without a name. Each worker has its own two numbers, so that none waits for another.

@@ -40,7 +40,7 @@ class Source:
 
     @property
     def advice(self) -> str:
-        """How a user can get the files."""
+        """Instructions for getting the files."""
         return (
             f"data.download=true fetches the files; or get {', '.join(self.files)} from {self.mirrors[0]} "
             "and pass data.root=FOLDER; or run without them: data=synthetic"

@@ -1,1 +1,1 @@
-"""Runs of several processes: what each of them knows about the others, and how they are started."""
+"""Runs of several processes: launching them and communicating between them."""

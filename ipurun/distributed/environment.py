@@ -1,4 +1,4 @@
-"""What a process knows from the launcher that started it: PopRun, mpirun, torchrun or ipurun itself.
+"""Rank and size of a process, read from its launcher: PopRun, mpirun, torchrun or ipurun itself.
 
 Only the standard library is imported here: a plan asks it, too.
 """

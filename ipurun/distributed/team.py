@@ -15,7 +15,7 @@ __all__ = ["ALONE", "LostInstanceError", "LostProcessError", "Team", "join", "lo
 
 
 class LostInstanceError(RunError):
-    """Another process of the run has ended: this one cannot go on."""
+    """Another process of the run has ended: this one cannot continue."""
 
 
 class Team:

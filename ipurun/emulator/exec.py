@@ -159,7 +159,7 @@ def _report(error: BaseException, own_file: str) -> None:
 
 
 class RecordedProgram:
-    """What a program made up to its first compiled model.
+    """Objects that a program created up to its first compiled model.
 
     Attributes:
         setters: Calls of option setters in order, as (path, arguments): ``("Training.gradientAccumulation", (8,))``.

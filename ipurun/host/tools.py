@@ -31,7 +31,7 @@ _PROCESS = ("user process id", "pid", "process id")
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """What a command printed; `problem` is why it printed nothing useful, "" if it did."""
+    """Output of a command; `problem` says why it is not usable, "" if it is."""
 
     command: str
     text: str = ""
@@ -50,7 +50,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class IpuReading:
-    """What gc-monitor says about one IPU.
+    """State of one IPU, from gc-monitor.
 
     Args:
         ipu: Its number.

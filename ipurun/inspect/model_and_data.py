@@ -80,7 +80,7 @@ _PLACING_KEYS = ("split", "layers_per_ipu", "embedding_ipu", "head_ipu", "blocks
 
 @dataclass(frozen=True)
 class TraceKey:
-    """What a trace of a model depends on, besides its config keys.
+    """Key of a model's trace, in addition to its config keys.
 
     Args:
         training: Whether it has a backward pass.

@@ -185,7 +185,7 @@ def _micro_batch(
 
 @dataclass
 class _Progress:
-    """How far a capture has come, for the message if it fails."""
+    """Progress of a capture, for the message if it fails."""
 
     last: Optional[Node] = None
     unsupported: Dict[str, None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk: compiled executables, PopVision's reports, and checkpoints."""
+"""Files that a run writes besides its log: compiled executables, PopVision's reports and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many IPUs a run uses, how replicas share them, and how several processes share the replicas."""
+"""Number of IPUs, and their division among replicas and processes."""
 
 from __future__ import annotations
 

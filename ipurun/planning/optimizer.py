@@ -107,7 +107,7 @@ def _decays(node: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps for each parameter value.
+    """State that an optimizer keeps for each parameter value.
 
     Args:
         moments: Bytes of each moment.

@@ -88,7 +88,7 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class Steps:
-    """How long training lasts, in weight updates and in host calls; None where the data has no length."""
+    """Length of training in weight updates and host calls; None where the data has no length."""
 
     total_updates: Optional[int]
     total_calls: Optional[int]

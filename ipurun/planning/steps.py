@@ -1,4 +1,4 @@
-"""How long training and evaluation last, in whole host calls."""
+"""Length of training and evaluation, in whole host calls."""
 
 from __future__ import annotations
 

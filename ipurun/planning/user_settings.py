@@ -1,4 +1,4 @@
-"""What a user set: config keys with where they were set, and calls written under `options` or in poptorch.conf.
+"""Settings made by the user: config keys with their origins, and calls written under `options` or in poptorch.conf.
 
 A key that was set, even to its default, wins over poptorch.conf. A key and the setter under `options` that means the
 same may both be set as long as they agree.

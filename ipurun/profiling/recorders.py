@@ -108,7 +108,7 @@ class _ChosenSteps(Phases):
 
 
 class _TraceRecorder(_ChosenSteps):
-    """Keeps the spans of the host, and on the CPU engine the operations of the chosen steps."""
+    """Recorder of the spans of the host, and on the CPU engine of the operations of the chosen steps."""
 
     def __init__(self, run: Run) -> None:
         config = run.config.profile
@@ -219,7 +219,7 @@ def _by_process(batches: Sequence[Dict[str, Any]]) -> Dict[int, List[Dict[str, A
 
 
 class _TorchRecorder(_ChosenSteps):
-    """Runs torch.profiler from the first to the last chosen host call.
+    """Recorder that runs torch.profiler from the first to the last chosen host call.
 
     torch.profiler sees operations without modules: the CPU engine runs a graph. So the first of these calls is also
     measured operation by operation, on copies, before torch.profiler starts.

@@ -1,4 +1,4 @@
-"""What a profiled run found out: the most expensive operations and modules, stages, host and device, and advice."""
+"""Report of a profiled run: the most expensive operations and modules, stages, host and device, and advice."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _Work = Tuple[int, str, int, Sequence[Any]]  # IPU, kind of pass, micro-batch, o
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the IPUs of one replica do in one call.
+    """Timeline of the IPUs of one replica in one call.
 
     Args:
         seconds: How long it lasts.

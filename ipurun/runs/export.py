@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 @dataclass(frozen=True)
 class ExportedWeights:
-    """What was written.
+    """Result of an export.
 
     Args:
         files: The weights, and the config of transformers where a folder was asked for.

@@ -26,7 +26,7 @@ _WORST_VALUES = 8
 
 @dataclass
 class Numbers:
-    """What a run computes.
+    """Results of a run.
 
     Args:
         losses: Training loss of each host call.

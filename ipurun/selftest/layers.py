@@ -93,7 +93,7 @@ class LayerTest:
 
 @dataclass
 class _Values:
-    """What one side computes: outputs by name in order, and gradients by parameter."""
+    """Results of one side: outputs by name in order, and gradients by parameter."""
 
     outputs: Dict[str, torch.Tensor]
     gradients: Dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""How a case ended, and how long it may take; without torch, for the process that waits."""
+"""Results of cases and their time limits; without torch, for the process that waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEVICE_SECONDS = 1200.0  # compiling for a device takes minutes, a case compile
 
 @dataclass
 class Outcome:
-    """How a case ended.
+    """Result of a case.
 
     Args:
         case: Its name.

@@ -39,7 +39,7 @@ class Checked:
 
     @property
     def program(self) -> str:
-        """What tells its executables from those of other points."""
+        """Key that distinguishes its executables from those of other points."""
         return program_of(self.point)
 
 

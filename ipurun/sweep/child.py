@@ -28,7 +28,7 @@ _CRASH = "Fatal Python error"  # how faulthandler begins
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a point's process ended.
+    """Result of a point's process.
 
     Args:
         status: finished, pruned, failed or interrupted.

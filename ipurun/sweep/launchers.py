@@ -52,7 +52,7 @@ class Task:
 
     @property
     def messages_file(self) -> Path:
-        """Where a point that has no pipe to the sweep writes its messages."""
+        """File for the messages of a point that has no pipe to the sweep."""
         return self.files.with_suffix(".messages.jsonl")
 
     @property

@@ -31,7 +31,7 @@ _DIRECTIONS = ("minimize", "maximize")
 
 
 class Search:
-    """What is searched: the keys with their ranges, the metric and its direction.
+    """Search space: the keys with their ranges, the metric and its direction.
 
     Args:
         points: The command line.

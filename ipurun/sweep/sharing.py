@@ -20,7 +20,7 @@ __all__ = ["AtOnce", "compilations_text", "opening_lines", "points_at_once"]
 
 @dataclass(frozen=True)
 class AtOnce:
-    """How many points run at the same time.
+    """Number of points that run at the same time.
 
     Args:
         jobs: That number.

@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl
 
 @dataclass(frozen=True)
 class Job:
-    """What the process of a point needs to know.
+    """Settings passed to the process of a point.
 
     Args:
         point: The point.

@@ -42,7 +42,7 @@ class Callback(Observer):
 
 @dataclass
 class _Requests:
-    """What callbacks have asked for since the loop last looked."""
+    """Requests of callbacks that the loop has not handled yet."""
 
     stop: str = ""
     save: bool = False
@@ -51,7 +51,7 @@ class _Requests:
 
 
 class CallbackRun:
-    """What a callback reaches of its run, and what it can ask for.
+    """Access of a callback to its run, and the requests that it can make.
 
     Args:
         name: Name of the callback.

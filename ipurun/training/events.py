@@ -171,7 +171,7 @@ class RunFailed:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended.
+    """Result of a run.
 
     Args:
         status: ``done``, ``interrupted`` or ``failed``.

@@ -117,7 +117,7 @@ def train(
 
 
 class _HostCall(NamedTuple):
-    """What a report of a host call needs, of the moment when it ended."""
+    """Values captured at the end of a host call for its report."""
 
     step: int
     call: int

@@ -1,4 +1,4 @@
-"""What the host does while a run trains, as named spans for profilers."""
+"""Named spans of the host's work during training, for profilers."""
 
 from __future__ import annotations
 

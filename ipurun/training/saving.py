@@ -247,7 +247,7 @@ class Saver:
 
 
 class _Write(threading.Thread):
-    """Writes one checkpoint.
+    """Writer of one checkpoint.
 
     A daemon, so that a disk that hangs cannot keep a process from ending: an interrupted file is not a checkpoint.
     """

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """Progress of a run.
 
     Args:
         step: Weight updates done.

@@ -1,4 +1,4 @@
-"""How capture time grows with the layers of a model, and memory with the length of a run. Run it with ``make bench``.
+"""Growth of capture time with the layers of a model, and of memory with the length of a run.
 
 Capture is to take the same time for each layer, up to 96 of them, and a run the same memory at its end as after its
 first steps. Times are CPU time, since the machine is shared.

@@ -1,4 +1,4 @@
-"""What the training loop adds to bare engine calls: a budget of 3% at 200 steps per second. Run it with ``make bench``.
+"""Overhead of the training loop: a budget of 3% at 200 steps per second. Run it with ``make bench``.
 
 A run of `ipurun train` with progress, training metrics, a schedule and all its files is timed between the end of an
 engine call and the start of the next one, and so is a loop that does nothing else; the difference is what the run adds.

@@ -199,7 +199,7 @@ def test_an_output_that_cannot_be_written_is_found_first(capsys: Any, file: str,
     assert message in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_no_config_error(capsys: Any, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_a_config_error(capsys: Any, tmp_path: Path) -> None:
     shutil.copytree("run", str(tmp_path / "damaged"))
     checkpoint = latest(RunFolder(tmp_path / "damaged"))
     assert checkpoint is not None

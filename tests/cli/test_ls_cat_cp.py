@@ -206,7 +206,7 @@ def test_cp_refuses_names_that_cannot_work(capsys, name, message):
     assert list(Path().iterdir()) == []
 
 
-def test_a_file_that_is_no_text_is_listed_and_refused(capsys):
+def test_a_binary_file_is_listed_and_refused(capsys):
     own_recipe("latin").write_bytes(b"# @package _global_\nname: caf\xe9\n")
     Path("conf/recipe/folder.yaml").mkdir()
     listed = output(capsys, "ls", "--quiet").split()

@@ -152,7 +152,7 @@ def test_completion_without_hydra_answers_as_hydra_does(
     assert ours == [completed(line, capsys, monkeypatch) for line in lines]
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     command = f"{sys.executable} -m ipurun ls keys | head -n 1"
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert ended.returncode == 0
@@ -197,7 +197,7 @@ def test_a_wrong_flag_gets_one_block(line: str, what: str, shown: str, capsys: p
     assert error.count("error:") == 1 and what in error and shown in error
 
 
-def test_an_unknown_engine_is_told_once(capsys: pytest.CaptureFixture) -> None:
+def test_an_unknown_engine_is_reported_once(capsys: pytest.CaptureFixture) -> None:
     assert main(["validate", "+recipe=mnist", "engine=gpu"]) == 2
     error = capsys.readouterr().err
     assert error.count("error:") == 1 and "auto, ipu, ipu_model, cpu" in error
@@ -212,7 +212,7 @@ def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     assert "the working folder no longer exists" in capsys.readouterr().err
 
 
-def test_bytes_that_are_no_text(capsys: pytest.CaptureFixture) -> None:
+def test_bytes_that_are_not_text(capsys: pytest.CaptureFixture) -> None:
     assert main(["train", "+recipe=mnist", os.fsdecode(b"name=caf\xe9")]) == 2
     message = capsys.readouterr().err
     assert "not UTF-8 text" in message

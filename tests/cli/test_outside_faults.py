@@ -105,7 +105,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def error_of(*words: str, **environment: str) -> str:
-    """What a command says, as one line."""
+    """Return the output of a command as one line."""
     done = subprocess.run(
         [sys.executable, *words],
         capture_output=True,

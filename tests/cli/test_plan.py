@@ -84,7 +84,7 @@ def test_problems_of_several_rooms_come_together(capsys: Any) -> None:
     assert "NoSuchLoss" in capsys.readouterr().err
 
 
-def test_a_problem_of_several_points_is_told_once(capsys: Any) -> None:
+def test_a_problem_of_several_points_is_reported_once(capsys: Any) -> None:
     assert main(["plan", "-m", "+recipe=mnist", "devices=3", "seed=1,2,3,4,5"]) == 2
     text = capsys.readouterr().err
     assert text.count("must be a power of two") == 1

@@ -45,6 +45,6 @@ def test_a_run_on_the_cpu_tells_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert "`--calibrate` needs a run on IPUs" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run(capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_that_is_not_a_run(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "+recipe=mnist", "--calibrate", "nowhere"]) == 2
     assert "`--calibrate` needs the folder of a run" in capsys.readouterr().err

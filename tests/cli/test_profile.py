@@ -1,4 +1,4 @@
-"""What a user sees of a profiled run, and what its folder records about the environment."""
+"""Output of a profiled run, and what its folder records about the environment."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_resuming_a_stopped_run_gives_the_weights_of_one_that_was_not(capsys: An
     assert "max_steps: null" in resumed.config_file.read_text()
 
 
-def test_resume_auto_takes_the_unfinished_run_and_else_starts_anew(capsys: Any) -> None:
+def test_resume_auto_takes_the_unfinished_run_or_starts_a_new_one(capsys: Any) -> None:
     assert _train("max_steps=3") == 0
     first = _only_run()
     first.write_summary({"status": "interrupted"})
@@ -213,7 +213,7 @@ def test_a_logger_that_cannot_be_made_leaves_no_folder(capsys: Any, monkeypatch:
     assert not Path("runs").exists()
 
 
-def test_a_runs_folder_that_is_a_file_is_told_with_all_else(capsys: Any) -> None:
+def test_a_runs_folder_that_is_a_file_is_reported_with_other_problems(capsys: Any) -> None:
     Path("runs").touch()
     assert _train("devices=3") == 2
     text = capsys.readouterr().err
@@ -241,7 +241,7 @@ def test_resuming_with_another_model_leaves_the_run_as_it_was(capsys: Any) -> No
     assert main(["train", f"resume={folder}", "max_steps=4"]) == 0
 
 
-def test_a_full_disk_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_full_disk_is_reported_as_such(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def fill(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -279,7 +279,7 @@ def test_variables_are_set_before_a_device_engine_is_loaded(
     assert len(started) == int(starts_over)
 
 
-def test_ctrl_c_saves_and_the_run_can_go_on() -> None:
+def test_ctrl_c_saves_and_the_run_can_be_resumed() -> None:
     process = _start("+recipe=tiny", "+data.seconds=0.02", "epochs=1000", "checkpoint.every_epochs=null")
     _wait_for(lambda: any(path.stat().st_size for path in Path().glob("runs/tiny/*/metrics.jsonl")), process)
     process.send_signal(signal.SIGINT)

@@ -115,7 +115,7 @@ def test_words_of_a_command_line_are_masked(word: str, shown: str) -> None:
     assert mask_word(word) == shown
 
 
-def test_text_is_masked_where_a_value_is_long_enough_to_be_told_from_others() -> None:
+def test_text_is_masked_where_a_value_is_long_enough_to_be_recognised() -> None:
     assert mask_text("a topsecret-2 of topsecret, 1", ["topsecret", "topsecret-2", "1", 123456]) == "a *** of ***, 1"
 
 

@@ -61,7 +61,7 @@ class Folder:
 
 
 class Recorder(Observer):
-    """Keeps every event."""
+    """Observer that keeps every event."""
 
     def __init__(self) -> None:
         self.events: Dict[str, List[Any]] = {}

@@ -1,4 +1,4 @@
-"""Which Python `make` takes, and what each target installs."""
+"""The Python that `make` chooses, and what each target installs."""
 
 import re
 import shutil

@@ -68,7 +68,7 @@ def test_the_group_of_the_ipus_says_that_its_schedule_is_modelled(tmp_path: Path
     assert groups == {"emulated IPUs (schedule modelled from op times measured on this CPU)"}
 
 
-def test_replicas_have_rows_of_their_own(tmp_path: Path) -> None:
+def test_replicas_have_separate_rows(tmp_path: Path) -> None:
     _, rows = traced(tmp_path, devices=2, micro_batch_size=2)
     assert len(ipu_rows(rows)) == 2
 

@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass
 class PipelineConfig:
-    """How the model is split over the IPUs of one replica."""
+    """Split of the model over the IPUs of one replica."""
 
     split: Any = option(
         [],
@@ -109,7 +109,7 @@ class ReplicationConfig:
 
 @dataclass
 class RecomputeConfig:
-    """Which activations are recomputed instead of kept."""
+    """Activations to recompute instead of keeping them."""
 
     checkpoints: List[str] = option(
         [],
@@ -128,7 +128,7 @@ class RecomputeConfig:
 
 @dataclass
 class TensorLocationConfig:
-    """Where one kind of tensor lives (poptorch.TensorLocationSettings); null leaves PopTorch's default."""
+    """Memory for one kind of tensor (poptorch.TensorLocationSettings); null leaves PopTorch's default."""
 
     on_chip: Optional[bool] = option(None, "true: in the IPU's memory; false: in streaming memory.")
     sharded: Optional[bool] = option(None, "Replicated tensor sharding: each replica keeps a part.")
@@ -158,7 +158,8 @@ class MemoryConfig:
         {},
         "Linear layer or embedding, by name or pattern (docs/reference/patterns.md) -> number of parts to compute it "
         "in, the parts on each IPU as in [3, 1], or {factor: 4, mode: output_channels}; modes: input_channels, "
-        "reducing_dim, output_channels.",
+        "reducing_dim, output_channels. input_embeddings and output_embeddings are the tables of a model of "
+        "transformers.",
     )
     overlap_io: str = option(
         "none",
@@ -218,7 +219,7 @@ _LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF")
 
 @dataclass
 class PoplarConfig:
-    """What Graphcore's libraries read from environment variables (docs/how-to/environment.md)."""
+    """Settings that Graphcore's libraries read from environment variables (docs/how-to/environment.md)."""
 
     engine_options: Dict[str, str] = option(
         {}, "Poplar engine options; entries of POPLAR_ENGINE_OPTIONS win, as Poplar says."
@@ -292,7 +293,7 @@ class DistributedConfig:
 
 @dataclass
 class ProfileConfig:
-    """What is recorded about where the time goes (docs/how-to/profile.md)."""
+    """Profiles to record (docs/how-to/profile.md)."""
 
     kind: str = option(
         "none",

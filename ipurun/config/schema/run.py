@@ -83,7 +83,7 @@ class LossConfig:
 
 @dataclass
 class InitConfig:
-    """What of `init_from` is loaded."""
+    """Selection of the weights that `init_from` loads."""
 
     strict: bool = option(
         True, "Refuse weights that are missing, left over or of another shape; false: load what fits and list the rest."
@@ -100,7 +100,7 @@ class InitConfig:
 
 @dataclass
 class LoaderConfig:
-    """How batches are drawn from the data set (poptorch.DataLoader)."""
+    """Settings of the data loader (poptorch.DataLoader)."""
 
     shuffle: bool = option(True, "Shuffle the training set each epoch; iterable data sets: whether epochs differ.")
     workers: int = option(0, "Worker processes that load samples.", minimum=0)
@@ -137,7 +137,7 @@ class LoaderConfig:
 
 @dataclass
 class EvalConfig:
-    """When and on what the model is evaluated."""
+    """Schedule and split of evaluations."""
 
     every_epochs: Optional[int] = option(1, "Evaluate every N epochs; null: only at the end.", minimum=1)
     every_steps: Optional[int] = option(None, "Also evaluate every N weight updates.", minimum=1)
@@ -149,7 +149,7 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the weights and everything needed to resume are saved."""
+    """Schedule of checkpoints, and how many are kept."""
 
     every_epochs: Optional[int] = option(1, "Save every N epochs; null: not by epoch.", minimum=1)
     every_steps: Optional[int] = option(None, "Also save every N weight updates.", minimum=1)
@@ -164,7 +164,7 @@ class CheckpointConfig:
 
 @dataclass
 class EarlyStoppingConfig:
-    """When a run ends before its planned end; off unless patience or threshold is set."""
+    """Conditions that end a run early; off unless patience or threshold is set."""
 
     metric: Optional[str] = option(None, "Metric of the evaluation; null: the run's `monitor`.")
     mode: Optional[str] = option(
@@ -220,7 +220,7 @@ class LimitConfig:
 
 @dataclass
 class RecoveryConfig:
-    """What happens when the IPU system fails but can recover (poptorch.RecoverableError)."""
+    """Response to recoverable failures of the IPU system (poptorch.RecoverableError)."""
 
     max_attempts: int = option(
         3,
@@ -237,7 +237,7 @@ class RecoveryConfig:
 
 @dataclass
 class RollbackConfig:
-    """How `on_nonfinite=rollback` changes a run that it takes back to the last checkpoint."""
+    """Changes that `on_nonfinite=rollback` makes after returning to the last checkpoint."""
 
     lower: str = option("lr", "What to lower: the learning rate, or the loss scale.", choices=("lr", "loss_scaling"))
     factor: float = option(0.5, "Factor on it, each time.", positive=True, maximum=1)
@@ -273,7 +273,7 @@ class DebugConfig:
 
 @dataclass
 class SecurityConfig:
-    """What a config may import (docs/explanation/security.md)."""
+    """Limits on what a config may import (docs/explanation/security.md)."""
 
     allow_targets: Optional[List[str]] = option(
         None,
@@ -284,7 +284,7 @@ class SecurityConfig:
 
 @dataclass
 class SweepConfig:
-    """How the points of `-m` are run."""
+    """Settings of sweeps (`-m`)."""
 
     jobs: Union[int, str] = option(
         1,
@@ -320,7 +320,7 @@ class RunConfig:
     )
     precision: str = option(
         "32.32",
-        "<operations>.<weights>; Lightning's words are taken, too: 16-mixed and 16 mean 16.32, 16-true and half 16.16, "
+        "<operations>.<weights>; Lightning's names work as well: 16-mixed and 16 mean 16.32, 16-true and half 16.16, "
         "32-true and 32 mean 32.32.",
         choices=("32.32", "16.32", "16.16", *_PRECISIONS),
     )

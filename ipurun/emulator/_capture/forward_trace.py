@@ -176,7 +176,7 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 class _LikeCpu(TorchFunctionMode):
-    """Answers a model that asks where a tensor is as a capture would."""
+    """Torch-function mode that reports the device of tensors as a capture would."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None

@@ -1,4 +1,4 @@
-"""What PopTorch makes of half and float inputs in one operation.
+"""PopTorch's casts for operations with both half and float inputs.
 
 PopTorch gives a result the type that torch 2.0.1's own shape inference gives it, and casts the inputs to that type.
 Composite functions, such as `linear`, are torch's: they decompose before PopTorch sees them, and some refuse mixed

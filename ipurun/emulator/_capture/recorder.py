@@ -124,7 +124,7 @@ def _nothing() -> None:
 
 
 class Counts(NamedTuple):
-    """How much a recorder has recorded so far."""
+    """Sizes of a recording so far."""
 
     nodes: int
     events: Tuple[int, int]

@@ -17,7 +17,7 @@ _LONGEST_PAUSE_SECONDS = 0.005
 
 
 class SlotKind(enum.IntEnum):
-    """What a ready slot of the ring holds."""
+    """Contents of a ready slot of the ring."""
 
     DATA = 0
     END_OF_EPOCH = 1

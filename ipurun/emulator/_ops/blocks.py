@@ -188,7 +188,7 @@ def adopted_blocks() -> Iterator[None]:
 
 
 class _AdoptingManager:
-    """Answers PopTorch's blocks in place of its own stage manager."""
+    """Stage manager that replaces PopTorch's own for its blocks."""
 
     def beginStage(self, user_id: Optional[str], ipu_id: Optional[int]) -> None:
         _begin(user_id, ipu_id)

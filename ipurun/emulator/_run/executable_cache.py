@@ -54,7 +54,7 @@ _RUN_TIME_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What the cache did for a compile.
+    """Result of the cache lookup of a compilation.
 
     Attributes:
         state: ``hit``, ``miss`` (compiled and stored), ``uncached`` (compiled and not stored), or ``off``.

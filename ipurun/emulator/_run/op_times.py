@@ -67,7 +67,7 @@ class UpdateTime:
 
 @dataclass
 class CallTimes:
-    """What was measured in one call.
+    """Measurements of one call.
 
     Attributes:
         begin: When the call began, by `time.perf_counter`.

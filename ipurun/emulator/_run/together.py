@@ -159,7 +159,7 @@ class RunningStatistics:
 
 
 class Folded(NamedTuple):
-    """What computes several micro-batches at once.
+    """Graph that computes several micro-batches at once.
 
     Attributes:
         size: Number of micro-batches.

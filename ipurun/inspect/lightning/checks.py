@@ -25,7 +25,7 @@ _TIMED_VALUES = ("lr", "betas", "momentum", "weight_decay")
 
 @dataclass
 class StepFindings:
-    """What a trial of the steps found.
+    """Result of a trial of the steps.
 
     Args:
         problems: Why the model cannot run.

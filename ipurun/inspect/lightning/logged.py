@@ -1,4 +1,4 @@
-"""What the steps of a LightningModule logged, reduced over micro-batches, replicas, iterations and epochs."""
+"""Values logged by the steps of a LightningModule, reduced over micro-batches, replicas, iterations and epochs."""
 
 from __future__ import annotations
 

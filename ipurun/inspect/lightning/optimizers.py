@@ -30,7 +30,7 @@ _FORMS = "an optimizer, [optimizer], ([optimizer], [scheduler]) or {optimizer: .
 
 @dataclass(frozen=True)
 class ConfiguredOptimizer:
-    """What `configure_optimizers` returned.
+    """Parsed result of `configure_optimizers`.
 
     Args:
         optimizer: The optimizer of torch.

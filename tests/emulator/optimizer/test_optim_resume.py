@@ -176,7 +176,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("rename", [_earlier, lambda name: name], ids=["earlier names", "names"])
-def test_earlier_names_are_told_from_names_of_a_module_called_model(rename):
+def test_earlier_names_are_distinguished_from_those_of_a_module_called_model(rename):
     def training_of():
         model = Nested()
         optimizer = optim.SGD(model.parameters(), lr=0.0, momentum=0.5)

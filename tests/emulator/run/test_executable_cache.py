@@ -382,7 +382,7 @@ class Foldable(Net):
 
 
 class TestForms:
-    """How many micro-batches are computed at once is chosen by measuring and comparing: once, for all processes."""
+    """The number of micro-batches computed at once is measured once, for all processes."""
 
     def _call(self, folder, state=None):
         """Make a call in a process that remembers nothing; return the number, and the state with which to resume."""

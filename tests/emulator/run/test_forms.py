@@ -1,4 +1,4 @@
-"""How many micro-batches are computed at once: measured, remembered, and the same after a resume."""
+"""The number of micro-batches computed at once: measured, remembered, and the same after a resume."""
 
 import dataclasses
 import json

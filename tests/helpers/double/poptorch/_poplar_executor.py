@@ -87,7 +87,7 @@ class PoplarExecutor:
             self._attach()
 
     def _cache_key(self, micro_batch: Any) -> str:
-        """What PopART hashes, in short: options that shape the program, and its inputs."""
+        """Return a short form of what PopART hashes: the options that shape the program, and its inputs."""
         run_time = ("connectionType", "enableExecutableCaching", "logDir", "randomSeed")
         calls = [call for group in self.options.groups() for call in group.calls if call[0] not in run_time]
         shapes = [tuple(item.shape) for item in tree_flatten(micro_batch)[0] if isinstance(item, torch.Tensor)]

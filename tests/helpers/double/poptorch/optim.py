@@ -22,7 +22,7 @@ class _VariableAttributes:
 
 
 class Optimizer:
-    """What PopTorch adds to an optimizer of torch."""
+    """Arguments that PopTorch adds to an optimizer of torch."""
 
     def __init__(self, params: Any, **values: Any) -> None:
         further = {name: values.pop(name) for name in _FURTHER if name in values}

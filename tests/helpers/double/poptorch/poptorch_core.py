@@ -1,4 +1,4 @@
-"""What stands below PopTorch's Python layer: the device, what was sent to it, and the errors."""
+"""Layer below PopTorch's Python code: the device, the data sent to it, and the errors."""
 
 from __future__ import annotations
 
