@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from dataclasses import dataclass
-from typing import Iterable, List, Optional, Tuple, Union
+from typing import Iterable, Iterator, List, Optional, Set, Tuple, Union
 
 __all__ = [
     "EXIT_CONFIG",
@@ -19,6 +19,7 @@ __all__ = [
     "IpurunError",
     "Problem",
     "RunError",
+    "error_chain",
     "in_short",
     "listing",
     "nearest",
@@ -153,10 +154,17 @@ def in_short(error: BaseException) -> str:
 
 def underlying_os_error(error: BaseException) -> BaseException:
     """Return the OSError that caused an error, such as a full disk, or the error itself."""
-    cause: Optional[BaseException] = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause or error
+    return next((cause for cause in error_chain(error) if isinstance(cause, OSError)), error)
+
+
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it came from, each once: a chain in which causes and contexts alternate can be a loop."""
+    seen: Set[int] = set()
+    found: Optional[BaseException] = error
+    while found is not None and id(found) not in seen:
+        yield found
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
 
 
 class Findings:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import ipurun
-from ipurun.errors import in_short, nearest
+from ipurun.errors import error_chain, in_short, nearest, underlying_os_error
 
 
 def test_spelling_last_part_and_parts_of_longer_names() -> None:
@@ -30,3 +30,10 @@ def test_suggestions_need_no_torch() -> None:
 def test_an_interrupt_is_described_without_the_name_of_the_exception() -> None:
     assert in_short(KeyboardInterrupt()) == "stopped by a signal before it could save"
     assert in_short(ValueError("odd")) == "ValueError: odd"
+
+
+def test_a_chain_that_is_a_loop_ends():
+    first, second = ValueError("first"), OSError("second")
+    first.__cause__, second.__context__ = second, first
+    assert list(error_chain(first)) == [first, second]
+    assert underlying_os_error(first) is second

@@ -11,7 +11,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem
+from ipurun.errors import EXIT_FAILED, ConfigError, IpurunError, Problem, error_chain
 from ipurun.log.style import has_colour, paint_problem
 
 __all__ = [
@@ -221,11 +221,9 @@ def guarded(command: Callable[[], int], name: str, argv: Sequence[str]) -> int:
 
 def _raise_interrupt(error: BaseException) -> None:
     """Raise the interrupt that an error came from: libraries do not expect one wherever it comes, and fail."""
-    found: Optional[BaseException] = error
-    while found is not None:
+    for found in error_chain(error):
         if isinstance(found, KeyboardInterrupt):
             raise found
-        found = found.__cause__ or found.__context__
 
 
 def _complete(problem: Problem, name: str, argv: Sequence[str]) -> Problem:

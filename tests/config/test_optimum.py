@@ -55,6 +55,7 @@ def test_every_key_is_mapped_or_noted():
         "memory": {
             "optimizer_state": {"on_chip": False},
             "available_proportion": {"IPU0": 0.1, "IPU1": 0.15, "IPU2": 0.15, "IPU3": 0.15},
+            "serialize": {"input_embeddings": 2},
         },
         "partials": "half",
         "device_iterations": 2,
@@ -72,9 +73,8 @@ def test_every_key_is_mapped_or_noted():
         "recompute": {"every": "block"},
     }
     noted = " ".join(result.notes)
-    assert "embedding_serialization_factor: 2" in noted
     assert "explicit_ir_inference" in noted
-    assert "projection" not in noted  # 1 means: not serialised
+    assert "serialization" not in noted  # 1 means: not serialised
     assert result.versions == ["optimum_version 1.6.1"]
 
 
@@ -109,8 +109,7 @@ def test_defaults_of_optimum_are_kept():
     ("values", "word"),
     [
         ({"layers_per_ipu": [2, 3], "ipus_per_replica": 4}, "does not fit 4 IPUs"),
-        ({"projection_serialization_factor": 5}, "memory.serialize={MODULE: 5}"),
-        ({"serialized_embedding_splits_per_ipu": [3, 1, 0, 0]}, "memory.serialize={MODULE: [3, 1, 0, 0]}"),
+        ({"inference_projection_serialization_factor": 5}, "memory.serialize is for training and inference"),
         ({"gradient_accumulation_steps": {"pod16": 8, "default": 4}}, "depends on the pod"),
         ({"something_new": 3}, "something_new: 3"),
         ({"output_mode": "odd"}, "output_mode"),
@@ -175,10 +174,10 @@ class TestCommand:
         assert main(["import", "ipu_config.json", "my_bert", "--layers", "bert.encoder.layer"]) == 0
         shown = capsys.readouterr().out
         assert "made  conf/recipe/my_bert.yaml" in shown
-        assert "note  embedding_serialization_factor" in shown
+        assert "note  explicit_ir_inference" in shown
         text = Path("conf/recipe/my_bert.yaml").read_text()
         assert text.startswith("# @package _global_\n")
-        assert "# - embedding_serialization_factor: 2" in text
+        assert "# - explicit_ir_inference: true" in text
 
         from ipurun.config.compose import one
 
@@ -188,6 +187,7 @@ class TestCommand:
         assert config.recompute.every == "block"
         assert config.optimizer["accum_type"] == "float16"
         assert config.memory.available_proportion["IPU3"] == 0.15
+        assert config.memory.serialize == {"input_embeddings": 2}
 
     def test_never_overwrites(self, capsys):
         assert main(["import", "ipu_config.json", "my_bert"]) == 0
