@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any, List
+from unittest import mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from ipurun.inspect import trace
 from ipurun.inspect.facts import LoadingRate
 from ipurun.inspect.model_and_data import inspect
 from ipurun.inspect.profiles import keep_loading_rate, stored_loading_rate
-from ipurun.planning import make_plan
+from ipurun.planning import artifacts, make_plan
 
 # An IPU of little memory, so that a small model does not fit one.
 SMALL = ["machine.tiles=8", "machine.tile_bytes=160000", "machine.tile_imbalance_bytes=1000"]
@@ -30,6 +31,8 @@ GPT = ["+recipe=gpt", "model=gpt_tiny", "micro_batch_size=1", "model.max_positio
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # A plan shows what the disk has free, which other processes change between two plans.
+    monkeypatch.setattr(artifacts.shutil, "disk_usage", lambda folder: mock.Mock(free=10**11))
 
 
 def _json(capsys: Any, code: int, *argv: str) -> Any:
