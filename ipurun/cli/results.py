@@ -95,7 +95,12 @@ def run_eval(argv: List[str]) -> int:
     if flags.json:
         print_json(result.to_dict())
     else:
-        print(result)
+        from ipurun.log.screen import make_screen
+
+        *matrices, line = str(result).splitlines()
+        for text in matrices:
+            print(text)
+        make_screen(sys.stdout).result(line)
     return 0
 
 

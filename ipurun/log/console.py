@@ -89,10 +89,11 @@ class Console(Observer):
         self._screen.remark(f"{prefix}: {event.text}")
 
     def on_compile_start(self, event: CompileStart) -> None:
+        self._pause()
         if self._engine_draws_bar:
+            self._screen.close()
             self._screen.line(f"compiling for {event.mode} ...")
             return
-        self._pause()
         earlier = self._earlier_seconds(event.mode) if self._screen.draws_over else None
         took = "" if earlier is None else f" (took {spelled_duration(earlier)} before)"
         self._screen.begin(f"compiling for {event.mode}{took}")
@@ -100,17 +101,15 @@ class Console(Observer):
     def on_compile_end(self, event: CompileEnd) -> None:
         verb = "loaded" if event.cache in ("hit", "precompiled") else "compiled"
         self._screen.end(f"{verb} for {event.mode} in {duration(event.seconds)}{_cache_text(event)}")
+        if self._state.step is not None and not self._is_followed:  # an evaluation compiled: training is under way
+            self._follow()
 
     def on_device_wait(self, event: DeviceWait) -> None:
         self._screen.live([f"waiting for IPUs that are in use: {duration(event.seconds_left)} left"])
 
     def on_step(self, event: StepEnd) -> None:
         self._state.step = event
-        if self._is_followed:
-            return
-        self._is_followed = self._screen.follow(self._state)
-        if self._is_followed:
-            announce_to(self._state.announce)
+        if self._is_followed or self._follow():
             return
         fraction = event.step / event.total_steps if event.total_steps else None
         if self._screen.wants_live(fraction):
@@ -152,8 +151,15 @@ class Console(Observer):
         self._pause()
         self._screen.close()
 
+    def _follow(self) -> bool:
+        """Begin the live view, on a screen that has one."""
+        self._is_followed = self._screen.follow(self._state)
+        if self._is_followed:
+            announce_to(self._state.announce)
+        return self._is_followed
+
     def _pause(self) -> None:
-        """End the live view; the next host call brings it back."""
+        """End the live view; the next host call, or the end of a compilation, brings it back."""
         if self._is_followed:
             announce_to(None)
         self._is_followed = False
@@ -173,8 +179,8 @@ class Console(Observer):
         self._screen.panel(f"{name}: {title}", summary_rows(summary, folder))
         # Outside the panel, which would break a long command over several lines.
         if summary.resume_command:
-            self._screen.line(f"  resume      {summary.resume_command}")
-        self._screen.line(f"  reproduce   {reproduce}")
+            self._screen.line(f"  resume      {summary.resume_command}", to_copy=True)
+        self._screen.line(f"  reproduce   {reproduce}", to_copy=True)
 
     def show_profile(self, report: ProfileReport) -> None:
         """Show what a profile found."""

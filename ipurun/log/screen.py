@@ -28,6 +28,7 @@ __all__ = [
     "make_screen",
     "narrowed",
     "show_progress",
+    "wrapped",
 ]
 
 Rows = Sequence[Tuple[str, str]]  # label and text; an empty label continues the row above
@@ -79,8 +80,14 @@ class SilentScreen:
     def panel(self, title: str, rows: Rows) -> None:
         """Show a block of labelled rows."""
 
-    def line(self, text: str, style: str = "") -> None:
-        """Show a line that stays; a terminal shows it in a style of rich, such as ``red``."""
+    def line(self, text: str, style: str = "", to_copy: bool = False) -> None:
+        """Show a line that stays; a terminal shows it in a style of rich, such as ``red``.
+
+        Args:
+            text: The line, or several.
+            style: The style.
+            to_copy: Whether it is a command: copied from a terminal, it must not contain line breaks.
+        """
 
     def remark(self, text: str) -> None:
         """Show a note or a warning, also from a point of a sweep."""
@@ -175,11 +182,6 @@ class PlainScreen(Screen):
             return _PLAIN_WIDTH + 2
         return min(_PLAIN_WIDTH + 2, shutil.get_terminal_size().columns)
 
-    def remark(self, text: str) -> None:
-        if self._stream.isatty():
-            text = textwrap.fill(text, self._width(), subsequent_indent="  ", break_on_hyphens=False)
-        self.line(text)
-
     def result(self, text: str, is_best: bool = False) -> None:
         self.line(narrowed(text, self._width()) if self._stream.isatty() else text)
 
@@ -194,7 +196,9 @@ class PlainScreen(Screen):
         for text in aligned(header, rows):
             self.line(text)
 
-    def line(self, text: str, style: str = "") -> None:
+    def line(self, text: str, style: str = "", to_copy: bool = False) -> None:
+        if self._stream.isatty() and not to_copy:
+            text = wrapped(text, self._width())
         try:
             self._stream.write(visible(text).rstrip() + "\n")
             self._stream.flush()
@@ -241,6 +245,18 @@ def fit(parts: Sequence[str], width: int) -> str:
         if sum(len(parts[each]) + 2 for each in [*chosen, place]) - 2 <= width:
             chosen.append(place)
     return "  ".join(parts[place] for place in sorted(chosen))
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return lines as they are, but those that are too long broken between words, with a hanging indent."""
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        broken = textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        )
+        lines += broken if len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def narrowed(text: str, width: int) -> str:

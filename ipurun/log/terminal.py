@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from typing import IO, Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
@@ -20,7 +21,7 @@ from rich.text import Text as RichText
 
 from ipurun.errors import visible
 from ipurun.log.format import count, duration, learning_rate, metric, rate
-from ipurun.log.screen import Rows, Screen, TrainingState, fit, narrowed
+from ipurun.log.screen import Rows, Screen, TrainingState, fit, narrowed, wrapped
 from ipurun.log.style import STYLES, block_bar, draws_blocks, rich_table, sparkline
 from ipurun.training.events import EvalEnd, StepEnd
 
@@ -47,6 +48,29 @@ class Text(RichText):
         super().__init__(visible(text), style, **options)
 
 
+class _Console(Console):
+    """A console on which one thread at a time writes.
+
+    rich finds out where its live lines are before it draws over them, and another thread may have moved them meanwhile:
+    the one that redraws them. Parts of old lines would stay on the screen.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.writing = threading.RLock()
+        super().__init__(file=stream, highlight=False, soft_wrap=False)
+
+    def __enter__(self) -> _Console:
+        self.writing.acquire()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        try:
+            super().__exit__(*details)
+        finally:
+            self.writing.release()
+
+
 class TerminalScreen(Screen):
     """Draws on a terminal with rich, which respects NO_COLOR.
 
@@ -57,7 +81,7 @@ class TerminalScreen(Screen):
     draws_over = True
 
     def __init__(self, stream: IO[str]) -> None:
-        self._console = Console(file=stream, highlight=False, soft_wrap=False)
+        self._console = _Console(stream)
         self._blocks = draws_blocks(stream)
         self._live: Optional[Live] = None
         self._last_live = 0.0
@@ -86,11 +110,11 @@ class TerminalScreen(Screen):
             )
         )
 
-    def line(self, text: str, style: str = "") -> None:
-        # Live keeps its lines at the bottom and lets this one scroll above them. The terminal wraps long lines: a
-        # command copied from here must not contain line breaks.
+    def line(self, text: str, style: str = "", to_copy: bool = False) -> None:
+        # Live keeps its lines at the bottom and lets this one scroll above them.
         self._to_line_start()
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        shown = text if to_copy else wrapped(text, self._console.width)
+        self._console.print(Text(shown, style=style), soft_wrap=True)
 
     def remark(self, text: str) -> None:
         kind, colon, rest = text.partition(": ")
@@ -139,7 +163,7 @@ class TerminalScreen(Screen):
             refresh_per_second=_LIVE_PER_SECOND,
             transient=True,
         )
-        self._progress.start()
+        self._start(self._progress.live)
         self._progress.add_task(escape(visible(title)), total=None, phase="")
 
     def phase(self, text: str, fraction: Optional[float] = None) -> None:
@@ -170,7 +194,7 @@ class TerminalScreen(Screen):
             refresh_per_second=_LIVE_PER_SECOND,
             transient=True,
         )
-        self._live.start()
+        self._start(self._live)
         return True
 
     def wants_live(self, fraction: Optional[float] = None) -> bool:
@@ -226,9 +250,14 @@ class TerminalScreen(Screen):
             self.close()
             self._to_line_start()
             self._live = Live(shown, console=self._console, refresh_per_second=_LIVE_PER_SECOND, transient=True)
-            self._live.start()
+            self._start(self._live)
         else:
             self._live.update(shown)
+
+    def _start(self, live: Live) -> None:
+        """Draw live lines until they are stopped, never while another thread writes."""
+        live._lock = self._console.writing  # one lock for both, for they take each other's in either order
+        live.start()
 
     def wants_waiting(self) -> bool:
         return time.monotonic() - self._last_live >= 1 / _LIVE_PER_SECOND

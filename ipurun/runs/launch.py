@@ -45,7 +45,7 @@ def launch_job(
     given = dict(environment or {})
     if keys.kind == "poprun":
         command = start_command(prepared.point.config, plan, program, list(given))
-        screen.line(shlex.join(command))
+        screen.line(shlex.join(command), to_copy=True)
         screen.close()
         given = {**plan.environment, **given}
         outcome = run_poprun(command, keys.hosts, keys.rendezvous, keys.max_restarts, given, screen.remark)

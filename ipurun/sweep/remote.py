@@ -32,7 +32,7 @@ class RemoteScreen(Screen):
     def _send(self, method: str, **arguments: Any) -> None:
         os.write(self._descriptor, (json.dumps({"do": method, **arguments}) + "\n").encode())
 
-    def line(self, text: str, style: str = "") -> None:
+    def line(self, text: str, style: str = "", to_copy: bool = False) -> None:
         """Show nothing: evaluations and compile times are in each point's log."""
 
     def remark(self, text: str) -> None:

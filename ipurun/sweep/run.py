@@ -166,7 +166,8 @@ def show_result(result: SweepResult, screen: Screen) -> None:
         screen.line(line)
     if result.num_failed or result.num_unfinished:
         words = [word for word in result.argv if not word.lstrip("+").startswith("resume=")]
-        screen.line(f"run the unfinished points: {shlex.join(['ipurun', 'train', *words, f'resume={result.folder}'])}")
+        again = shlex.join(["ipurun", "train", *words, f"resume={result.folder}"])
+        screen.line(f"run the unfinished points: {again}", to_copy=True)
 
 
 def final_line(result: SweepResult) -> str:

@@ -191,6 +191,38 @@ def test_a_narrow_table_folds_headings_and_cuts_no_number(monkeypatch: pytest.Mo
     assert all(text in row for text in ("0.0005", "16", "0.9770", "1,234,567"))
 
 
+def test_what_is_too_long_is_broken_at_the_parts_of_a_name_and_not_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "44")
+    stream = Terminal()
+    header = ["optimizer.lr", "best", "folder"]
+    print_table(stream, header, [["0.0005", "acc 0.9770", "runs/digits/2026-11-18_20-00-52"]])
+    words = re.sub(r"\x1b\[[\d;]*m", " ", stream.getvalue()).split()
+    assert {"optimizer.", "lr", "0.0005", "acc", "0.9770", "2026-11-18_", "20-00-52"} <= set(words)
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    print_table(stream, header, [["0.0005", "acc 0.9770", "runs/digits/" + "x" * 45]])
+    assert "runs/digits/" + "x" * 45 in stream.getvalue()  # there is room for it
+
+
+def test_a_terminal_breaks_long_lines_between_words_but_not_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    text = "  resume  ipurun train resume=runs/digits epochs=3"
+    for name in ("xterm-256color", "dumb"):
+        monkeypatch.setenv("TERM", name)
+        stream = Terminal()
+        screen = make_screen(stream)
+        screen.line(text, to_copy=True)
+        screen.line(text)
+        whole, *broken = stream.getvalue().replace("\r\x1b[2K", "").splitlines()
+        assert whole == text
+        assert broken == ["  resume  ipurun train", "    resume=runs/digits", "    epochs=3"]
+    pipe = io.StringIO()
+    make_screen(pipe).line(text * 9)
+    assert len(_lines(pipe)) == 1
+
+
 def test_escape_sequences_in_names_and_values_are_shown_and_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import threading
 from typing import Any, Callable, List
 
 import pytest
@@ -15,10 +16,10 @@ from ipurun.cli.common import show_problems
 from ipurun.errors import ConfigError
 from ipurun.log.console import Console
 from ipurun.log.screen import TrainingState, make_screen
-from ipurun.log.style import block_bar, paint_plan, print_table, sparkline
+from ipurun.log.style import block_bar, paint_plan, plot, print_table, sparkline
 from ipurun.log.terminal import TrainingView
 from ipurun.planning.plan import Plan
-from ipurun.training.events import CheckpointSaved, EvalEnd, EvalProgress, StepEnd
+from ipurun.training.events import CheckpointSaved, CompileEnd, CompileStart, EvalEnd, EvalProgress, StepEnd
 from ipurun.training.interrupts import Interrupts
 
 
@@ -106,6 +107,32 @@ def test_a_followed_run_draws_no_line_for_a_step(step: Callable[..., StepEnd], p
     assert calls == [] and "ETA 1:23" in terminal.getvalue()
 
 
+def test_the_live_view_is_back_when_an_evaluation_has_compiled(step: Callable[..., StepEnd]) -> None:
+    screen = make_screen(Terminal())
+    console = Console(screen)
+    console.on_compile_end(CompileEnd("training", 0.1, "off"))
+    assert not console._is_followed  # there is nothing to show yet
+    console.on_step(step())
+    console.on_compile_start(CompileStart("inference"))
+    assert not console._is_followed
+    console.on_compile_end(CompileEnd("inference", 0.1, "off"))
+    assert console._is_followed
+    screen.close()
+
+
+def test_live_lines_are_not_redrawn_while_another_line_is_written(step: Callable[..., StepEnd]) -> None:
+    screen: Any = make_screen(Terminal())
+    screen.follow(TrainingState(step()))
+    redraw = threading.Thread(target=screen._live.refresh)
+    with screen._console:
+        redraw.start()
+        redraw.join(0.3)
+        assert redraw.is_alive()
+    redraw.join(30)
+    assert not redraw.is_alive()
+    screen.close()
+
+
 def test_an_interrupt_is_announced_in_the_live_view_and_not_across_it(
     step: Callable[..., StepEnd], plan: Plan, capfd: Any, summary: Any
 ) -> None:
@@ -150,6 +177,17 @@ def test_an_error_is_red_with_its_key_marked(capsys: Any, monkeypatch: pytest.Mo
     assert sys.stderr.getvalue() == f"{error}\n"  # type: ignore[attr-defined]
 
 
+def test_what_an_error_says_on_its_next_lines_has_the_same_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr", stream)
+    show_problems(ConfigError("`model.hiden`: " + "word " * 6 + "`hiden`", seen="x " * 30, fix="do " * 20))
+    lines = stream.getvalue().splitlines()
+    assert lines[1].startswith("  \x1b[1m") and "\x1b[1;33m`hiden`\x1b[0m" in lines[1]
+    assert [line for line in lines if " x x" in line][1].startswith(" " * 9 + "x")
+    assert all("\x1b[32mdo" in line for line in lines if "do do" in line)
+
+
 PLAN = """plan of toy
   devices    8 IPUs = 8 replicas x 1 IPU, 1 stage and many more words than fit in one line
 
@@ -173,6 +211,29 @@ def test_a_plan_has_verdicts_in_colours_and_bars_in_blocks() -> None:
     assert "\x1b" not in plain and plain.isascii() and "[######......] 50% fits" in plain
     devices = [line for line in plain.splitlines() if "words" in line or "devices  " in line]
     assert devices[1].startswith(" " * 13)
+
+
+def test_a_comment_in_the_code_of_a_plan_is_not_torn() -> None:
+    code = f"  opts.setAvailableMemoryProportion({'x' * 20})  # memory.available_proportion"
+    assert paint_plan(f"in PopTorch\n{code}", 70, colour=False).splitlines()[1:] == [
+        code.partition("  # ")[0],
+        "      # memory.available_proportion",
+    ]
+
+
+def test_curves_are_drawn_on_one_picture() -> None:
+    steps = [float(step) for step in range(1, 101)]
+    curves = [("falls", steps, [100.0 - step for step in steps]), ("stays", steps[:50], [50.0] * 50)]
+    shown = plot("loss", curves, 40, height=5, blocks=False, colour=False)
+    assert shown[0] == "loss" and shown[1].startswith("99 |aaaa") and shown[5].startswith(" 0 |") and "aaa" in shown[5]
+    assert shown[3].strip(" |").startswith("b") and "*" in shown[3] and not shown[3].endswith("b")
+    assert shown[7].split() == ["1", "step", "100"] and [line.strip() for line in shown[8:]] == ["a falls", "b stays"]
+    assert max(map(len, shown)) <= 40 and "".join(shown).isascii()
+    in_colour = "\n".join(plot("loss", [("one", steps, [10.0**-step for step in steps])], 40))
+    assert "loss\x1b[0m (logarithmic)" in in_colour and "\x1b[36m\u2832\x1b[0m" in in_colour
+    many = plot("loss", [(str(number), [0.0, 1.0], [1.0, 2.0]) for number in range(8)], 40)
+    assert many[-1].strip() == "and 2 more"
+    assert plot("loss", [("one", [1.0], [2.0]), ("none", [2.0], [float("nan")])], 40) == []
 
 
 def test_bars_and_sparklines() -> None:
