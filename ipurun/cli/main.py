@@ -220,9 +220,10 @@ def _check_working_folder() -> None:
 
 
 def _unknown_command(name: str) -> int:
-    from ipurun.errors import EXIT_CONFIG, Problem, nearest
+    from ipurun.cli.common import show_problems
+    from ipurun.errors import EXIT_CONFIG, ConfigError, nearest
 
     close = nearest(name, COMMANDS, most=1)
     fix = f"ipurun {close[0]}" if close else "ipurun --help"
-    print(Problem(f"unknown command `{name}`", "command line", known=", ".join(COMMANDS), fix=fix), file=sys.stderr)
+    show_problems(ConfigError(f"unknown command `{name}`", "command line", known=", ".join(COMMANDS), fix=fix))
     return EXIT_CONFIG

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import List
 
 from ipurun.cli.common import only_json, print_json, split
 from ipurun.errors import ConfigError
+from ipurun.log.style import has_colour, paint
 
 __all__ = ["run"]
 
@@ -49,7 +51,8 @@ def run(argv: List[str]) -> int:
         return ConfigError.exit_code if problems else 0
     for label, found in checked:
         if not flags.quiet:
-            print(f"{label}: {'not ok' if found else 'ok'}", flush=True)
+            verdict = paint("not ok", "error", has_colour(sys.stdout)) if found else "ok"
+            print(f"{label}: {verdict}", flush=True)
     if problems:
         raise ConfigError(problems)
     if flags.quiet:

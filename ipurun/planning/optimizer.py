@@ -235,7 +235,10 @@ def _check_signs(values: Mapping[str, Any], key: str, found: Findings) -> None:
         value = values.get(name)
         if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
             found.problem(
-                f"`{key}.{name}` must be a number of at least 0", seen=f"{key}.{name}={value}", key=f"{key}.{name}"
+                f"`{key}.{name}` must be a number of at least 0",
+                seen=f"{key}.{name}={value}",
+                fix=f"{key}.{name}={0.001 if name == 'lr' else 0}",
+                key=f"{key}.{name}",
             )
 
 

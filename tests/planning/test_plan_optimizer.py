@@ -146,6 +146,7 @@ def test_a_scheduled_learning_rate_cannot_be_constant(problems_of):
 def test_values_that_no_optimizer_takes_are_refused(problems_of, name, value):
     (problem,) = problems_of(optimizer(**{name: value}))
     assert problem.what == f"`optimizer.{name}` must be a number of at least 0"
+    assert problem.fix == f"optimizer.{name}={'0.001' if name == 'lr' else '0'}"
 
 
 def test_sgd_without_a_learning_rate_is_refused(problems_of):
