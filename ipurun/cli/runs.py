@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -39,8 +40,8 @@ examples
 _COMPARE_USAGE = """\
 usage: ipurun compare RUN RUN ... [flags]
 
-Shows runs side by side: how each ended, its best value, its speed, and the keys that differ. With --html it also
-writes a page with their curves on one picture.
+Shows runs side by side: how each ended, its best value, its speed, and the keys that differ. A terminal also shows
+their losses on one picture, and --html writes a page with all their curves.
 
 flags
   --html FILE     write the page
@@ -98,6 +99,7 @@ examples
 _STATUSES = ("running", "finished", "interrupted", "failed", "killed")
 _SORTS = ("started", "best", "time", "size", "name")
 _REDRAW_SECONDS = 1.0
+_WIDEST_PLOT = 100
 
 
 def run_report(argv: List[str]) -> int:
@@ -181,8 +183,8 @@ def run_compare(argv: List[str]) -> int:
     if flags.help:
         print(_COMPARE_USAGE, end="")
         return 0
-    from ipurun.log.style import draws_blocks, print_table
-    from ipurun.pages.compare import compare_page, comparison, differing_keys, labels_of
+    from ipurun.log.style import draws_blocks, has_colour, plot, print_table
+    from ipurun.pages.compare import compare_page, comparison, differing_keys, labels_of, loss_curves
     from ipurun.pages.data import find, is_sweep, read_run
 
     _check_flags(rest, ("--html", "--open"))
@@ -200,6 +202,16 @@ def run_compare(argv: List[str]) -> int:
         styles = {1: _status_style}
         print_table(sys.stdout, header, rows, styles, numeric=(2, 4, 5, 6, 7), droppable=(2, 7, 5, 4, 6))
         print()
+        if sys.stdout.isatty():
+            width = min(shutil.get_terminal_size().columns, _WIDEST_PLOT)
+            picture = plot(
+                "train loss",
+                loss_curves(runs),
+                width,
+                blocks=draws_blocks(sys.stdout),
+                colour=has_colour(sys.stdout),
+            )
+            print("\n".join([*picture, ""]) if picture else "")
         differing = [[key, *map(_shortened, texts)] for key, texts in differing_keys(runs)]
         if differing:
             print_table(sys.stdout, ["key", *labels_of(runs)], differing, {0: lambda text: "key"})
@@ -262,7 +274,7 @@ def _list_runs(words: List[str], flags: Flags) -> int:
     else:
         header, rows = rows_of(found)
         styles = {1: _status_style, 4: lambda text: "" if text == "-" else "best"}
-        print_table(sys.stdout, header, rows, styles, numeric=(3, 5, 6, 7), droppable=(5, 2, 3, 6, 7))
+        print_table(sys.stdout, header, rows, styles, numeric=(3, 5, 6, 7), droppable=(5, 2, 3, 6, 7, 0))
     return 0
 
 
@@ -314,8 +326,6 @@ def _show_runs(words: List[str], flags: Flags) -> int:
 
 
 def _remove_runs(words: List[str], flags: Flags) -> int:
-    import shutil
-
     from ipurun.log.format import size_text
     from ipurun.pages.data import find, size_of
     from ipurun.runs.lock import is_held
@@ -407,8 +417,8 @@ def _watch_in_terminal(folder: Path) -> int:
             header,
             shown[:most],
             {1: _status_style, 4: lambda text: "best"},
-            (2, 5, 6),
-            (2, 6, 5),
+            (2, 3, 6),
+            (6, 5, 3),
             console.width,
             blocks,
         )
@@ -442,9 +452,10 @@ def _watched(folder: Path, blocks: bool) -> Tuple[List[str], List[List[str]]]:
         best = "-" if entry.best is None else f"{entry.monitor} {metric(entry.best)}"
         last = metric(losses[-1]) if losses else "-"
         spark = sparkline(losses, 20, blocks)
-        row = [f"{entry.name} {entry.folder.name}", entry.status, entry.steps, last, best, spark]
+        done = entry.steps.replace("/", " of ").replace(" points", "")
+        row = [f"{entry.name} {entry.folder.name}", entry.status, done, last, best, spark]
         rows.append([*row, count(entry.samples_per_second)])
-    return ["run", "status", "steps", "loss", "best", "loss curve", "samples/s"], rows
+    return ["run or sweep", "status", "steps", "loss", "best", "loss curve", "samples/s"], rows
 
 
 def _status_style(text: str) -> str:

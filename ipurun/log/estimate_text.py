@@ -316,9 +316,10 @@ def _cache_text(cache: CacheState) -> str:
 def _requirement_lines(needs: Requirements, training: EstimatedModel) -> List[str]:
     memory, devices = training.machine.memory_bytes, training.num_ipus
     lines = [
-        f"  parameters of one replica take {_gib(needs.parameter_bytes)} on chip and {_gib(needs.streaming_bytes)} "
-        f"in streaming memory: {needs.least_ipus:,} IPUs",
-        f"  for the on-chip part alone; {plural(devices, 'IPU')} hold {_gib(devices * memory)}",
+        f"  one replica: {_gib(needs.parameter_bytes)} of parameters on chip, {_gib(needs.streaming_bytes)} "
+        f"in streaming memory",
+        f"  the on-chip part alone needs {plural(needs.least_ipus, 'IPU')}; "
+        f"{plural(devices, 'IPU')} {'holds' if devices == 1 else 'hold'} {_gib(devices * memory)}",
     ]
     if needs.largest is not None:
         module, size = needs.largest
@@ -330,7 +331,7 @@ def _requirement_lines(needs: Requirements, training: EstimatedModel) -> List[st
     elif needs.solution is not None:
         verdict = "fits" if needs.solution.estimate.verdict is Verdict.FITS else "is tight"
         lines.append(f"  a split over {needs.solution.ipus:,} IPUs per replica {verdict}, with micro-batch 1:")
-        lines.append(f"  {shlex.join(needs.solution.overrides)}")
+        lines.append("     " + shlex.join(needs.solution.overrides))
     else:
         lines.append(f"  no split over up to {needs.tried:,} IPUs per replica fits, with micro-batch 1")
     if needs.overrides:

@@ -5,10 +5,11 @@ Nothing here loads rich before a table is drawn, so that errors and help come at
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import textwrap
-from typing import IO, Any, Callable, List, Mapping, Match, Optional, Sequence
+from typing import IO, Any, Callable, Dict, List, Mapping, Match, Optional, Sequence, Set, Tuple
 
 from ipurun.errors import visible
 
@@ -22,6 +23,7 @@ __all__ = [
     "paint",
     "paint_plan",
     "paint_problem",
+    "plot",
     "print_table",
     "sparkline",
     "verdict_style",
@@ -45,6 +47,11 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = "_.-=+*#"
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
+_PLOT_COLOURS = (36, 33, 35, 32, 34, 31)
+_PLOT_MARKS = "abcdef"
+_FULL_LINE = "━━"
+_LOG_RATIO = 30.0  # a plot whose largest value is so many times the smallest has a logarithmic axis
 _SET_BY_PYTHON = ("C.UTF-8", "C.utf8", "UTF-8")  # LC_CTYPE, when it starts in the locale C
 _NEVER_FOLDED = 16  # letters of a table's cell, unless the table would not fit
 _VERDICTS = {"fits": "good", "tight": "tight", "does not fit": "bad"}
@@ -85,19 +92,23 @@ def paint(text: str, meaning: str, colour: bool = True) -> str:
 def paint_problem(text: str, key: str = "") -> str:
     """Return the text of a problem in colours: what is wrong in red, keys and values marked, advice in green."""
     lines = []
+    part = ""  # of the problem, which may continue on the next lines
     for line in text.splitlines():
+        label, shown = line[:9], line[9:]
         if line.startswith("error: "):
-            what = line[len("error: ") :]
-            rest = re.sub(r"`([^`]*)`", lambda found: f"\x1b[0m{paint(str(found[0]), 'key')}\x1b[1m", what)
-            line = f"{paint('error:', 'error')} \x1b[1m{rest}\x1b[0m"
+            part, label, shown = "error", paint("error:", "error") + " ", line[len("error: ") :]
         elif re.match(r"  (at|seen|known|try) ", line):
-            label, text = line[:9], line[9:]
-            if label.strip() == "try":
-                text = paint(text, "try")
-            elif key and label.strip() == "at":
-                text = text.replace(f"{key}=", paint(f"{key}=", "key"), 1)
-            line = paint(label, "label") + text
-        lines.append(line)
+            part, label = label.strip(), paint(label, "label")
+        elif part == "error":
+            label, shown = line[:2], line[2:]
+        if part == "error":
+            marked = re.sub(r"`([^`]*)`", lambda found: f"\x1b[0m{paint(str(found[0]), 'key')}\x1b[1m", shown)
+            shown = f"\x1b[1m{marked}\x1b[0m"
+        elif part == "try":
+            shown = paint(shown, "try")
+        elif part == "at" and key:
+            shown = shown.replace(f"{key}=", paint(f"{key}=", "key"), 1)
+        lines.append(label + shown)
     return "\n".join(lines)
 
 
@@ -128,6 +139,10 @@ def paint_plan(text: str, width: int, blocks: bool = True, colour: bool = True) 
 def _wrap_plan(line: str, width: int, in_code: bool) -> List[str]:
     if len(line) <= width or _COMMAND.match(line):
         return [line]
+    if in_code and "  # " in line.strip():
+        code, mark, comment = line.rpartition("  # ")
+        if max(len(code), len(comment) + len(mark) + 4) <= width:  # the comment stays whole, on a line of its own
+            return [code, f"    {mark}{comment}"]
     labelled = _LABELLED.match(line)
     start = re.match(r"\s*(- |\d+\. )?", line)
     indent = len(line) - len(labelled[3]) if labelled and not in_code else len(start[0] if start else "") + 4 * in_code
@@ -141,8 +156,8 @@ def _paint_line(part: str, line: str, in_code: bool, blocks: bool, colour: bool)
     """Paint a part of a wrapped line."""
     verdicts = _VERDICT.findall(line)
     if not part.startswith(" "):
-        shown = _VERDICT.sub(lambda found: paint(found[0], verdict_style(found[0]), colour), part)
-        return shown if verdicts else paint(part, "title", colour)
+        heading, verdict, rest = part.partition(verdicts[0]) if verdicts else (part, "", "")
+        return paint(heading, "title", colour) + paint(verdict, verdict_style(verdict), colour) + rest
     if in_code:
         code, mark, comment = part.partition("  # ")
         return code + paint(mark + comment, "quiet", colour)
@@ -192,6 +207,90 @@ def sparkline(values: Sequence[float], width: int, blocks: bool = True) -> str:
     low, high = min(kept), max(kept)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
     return "".join(levels[round((value - low) * scale)] for value in kept)
+
+
+def plot(
+    title: str,
+    curves: Sequence[Tuple[str, Sequence[float], Sequence[float]]],
+    width: int,
+    height: int = 10,
+    blocks: bool = True,
+    colour: bool = True,
+) -> List[str]:
+    """Draw curves on one picture: lines in colours, or letters where a terminal lacks colours or braille characters.
+
+    Args:
+        title: What the values are.
+        curves: A label, places and values for each; as many as there are colours are drawn.
+        width: Columns of the terminal.
+        height: Lines of the picture.
+        blocks: Whether the terminal shows characters that are not ASCII.
+        colour: Whether it shows colours.
+    """
+    drawn = [
+        (label, [(x, y) for x, y in zip(xs, ys) if math.isfinite(y)]) for label, xs, ys in curves[: len(_PLOT_COLOURS)]
+    ]
+    places = [x for _, points in drawn for x, _ in points]
+    values = [y for _, points in drawn for _, y in points]
+    if not values or min(places) == max(places):
+        return []
+    is_log = min(values) > 0 and max(values) > _LOG_RATIO * min(values)
+    ends = [f"{value:.4g}" for value in (max(values), min(values))]
+    margin = max(map(len, ends))
+    fine = blocks and colour
+    across, down = (2, 4) if fine else (1, 1)
+    columns, rows = max(10, width - margin - 4) * across, height * down
+    cells: Dict[Tuple[int, int], Set[Tuple[int, int, int]]] = {}
+    for number, (_, points) in enumerate(drawn):
+        heights = _heights(points, min(places), max(places), columns, is_log)
+        low, high = (math.log(end) if is_log else end for end in (min(values), max(values)))
+        before: Optional[int] = None
+        for column, value in sorted(heights.items()):
+            row = round((high - value) / (high - low or 1.0) * (rows - 1))
+            joined = range(min(row, before), max(row, before) + 1) if fine and before is not None else (row,)
+            for each in joined:
+                cells.setdefault((each // down, column // across), set()).add((number, column % across, each % down))
+            before = row
+
+    def cell(row: int, column: int) -> str:
+        found = cells.get((row, column), set())
+        numbers = {number for number, _, _ in found}
+        if not found or not fine:
+            return " " if not found else _PLOT_MARKS[numbers.pop()] if len(numbers) == 1 else "*"
+        bits = sum({_DOTS[x][y] for _, x, y in found})
+        return f"\x1b[{_PLOT_COLOURS[max(numbers)]}m{chr(0x2800 + bits)}\x1b[0m"
+
+    bar, corner, rule = ("│", "└", "─") if blocks else ("|", "+", "-")
+    lines = [paint(title, "title", colour) + (" (logarithmic)" if is_log else "")]
+    for row in range(height):
+        label = ends[0] if row == 0 else ends[1] if row == height - 1 else ""
+        lines.append(f"{label:>{margin}} {bar}" + "".join(cell(row, column) for column in range(columns // across)))
+    first, last = (f"{place:,.0f}" for place in (min(places), max(places)))
+    lines.append(f"{'':>{margin}} {corner}{rule * (columns // across)}")
+    lines.append(f"{'':>{margin}}  {first}{'step':^{max(6, columns // across - len(first) - len(last))}}{last}")
+    for number, (label, _) in enumerate(drawn):
+        mark = f"\x1b[{_PLOT_COLOURS[number]}m{_FULL_LINE}\x1b[0m" if fine else _PLOT_MARKS[number]
+        lines.append(f"{'':>{margin}}  {mark} {visible(label)}")
+    if len(curves) > len(drawn):
+        lines.append(f"{'':>{margin}}  and {len(curves) - len(drawn)} more")
+    return [line.rstrip() for line in lines]
+
+
+def _heights(
+    points: Sequence[Tuple[float, float]], first: float, last: float, columns: int, is_log: bool
+) -> Dict[int, float]:
+    """Return the height of a curve in each column: means of its values, and straight lines between them."""
+    found: Dict[int, List[float]] = {}
+    for place, value in points:
+        column = round((place - first) / (last - first) * (columns - 1))
+        found.setdefault(column, []).append(math.log(value) if is_log else value)
+    means = {column: sum(values) / len(values) for column, values in found.items()}
+    known = sorted(means)
+    for left, right in zip(known, known[1:]):
+        for column in range(left + 1, right):
+            share = (column - left) / (right - left)
+            means[column] = means[left] * (1 - share) + means[right] * share
+    return means
 
 
 def _cell(text: str) -> str:
@@ -251,9 +350,10 @@ def rich_table(
     header, *body = [[_cell(text) for text in row] for row in [header, *body]]
     widest = max(_NEVER_FOLDED, width // 3)  # one long name must not push out the other columns
     bodies = [max((len(row[column]) for row in body), default=0) for column in range(len(header))]
+    heads = [max(map(len, _folded(name, 1))) for name in header]
     wanted = [
-        max(len(name), length if column in numeric else min(length, widest))
-        for column, (name, length) in enumerate(zip(header, bodies))
+        max(head, length if column in numeric else min(length, widest))
+        for column, (head, length) in enumerate(zip(heads, bodies))
     ]
     shown = list(range(len(header)))
     for column in droppable:
@@ -262,14 +362,15 @@ def rich_table(
     least = [
         max(4, length if column in numeric else min(length, _NEVER_FOLDED)) for column, length in enumerate(bodies)
     ]
-    widths = _shared(least, wanted, shown, width, [column for column in shown if column not in numeric])
+    longest = [max(len(name), length) for name, length in zip(header, bodies)]
+    texts = [column for column in shown if column not in numeric]
+    widths = _shared([least, wanted, longest], shown, width, texts)
     table = Table(box=box.SIMPLE_HEAD if blocks else box.ASCII2, pad_edge=False, show_edge=False, header_style="bold")
     for column in shown:
-        is_number = column in numeric
         # Numbers are never cut: text gives way, and headings are folded.
         table.add_column(
-            Text(header[column]),
-            justify="right" if is_number else "left",
+            Text("\n".join(_folded(header[column], widths[column]))),
+            justify="right" if column in numeric else "left",
             overflow="fold",
             width=widths[column],
         )
@@ -277,27 +378,45 @@ def rich_table(
         cells = []
         for column in shown:
             meaning = styles[column](row[column]) if styles and column in styles else ""
-            cells.append(Text(row[column], style=STYLES.get(meaning, "")))
+            lines = _folded(row[column], widths[column])
+            cells.append(Text("\n".join(lines), style=STYLES.get(meaning, "")))
         table.add_row(*cells)
     return table
+
+
+def _folded(text: str, width: int) -> List[str]:
+    """Return the lines of a text that is too long, broken after a space, a slash, an underscore or the dot of a key."""
+    lines = [""]
+    for part in re.split(r"(?<=[ _/])|(?<=\.)(?=[A-Za-z])", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def _total(widths: Sequence[int], shown: Sequence[int]) -> int:
     return sum(widths[column] + 3 for column in shown) - 3  # between columns
 
 
-def _shared(
-    least: Sequence[int], wanted: Sequence[int], shown: Sequence[int], width: int, texts: Sequence[int]
-) -> List[int]:
-    """Return the widths of columns: as wide as wanted, or as fits; columns of text become narrower than their least."""
+def _shared(steps: Sequence[Sequence[int]], shown: Sequence[int], width: int, texts: Sequence[int]) -> List[int]:
+    """Return the widths of columns.
+
+    Args:
+        steps: The least width of each column, the width that it should have, and that of its longest text.
+        shown: The columns.
+        width: What they share.
+        texts: Columns of text, which become narrower than their least width if need be.
+    """
+    least, wanted, longest = steps
     widths = [min(pair) for pair in zip(least, wanted)]
     free = width - _total(widths, shown)
-    while free > 0:
-        short = [column for column in shown if widths[column] < wanted[column]]
-        if not short:
-            break
-        widths[min(short, key=lambda column: widths[column] - wanted[column])] += 1  # the one that misses most
-        free -= 1
+    for targets in (wanted, longest):
+        while free > 0:
+            short = [column for column in shown if widths[column] < targets[column]]
+            if not short:
+                break
+            widths[min(short, key=lambda column: widths[column] - targets[column])] += 1  # the one that misses most
+            free -= 1
     while free < 0 and texts:
         column = max(texts, key=widths.__getitem__)
         if widths[column] <= 4:

@@ -11,7 +11,7 @@ from ipurun.pages.charts import Series, line_chart, line_keys, smoothed
 from ipurun.pages.data import TITLES, RunData, curves_of, flat
 from ipurun.pages.parts import Cell, badge, command, page, section, table
 
-__all__ = ["compare_page", "comparison", "differing_keys", "labels_of"]
+__all__ = ["compare_page", "comparison", "differing_keys", "labels_of", "loss_curves"]
 
 _MISSING = "(not set)"
 _NOT_COMPARED = ("resume",)
@@ -50,6 +50,17 @@ def comparison(runs: Sequence[RunData], blocks: bool = True) -> Tuple[List[str],
         speed, time = count(run.samples_per_second), duration(run.total_seconds)
         rows.append([label, run.status, count(run.step), best, last, spark, speed, time])
     return header, rows
+
+
+def loss_curves(runs: Sequence[RunData]) -> List[Tuple[str, Sequence[float], Sequence[float]]]:
+    """Return the label of each run, the steps and the values of its training loss, smoothed where there are many."""
+    found = []
+    for label, run in zip(labels_of(runs), runs):
+        for curve in curves_of(run):
+            if (curve.split, curve.name) == ("train", "loss"):
+                line = smoothed(Series(label, curve.steps, curve.values, 0))[-1]
+                found.append((label, line.xs, line.ys))
+    return found
 
 
 def compare_page(runs: Sequence[RunData]) -> str:

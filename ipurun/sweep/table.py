@@ -115,8 +115,9 @@ def show_table(ranking: Ranking, screen: Screen) -> None:
     meanings = {FINISHED: "good", INTERRUPTED: "warning", FAILED: "bad"}
     best = rows[0][status + 1] if rows and ranking.best is not None else None
     styles = {status: lambda text: meanings.get(text, "quiet"), status + 1: lambda text: "best" if text == best else ""}
-    # Where not all fit: without time, speed and the metrics beside the ranked one.
-    screen.table(header, rows, styles, [0, *range(status + 1, last)], range(last - 1, status + 1, -1))
+    # Where not all fit: without time, speed and the metrics beside the ranked one, then without folder and status.
+    droppable = [*range(last - 1, status + 1, -1), last, status]
+    screen.table(header, rows, styles, [0, *range(status + 1, last)], droppable)
     for line in table_notes(ranking):
         screen.line(line)
 
