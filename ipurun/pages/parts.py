@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -196,6 +197,8 @@ def _cell(cell: Union[str, Cell], is_number: bool) -> str:
     kind = " ".join(filter(None, (shown.kind, "num" if is_number else "")))
     value = "" if shown.value is None else f' data-value="{shown.value!r}"'
     text = shown.markup or escape(shown.text)
+    if "mono" in kind and not shown.markup:  # a key, which breaks between its words
+        text = re.sub(r"([._])(?=\w)", r"\1<wbr>", text)
     if shown.link:
         text = f'<a href="{escape(shown.link)}">{text}</a>'
     return f"<td{_kind(kind)}{value}>{text}</td>"

@@ -14,7 +14,7 @@ from ipurun.estimate.pipeline import Bar, gantt, timeline_of
 from ipurun.estimate.stages import with_parents
 from ipurun.estimate.types import EstimatedModel, IpuMemory, Verdict
 from ipurun.log.estimate_text import change_text, count_short
-from ipurun.log.format import batch_equation, count, devices_text, plural, size_text
+from ipurun.log.format import batch_equation, count, devices_text, plural
 from ipurun.log.style import verdict_style
 from ipurun.pages.charts import strip
 from ipurun.pages.data import RunData
@@ -74,8 +74,8 @@ def plan_page(plan: Plan, plan_estimate: PlanEstimate, words: Sequence[str] = ()
         ("fullest IPU (estimate)", f"{fullest.share:,.0%} of IPU {fullest.ipu}"),
         ("share of peak (estimate)", f"{time.flops_share:.1%}"),
         ("parameters", _rounded_count(plan.parameters)),
-        ("IPUs", f"{plan.devices.replicas} x {plan.devices.per_replica}"),
-        ("streaming memory (estimate)", size_text(found.streaming) if found.streaming else ""),
+        ("replicas x IPUs", f"{plan.devices.replicas} x {plan.devices.per_replica}"),
+        ("streaming memory (estimate)", f"{found.streaming / 1024**3:.1f} GiB" if found.streaming else ""),
         ("bubble (estimate)", f"{timeline_of(plan_estimate.training).bubble:.0%}"),
         ("limited by (estimate)", "the host" if time.host_bound else "the IPUs"),
     )
@@ -337,7 +337,7 @@ def _remedies(plan_estimate: PlanEstimate, words: Sequence[str]) -> str:
         rows.append(
             (change, change_text(remedy.saved_bytes), f"{remedy.fullest_share:,.0%}", f"{remedy.speed:.2f}x", verdict)
         )
-    return table(["change", "fullest IPU", "then", "speed", "verdict"], rows, numeric=(1, 2, 3))
+    return table(["change", "fullest IPU", "then", "speed", "verdict"], rows, "remedies", numeric=(1, 2, 3))
 
 
 def with_overrides(words: Sequence[str], overrides: Sequence[str]) -> List[str]:

@@ -94,7 +94,7 @@ def _run_head(run: RunData) -> str:
     facts = [
         ("to go (ETA)", "" if run.eta_seconds is None else duration(run.eta_seconds)),
         (f"best {run.monitor or ''}{at}", "" if run.best is None else metric(run.best)),
-        (f"weight updates{total}", count(run.step)),
+        (f"weight update{'' if run.step == 1 else 's'}{total}", count(run.step)),
         ("samples/s", "" if run.samples_per_second is None else rate(run.samples_per_second)),
         ("time", "" if run.total_seconds is None else duration(run.total_seconds)),
         ("train loss", "" if number(summary.get("loss")) is None else metric(number(summary["loss"]))),
