@@ -9,8 +9,11 @@ import pytest
 from browser import CHROMIUM, WHY_SKIPPED, Browser
 from stored_runs import HOSTILE, write_run, write_sweep
 
+import ipurun
 from ipurun.pages.compare import compare_page
 from ipurun.pages.data import read_run, read_sweep
+from ipurun.pages.listing import entries_below, index_page
+from ipurun.pages.plan import plan_page
 from ipurun.pages.report import run_page, sweep_page
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason=WHY_SKIPPED)
@@ -64,10 +67,14 @@ def fixture_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browse
 def fixture_pages(tmp_path_factory: pytest.TempPathFactory) -> Dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     runs = [read_run(write_run(folder / "a", HOSTILE + "x" * 200)), read_run(write_run(folder / "b"))]
+    planned = ipurun.plan("mnist", devices=2, name=HOSTILE)
+    assert planned.estimate is not None
     texts = {
         "run": run_page(runs[0], recipe={HOSTILE: 1}),
         "sweep": sweep_page(read_sweep(write_sweep(folder / "sweep", name=HOSTILE, with_runs=True))),
         "compare": compare_page(runs),
+        "plan": plan_page(planned.plan, planned.estimate, [f"name={HOSTILE}", "+recipe=mnist", "devices=2"]),
+        "list": index_page(folder, entries_below(folder), lambda path: path.name),
     }
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
@@ -98,9 +105,9 @@ def _evaluate(browser: Browser, session: str, expression: str) -> Any:
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("is_dark", [False, True])
-@pytest.mark.parametrize("name", ["run", "sweep", "compare"])
+@pytest.mark.parametrize(("name", "charts"), [("run", 2), ("sweep", 2), ("compare", 2), ("plan", 1), ("list", 0)])
 def test_a_page_fits_and_runs_no_foreign_script(
-    browser: Browser, pages: Dict[str, Path], name: str, width: int, is_dark: bool
+    browser: Browser, pages: Dict[str, Path], name: str, charts: int, width: int, is_dark: bool
 ) -> None:
     import json
 
@@ -108,7 +115,7 @@ def test_a_page_fits_and_runs_no_foreign_script(
     state = json.loads(_evaluate(browser, session, STATE))
     assert not state["hacked"]
     assert state["overflow"] <= 0
-    assert state["charts"] >= 2
+    assert state["charts"] >= charts
     assert state["small"] >= 11
     assert (state["dark"] == "rgb(14, 19, 24)") == is_dark
 
