@@ -344,7 +344,7 @@ class EvalLoader:
         return self._limit
 
     def __iter__(self) -> Iterator[Tuple[Any, int]]:
-        """Yield the batches of this process: as many as each other process has, some without a sample of its own."""
+        """Yield the batches of this process: as many as each other process has, some of them without samples."""
         if is_stream(self._data):
             yield from self._calls(None) if self._share.count == 1 else self._shared_stream()
             return
@@ -381,7 +381,7 @@ class EvalLoader:
         reals = [min(max(len(order) - first, 0), rows) for first in firsts]
         own: List[int] = []
         for first, real in zip(firsts, reals):
-            # One without samples of its own runs the first sample, which does not count.
+            # One without samples runs the first sample of the data, which does not count.
             filled = rows_to_fill(real or rows, self._micro_batch_size, rows)
             own += [order[first + row if real else 0] for row in filled]
         for (batch, _), real in zip(self._calls(own), reals):

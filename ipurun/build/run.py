@@ -112,7 +112,7 @@ class Run:
     def enter_inference(self) -> None:
         """Switch the device to inference; the weights pass through the host."""
         _release(self.training_model)
-        # Each process has statistics of its own data: all use those that are saved.
+        # The statistics of each process come from its part of the data: all use those that are saved.
         self.team.copy_from_first([buffer for buffer in self.user_model.buffers() if buffer.is_floating_point()])
         if not self.inference_model.isCompiled():
             self.annotations.install(self.plan.inference_placements)

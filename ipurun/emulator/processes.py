@@ -1,6 +1,6 @@
 """The processes of a distributed program: who they are, and sums and copies between them.
 
-The collectives are gloo's, from torch.distributed. They have a group of their own, so that a program may still
+The collectives are gloo's, from torch.distributed. They use a separate group, so that a program may still
 initialize torch.distributed itself.
 """
 

@@ -141,7 +141,7 @@ def _wrap_plan(line: str, width: int, in_code: bool) -> List[str]:
         return [line]
     if in_code and "  # " in line.strip():
         code, mark, comment = line.rpartition("  # ")
-        if max(len(code), len(comment) + len(mark) + 4) <= width:  # the comment stays whole, on a line of its own
+        if max(len(code), len(comment) + len(mark) + 4) <= width:  # the comment stays whole, on the next line
             return [code, f"    {mark}{comment}"]
     labelled = _LABELLED.match(line)
     start = re.match(r"\s*(- |\d+\. )?", line)

@@ -158,7 +158,7 @@ def serialized_layers(config: RunConfig, facts: Facts, found: Findings) -> Tuple
             found.note(f"memory.serialize: the model has no {written.replace('_', ' ')}")
             continue
         if isinstance(entry, (list, tuple)):
-            continue  # parts that are layers of their own
+            continue  # parts that are layers themselves
         fields = _fields(pattern, entry, found)
         if fields is None or not facts.module_names:
             continue

@@ -120,7 +120,7 @@ def _acquire(path: Path, what: str, on_wait: Callable[[str], None]) -> Optional[
             if holder is None:
                 if not path.exists():
                     continue  # released just now
-                # Not a lock that was written by us: nobody can be asked whether it is in use.
+                # Not a lock that was written by us: there is no process to ask whether it is in use.
                 holder = {"token": "", "host": _UNKNOWN}
             if _lives(holder, path, on_wait, what):
                 raise ConfigError(_in_use(path, what, holder))
@@ -186,7 +186,7 @@ def _lives_here(holder: Dict[str, Any]) -> Optional[bool]:
 def is_held(folder: Path) -> bool:
     """Return whether a process uses a folder, for display: it is not waited for one of another machine.
 
-    Such a process renews its lock; the time of the file shows whether it did so of late, as far as clocks agree.
+    Such a process renews its lock; the time of the file shows whether it did so recently, as far as clocks agree.
     """
     path = folder / LOCK_NAME
     holder = _read(path)

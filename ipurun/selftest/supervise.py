@@ -1,4 +1,4 @@
-"""Run cases in a process of their own, and start another one for the rest after a crash or a hang."""
+"""Run cases in a separate process, and start another one for the rest after a crash or a hang."""
 
 from __future__ import annotations
 

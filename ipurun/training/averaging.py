@@ -61,7 +61,7 @@ class WeightAverage:
             value = _at_full_precision(weights[name])
             if not average.is_floating_point():
                 average.copy_(value)
-            elif not torch.equal(average, value):  # a mask may be infinite, of which there is no difference
+            elif not torch.equal(average, value):  # a mask may be infinite, and infinity minus infinity is nan
                 average.lerp_(value, share)
 
     def state(self) -> Dict[str, Any]:

@@ -76,7 +76,7 @@ class Timer:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[IO[str]]:
-    """A terminal that nobody looks at."""
+    """A terminal that discards what is written to it."""
     ours, theirs = pty.openpty()
     threading.Thread(target=_drain, args=(ours,), daemon=True).start()
     with os.fdopen(theirs, "w") as stream:

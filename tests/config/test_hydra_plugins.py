@@ -82,7 +82,7 @@ def test_a_recipe_that_sets_such_a_key_is_refused_with_its_line() -> None:
     assert problem.what.startswith("`hydra.job.chdir`") and problem.where.endswith("mine.yaml:3")
 
 
-def test_hydra_mode_is_another_word_for_m() -> None:
+def test_hydra_mode_multirun_means_m() -> None:
     assert len(points(["+recipe=mnist", "hydra.mode=MULTIRUN", "seed=1,2"]).points) == 2
 
 

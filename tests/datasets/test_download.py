@@ -79,7 +79,7 @@ class BrokenServer(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_mirror_that_breaks_off_or_speaks_another_protocol_is_left_for_the_next(tmp_path, mirror):
+def test_the_next_mirror_is_tried_after_a_broken_connection(tmp_path, mirror):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), BrokenServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"

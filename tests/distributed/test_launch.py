@@ -46,7 +46,7 @@ def _project(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def started(*words):
-    """A run of several processes in a session of its own, of which nothing is left afterwards."""
+    """A run of several processes in a separate session, none of which is left afterwards."""
     command = [sys.executable, "-m", "ipurun", "train", "+recipe=tiny", "distributed=torchrun", *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, start_new_session=True

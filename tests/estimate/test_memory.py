@@ -190,4 +190,4 @@ def test_only_large_weights_are_off_chip_and_the_largest_is_loaded() -> None:
     (ipu,) = estimate_memory(traced, single_ipu(traced), off_chip, MACHINE)
     assert (before.weights, ipu.weights, ipu.streaming) == (20 + 2000, 20, 2000)
     assert ipu.temporary == before.temporary + 2000  # a weight is on chip while it is used
-    assert ipu.gradients == before.gradients  # accumulators have a location of their own
+    assert ipu.gradients == before.gradients  # accumulators have a separate location

@@ -157,7 +157,7 @@ def test_text_json_page_and_python_show_the_same_changes(capsys: pytest.CaptureF
     assert re.findall("<code>(ipurun plan .*?)</code>", page) == commands
 
 
-def test_why_nothing_that_was_tried_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_is_given_where_no_config_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     """Training would fit, but inference is asked for a micro-batch that does not."""
     words = _words(
         "bert_tiny", "precision=16", "devices=2", "gradient_accumulation=8", "inference.micro_batch_size=8192"

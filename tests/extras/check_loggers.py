@@ -182,7 +182,7 @@ class Failing(Callback):
 """
 
 
-def test_a_run_that_fails_is_ended_in_every_service_and_the_next_one_of_the_process_is_another(capsys):
+def test_a_failed_run_ends_in_every_service_and_the_next_run_is_a_new_one(capsys):
     import mlflow
 
     Path("failing.py").write_text(FAILING)
@@ -198,7 +198,7 @@ def test_a_run_that_fails_is_ended_in_every_service_and_the_next_one_of_the_proc
     assert [event.step for event in _scalars("run/tensorboard").Scalars("train/loss")] == [10, 20, 30, 40]
 
 
-def test_a_logger_that_is_dropped_in_a_run_still_ends_its_run_in_the_service(monkeypatch, capsys):
+def test_a_dropped_logger_still_ends_its_run_in_the_service(monkeypatch, capsys):
     import mlflow
 
     def away(client, *values, metrics=(), **named):

@@ -247,7 +247,7 @@ def test_what_a_killed_service_may_have_lost_is_sent_again(tmp_path: Path, step:
     assert len(received) == 2
 
 
-def test_records_from_before_the_checkpoint_are_sent_again_unless_enough_time_and_records_followed(
+def test_records_before_a_checkpoint_are_sent_again_unless_many_followed(
     tmp_path: Path, step: Callable[..., StepEnd], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Service, "is_written_at_once", False)

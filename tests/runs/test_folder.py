@@ -107,9 +107,7 @@ def _runs_of(plan: Plan, monkeypatch: pytest.MonkeyPatch, **started: float) -> D
     return found
 
 
-def test_resume_auto_takes_the_run_that_ran_last_not_the_file_that_was_touched_last(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_auto_takes_the_run_that_ran_last(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = _runs_of(plan, monkeypatch, a=3.0, b=4.0, c=2.0, d=1.0)
     os.utime(runs["b"].config_file, (1, 1))
     os.utime(runs["d"].config_file)

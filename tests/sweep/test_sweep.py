@@ -75,7 +75,7 @@ def _started() -> List[str]:
     return Path("started.txt").read_text().split()[::2]
 
 
-def test_one_bad_point_does_not_end_the_sweep_and_resume_runs_only_the_rest(capsys: Any) -> None:
+def test_a_failed_point_does_not_end_the_sweep_and_resume_runs_the_rest(capsys: Any) -> None:
     assert _sweep("+data.mode=crash,ok", "optimizer.lr=0.1") == 1
     captured = capsys.readouterr()
     assert _started() == ["crash", "ok"]

@@ -37,7 +37,7 @@ def test_an_unreadable_sample_is_reported_in_one_line_with_its_source(workers: i
     assert problem.where.rpartition(":")[0].endswith("test_failures.py")
 
 
-def test_a_failed_process_of_an_asynchronous_loader_is_named_without_a_line_of_ours() -> None:
+def test_a_failed_process_of_an_asynchronous_loader_is_named() -> None:
     loader = emulator.DataLoader(emulator.Options(), _Torn(readable=2), mode=emulator.DataLoaderMode.Async)
     with pytest.raises(RunError) as caught, explained(emulator, "reading the training data", lambda: "resume=runs/a"):
         list(loader)

@@ -175,7 +175,7 @@ def test_a_rollback_lowers_the_loss_scale(tmp_path: Path) -> None:
         assert torch.allclose(value, expected.user_model.state_dict()[name], atol=1e-6), name
 
 
-def test_a_rollback_returns_further_if_the_last_checkpoint_leads_to_the_same(tmp_path: Path) -> None:
+def test_a_rollback_returns_further_if_the_last_checkpoint_does_not_help(tmp_path: Path) -> None:
     _, summary, recorder = trained(
         tmp_path,
         data={"_target_": "run_toys.Poisoned", "index": 28, "times": 3},  # of step 8

@@ -72,7 +72,7 @@ def test_a_record_of_several_calls_has_the_loss_of_all_of_them_after_a_resume(tm
     )
 
 
-def test_a_record_is_whole_after_a_resume_where_short_host_calls_are_reported_together(tmp_path: Path) -> None:
+def test_a_resume_completes_a_record_of_several_host_calls(tmp_path: Path) -> None:
     class Late(Recorder):
         takes_steps_late = True
 

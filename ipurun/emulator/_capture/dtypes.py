@@ -239,7 +239,7 @@ def with_layers(layers: Sequence[str], op: Any) -> Any:
     """Change an operation of torch in the ways that `layers_of` returned.
 
     Raises:
-        KeyError: There is no such way.
+        KeyError: The way is unknown.
     """
     ways: Dict[str, Callable[[Any], Any]] = {
         "half": HalfThroughFloat,

@@ -88,7 +88,7 @@ def worker_main(dataset: Any, ring: Ring, connection: Any, settings: WorkerSetti
 
 
 def _is_abandoned() -> bool:
-    """Return whether nobody waits for the data any more: the accessor's process has ended, or is about to."""
+    """Return whether the data is no longer wanted: the accessor's process has ended, or is about to."""
     parent = multiprocessing.parent_process()
     return parent is None or bool(wait([parent.sentinel], _SECONDS_TO_STOP_AFTER_PARENT))
 

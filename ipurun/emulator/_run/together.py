@@ -201,7 +201,7 @@ def fold_digest(graph: Graph, size: int, arguments: Sequence[torch.Tensor]) -> s
     add(size, sorted(cache_versions().items()), graph.outputs, graph.loss, graph.grads)
     items = [item for item in graph.inputs if item.kind != "constant"]
     for item, tensor in zip(items, arguments):
-        # The inputs of micro-batches are copied to a layout of their own.
+        # The inputs of micro-batches are copied to a separate layout.
         layout = () if item.kind in ("input", "seed") else tensor.stride()
         add(item, graph.specs[item.value], tensor.dtype, layout)
     for value, constant in graph.constants.items():

@@ -168,7 +168,7 @@ def _any_layers(pipeline: PipelineConfig, facts: Facts) -> Sequence[str]:
 
 
 def _is_part(parameter: str, facts: Facts) -> bool:
-    """Whether a parameter belongs to a part of a table, which has a block of its own."""
+    """Whether a parameter belongs to a part of a table, which has a separate block."""
     return any(is_within(parameter, table) for table in facts.table_parts)
 
 
