@@ -139,7 +139,7 @@ def main(wanted: List[str]) -> int:
             digits, slow = newest(folder, "runs/digits/*"), newest(folder, "runs/slow/*")
             run(folder, "report", digits, "--html", "run.html", "--quiet")
             page((folder / "run.html").as_uri(), "run.png", "1120,1250")
-            terminal(f"ipurun compare {digits} {slow}", "compare.svg", folder, "100x16")
+            terminal(f"ipurun compare {digits} {slow}", "compare.svg", folder, "100x30")
         if is_wanted("sweep.png"):
             words = ["optimizer.lr=0.0005,0.002,0.008", "device_iterations=1,8", "epochs=2"]
             run(folder, "train", "-m", "+recipe=mnist", "devices=8", *words, "--quiet")

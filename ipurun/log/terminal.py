@@ -256,7 +256,7 @@ class TerminalScreen(Screen):
 
     def _start(self, live: Live) -> None:
         """Draw live lines until they are stopped, never while another thread writes."""
-        live._lock = self._console.writing  # one lock for both, for they take each other's in either order
+        live._lock = self._console.writing  # a shared lock: each of the two writes while it holds its own
         live.start()
 
     def wants_waiting(self) -> bool:

@@ -20,8 +20,8 @@ import torch
 from ipurun.emulator._capture.graph import Graph, values_in
 from ipurun.emulator._executor.cache_files import PARTIAL, cache_versions, sealed, unsealed
 
-# One by one has to be this much quicker to be chosen: less is noise, and the same program would choose now this, now
-# that.
+# One by one has to be this much quicker to be chosen: a smaller difference is noise, and the choice of one program
+# would vary between runs.
 _MARGIN = 1.05
 _ROUNDS = 3
 _MOST_REMEMBERED = 1000
