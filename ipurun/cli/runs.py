@@ -496,7 +496,8 @@ def _show_run(run: RunData) -> None:
             ("best", f"{run.monitor or 'loss'} {metric(run.best)}" + (f" at step {at}" if at is not None else ""))
         )
     if losses:
-        rows.append(("loss", f"{metric(losses[-1])}  {sparkline(losses, 40, draws_blocks(sys.stdout))}"))
+        width = max(8, min(40, shutil.get_terminal_size().columns - 30))
+        rows.append(("loss", f"{metric(losses[-1])}  {sparkline(losses, width, draws_blocks(sys.stdout))}"))
     if run.samples_per_second is not None:
         rows.append(("speed", f"{rate(run.samples_per_second)} samples/s"))
     rows.append(("time", duration(run.total_seconds)))

@@ -18,6 +18,7 @@ __all__ = [
     "aligned",
     "block_bar",
     "draws_blocks",
+    "folded",
     "has_colour",
     "is_drawn_on",
     "paint",
@@ -350,7 +351,7 @@ def rich_table(
     header, *body = [[_cell(text) for text in row] for row in [header, *body]]
     widest = max(_NEVER_FOLDED, width // 3)  # one long name must not push out the other columns
     bodies = [max((len(row[column]) for row in body), default=0) for column in range(len(header))]
-    heads = [max(map(len, _folded(name, 1))) for name in header]
+    heads = [max(map(len, folded(name, 1))) for name in header]
     wanted = [
         max(head, length if column in numeric else min(length, widest))
         for column, (head, length) in enumerate(zip(heads, bodies))
@@ -369,7 +370,7 @@ def rich_table(
     for column in shown:
         # Numbers are never cut: text gives way, and headings are folded.
         table.add_column(
-            Text("\n".join(_folded(header[column], widths[column]))),
+            Text("\n".join(folded(header[column], widths[column]))),
             justify="right" if column in numeric else "left",
             overflow="fold",
             width=widths[column],
@@ -378,20 +379,23 @@ def rich_table(
         cells = []
         for column in shown:
             meaning = styles[column](row[column]) if styles and column in styles else ""
-            lines = _folded(row[column], widths[column])
+            lines = folded(row[column], widths[column])
             cells.append(Text("\n".join(lines), style=STYLES.get(meaning, "")))
         table.add_row(*cells)
     return table
 
 
-def _folded(text: str, width: int) -> List[str]:
-    """Return the lines of a text that is too long, broken after a space, a slash, an underscore or the dot of a key."""
-    lines = [""]
-    for part in re.split(r"(?<=[ _/])|(?<=\.)(?=[A-Za-z])", text):
-        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
-            lines.append("")
-        lines[-1] += part
-    return [line.rstrip() for line in lines]
+def folded(text: str, width: int) -> List[str]:
+    """Return the lines of a text: broken at spaces, long words after a slash, an underscore or the dot of a key."""
+    lines = []
+    for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]:
+        parts = [""]
+        for part in re.split(r"(?<=[_/])|(?<=\.)(?=[A-Za-z])", line) if len(line) > width else [line]:
+            if parts[-1] and len(parts[-1] + part) > width:
+                parts.append("")
+            parts[-1] += part
+        lines += parts
+    return lines
 
 
 def _total(widths: Sequence[int], shown: Sequence[int]) -> int:

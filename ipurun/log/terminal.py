@@ -22,7 +22,7 @@ from rich.text import Text as RichText
 from ipurun.errors import visible
 from ipurun.log.format import count, duration, learning_rate, metric, rate
 from ipurun.log.screen import Rows, Screen, TrainingState, fit, narrowed, wrapped
-from ipurun.log.style import STYLES, block_bar, draws_blocks, rich_table, sparkline
+from ipurun.log.style import STYLES, block_bar, draws_blocks, folded, rich_table, sparkline
 from ipurun.training.events import EvalEnd, StepEnd
 
 __all__ = ["TerminalScreen", "TrainingView"]
@@ -37,6 +37,7 @@ _SMOOTHING = 0.8  # share of the old value in a smoothed one, for each host call
 _LEAST_SMOOTHING = 0.2  # the same after many host calls: a fast run is not shown with the loss of long ago
 _NARROW = 60
 _WIDEST_PANEL = 120  # columns; a frame around empty space is harder to read
+_FRAME = 6  # columns of a panel that hold neither label nor text
 
 Field = Tuple[str, str]  # text and what it means, a key of STYLES or ""
 
@@ -93,8 +94,11 @@ class TerminalScreen(Screen):
         table = Table.grid(padding=(0, 2))
         table.add_column(style=STYLES["label"], no_wrap=True)
         table.add_column(overflow="fold")
+        width = min(self._console.width, _WIDEST_PANEL)
+        inside = max(10, width - max((len(label) for label, _ in rows), default=0) - _FRAME)
         for label, text in rows:
-            table.add_row(Text(label), Text(text, style=STYLES["best"] if label == "best" else ""))
+            shown = "\n".join(folded(visible(text), inside))
+            table.add_row(Text(label), Text(shown, style=STYLES["best"] if label == "best" else ""))
         self.close()
         self._to_line_start()
         name, colon, outcome = title.rpartition(": ")
@@ -106,7 +110,7 @@ class TerminalScreen(Screen):
                 title=heading,
                 title_align="left",
                 border_style="dim",
-                width=min(self._console.width, _WIDEST_PANEL),
+                width=width,
             )
         )
 

@@ -8,7 +8,7 @@ from typing import List
 import pytest
 
 from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen, narrowed
-from ipurun.log.style import draws_blocks, print_table
+from ipurun.log.style import draws_blocks, folded, print_table
 from ipurun.log.terminal import TerminalScreen
 
 
@@ -200,6 +200,7 @@ def test_what_is_too_long_is_broken_at_the_parts_of_a_name_and_not_in_numbers(mo
     print_table(stream, header, [["0.0005", "acc 0.9770", "runs/digits/2026-11-18_20-00-52"]])
     words = re.sub(r"\x1b\[[\d;]*m", " ", stream.getvalue()).split()
     assert {"optimizer.", "lr", "0.0005", "acc", "0.9770", "2026-11-18_", "20-00-52"} <= set(words)
+    assert folded("loss of model.encoder.layer 0.9770", 13) == ["loss of", "model.", "encoder.layer", "0.9770"]
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
     print_table(stream, header, [["0.0005", "acc 0.9770", "runs/digits/" + "x" * 45]])
