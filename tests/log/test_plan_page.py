@@ -28,7 +28,7 @@ class _Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag not in ("meta", "br", "link", "input"):
+        if tag not in ("meta", "br", "wbr", "link", "input"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:

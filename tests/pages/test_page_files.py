@@ -19,7 +19,7 @@ from ipurun.pages.data import read_run, read_sweep
 from ipurun.pages.parts import tiles
 from ipurun.pages.report import changes_from_recipe, run_page, sweep_page, value_by_key
 
-_VOID = ("meta", "br", "link", "input")
+_VOID = ("meta", "br", "wbr", "link", "input")
 
 
 class _Tags(HTMLParser):
