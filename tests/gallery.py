@@ -161,7 +161,7 @@ def plan_picture(folder: Path) -> None:
     from ipurun.log.style import paint_plan
 
     text = done.stdout.decode()
-    estimate = text[text.index("estimate for") : text.index("what would help")]
+    estimate = text[text.index("estimate for") : text.index("\nwhat would")]
     draw(f"$ ipurun plan {BERT}\n...\n{paint_plan(estimate.rstrip(), 128)}", IMAGES / "plan.svg", 128, "ipurun plan")
 
 

@@ -390,7 +390,7 @@ def folded(text: str, width: int) -> List[str]:
     lines = []
     for line in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]:
         parts = [""]
-        for part in re.split(r"(?<=[_/])|(?<=\.)(?=[A-Za-z])", line) if len(line) > width else [line]:
+        for part in re.split(r"(?<=_)|(?<=/)(?=[^/]{3})|(?<=\.)(?=[A-Za-z])", line) if len(line) > width else [line]:
             if parts[-1] and len(parts[-1] + part) > width:
                 parts.append("")
             parts[-1] += part
