@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import shutil
 import sys
 import textwrap
@@ -73,15 +75,23 @@ def visible(text: str) -> str:
 
 def _heading(text: str) -> str:
     """Return the first line of a problem; narrow terminals would break it inside words, files and pipes do not."""
-    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+    columns = _columns()
     if columns >= _WIDEST or "\n" in text or not sys.stderr.isatty():
         return text
     return "\n".join(textwrap.wrap(text, max(_NARROWEST, columns), subsequent_indent="  ", break_on_hyphens=False))
 
 
+def _columns() -> int:
+    """Return the columns of the terminal that shows errors, also where standard output is a pipe."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if not os.environ.get("COLUMNS") and sys.stderr.isatty():
+            return os.get_terminal_size(sys.stderr.fileno()).columns or _WIDEST
+    return shutil.get_terminal_size((_WIDEST, 24)).columns
+
+
 def _field(label: str, text: str) -> str:
     indent = " " * 9
-    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+    columns = _columns()
     width = max(_NARROWEST, min(_WIDEST, columns)) - len(indent)
     wrapped = []
     for line in text.splitlines():

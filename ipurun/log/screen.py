@@ -15,7 +15,7 @@ from typing import IO, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.errors import visible
 from ipurun.log.format import count
-from ipurun.log.style import aligned, is_drawn_on
+from ipurun.log.style import aligned, fitted_table, is_drawn_on
 from ipurun.training.events import EvalEnd, EvalProgress, StepEnd
 
 __all__ = [
@@ -35,6 +35,7 @@ Rows = Sequence[Tuple[str, str]]  # label and text; an empty label continues the
 
 _PLAIN_WIDTH = 110
 _LABEL_WIDTH = 12
+_PROBLEM_INDENT = 9  # of the lines of a problem that follow a label
 
 
 @dataclass
@@ -193,8 +194,10 @@ class PlainScreen(Screen):
         numeric: Sequence[int] = (),
         droppable: Sequence[int] = (),
     ) -> None:
-        for text in aligned(header, rows):
-            self.line(text)
+        is_narrow = self._stream.isatty()
+        shown = fitted_table(header, rows, numeric, droppable, self._width()) if is_narrow else aligned(header, rows)
+        for text in shown:
+            self.line(text, to_copy=True)
 
     def line(self, text: str, style: str = "", to_copy: bool = False) -> None:
         if self._stream.isatty() and not to_copy:
@@ -251,7 +254,9 @@ def wrapped(text: str, width: int) -> str:
     """Return lines as they are, but those that are too long broken between words, with a hanging indent."""
     lines = []
     for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        leading = len(line) - len(line.lstrip(" "))
+        is_problem = leading >= _PROBLEM_INDENT or re.match(r"  (at|seen|known|try|log) ", line)
+        indent = " " * (_PROBLEM_INDENT if is_problem else leading + 2)
         broken = textwrap.wrap(
             line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
         )

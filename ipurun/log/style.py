@@ -5,9 +5,11 @@ Nothing here loads rich before a table is drawn, so that errors and help come at
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
+import shutil
 import textwrap
 from typing import IO, Any, Callable, Dict, List, Mapping, Match, Optional, Sequence, Set, Tuple
 
@@ -18,6 +20,7 @@ __all__ = [
     "aligned",
     "block_bar",
     "draws_blocks",
+    "fitted_table",
     "folded",
     "has_colour",
     "is_drawn_on",
@@ -326,12 +329,33 @@ def print_table(
         droppable: Columns to leave out where the terminal is too narrow for all, first to go first.
     """
     if not is_drawn_on(stream):
-        stream.write("\n".join(aligned(header, body)) + "\n")
+        columns = shutil.get_terminal_size().columns
+        lines = fitted_table(header, body, numeric, droppable, columns) if stream.isatty() else aligned(header, body)
+        stream.write("\n".join(lines) + "\n")
         return
     from rich.console import Console
 
     console = Console(file=stream, highlight=False)
     console.print(rich_table(header, body, styles, numeric, droppable, console.width, draws_blocks(stream)))
+
+
+def fitted_table(
+    header: Sequence[str],
+    body: Sequence[Sequence[str]],
+    numeric: Sequence[int] = (),
+    droppable: Sequence[int] = (),
+    width: int = 80,
+) -> List[str]:
+    """Return a table as plain lines that fit on a terminal which cannot be drawn on."""
+    lines = aligned(header, body)
+    if max(map(len, lines)) <= width:
+        return lines
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    with console.capture() as shown:
+        console.print(rich_table(header, body, None, numeric, droppable, width, blocks=False))
+    return shown.get().splitlines()
 
 
 def rich_table(

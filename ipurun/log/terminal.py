@@ -22,7 +22,7 @@ from rich.text import Text as RichText
 from ipurun.errors import visible
 from ipurun.log.format import count, duration, learning_rate, metric, rate
 from ipurun.log.screen import Rows, Screen, TrainingState, fit, narrowed, wrapped
-from ipurun.log.style import STYLES, block_bar, draws_blocks, folded, rich_table, sparkline
+from ipurun.log.style import STYLES, block_bar, draws_blocks, folded, paint_problem, rich_table, sparkline
 from ipurun.training.events import EvalEnd, StepEnd
 
 __all__ = ["TerminalScreen", "TrainingView"]
@@ -117,8 +117,13 @@ class TerminalScreen(Screen):
     def line(self, text: str, style: str = "", to_copy: bool = False) -> None:
         # Live keeps its lines at the bottom and lets this one scroll above them.
         self._to_line_start()
-        shown = text if to_copy else wrapped(text, self._console.width)
-        self._console.print(Text(shown, style=style), soft_wrap=True)
+        shown = visible(text if to_copy else wrapped(text, self._console.width))
+        problem = shown.find("error: ")
+        if problem == 0 or (problem > 0 and shown[problem - 1] == "\n"):  # of a point of a sweep
+            colours = RichText.from_ansi(paint_problem(shown[problem:]))
+            self._console.print(RichText(shown[:problem]) + colours, soft_wrap=True)
+        else:
+            self._console.print(RichText(shown, style=style), soft_wrap=True)
 
     def remark(self, text: str) -> None:
         kind, colon, rest = text.partition(": ")
@@ -223,9 +228,13 @@ class TerminalScreen(Screen):
         shown = [list(row) for row in rows[:most]]
         for row, label in zip(shown, _shortened([row[0] for row in shown], self._console.width // 2)):
             row[0] = label
-        for place, name in enumerate(header):
-            for row in shown if name == "done" else ():
-                row[place] = _bar_text(row[place], self._blocks)
+        if self._console.width < _NARROW:  # no place for the time, and none for a bar
+            kept = [place for place, name in enumerate(header) if name != "time"]
+            header, shown = [header[place] for place in kept], [[row[place] for place in kept] for row in shown]
+        else:
+            for place, name in enumerate(header):
+                for row in shown if name == "done" else ():
+                    row[place] = _bar_text(row[place], self._blocks)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         before = sum(max(len(name), *(len(row[place]) for row in shown)) + 2 for place, name in enumerate(header[:-1]))
         for name in header:

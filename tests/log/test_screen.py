@@ -224,6 +224,54 @@ def test_a_terminal_breaks_long_lines_between_words_but_not_commands(monkeypatch
     assert len(_lines(pipe)) == 1
 
 
+def test_a_table_fits_on_a_narrow_terminal_that_cannot_be_drawn_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "40")
+    table = ["rank", "status", "loss", "reason"], [["1", "finished", "0.4105", "the loss became nan at step 2"]]
+    for is_printed in (True, False):
+        stream = Terminal()
+        if is_printed:
+            print_table(stream, *table, numeric=(0, 2))
+        else:
+            make_screen(stream).table(*table, numeric=(0, 2))
+        assert max(map(len, _lines(stream))) <= 40 and "\x1b" not in stream.getvalue()
+        assert "0.4105" in stream.getvalue() and "became nan" in " ".join(stream.getvalue().split())
+
+
+def test_a_problem_of_a_point_is_wrapped_below_its_labels_and_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    make_screen(stream).line(
+        "[2/2] lr=1 failed\nerror: `lr` is too large\n  try    a smaller one, such as 0.001 or so\n"
+    )
+    text = stream.getvalue()
+    assert "\x1b[1;31merror:" in text and "\x1b[32ma smaller one" in text
+    plain = re.sub(r"\x1b\[[\d;]*[mK]|\r", "", text).splitlines()
+    assert plain[:4] == [
+        "[2/2] lr=1 failed",
+        "error: `lr` is too large",
+        "  try    a smaller one, such as 0.001 or",
+        "         so",
+    ]
+
+
+def test_the_live_table_of_a_narrow_terminal_has_shares_in_place_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for columns, expected in (
+        ("40", "[1/2] lr=0.1  12%   ETA 3.0 s"),
+        ("80", "[1/2] lr=0.1  2.0 s  #.......  12%  ETA 3.0 s"),
+    ):
+        monkeypatch.setenv("COLUMNS", columns)
+        stream = Terminal()
+        screen = make_screen(stream)
+        screen.live_table(["point", "time", "done", ""], [["[1/2] lr=0.1", "2.0 s", "12%", "ETA 3.0 s"]])
+        screen.close()
+        assert expected in stream.getvalue()
+
+
 def test_escape_sequences_in_names_and_values_are_shown_and_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
