@@ -153,11 +153,11 @@ def _sweep(argv: List[str], flags: Flags, began: float) -> int:
 
     found = points(argv)
     with only_json(flags.json):
-        from ipurun.log.screen import PlainScreen, make_screen
+        from ipurun.log.screen import error_screen, make_screen
         from ipurun.sweep.run import final_line, run_sweep, show_result
 
         screen = make_screen(sys.stdout, quiet=flags.quiet or flags.json)
-        errors = PlainScreen(sys.stderr)
+        errors = error_screen(screen)
         try:
             result = run_sweep(found, argv, screen, errors, began)
         finally:

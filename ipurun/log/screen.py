@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import textwrap
 import time
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ __all__ = [
     "Screen",
     "SilentScreen",
     "TrainingState",
+    "error_screen",
     "fit",
     "make_screen",
     "narrowed",
@@ -295,6 +297,14 @@ def make_screen(stream: IO[str], quiet: bool = False) -> Screen:
 
         return TerminalScreen(stream)
     return PlainScreen(stream)
+
+
+def error_screen(screen: Screen) -> Screen:
+    """Return where errors go during a task that a screen shows: to standard error.
+
+    On the terminal whose lines the screen replaces, only the screen itself can add lines that stay.
+    """
+    return screen if screen.draws_over and sys.stderr.isatty() else make_screen(sys.stderr)
 
 
 def show_progress(screen: Screen, doing: str, done: int, total: Optional[int], unit: str) -> None:

@@ -101,7 +101,7 @@ def paint_problem(text: str, key: str = "") -> str:
         label, shown = line[:9], line[9:]
         if line.startswith("error: "):
             part, label, shown = "error", paint("error:", "error") + " ", line[len("error: ") :]
-        elif re.match(r"  (at|seen|known|try) ", line):
+        elif re.match(r"  (at|seen|known|try|log) ", line):
             part, label = label.strip(), paint(label, "label")
         elif part == "error":
             label, shown = line[:2], line[2:]

@@ -7,7 +7,7 @@ from typing import List
 
 import pytest
 
-from ipurun.log.screen import PlainScreen, SilentScreen, fit, make_screen, narrowed
+from ipurun.log.screen import PlainScreen, SilentScreen, error_screen, fit, make_screen, narrowed
 from ipurun.log.style import draws_blocks, folded, print_table
 from ipurun.log.terminal import TerminalScreen
 
@@ -255,6 +255,16 @@ def test_a_problem_of_a_point_is_wrapped_below_its_labels_and_coloured(monkeypat
         "  try    a smaller one, such as 0.001 or",
         "         so",
     ]
+
+
+def test_errors_do_not_cross_the_lines_that_a_terminal_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stderr", Terminal())
+    drawn, quiet = make_screen(Terminal()), make_screen(Terminal(), quiet=True)
+    assert error_screen(drawn) is drawn
+    assert type(error_screen(quiet)) is TerminalScreen  # on standard error
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert type(error_screen(drawn)) is PlainScreen
 
 
 def test_the_live_table_of_a_narrow_terminal_has_shares_in_place_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
