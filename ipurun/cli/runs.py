@@ -100,6 +100,7 @@ _STATUSES = ("running", "finished", "interrupted", "failed", "killed")
 _SORTS = ("started", "best", "time", "size", "name")
 _REDRAW_SECONDS = 1.0
 _WIDEST_PLOT = 100
+_NARROW = 60
 
 
 def run_report(argv: List[str]) -> int:
@@ -412,13 +413,14 @@ def _watch_in_terminal(folder: Path) -> int:
     console = Console(highlight=False)
 
     def drawn() -> Any:
-        shown, most = _watched(folder, blocks)[1], max(1, console.height - 5)
+        lines = 1 if console.width >= _NARROW else 2  # of a row, whose name is folded
+        shown, most = _watched(folder, blocks)[1], max(1, (console.height - 5) // lines)
         table = rich_table(
             header,
             shown[:most],
             {1: _status_style, 4: lambda text: "best"},
             (2, 3, 6),
-            (6, 5, 3),
+            (6, 5, 3, 4),
             console.width,
             blocks,
         )

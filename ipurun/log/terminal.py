@@ -128,8 +128,7 @@ class TerminalScreen(Screen):
     def remark(self, text: str) -> None:
         kind, colon, rest = text.partition(": ")
         if not colon or kind not in ("note", "warning"):
-            self._to_line_start()
-            self._console.print(Text(text), overflow="fold")
+            self.line(text)
             return
         style = STYLES["warning" if kind == "warning" else "quiet"]
         table = Table.grid(padding=(0, 1))

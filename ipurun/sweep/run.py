@@ -108,7 +108,7 @@ def run_sweep(
         launcher = _launcher(points, at_once.jobs, ledger.folder, forks)
         ledger.save()
         for line in opening_lines(checked, at_once, search):
-            screen.line(line)
+            screen.remark(line)
         higher = None if search is None else search.direction == "maximize"
 
         def write_table() -> Ranking:
