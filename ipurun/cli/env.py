@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -32,6 +34,7 @@ examples
 _DEFAULT_BUNDLE = "ipurun-report.zip"
 _MARKS = {"ok": "ok", "warning": "warn", "problem": "FAIL", "absent": "-"}
 _WIDTH = 100
+_NARROWEST = 34
 
 
 def run(argv: List[str]) -> int:
@@ -68,7 +71,8 @@ def run(argv: List[str]) -> int:
         _show_checks(checks)
         return code
     for label, text in _rows(found):
-        print(f"{label:<12}{text}")
+        line = f"{label:<12}{text}"
+        print(textwrap.fill(line, _width(), subsequent_indent=" " * 12) if sys.stdout.isatty() else line)
     return 0
 
 
@@ -78,14 +82,19 @@ def _write_bundle(path: str, found: Dict[str, Any], checks: List[Any], run_folde
     return write_bundle(Path(path), found, checks, None if run_folder is None else str(run_folder))
 
 
+def _width() -> int:
+    return max(_NARROWEST, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
+
+
 def _show_checks(checks: List[Any]) -> None:
+    width = _width()
     for check in checks:
         head = f"{_MARKS[check.state]:<5}{check.name:<14}"
-        for line in textwrap.wrap(check.found, _WIDTH - len(head)) or [""]:
+        for line in textwrap.wrap(check.found, width - len(head)) or [""]:
             print(head + line)
             head = " " * len(head)
         if check.fix:
-            for line in textwrap.wrap(f"try  {check.fix}", _WIDTH - 19, subsequent_indent=" " * 5):
+            for line in textwrap.wrap(f"try  {check.fix}", width - 19, subsequent_indent=" " * 5):
                 print(" " * 19 + line)
     counts = []
     for state in ("problem", "warning"):

@@ -66,7 +66,8 @@ def _list_recipes(flags: Flags, rest: Sequence[str]) -> None:
         print("\n".join(entry.name for entry in found))
     else:
         _print_table([(entry.name + _mark(entry), entry.summary) for entry in found])
-        print("\nipurun train +recipe=NAME runs one, ipurun cat NAME prints it, ipurun cp NAME copies it to edit.")
+        hint = "ipurun train +recipe=NAME runs one, ipurun cat NAME prints it, ipurun cp NAME copies it to edit."
+        print("\n" + textwrap.fill(hint, _width(), subsequent_indent="  "))
 
 
 def _list_groups(flags: Flags, rest: Sequence[str]) -> None:
@@ -98,7 +99,10 @@ def _list_keys(flags: Flags, rest: Sequence[str]) -> None:
         print("\n".join(key.path for key in found))
     else:
         for key in found:
-            print(f"{paint(key.path, 'label', has_colour(sys.stdout))}={key.default_text}  ({key.type_name})")
+            shown = f"{key.path}={key.default_text}  ({key.type_name})"
+            if sys.stdout.isatty():
+                shown = textwrap.fill(shown, _width(), subsequent_indent="  ", break_on_hyphens=False)
+            print(shown.replace(key.path, paint(key.path, "label", has_colour(sys.stdout)), 1))
             print(textwrap.indent(textwrap.fill(key.help, _width() - 4), "    "))
 
 
