@@ -327,7 +327,7 @@ def _show_runs(words: List[str], flags: Flags) -> int:
 
 
 def _remove_runs(words: List[str], flags: Flags) -> int:
-    from ipurun.log.format import size_text
+    from ipurun.log.format import plural, size_text
     from ipurun.pages.data import find, size_of
     from ipurun.runs.lock import is_held
 
@@ -348,10 +348,8 @@ def _remove_runs(words: List[str], flags: Flags) -> int:
             raise ConfigError("`runs rm` asks before it removes", seen="standard input is not a terminal", fix="--yes")
         for folder, size in sizes.items():
             print(visible(f"{folder}  {size_text(size)}"))
-        if input(f"remove {len(folders)}, {size_text(sum(sizes.values()))}? [y/N] ").strip().lower() not in (
-            "y",
-            "yes",
-        ):
+        answer = input(f"remove {plural(len(folders), 'folder')}, {size_text(sum(sizes.values()))}? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
             print("nothing removed")
             return 0
     for folder in folders:
@@ -359,7 +357,7 @@ def _remove_runs(words: List[str], flags: Flags) -> int:
     if flags.json:
         print_json({"removed": list(map(str, folders)), "bytes": sum(sizes.values())})
     else:
-        print(f"removed {len(folders)}, {size_text(sum(sizes.values()))}")
+        print(f"removed {plural(len(folders), 'folder')}, {size_text(sum(sizes.values()))}")
     return 0
 
 

@@ -197,11 +197,10 @@ class RunFolder:
         seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
         if folder.path.is_file():
             seen = "a file"
-        parent = folder.path.parent
-        runs = sorted(child.parent.name for child in parent.glob("*/config.yaml")) if parent.is_dir() else []
+        runs = _runs_in(folder.path) or [run.name for run in _runs_in(folder.path.parent)]
         inside = next((above for above in folder.path.parents if cls(above).config_file.is_file()), None)
         fix = "give the folder that a run printed" if inside is None else f"give the run folder: {inside}"
-        raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix=fix, key="resume")
+        raise ConfigError(what, seen=seen, known=", ".join(map(str, runs[-5:])), fix=fix, key="resume")
 
     @property
     def schema(self) -> int:
@@ -361,6 +360,11 @@ def _unusable_path(path: Union[str, Path]) -> str:
         if not isinstance(error, OSError) or error.errno in (errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP):
             return str(error)[:200]
     return ""
+
+
+def _runs_in(folder: Path) -> List[Path]:
+    """Return the run folders directly in a folder, the oldest first."""
+    return sorted(child.parent for child in folder.glob("*/config.yaml")) if folder.is_dir() else []
 
 
 def _environment(engine: Engine, plan: Plan) -> Dict[str, Any]:

@@ -88,6 +88,9 @@ def test_opening_a_folder_that_is_not_a_run_is_refused(plan: Plan) -> None:
     with pytest.raises(ConfigError) as caught:
         RunFolder.open("runs/mnist/nothing")
     assert "is not a run folder" in str(caught.value) and existing.path.name in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.open("runs/mnist")  # the folder of several runs
+    assert caught.value.problems[0].known == str(existing.path)
     assert RunFolder.open(existing.path).path == existing.path
     checkpoint = existing.checkpoints / "step-00000001.pt"
     checkpoint.touch()
