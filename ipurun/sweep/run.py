@@ -200,7 +200,8 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
         else:
             earlier = find_same_command(places, argv)
         if earlier is None:
-            screen.line(f"note: resume=auto found no sweep of these points in {' or '.join(map(str, places))}; running all of them")
+            looked = " or ".join(map(str, places))
+            screen.line(f"note: resume=auto found no sweep of these points in {looked}; running all of them")
     elif config.resume is not None:
         earlier = Ledger.load(config.resume)
     if earlier is None:

@@ -186,7 +186,7 @@ def test_a_signal_saves_and_ends_all_with_the_interrupt_exit_code():
     assert "saving and stopping" in out
     assert f"ipurun train resume={only_run()}" in out
     assert is_over(pids.values())
-    assert not list(Path().glob("ipurun-launch-*"))
+    assert not [*Path().glob("ipurun-launch-*"), *Path().glob("torchelastic_*")]
 
 
 def test_instances_do_not_outlive_the_process_that_started_them():
