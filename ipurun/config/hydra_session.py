@@ -52,6 +52,7 @@ _PRIMARY = "train"
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError, AssertionError)
 _IN_FILE = re.compile(r"[Ii]n '?(?P<config>[\w./-]+)'?[:,]")
 _NOTHING_TO_OVERRIDE = re.compile(r"Could not override '(?P<group>[^'@]+)")
+_UNKNOWN_TO_HYDRA = re.compile(r"not in '(?P<owner>\w+)'\s+full_key: (?P<key>hydra\.(launcher|sweeper)\.\w+)")
 _CHOSEN_TWICE = re.compile(r"Multiple values for [\w/]+|force-add of config groups.*|[\w/]+ appears more than once")
 
 
@@ -313,6 +314,10 @@ def _explain(
     named = _IN_FILE.search(message)
     where = display(_file(named["config"])) if named is not None else "composing the config"
     nothing = _NOTHING_TO_OVERRIDE.search(message)
+    unknown = _UNKNOWN_TO_HYDRA.search(str(cause))
+    if unknown is not None:
+        typed = [f"command line: {override.typed}" for override, _ in chosen if override.key == unknown["key"]]
+        return [hydra_plugins.unknown_key(unknown["key"], unknown["owner"], typed[0] if typed else where)]
     if nothing is not None:
         group = nothing["group"]
         what = f"the defaults list overrides `{group}`, which "
@@ -329,7 +334,8 @@ def _explain(
     for override, text in chosen:
         if text and text.partition("=")[0] in message:
             what = f"`{override.key}` does not fit the rest of the config"
-            return [Problem(what, f"command line: {override.typed}", seen=detail or message, key=override.key)]
+            fix = "see docs/how-to/sweeps.md" if override.key.startswith("hydra.") else ""
+            return [Problem(what, f"command line: {override.typed}", seen=detail or message, fix=fix, key=override.key)]
     fix = "check the names and the form of the file named above" if named else "run `ipurun ls` to see what exists"
     if twice is not None:
         where, fix = "a defaults list", "choose the group once, or write `- override /GROUP: NAME`"

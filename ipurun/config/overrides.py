@@ -243,9 +243,10 @@ def _with_package(override: Override) -> str:
 def _prefix(override: Override, key: str, groups: Groups) -> str:
     if override.is_delete():
         return "~"
-    if key in groups or key.startswith("hydra"):
-        open_mapping = override.is_force_add() or hydra_plugins.is_open(key)
-        return "++" if open_mapping else ("+" if override.is_add() else "")
+    if key.startswith("hydra"):
+        return "++" if hydra_plugins.is_open(key) else ""  # nothing else can be added there
+    if key in groups:
+        return "++" if override.is_force_add() else ("+" if override.is_add() else "")
     # Hydra closes every mapping, even open ones, and refuses `+` for existing keys; users should not have to know
     # which of the two a key needs.
     return "++"

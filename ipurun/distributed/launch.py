@@ -91,23 +91,24 @@ def run_torchrun(
     local = count // hosts
     host = (rendezvous or "localhost:0").rpartition(":")[0]
     is_local = host in _LOCAL_HOSTS
-    config = LaunchConfig(
-        min_nodes=hosts,
-        max_nodes=hosts,
-        nproc_per_node=local,
-        run_id="ipurun",
-        rdzv_backend="c10d",
-        rdzv_endpoint=rendezvous or "localhost:0",
-        max_restarts=max_restarts,
-        monitor_interval=_SECONDS_BETWEEN_LOOKS,
-        local_addr="localhost" if is_local else own_address(host),
-        rdzv_configs={} if is_local else {"is_host": _is_own(host)},
-    )
     variables = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // local, 1))}
     if is_local:
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     variables = {name: value for name, value in variables.items() if name not in os.environ}
     with _launch({**variables, **(environment or {})}) as (folder, signals):
+        config = LaunchConfig(
+            min_nodes=hosts,
+            max_nodes=hosts,
+            nproc_per_node=local,
+            run_id="ipurun",
+            rdzv_backend="c10d",
+            rdzv_endpoint=rendezvous or "localhost:0",
+            max_restarts=max_restarts,
+            monitor_interval=_SECONDS_BETWEEN_LOOKS,
+            local_addr="localhost" if is_local else own_address(host),
+            rdzv_configs={} if is_local else {"is_host": _is_own(host)},
+            **_logs_in(folder.path / "elastic"),
+        )
         failure = None
         try:
             with _quiet("torch.distributed.elastic"), _handlers_kept(), _exits_noted(folder):
@@ -233,6 +234,15 @@ def _torchrun_failure(ranks: Iterable[int], folder: LaunchFolder, max_restarts: 
         what = f"instance {rank} lost another one, of another machine"
     log = _log_of(folder, rank)
     return Failure(_after_restarts(what, max_restarts), log, tail(log))
+
+
+def _logs_in(folder: Path) -> Dict[str, Any]:
+    """Return arguments of LaunchConfig: else torch leaves a temporary folder behind, although it writes no logs."""
+    try:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs  # since torch 2.3
+    except ImportError:
+        return {"log_dir": str(folder)}
+    return {"logs_specs": DefaultLogsSpecs(log_dir=str(folder))}
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "IPURUN_ATTEMPT")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of ioctl
+_LENGTH = struct.Struct("<Q")
+_SHORT_BYTES = 4096  # of an object that is sent together with its length
 # Others may compile for hours. A process that dies closes its connections, which ends the wait at once.
 _PATIENCE = datetime.timedelta(hours=24)
 _PATIENCE_TO_CONNECT = datetime.timedelta(minutes=10)
@@ -116,13 +118,15 @@ class Processes:
 
     def exchanged(self, value: Any) -> List[Any]:
         """Return the objects of all processes, which must be picklable."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self.gathered(torch.tensor([data.numel()]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
+        data = pickle.dumps(value)
+        # What is short takes one round: each costs as much as sending some ten kilobytes.
+        first = self.gathered(_with_length(data, _SHORT_BYTES))
+        sizes = [_LENGTH.unpack_from(part.numpy().tobytes())[0] for part in first]
+        if max(sizes) > _SHORT_BYTES:
+            first = self.gathered(_with_length(data, max(sizes)))
         return [
-            pickle.loads(part[:size].numpy().tobytes())  # from the processes of this program
-            for part, size in zip(self.gathered(padded), sizes)
+            pickle.loads(part.numpy().tobytes()[_LENGTH.size :][:size])  # from the processes of this program
+            for part, size in zip(first, sizes)
         ]
 
     def wait(self) -> None:
@@ -147,6 +151,14 @@ class Processes:
             start().wait()
         except RuntimeError as error:
             raise LostProcessError(f"process {self.rank} of {self.count} lost another process: {error}") from error
+
+
+def _with_length(data: bytes, most: int) -> torch.Tensor:
+    """Return the length of some bytes and as many of them as there is space for, as a tensor of one size."""
+    sent = bytearray(_LENGTH.size + most)
+    _LENGTH.pack_into(sent, 0, len(data))
+    sent[_LENGTH.size : _LENGTH.size + min(len(data), most)] = data[:most]
+    return torch.frombuffer(sent, dtype=torch.uint8)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[Tuple[List[int], torch.Tensor]]:

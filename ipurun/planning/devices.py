@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -255,25 +254,23 @@ def _divides(config: RunConfig, count: int, replicas: int, found: Findings) -> b
     """Check that instances divide the replicas, and hosts and IPU-Link domains the instances."""
     keys = config.distributed
     groups = {"hosts": (len(keys.hosts) or 1, "hosts"), "ilds": (keys.ilds or 1, "IPU-Link domains")}
-    parts = [number for number, _ in groups.values()]
-    possible = [
-        number
-        for number in range(1, replicas + 1)
-        if replicas % number == 0 and all(number % part == 0 for part in parts)
-    ]
-    common = parts[0] * parts[1] // math.gcd(*parts)
+    shares = [number for number in range(1, replicas + 1) if replicas % number == 0]
+    possible = [number for number in shares if all(number % parts == 0 for parts, _ in groups.values())]
     fix = " or ".join(f"distributed.instances={number}" for number in _nearest(count, possible))
-    fix = fix or f"`devices` for a multiple of {common} replicas, or other hosts and IPU-Link domains"
     problems = []
     if replicas % count:
         seen = f"distributed.instances={count}, {replicas} replicas from `devices`"
-        problems.append((f"{replicas} replicas cannot be divided among {count} instances", seen))
+        other = " or ".join(f"distributed.instances={number}" for number in _nearest(count, shares))
+        other += ", and hosts and IPU-Link domains that divide them"
+        problems.append((f"{replicas} replicas cannot be divided among {count} instances", seen, other))
     for key, (number, named) in groups.items():
         if count % number:
             seen = f"distributed.instances={count}, distributed.{key} has {number}"
-            problems.append((f"{count} instances cannot be divided among {number} {named}", seen))
-    for what, seen in problems:
-        found.problem(what, seen=seen, fix=fix, key="distributed.instances")
+            near = _nearest(number, [parts for parts in range(1, count + 1) if count % parts == 0])
+            other = " or ".join(f"{parts} hosts" if key == "hosts" else f"distributed.ilds={parts}" for parts in near)
+            problems.append((f"{count} instances cannot be divided among {number} {named}", seen, other))
+    for what, seen, other in problems:
+        found.problem(what, seen=seen, fix=fix or other, key="distributed.instances")
     return not problems
 
 

@@ -136,22 +136,22 @@ class Ledger:
         return [record for record in self.records if record.status not in ENDED]
 
 
-def find_earlier(sweeps: Path, ids: Sequence[str]) -> Optional[Ledger]:
-    """Return the sweep below a folder that has points in common with these and was started or resumed last."""
+def find_earlier(sweeps: Sequence[Path], ids: Sequence[str]) -> Optional[Ledger]:
+    """Return the sweep below some folders that has points in common with these and was started or resumed last."""
     return _newest(sweeps, lambda ledger: bool(set(ids) & {record.id for record in ledger.records}))
 
 
-def find_same_command(sweeps: Path, argv: Sequence[str]) -> Optional[Ledger]:
-    """Return the search below a folder that was started or resumed last with the same command.
+def find_same_command(sweeps: Sequence[Path], argv: Sequence[str]) -> Optional[Ledger]:
+    """Return the search below some folders that was started or resumed last with the same command.
 
     Where points run, how many, and how many trials there are may differ.
     """
     return _newest(sweeps, lambda ledger: _searched(ledger.argv) == _searched(argv))
 
 
-def _newest(sweeps: Path, is_wanted: Callable[[Ledger], bool]) -> Optional[Ledger]:
+def _newest(sweeps: Sequence[Path], is_wanted: Callable[[Ledger], bool]) -> Optional[Ledger]:
     found: List[Ledger] = []
-    for path in sweeps.glob(f"*/{_FILE_NAME}"):
+    for path in (path for folder in sweeps for path in folder.glob(f"*/{_FILE_NAME}")):
         with contextlib.suppress(ConfigError):
             found.append(Ledger.load(path.parent))
     wanted = [ledger for ledger in found if is_wanted(ledger)]

@@ -190,19 +190,22 @@ def _open(points: Points, argv: Sequence[str], records: List[Record], screen: Sc
     config = points.points[0].config
     names = sorted({point.config.name or "run" for point in points.points})
     sweeps = Path(config.runs_dir) / slug(names[0] if len(names) == 1 else "sweep") / "sweeps"
+    chosen = Path(points.launching.sweep_dir) if points.launching.sweep_dir else None
     earlier: Optional[Ledger] = None
     if config.resume == _AUTO:
+        # A folder that exists gets a number, and its name may have the time in it: its neighbours count, too.
+        places = [sweeps] if chosen is None else [chosen.parent, sweeps]
         if points.composer is None:
-            earlier = find_earlier(sweeps, [record.id for record in records])
+            earlier = find_earlier(places, [record.id for record in records])
         else:
-            earlier = find_same_command(sweeps, argv)
+            earlier = find_same_command(places, argv)
         if earlier is None:
-            screen.line(f"note: resume=auto found no sweep of these points in {sweeps}; running all of them")
+            looked = " or ".join(map(str, places))
+            screen.line(f"note: resume=auto found no sweep of these points in {looked}; running all of them")
     elif config.resume is not None:
         earlier = Ledger.load(config.resume)
     if earlier is None:
-        folder = new_folder(Path(points.launching.sweep_dir) if points.launching.sweep_dir else sweeps / timestamp())
-        ledger = Ledger(folder, argv, records)
+        ledger = Ledger(new_folder(chosen or sweeps / timestamp()), argv, records)
     else:
         ledger = Ledger(earlier.folder, argv, records)
         if points.composer is None:

@@ -60,6 +60,7 @@ def test_a_recipe_may_choose_launcher_sweeper_and_parameters() -> None:
         ("hydra.job.name=x", "name=NAME"),
         ("hydra.verbose=true", "debug.log_level=DEBUG"),
         ("hydra.sweep.subdir=x", "numbered folders"),
+        ("hydra.sweeper.max_batch_size=2", "sweep.jobs=N"),
         ("hydra.job.env_set.A=1", "NAME=VALUE ipurun"),
         ("hydra.searchpath=[file:///x]", "--config-dir"),
         ("hydra/job_logging=disabled", "log.txt"),
@@ -129,6 +130,30 @@ def test_a_search_checks_the_ends_of_ranges_and_every_choice() -> None:
     assert "Adam" in point.config.optimizer["_target_"] and "optimizer.lr=0.02" in point.overrides
 
 
-def test_an_unknown_key_of_a_launcher_is_named() -> None:
-    (problem,) = problems_of("-m", "+recipe=mnist", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.jobs=2")
-    assert "hydra.launcher.jobs" in problem.what
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        ("hydra/launcher=joblib hydra.launcher.jobs=2", "hydra/launcher=joblib has no key `jobs`", "launcher.n_jobs"),
+        ("+hydra.launcher.jobs=2", "hydra/launcher=basic has no key `jobs`", "remove it"),
+        ("hydra.launcher.n_jobs=2", "hydra/launcher=basic has no key `n_jobs`", "hydra/launcher=joblib"),
+        ("hydra.sweeper.sampler.seed=1", "hydra/sweeper=basic has no key `sampler`", "hydra/sweeper=optuna"),
+        ("hydra.launcher=joblib", "`hydra.launcher` is a group of keys", "hydra/launcher=joblib"),
+        ("hydra/launcher=joblib hydra.launcher.n_jobs=two", "`hydra.launcher.n_jobs` does not fit", "sweeps.md"),
+    ],
+)
+def test_keys_that_the_launcher_or_sweeper_does_not_have_are_refused(words: str, what: str, fix: str) -> None:
+    (problem,) = problems_of("-m", "+recipe=mnist", "seed=1,2", *words.split())
+    assert problem.what.startswith(what) and fix in problem.fix
+
+
+def test_a_recipe_with_keys_of_a_launcher_that_it_does_not_choose_is_refused() -> None:
+    Path("conf/recipe").mkdir(parents=True)
+    Path("conf/recipe/mine.yaml").write_text("# @package _global_\nepochs: 1\nhydra: {launcher: {n_jobs: 2}}\n")
+    (problem,) = problems_of("+recipe=mine")
+    assert "has no key `n_jobs`" in problem.what and problem.where.endswith("mine.yaml")
+    assert problem.fix.endswith("hydra/launcher=joblib")
+
+
+def test_a_plus_before_a_key_of_the_launcher_is_not_needed_and_does_no_harm() -> None:
+    found = points(["-m", "+recipe=mnist", "seed=1,2", "hydra/launcher=joblib", "+hydra.launcher.n_jobs=2"])
+    assert found.launching.launcher_keys["n_jobs"] == 2

@@ -186,7 +186,7 @@ def test_a_signal_saves_and_ends_all_with_the_interrupt_exit_code():
     assert "saving and stopping" in out
     assert f"ipurun train resume={only_run()}" in out
     assert is_over(pids.values())
-    assert not list(Path().glob("ipurun-launch-*"))
+    assert not [*Path().glob("ipurun-launch-*"), *Path().glob("torchelastic_*")]
 
 
 def test_instances_do_not_outlive_the_process_that_started_them():
@@ -255,6 +255,8 @@ assert torch.equal(weights[:2], weights[2:]), "the instances have other weights"
 assert hvd.allreduce(torch.tensor([float(rank)])).item() == 0.5
 assert hvd.allreduce(torch.tensor([rank + 1]), op=hvd.Max).item() == 2
 assert hvd.broadcast_object({"seed": rank}, root_rank=1) == {"seed": 1}
+for length in (10, 1500, 3000):  # both short, one of them, and none
+    assert hvd.allgather_object([rank] * (length + 999 * rank)) == [[0] * length, [1] * (length + 999)]
 assert popdist.execute_on_instances({1}, lambda: hvd.allgather_object(rank)) == ([1] if rank else None)
 assert popdist.execute_on_instances({0, 1}, lambda: hvd.allgather_object(rank)) == [0, 1]
 answers = popdist.getNumInstances(), popdist.getNumLocalReplicas(), popdist.getNumTotalReplicas()

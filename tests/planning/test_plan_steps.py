@@ -129,7 +129,17 @@ def test_a_launcher_says_how_many_processes_share_the_replicas(plan_of):
         (
             {"distributed.instances": 4, "devices": 8, "distributed.hosts": ["a", "b", "c"]},
             "4 instances cannot be divided among 3 hosts",
-            "`devices` for a multiple of 3 replicas, or other hosts and IPU-Link domains",
+            "2 hosts or 4 hosts",
+        ),
+        (
+            {"distributed.kind": "poprun", "distributed.instances": 4, "devices": 8, "distributed.ilds": 3},
+            "4 instances cannot be divided among 3 IPU-Link domains",
+            "distributed.ilds=2 or distributed.ilds=4",
+        ),
+        (
+            {"distributed.instances": 3, "devices": 8, "distributed.hosts": ["a", "b", "c"]},
+            "8 replicas cannot be divided among 3 instances",
+            "distributed.instances=2 or distributed.instances=4, and hosts and IPU-Link domains that divide them",
         ),
         (
             {"distributed.instances": 6, "devices": 8, "distributed.hosts": ["a", "b", "c", "d"]},

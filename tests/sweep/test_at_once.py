@@ -60,7 +60,7 @@ def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _manifest() -> List[Dict[str, Any]]:
-    files = list(Path("runs/tiny/sweeps").glob("*/manifest.json"))
+    files = [*Path("runs/tiny/sweeps").glob("*/manifest.json"), *Path("elsewhere").glob("*/manifest.json")]
     return json.loads(files[0].read_text())["points"] if files else []
 
 
@@ -97,6 +97,7 @@ def test_points_run_side_by_side_and_a_crash_ends_only_its_own(capsys: Any) -> N
 
 def test_a_killed_sweep_leaves_no_process_and_is_resumed() -> None:
     words = ["train", "-m", "+recipe=tiny", "+data.mode=slow", "epochs=3", "seed=1,2,3,4", "sweep.jobs=2", "--quiet"]
+    words.append("hydra.sweep.dir=elsewhere/mine")  # whose name a second sweep would get with a number
     sweep = subprocess.Popen([sys.executable, "-m", "ipurun", *words])
     end = time.monotonic() + 120
     while sum(point["status"] == "finished" for point in _manifest()) < 1:
@@ -108,11 +109,12 @@ def test_a_killed_sweep_leaves_no_process_and_is_resumed() -> None:
         assert time.monotonic() < end
         time.sleep(0.05)
     done = [point["index"] for point in _manifest() if point["status"] == "finished"]
-    (folder,) = Path("runs/tiny/sweeps").iterdir()
+    (folder,) = Path("elsewhere").iterdir()
     ended = {index: (folder / f"{index:03d}/summary.json").stat().st_mtime for index in done}
     assert main([*words, "resume=auto"]) == 0
     assert [point["status"] for point in _manifest()] == ["finished"] * 4
     assert {index: (folder / f"{index:03d}/summary.json").stat().st_mtime for index in done} == ended
+    assert [path.name for path in Path("elsewhere").iterdir()] == ["mine"]
 
 
 def test_ctrl_c_saves_all_points_that_run() -> None:

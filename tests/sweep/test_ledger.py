@@ -56,10 +56,10 @@ def test_the_newest_sweep_of_the_same_points_is_found(tmp_path: Path) -> None:
         _ledger(tmp_path / name, statuses).save()
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "manifest.json").write_text("cut sho")
-    found = find_earlier(tmp_path, ["id0"])
+    found = find_earlier([tmp_path / "nowhere", tmp_path], ["id0"])
     assert found is not None and found.folder.name == "2"
-    assert find_earlier(tmp_path, ["another"]) is None
-    assert find_earlier(tmp_path / "nowhere", ["id0"]) is None
+    assert find_earlier([tmp_path], ["another"]) is None
+    assert find_earlier([tmp_path / "nowhere"], ["id0"]) is None
 
 
 def test_resume_and_sweep_keys_do_not_change_the_identity_of_a_point() -> None:

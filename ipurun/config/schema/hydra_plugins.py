@@ -5,7 +5,7 @@ The plugins themselves are not used: `ipurun/sweep` runs points with the librari
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from hydra.core.config_store import ConfigStore
@@ -14,7 +14,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ipurun.errors import ConfigError, Problem, nearest
 
-__all__ = ["BASIC", "Launching", "check_choice", "check_key", "is_open", "read_launching", "register", "resolved"]
+__all__ = [
+    "BASIC",
+    "Launching",
+    "check_choice",
+    "check_key",
+    "is_open",
+    "read_launching",
+    "register",
+    "resolved",
+    "unknown_key",
+]
 
 BASIC = "basic"
 _DOCS = "docs/how-to/sweeps.md"
@@ -26,6 +36,7 @@ _ADVICE = {
     "hydra.job.env_set": "set the variables before the command: NAME=VALUE ipurun ...",
     "hydra.job.env_copy": "points get the variables of this shell",
     "hydra.verbose": "debug.log_level=DEBUG for PopTorch's log, or --debug for tracebacks",
+    "hydra.sweeper.max_batch_size": "sweep.jobs=N limits how many points run at once",
     "hydra.sweep.subdir": "leave it out: the points of a sweep are numbered folders of hydra.sweep.dir",
     "hydra.output_subdir": "leave it out: each run folder has config.yaml and overrides",
     "hydra.searchpath": "--config-dir FOLDER adds a folder of configs",
@@ -38,6 +49,7 @@ _AS_IT_IS = {
     "hydra.job.chdir": (False, None),
     "hydra.output_subdir": (None,),
     "hydra.sweep.subdir": (".",),
+    "hydra.sweeper.max_batch_size": (None,),
     "hydra.verbose": (False,),
 }
 
@@ -116,6 +128,7 @@ class _Optuna:
     custom_search_space: Optional[str] = None
 
 
+_HYDRAS = ("_target_", "defaults")  # fields for Hydra, which nobody sets
 _LAUNCHERS = {"joblib": _Joblib, "submitit_local": _Submitit, "submitit_slurm": _Slurm}
 _SAMPLERS = {
     "tpe": ("TPESampler", ("seed",)),
@@ -139,6 +152,9 @@ _CHOICES: Dict[str, Sequence[str]] = {
     "hydra/sweeper/sampler": tuple(_SAMPLERS),
     "hydra/sweeper/pruner": tuple(_PRUNERS),
 }
+
+
+_GROUPS = ("hydra/launcher", "hydra/sweeper")
 
 
 @dataclass(frozen=True)
@@ -193,7 +209,12 @@ def check_choice(group: str, values: Tuple[str, ...], where: str) -> Optional[Pr
 
 def check_key(key: str, value: Any, where: str) -> Optional[Problem]:
     """Return the problem of a key of Hydra that would have no effect."""
-    if any(key == name or key.startswith(name + ".") for name in _WITH_EFFECT):
+    group = key.replace(".", "/")
+    if group in _GROUPS and not isinstance(value, Mapping):
+        choice = value if value in _CHOICES[group] else _CHOICES[group][1]
+        return Problem(f"`{key}` is a group of keys", where, seen=str(value), fix=f"{group}={choice}", key=key)
+    has_effect = any(key == name or key.startswith(name + ".") for name in _WITH_EFFECT)
+    if has_effect and key not in _ADVICE:
         return None
     if value in _AS_IT_IS.get(key, ()):
         return None
@@ -201,6 +222,30 @@ def check_key(key: str, value: Any, where: str) -> Optional[Problem]:
     fix = _ADVICE[above[0]] if above else "remove it"
     known = "hydra.run.dir, hydra.sweep.dir, hydra.launcher.*, hydra.sweeper.*"
     return Problem(f"`{key}` has no effect in ipurun", where, known=known, fix=fix, key=key)
+
+
+def unknown_key(key: str, owner: str, where: str) -> Problem:
+    """Return the problem of a key that the chosen launcher or sweeper does not have.
+
+    Args:
+        key: Such as ``hydra.launcher.n_jobs``.
+        owner: Class of the keys of the chosen one; another name than those below is that of Hydra's basic one.
+        where: Where it was set.
+    """
+    group, name = key.split(".")[1], key.split(".")[2]
+    kinds: Mapping[str, type] = _LAUNCHERS if group == "launcher" else {"optuna": _Optuna}
+    chosen = next((kind for kind, node in kinds.items() if node.__name__ == owner), BASIC)
+    known = [] if chosen == BASIC else [field.name for field in fields(kinds[chosen]) if field.name not in _HYDRAS]
+    others = [kind for kind, node in kinds.items() if name in {field.name for field in fields(node)}]
+    close = nearest(name, known, most=1)
+    if close:
+        fix = f"hydra.{group}.{close[0]}"
+    elif others:
+        fix = f"choose what has it: {' or '.join(f'hydra/{group}={kind}' for kind in others)}"
+    else:
+        fix = f"remove it; see {_DOCS}"
+    listed = ", ".join(f"hydra.{group}.{name}" for name in known)
+    return Problem(f"hydra/{group}={chosen} has no key `{name}`", where, known=listed, fix=fix, key=key)
 
 
 def is_open(key: str) -> bool:
@@ -216,7 +261,12 @@ def read_launching(node: DictConfig) -> Launching:
         ConfigError: A launcher or sweeper that a config file chooses is not supported, or a value cannot be resolved.
     """
     chosen = {group: str(OmegaConf.select(node, "runtime.choices").get(group, BASIC)) for group in _CHOICES}
-    problems = [check_choice(group, (chosen[group],), f"{group}: {chosen[group]}") for group in list(_CHOICES)[:2]]
+    problems = [check_choice(group, (chosen[group],), f"{group}: {chosen[group]}") for group in _GROUPS]
+    for group in (group for group in _GROUPS if chosen[group] == BASIC):
+        # What `is_open` lets Hydra add to any of them.
+        key = group.replace("/", ".")
+        unknown = set(OmegaConf.select(node, key[6:])) - {"_target_", "max_batch_size", "params"}
+        problems += [unknown_key(f"{key}.{name}", "", f"{key}.{name}") for name in sorted(unknown)]
     if any(problems):
         raise ConfigError([problem for problem in problems if problem])
     launcher, sweeper = chosen["hydra/launcher"], chosen["hydra/sweeper"]
