@@ -197,10 +197,10 @@ class RunFolder:
         seen = "no config.yaml in it" if folder.path.is_dir() else "no such folder"
         if folder.path.is_file():
             seen = "a file"
-        runs = _runs_in(folder.path) or [run.name for run in _runs_in(folder.path.parent)]
+        runs = [str(run) for run in _runs_in(folder.path)] or [run.name for run in _runs_in(folder.path.parent)]
         inside = next((above for above in folder.path.parents if cls(above).config_file.is_file()), None)
         fix = "give the folder that a run printed" if inside is None else f"give the run folder: {inside}"
-        raise ConfigError(what, seen=seen, known=", ".join(map(str, runs[-5:])), fix=fix, key="resume")
+        raise ConfigError(what, seen=seen, known=", ".join(runs[-5:]), fix=fix, key="resume")
 
     @property
     def schema(self) -> int:
