@@ -132,6 +132,75 @@ def test_lists_and_epoch_ends_are_kept_on_the_host():
     assert found["kept_loss"] > 0
 
 
+def accuracy_by_batch(model, size=8):
+    data = Loaders(size)
+    data.setup("fit")
+    with torch.no_grad():
+        return [
+            float((model(inputs).argmax(dim=1) == target).float().mean()) for inputs, target in data.val_dataloader()
+        ]
+
+
+def test_what_the_steps_of_an_epoch_return_is_reduced_at_its_end():
+    lines, done = run("Ends", epochs=2, device_iterations=2, log_every_steps=2)
+    ends = lines_with(lines, "returned")
+    losses = [line["loss"] for line in lines_with(lines, "lr")]
+    assert [line["updates"] for line in ends] == [8, 16]
+    assert ends[1]["returned"] == pytest.approx(sum(losses[4:]) / 4, rel=1e-5)
+    evals = lines_with(lines, "hits")
+    assert [line["epoch_index"] for line in evals] == [0, 1]
+    right = accuracy_by_batch(ipurun.load("run").model)
+    assert evals[1]["hits"] == pytest.approx(sum(right) / len(right))  # the last batch has 5 samples, not 8
+    assert "loss" not in evals[1]  # an accuracy is not a loss
+    assert json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["monitor"] == "hits"
+    assert done.metrics["hits"] == evals[1]["hits"]
+
+
+def test_rows_that_steps_return_come_without_padding():
+    lines, _ = run("EndsWithRows", epochs=1, inference={"device_iterations": 2}, monitor="losses")
+    found = lines_with(lines, "rows")[-1]
+    assert found["rows"] == 21
+    model, data = ipurun.load("run").model, Loaders()
+    data.setup("fit")
+    with torch.no_grad():
+        losses = [float(functional.cross_entropy(model(inputs), target)) for inputs, target in data.val_dataloader()]
+    assert found["losses"] == pytest.approx(sum(losses), rel=1e-5)
+    assert lines_with(lines, "ended")
+
+
+def test_the_host_computes_with_the_value_of_a_metric_object():
+    lines, _ = run("Root", epochs=1)
+    found = lines_with(lines, "root")[-1]
+    right, rows = accuracy_by_batch(ipurun.load("run").model), [8, 8, 5]
+    assert found["root"] == pytest.approx(sum(n * share**0.5 for share, n in zip(right, rows)) / 21, rel=1e-5)
+    assert found["missed"] == pytest.approx(100 - 100 * found["acc"], rel=1e-5)
+    assert found["seen"] == pytest.approx(found["val_loss"])
+
+
+def test_the_micro_batch_of_a_poptorch_loader_is_its_own(capsys):
+    assert main(["plan", "model._target_=lightning_duck.Lit", "data._target_=lightning_duck.PopTorchLoaders"]) == 0
+    shown = capsys.readouterr().out
+    assert "micro-batch 8 x device_iterations 1 " in shown
+    assert "device_iterations=4 replication.factor=2" in shown
+
+
+def test_the_trainer_has_the_data_module():
+    lines, _ = run("Reads", epochs=1, log_every_steps=1)
+    assert lines_with(lines, "lr")[0]["lr"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("Mixes", "cannot be combined with other tensors"), ("Rate", "reports the learning rate itself")],
+)
+def test_what_a_step_cannot_know_is_explained(capsys, model, says):
+    words = [f"model._target_=lightning_duck.{model}", "data._target_=lightning_duck.Loaders", "max_steps=8"]
+    assert main(["train", *words, "hydra.run.dir=run", "--quiet"]) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert says in said
+    assert "lightning_duck.py:" in said
+
+
 def test_batches_by_name_with_their_own_collate_function_and_sampler():
     _, done = run("Named", "NamedLoaders", epochs=1)
     assert done.step == 4
