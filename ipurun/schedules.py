@@ -285,7 +285,8 @@ class Schedule:
             "updates": self._updates,
             "epochs": self._epochs,
             "groups": [
-                {name: group[name] for name in _CHANGING if name in group} for group in self._substitute.param_groups
+                {name: _plain_part(group[name]) for name in _CHANGING if name in group}
+                for group in self._substitute.param_groups
             ],
         }
 
@@ -304,7 +305,7 @@ class Schedule:
         changed = False
         for group, (source, keys) in zip(self._optimizer.param_groups, self._followed):
             for key in keys:
-                value = source[key] * self._lr_factor if key == "lr" else source[key]
+                value = _plain_part(source[key] * self._lr_factor if key == "lr" else source[key])
                 if group[key] != value:
                     self._check_variable(key)
                     group[key] = value
@@ -403,12 +404,15 @@ def _without_lengths(state: Any) -> Any:
 
 
 def _plain_part(state: Any) -> Any:
-    """Return a scheduler's state, and the states nested in it, without functions and other objects."""
+    """Return a scheduler's state, and the states nested in it, without functions and other objects.
+
+    Numbers of numpy, which schedulers that compute with it return, become Python's: checkpoints load no others.
+    """
     if isinstance(state, dict) and not isinstance(state, collections.Counter):
         return {key: _plain_part(value) for key, value in state.items() if _is_plain(_plain_part(value))}
     if isinstance(state, list):
         return [_plain_part(value) for value in state]
-    return state
+    return state.item() if type(state).__module__ == "numpy" and not getattr(state, "shape", (1,)) else state
 
 
 def _is_plain(value: Any) -> bool:

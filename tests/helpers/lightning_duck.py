@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, List
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -202,6 +204,40 @@ class Reads(Lit):
     def configure_optimizers(self) -> Any:
         size = self.trainer.datamodule.batch_size * self.trainer.strategy.world_size
         return torch.optim.SGD(self.parameters(), lr=self.lr * size)
+
+
+class Weak(Lit):
+    """Does not keep its trainer alive, as those of Lightning 1."""
+
+    _trainer: Any = None
+
+    @property
+    def trainer(self) -> Any:
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = weakref.proxy(trainer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr / self.trainer.max_epochs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.trainer.max_epochs  # torch's hooks look at all attributes
+        return super().state_dict(*args, **kwargs)
+
+
+class CosineOfNumpy(torch.optim.lr_scheduler._LRScheduler):
+    """Computes rates with numpy, as much code does."""
+
+    def get_lr(self) -> List[Any]:
+        return [rate * numpy.cos(self.last_epoch / 10) for rate in self.base_lrs]
+
+
+class Numpy(Lit):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [{"scheduler": CosineOfNumpy(optimizer), "interval": "step"}]
 
 
 class Rate(Lit):

@@ -189,6 +189,11 @@ def test_the_trainer_has_the_data_module():
     assert lines_with(lines, "lr")[0]["lr"] == pytest.approx(0.8)
 
 
+def test_a_module_that_does_not_keep_its_trainer_alive():
+    lines, _ = run("Weak", epochs=2, log_every_steps=1)
+    assert lines_with(lines, "lr")[0]["lr"] == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [("Mixes", "cannot be combined with other tensors"), ("Rate", "reports the learning rate itself")],
@@ -261,6 +266,15 @@ def test_a_run_resumes_in_its_schedule():
     assert main(["train", "resume=part", "epochs=3", "--quiet"]) == 0
     for name, value in ipurun.load("part").model.state_dict().items():
         torch.testing.assert_close(value, whole[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_run_resumes_in_a_schedule_of_numpy():
+    run("Numpy", epochs=2)
+    whole = ipurun.load("run").model.state_dict()
+    run("Numpy", epochs=1, words=["hydra.run.dir=part"])
+    assert main(["train", "resume=part", "epochs=2", "--quiet"]) == 0
+    for name, value in ipurun.load("part").model.state_dict().items():
+        torch.testing.assert_close(value, whole[name], atol=0, rtol=0)
 
 
 def test_the_config_may_replace_the_optimizer(capsys):

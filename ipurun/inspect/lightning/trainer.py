@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from torch import nn
@@ -199,6 +200,8 @@ def attach_trainer(owner: Any, trainer: TrainerStandIn) -> None:
     try:
         owner.trainer = trainer
     except AttributeError:  # a read-only property of another library
+        object.__setattr__(owner, "_trainer", trainer)
+    if type(vars(owner).get("_trainer")) in weakref.ProxyTypes:  # Lightning 1 expects that its caller keeps the trainer
         object.__setattr__(owner, "_trainer", trainer)
 
 
