@@ -140,8 +140,9 @@ def _raw_arguments(word: str) -> Dict[str, Any]:
         return {}
     if _is_command(word):
         return dict(read_flags(word)[0])
+    text = _read(Path(word))
     try:
-        values = json.loads(_read(Path(word)))
+        values = json.loads(text)
     except ValueError as error:
         raise ConfigError("the training arguments are not JSON", word, seen=str(error), fix="check the file") from error
     if not isinstance(values, dict):
@@ -154,7 +155,10 @@ def _raw_arguments(word: str) -> Dict[str, Any]:
 
 def _training_arguments(word: str) -> Recipe:
     """Return the recipe of the arguments that an ipu_config.json is used with."""
-    recipe = import_command(word) if _is_command(word) else import_training_arguments(_raw_arguments(word))
+    if _is_command(word):
+        recipe = import_command(f"{word} --ipu_config_name OPTIMUM")  # says whose trainer reads them
+    else:
+        recipe = import_training_arguments({**_raw_arguments(word), "ipu_config_name": None})
     recipe.notes = [note for note in recipe.notes if "ipu_config_name" not in note]
     if recipe.keys.get("gradient_accumulation") == 1:  # the default, with which Optimum's file counts
         del recipe.keys["gradient_accumulation"]
