@@ -18,7 +18,7 @@ from ipurun.config.importers.optimum import Imported, import_config, split_argum
 from ipurun.config.importers.programs import import_application, import_command, read_flags
 from ipurun.config.importers.recipe import Recipe
 from ipurun.config.importers.script import import_program
-from ipurun.errors import ConfigError
+from ipurun.errors import ConfigError, in_short
 
 __all__ = ["run"]
 
@@ -204,6 +204,8 @@ def _planned(name: str) -> List[str]:
     except ConfigError as error:
         shown = [(problem.what, problem.seen.strip().splitlines()) for problem in error.problems]
         return [f"not yet: {what}{f': {seen[0][:100]}' if seen else ''}" for what, seen in shown]
+    except Exception as error:  # a class of the program without the arguments that could not be read
+        return [f"not yet: {in_short(error)}"]
     lines = str(report).splitlines()
     kept = [line.strip() for line in lines[1:] if line.startswith("  ")][:8]
     return kept + [line for line in lines if line.startswith("estimate for")]

@@ -318,10 +318,49 @@ def test_a_script_with_nested_objects_and_stages_becomes_a_recipe_that_runs(caps
     assert main(["train", "+recipe=made", "max_steps=2", "--quiet"]) == 0
 
 
-def test_a_script_that_trains_when_imported_is_noted():
+def test_a_script_in_half_precision_becomes_a_recipe_that_runs():
+    half = PIPELINE.replace("GUARD", 'if __name__ == "__main__":').replace("net = Net()", "net = Net().half()")
+    half = half.replace('Data("here", ', "Data(torch.float16, ").replace("lr=0.1", "lr=0.1, accum_type=torch.float16")
+    half = half.replace("torch.ones(4) * index", "torch.ones(4).to(self.root) * index")
+    half = half.replace("def __len__", "def transform(self): ...\n\n        def __len__")
+    half = half.replace("transforms=None", "transforms=None, transform=None")
+    write("tool_of_halves.py", half)
+    keys, text = recipe("tool_of_halves.py", "made")
+    assert keys["precision"] == "16.16"
+    assert keys["optimizer"]["accum_type"] == "float16"
+    assert keys["data"]["root"] == {"_target_": "hydra.utils.get_object", "path": "torch.float16"}
+    assert "transform" not in keys["data"]  # a method of that name is not the argument
+    assert "by hand" not in text
+    assert main(["train", "+recipe=made", "max_steps=1", "--quiet"]) == 0
+
+
+def test_a_script_that_trains_when_imported_is_noted(capsys):
     write("tool_without_guard.py", PIPELINE.replace("GUARD", "if True:"))
     _, text = recipe("tool_without_guard.py", "made")
     assert "tool_without_guard.py trains when it is imported" in text
+    ends = PIPELINE.replace("GUARD", "if True:").replace(
+        "options = ", "assert len(sys.argv) == 2 or sys.exit(2)\n        options = ", 1
+    )
+    write("tool_that_ends.py", ends.replace("import torch, poptorch", "import sys, torch, poptorch"))
+    capsys.readouterr()
+    assert main(["import", "tool_that_ends.py", "ends", "--", "word"]) == 0
+    said = capsys.readouterr().out
+    assert "trains when it is imported" in said
+    assert "SystemExit: 2" in said  # planning imports its classes without the arguments
+    assert main(["validate", "+recipe=ends"]) == 2
+    assert '__name__ == "__main__"' in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_be_planned_yet_is_made(capsys):
+    code = PIPELINE.replace("GUARD", 'if __name__ == "__main__":').replace("transforms=None", "*transforms")
+    code = code.replace("[Scale((2.0,), (3.0,))]", "Scale((2.0,), (3.0,))").replace(
+        "return 64", "return self.transforms[0] and 64"
+    )
+    write("tool_of_roots.py", code)
+    assert main(["import", "tool_of_roots.py", "made"]) == 0
+    said = capsys.readouterr().out
+    assert "write by hand" in said
+    assert "not yet: IndexError" in said
 
 
 def test_a_script_that_fails_or_compiles_nothing_is_reported(capsys):

@@ -33,6 +33,11 @@ _USUAL: Dict[str, Any] = {
 _USUAL.update({"centered": False, "loss_scaling": 1.0, "max_grad_norm": float("inf"), "bias_correction": True})
 _USUAL["use_combined_accum"] = False
 _OPTIMIZER_VALUES += ("loss_scaling", "max_grad_norm", "bias_correction", "max_weight_norm", "use_combined_accum")
+_ACCUM_TYPES = tuple(
+    f"{name}accum_type" for name in ("", "velocity_", "first_order_momentum_", "second_order_momentum_")
+)
+_OPTIMIZER_VALUES += _ACCUM_TYPES
+_USUAL.update(dict.fromkeys(_ACCUM_TYPES, "float32"))
 
 
 def import_program(recorded: Any, module: str, blocks: Mapping[str, Optional[int]], is_guarded: bool = True) -> Recipe:
@@ -51,6 +56,8 @@ def import_program(recorded: Any, module: str, blocks: Mapping[str, Optional[int
             '"__main__":, or move them to a module of their own'
         )
     _set_class(recipe, "model", recorded.model, module)
+    if any(str(parameter.dtype) == "torch.float16" for parameter in recorded.model.parameters()):
+        recipe.set("precision", "16.16")
     if recorded.loaders:
         _set_loader(recipe, recorded.loaders[0], module)
     else:
@@ -110,6 +117,8 @@ def _node(value: Any, module: str, missing: List[str]) -> Dict[str, Any]:
             if own is not _MISSING and own:
                 missing.append(f"{parameter.name} of {kind.__name__}")
             continue
+        if inspect.ismethod(own) and own.__self__ is value:  # `download` of torchvision's data sets
+            own = _MISSING
         if own is _MISSING and parameter.default is not inspect.Parameter.empty:
             continue
         if isinstance(parameter.default, bool) and (own is None or _is_tensor(own)):
@@ -132,6 +141,8 @@ def _is_default(own: Any, default: Any) -> bool:
 
 
 def _argument(value: Any, module: str, missing: List[str]) -> Any:
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return {"_target_": "hydra.utils.get_object", "path": str(value)}
     plain = _plain(value) if value is not _MISSING else _MISSING
     if plain is not _MISSING or value is _MISSING:
         return plain
