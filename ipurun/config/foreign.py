@@ -252,7 +252,9 @@ _POPTORCH: Dict[str, _Meaning] = {
     "enableExecutableCaching": _Meaning("cache.dir"),
     "useIpuModel": _if_true("engine", "ipu_model"),
     "randomSeed": _Meaning("seed"),
-    "outputMode": _words("output.mode", {"final": "final", "all": "all", "sum": "sum"}),
+    **dict.fromkeys(
+        ("outputMode", "anchorMode"), _words("output.mode", {"final": "final", "all": "all", "sum": "sum"})
+    ),
     "setAvailableMemoryProportion": _Meaning("memory.available_proportion"),
     "setAutomaticLossScaling": _if_true("loss_scaling", "auto"),
     "enableFloatingPointExceptions": _Meaning("debug.fp_exceptions"),

@@ -240,6 +240,12 @@ class Numpy(Lit):
         return [optimizer], [{"scheduler": CosineOfNumpy(optimizer), "interval": "step"}]
 
 
+class Infinite(Lit):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(inputs)
+        return scores.masked_fill(torch.isinf(scores), 0.0)
+
+
 class Rate(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("rate", self.optimizers().param_groups[0]["lr"])

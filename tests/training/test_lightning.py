@@ -334,11 +334,22 @@ def test_a_loss_metrics_and_an_unknown_monitor_are_refused(capsys):
     assert "try    monitor=val_loss" in said
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_operation_that_poptorch_lacks_is_refused_at_its_line(capsys, precision):
+    words = ["model._target_=lightning_duck.Infinite", "data._target_=lightning_duck.Loaders", "max_steps=8"]
+    assert main(["train", *words, f"precision={precision}", "hydra.run.dir=run", "--quiet"]) != 0
+    said = capsys.readouterr().err
+    assert "aten::isinf" in said
+    assert "lightning_duck.py:" in said.partition("  seen")[0]
+    assert "planner estimates" not in said  # no other sizes would help
+
+
 def test_weights_are_exported_as_a_lightning_checkpoint(capsys):
     run(max_steps=2)
     assert main(["export", "run", "--lightning"]) == 0
     content = torch.load("run/model.ckpt", weights_only=True)
     assert content["global_step"] == 2
+    assert "loops" not in content  # Lightning would look for the state of each loop in it
     assert torch.equal(content["state_dict"]["head.weight"], ipurun.load("run").model.head.weight)
     words = ["model._target_=lightning_duck.Lit", "data._target_=lightning_duck.Loaders", "init_from=run/model.ckpt"]
     assert main(["plan", *words]) == 0
