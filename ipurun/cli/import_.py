@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional
 
@@ -17,7 +18,7 @@ from ipurun.config.importers.lightning import import_lightning, is_lightning_cli
 from ipurun.config.importers.optimum import Imported, import_config, split_arguments
 from ipurun.config.importers.programs import import_application, import_command, read_flags
 from ipurun.config.importers.recipe import Recipe
-from ipurun.config.importers.script import import_program
+from ipurun.config.importers.script import import_program, lightning_words
 from ipurun.errors import ConfigError, in_short
 
 __all__ = ["run"]
@@ -186,6 +187,15 @@ def _merge(recipe: Recipe, more: Recipe) -> None:
 def _program(source: Path, arguments: List[str]) -> Recipe:
     if not source.is_file():
         raise ConfigError("the file cannot be read", str(source), seen="no such file", fix="ipurun import train.py")
+    words = lightning_words(_read(source), source.stem)
+    if words is not None:
+        raise ConfigError(
+            "the program trains with Lightning, whose modules are model and data as they are",
+            str(source),
+            seen="a call of Trainer, and none of poptorch.trainingModel",
+            fix=f"ipurun train {shlex.join(words)}; the arguments of a class are +model.NAME=VALUE "
+            "(docs/how-to/from-lightning.md)",
+        )
     from ipurun.cli.exec import recorded_program
     from ipurun.inspect.model import user_blocks
 

@@ -363,6 +363,30 @@ def test_a_recipe_that_cannot_be_planned_yet_is_made(capsys):
     assert "not yet: IndexError" in said
 
 
+def test_a_script_that_trains_with_lightning_gets_its_command(capsys):
+    write(
+        "tool_of_lightning.py",
+        """
+        import lightning as L
+
+        class Data(L.LightningDataModule): ...
+        class Lit(L.LightningModule): ...
+
+        L.Trainer(accelerator="ipu", devices=8, max_epochs=3, gradient_clip_val=1.0, precision="16-mixed", logger=False,
+                  callbacks=[]).fit(Lit(), Data())
+        """,
+    )
+    assert main(["import", "tool_of_lightning.py", "made"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model._target_=tool_of_lightning.Lit data._target_=tool_of_lightning.Data engine=ipu devices=8" in said
+    assert "epochs=3 optimizer.max_grad_norm=1.0 precision=16-mixed;" in said
+    own = textwrap.dedent(SCRIPT).replace(
+        "if __name__", "class Trainer: ...  # like that of lightning\n\nTrainer()\nif __name__"
+    )
+    write("tool_of_both.py", own)
+    assert main(["import", "tool_of_both.py", "made", "--", "16"]) == 0  # it compiles a model with PopTorch
+
+
 def test_a_script_that_fails_or_compiles_nothing_is_reported(capsys):
     write("broken.py", "import poptorch\nraise ValueError('no data')\n")
     write("idle.py", "import poptorch\n")

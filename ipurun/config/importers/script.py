@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from ipurun.config.foreign import translate
 from ipurun.config.importers.recipe import Recipe
 
-__all__ = ["import_program"]
+__all__ = ["import_program", "lightning_words"]
 
 _OPTIMIZER_VALUES: Tuple[str, ...] = (
     "lr",
@@ -243,3 +244,48 @@ def _set_optimizer(recipe: Recipe, optimizer: Any) -> None:
             recipe.set(f"optimizer.{name}", plain)
     if len(groups) > 1:
         recipe.notes.append(f"optimizer: {len(groups)} parameter groups: write optimizer.groups by hand")
+
+
+def lightning_words(source: str, module: str) -> Optional[List[str]]:
+    """Return the words that train what a program trains with Lightning's Trainer, None for other programs.
+
+    Args:
+        source: The program's text, which is not run: Lightning would train.
+        module: Name under which it can be imported.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    called = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    last = {_dotted(function).rpartition(".")[2] for function in called}
+    if "lightning" not in source or "Trainer" not in last or last.intersection(("trainingModel", "inferenceModel")):
+        return None
+    bases = {
+        node.name: [_dotted(base).rpartition(".")[2] for base in node.bases]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    words = []
+    for key, kind in (("model", "LightningModule"), ("data", "LightningDataModule")):
+        own = next((name for name, parents in bases.items() if kind in parents), None)
+        words.append(f"{key}._target_={f'{module}.{own}' if own else f'MODULE.{kind}'}")
+    for function, call in called.items():
+        if _dotted(function).rpartition(".")[2] == "Trainer":
+            words += filter(None, map(_translated, call.keywords))
+    return words
+
+
+def _dotted(node: Any) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _translated(keyword: ast.keyword) -> str:
+    """Return an argument of the Trainer as a word of the command line, if its value is written there."""
+    name, value = keyword.arg or "", getattr(keyword.value, "value", None)
+    if name in ("devices", "precision", "max_steps") and isinstance(value, (int, str)):
+        return f"{name}={value}"
+    found = None if value is None or value is False else translate(name, value)
+    return "" if found is None or found[1] is None else f"{found[0]}={found[1]}"
