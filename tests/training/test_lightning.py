@@ -216,11 +216,18 @@ def test_batches_by_name_with_their_own_collate_function_and_sampler():
 
 
 @pytest.mark.parametrize(
-    ("interval", "frequency", "expected"),
-    [("epoch", 1, [0.1, 0.05, 0.025]), ("epoch", 2, [0.1, 0.1, 0.05]), ("step", 8, [0.1, 0.05, 0.025])],
+    ("interval", "frequency", "accumulation", "expected"),
+    [
+        ("epoch", 1, 1, [0.1, 0.05, 0.025]),
+        ("epoch", 2, 1, [0.1, 0.1, 0.05]),
+        ("step", 8, 1, [0.1, 0.05, 0.025]),
+        ("step", 3, 1, [0.1 / 2**2, 0.1 / 2**4, 0.1 / 2**6]),  # after batches 3 and 6 of the 8 of an epoch
+        ("step", 4, 2, [0.1 / 2**1, 0.1 / 2**3, 0.1 / 2**5]),  # after batches 4 and 8, which are updates 2 and 4
+    ],
 )
-def test_schedulers_step_as_their_interval_and_frequency_say(interval, frequency, expected):
-    lines, _ = run(epochs=3, arguments={"interval": interval, "frequency": frequency}, log_every_steps=8)
+def test_schedulers_step_as_their_interval_and_frequency_say(interval, frequency, accumulation, expected):
+    sizes = {"gradient_accumulation": accumulation, "log_every_steps": 8 // accumulation}
+    lines, _ = run(epochs=3, arguments={"interval": interval, "frequency": frequency}, **sizes)
     assert [line["lr"] for line in lines_with(lines, "lr")] == pytest.approx(expected)
 
 
