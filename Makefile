@@ -73,9 +73,9 @@ test-extras: $(EXTRAS_VENV)/.test  ## Test loggers, metrics, files and sweeps of
 $(EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
 	$(call NEW_ENVIRONMENT,$(EXTRAS_VENV),PYTHON,3.11,--constraint constraints-extras.txt $(INSTALLED) '.[test-extras]')
 
-# Only the checks of Lightning, transformers and timm: the others test libraries that do not depend on torch.
+# Only the checks beside Lightning, transformers and timm: the others test libraries that do not depend on torch.
 test-extras-sdk: $(SDK_EXTRAS_VENV)/.test  ## Test real LightningModules, transformers and timm on an IPU host's stack: Python 3.8 and torch 2.0.1.
-	$(TEST_ENV) $(SDK_EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras/check_lightning.py tests/extras/check_transformers.py tests/extras/check_timm.py
+	$(TEST_ENV) $(SDK_EXTRAS_VENV)/bin/python -m pytest --override-ini python_files='check_*.py' tests/extras/check_lightning.py tests/extras/check_transformers.py tests/extras/check_timm.py tests/extras/check_trainers.py
 
 $(SDK_EXTRAS_VENV)/.test: pyproject.toml constraints.txt constraints-extras.txt
 	$(call NEW_ENVIRONMENT,$(SDK_EXTRAS_VENV),PYTHON38,3.8,--constraint constraints-extras.txt $(INSTALLED) '.[test-extras-sdk]')

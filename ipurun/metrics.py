@@ -351,7 +351,10 @@ class MetricSet:
         """Whether the end of a training epoch has values."""
         return False
 
-    def end_epoch(self, epoch: int) -> Dict[str, float]:
+    def moved_to(self, epoch: int, step: int) -> None:
+        """Note where the run is: the epoch, counted from 0, and the weight updates that were made."""
+
+    def end_epoch(self) -> Dict[str, float]:
         """Return the values of a training epoch, and begin the next one."""
         return {}
 
@@ -361,6 +364,10 @@ class MetricSet:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint."""
+
+    def monitor_among(self, values: Mapping[str, float]) -> Optional[str]:
+        """Return the value to monitor where none was chosen and only an evaluation shows which there are."""
+        return None
 
     def higher_is_better(self, name: str) -> bool:
         """Return the direction of a metric: as it declares, else higher is better, except for the loss."""

@@ -161,14 +161,16 @@ class TimedScheduler(NamedTuple):
     Args:
         scheduler: A scheduler of torch.
         interval: step (weight updates) or epoch.
-        frequency: Number of these between two steps of it.
+        frequency: Number of epochs between two steps of it, or of batches, which are counted anew in each epoch.
         monitor: Metric that it waits for; None: the run's.
+        batches: Batches of a weight update, for the frequency.
     """
 
     scheduler: Any
     interval: str = "step"
     frequency: int = 1
     monitor: Optional[str] = None
+    batches: int = 1
 
     @property
     def waits_for_metric(self) -> bool:
@@ -218,7 +220,7 @@ class Schedule:
             for group, source in zip(optimizer.param_groups, sources)
         ]
         self._lr_factor = 1.0
-        self._updates = 0
+        self._of_epoch = 0  # weight updates
         self._epochs = 0
         # Schedulers check that their optimizer made a step, which torch counts in one of these.
         self._substitute._opt_called = True  # type: ignore[attr-defined]
@@ -238,15 +240,16 @@ class Schedule:
             self._curve.advance(updates)
             return self._copy()
         for _ in range(updates):
-            self._updates += 1
+            self._of_epoch += 1
             for part in self._by_update:
-                if self._updates % part.frequency == 0:
+                if self._of_epoch * part.batches % part.frequency == 0:
                     part.scheduler.step()
         return self._copy()
 
     def end_epoch(self) -> bool:
         """Advance what advances by epochs, and return whether the optimizer's values changed."""
         self._epochs += 1
+        self._of_epoch = 0
         due = [
             part
             for part in self._parts
@@ -282,10 +285,11 @@ class Schedule:
         return {
             "scheduler": first,
             "others": others,
-            "updates": self._updates,
+            "of_epoch": self._of_epoch,
             "epochs": self._epochs,
             "groups": [
-                {name: group[name] for name in _CHANGING if name in group} for group in self._substitute.param_groups
+                {name: _plain_part(group[name]) for name in _CHANGING if name in group}
+                for group in self._substitute.param_groups
             ],
         }
 
@@ -295,7 +299,7 @@ class Schedule:
             return
         for part, own in zip(self._parts, [state["scheduler"], *state.get("others", ())]):
             part.scheduler.load_state_dict(_without_lengths(own))
-        self._updates, self._epochs = state.get("updates", 0), state.get("epochs", 0)
+        self._of_epoch, self._epochs = state.get("of_epoch", 0), state.get("epochs", 0)
         for group, values in zip(self._substitute.param_groups, state["groups"]):
             group.update(values)
         self._copy()
@@ -304,7 +308,7 @@ class Schedule:
         changed = False
         for group, (source, keys) in zip(self._optimizer.param_groups, self._followed):
             for key in keys:
-                value = source[key] * self._lr_factor if key == "lr" else source[key]
+                value = _plain_part(source[key] * self._lr_factor if key == "lr" else source[key])
                 if group[key] != value:
                     self._check_variable(key)
                     group[key] = value
@@ -403,12 +407,15 @@ def _without_lengths(state: Any) -> Any:
 
 
 def _plain_part(state: Any) -> Any:
-    """Return a scheduler's state, and the states nested in it, without functions and other objects."""
+    """Return a scheduler's state, and the states nested in it, without functions and other objects.
+
+    Numbers of numpy, which schedulers that compute with it return, become Python's: checkpoints load no others.
+    """
     if isinstance(state, dict) and not isinstance(state, collections.Counter):
         return {key: _plain_part(value) for key, value in state.items() if _is_plain(_plain_part(value))}
     if isinstance(state, list):
         return [_plain_part(value) for value in state]
-    return state
+    return state.item() if type(state).__module__ == "numpy" and not getattr(state, "shape", (1,)) else state
 
 
 def _is_plain(value: Any) -> bool:

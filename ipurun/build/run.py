@@ -25,7 +25,7 @@ from ipurun.inspect.lightning.checks import evaluating_step, planned_trainer, ta
 from ipurun.inspect.lightning.data import Splits
 from ipurun.inspect.lightning.logged import LoggedValues, logged_monitor
 from ipurun.inspect.lightning.optimizers import ConfiguredOptimizer, configured_optimizer
-from ipurun.inspect.lightning.steps import Steps, steps_of
+from ipurun.inspect.lightning.steps import RETURNED, Steps, steps_of
 from ipurun.inspect.loss import Loss, ModelWithLoss, make_loss
 from ipurun.inspect.metrics import make_metrics, monitored
 from ipurun.inspect.model import stop_caching
@@ -216,12 +216,13 @@ def _build(
     eval_split = split_for_eval(splits, config.eval.split)
     monitor = monitored(config.monitor, config.metrics)
     collate = collate_of(config, plan, splits)
-    trainer = planned_trainer(config, plan.steps.total_updates)
+    trainer = planned_trainer(config, plan.steps.total_updates, splits)
     steps = steps_of(model, trainer)
     step = evaluating_step(model, eval_split) or "validation"
     if steps is not None:
         sizes = plan.training
         steps.takes_tensor = takes_tensor(splits["train"], collate)
+        steps.other_numbers = {kind for kind, logged in plan.logged.items() if RETURNED in logged}
         eval_split = eval_split if evaluating_step(model, eval_split) else None
         train_metrics = LoggedValues(
             steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional
 
@@ -17,8 +18,8 @@ from ipurun.config.importers.lightning import import_lightning, is_lightning_cli
 from ipurun.config.importers.optimum import Imported, import_config, split_arguments
 from ipurun.config.importers.programs import import_application, import_command, read_flags
 from ipurun.config.importers.recipe import Recipe
-from ipurun.config.importers.script import import_program
-from ipurun.errors import ConfigError
+from ipurun.config.importers.script import import_program, lightning_words
+from ipurun.errors import ConfigError, in_short
 
 __all__ = ["run"]
 
@@ -140,8 +141,9 @@ def _raw_arguments(word: str) -> Dict[str, Any]:
         return {}
     if _is_command(word):
         return dict(read_flags(word)[0])
+    text = _read(Path(word))
     try:
-        values = json.loads(_read(Path(word)))
+        values = json.loads(text)
     except ValueError as error:
         raise ConfigError("the training arguments are not JSON", word, seen=str(error), fix="check the file") from error
     if not isinstance(values, dict):
@@ -154,7 +156,10 @@ def _raw_arguments(word: str) -> Dict[str, Any]:
 
 def _training_arguments(word: str) -> Recipe:
     """Return the recipe of the arguments that an ipu_config.json is used with."""
-    recipe = import_command(word) if _is_command(word) else import_training_arguments(_raw_arguments(word))
+    if _is_command(word):
+        recipe = import_command(f"{word} --ipu_config_name OPTIMUM")  # says whose trainer reads them
+    else:
+        recipe = import_training_arguments({**_raw_arguments(word), "ipu_config_name": None})
     recipe.notes = [note for note in recipe.notes if "ipu_config_name" not in note]
     if recipe.keys.get("gradient_accumulation") == 1:  # the default, with which Optimum's file counts
         del recipe.keys["gradient_accumulation"]
@@ -182,6 +187,15 @@ def _merge(recipe: Recipe, more: Recipe) -> None:
 def _program(source: Path, arguments: List[str]) -> Recipe:
     if not source.is_file():
         raise ConfigError("the file cannot be read", str(source), seen="no such file", fix="ipurun import train.py")
+    words = lightning_words(_read(source), source.stem)
+    if words is not None:
+        raise ConfigError(
+            "the program trains with Lightning, whose modules are model and data as they are",
+            str(source),
+            seen="a call of Trainer, and none of poptorch.trainingModel",
+            fix=f"ipurun train {shlex.join(words)}; the arguments of a class are +model.NAME=VALUE "
+            "(docs/how-to/from-lightning.md)",
+        )
     from ipurun.cli.exec import recorded_program
     from ipurun.inspect.model import user_blocks
 
@@ -200,6 +214,8 @@ def _planned(name: str) -> List[str]:
     except ConfigError as error:
         shown = [(problem.what, problem.seen.strip().splitlines()) for problem in error.problems]
         return [f"not yet: {what}{f': {seen[0][:100]}' if seen else ''}" for what, seen in shown]
+    except Exception as error:  # a class of the program without the arguments that could not be read
+        return [f"not yet: {in_short(error)}"]
     lines = str(report).splitlines()
     kept = [line.strip() for line in lines[1:] if line.startswith("  ")][:8]
     return kept + [line for line in lines if line.startswith("estimate for")]

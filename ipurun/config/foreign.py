@@ -83,6 +83,11 @@ def _ipus_of_pod(given: Any) -> Optional[int]:
     return int(pod.group(1)) if pod else None
 
 
+def _share_of_warmup(given: Any) -> Optional[Tuple[str, Any]]:
+    """Take a number below 1 for a share of the run, as transformers 5 does."""
+    return ("schedule.warmup_share", given) if isinstance(given, float) and 0 < given < 1 else None
+
+
 def _shares(given: Any) -> Any:
     # By IPU, so that the value is valid before the split is written.
     return {f"IPU{index}": share for index, share in enumerate(given)} if isinstance(given, list) else given
@@ -173,7 +178,7 @@ _TRANSFORMERS: Dict[str, _Meaning] = {
     "steps": _Meaning("max_steps"),
     "data_seed": _Meaning("seed"),
     "loss_scaling_value": _Meaning("loss_scaling"),
-    "warmup_steps": _Meaning("schedule.warmup_steps"),
+    "warmup_steps": _Meaning("schedule.warmup_steps", choose=_share_of_warmup),
     "lr_scheduler_type": _words(
         "schedule",
         {
@@ -247,7 +252,9 @@ _POPTORCH: Dict[str, _Meaning] = {
     "enableExecutableCaching": _Meaning("cache.dir"),
     "useIpuModel": _if_true("engine", "ipu_model"),
     "randomSeed": _Meaning("seed"),
-    "outputMode": _words("output.mode", {"final": "final", "all": "all", "sum": "sum"}),
+    **dict.fromkeys(
+        ("outputMode", "anchorMode"), _words("output.mode", {"final": "final", "all": "all", "sum": "sum"})
+    ),
     "setAvailableMemoryProportion": _Meaning("memory.available_proportion"),
     "setAutomaticLossScaling": _if_true("loss_scaling", "auto"),
     "enableFloatingPointExceptions": _Meaning("debug.fp_exceptions"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Callable, Mapping, Optional, Tuple
 
 __all__ = ["EndedBlock", "Facts", "InitialWeights", "LoadingRate", "LoggedValue", "ModuleCall", "Purpose", "UserBlock"]
 
@@ -104,6 +104,7 @@ class LoggedValue:
         metric: Name of the metric object in the model that computes it on the host; None: the step computes it.
         metric_key: Its name in a collection of metrics.
         by_batch: Whether the object computes a value for each micro-batch, which are then reduced.
+        then: What the step does with the object's value before it is logged, for the host to do.
     """
 
     name: str
@@ -113,6 +114,7 @@ class LoggedValue:
     metric: Optional[str] = None
     metric_key: Optional[str] = None
     by_batch: bool = False
+    then: Optional[Callable[[Any], Any]] = field(default=None, compare=False)
 
     @property
     def needs_all(self) -> bool:

@@ -193,7 +193,7 @@ def _with_steps(facts: Facts, steps: StepFindings, model: nn.Module) -> Facts:
 def _monitor_problems(config: RunConfig, steps: StepFindings) -> List[Problem]:
     """Check the monitored values of a model that logs them, where the trial found which they are."""
     known = {name for kind in ("validation", "test") for name in steps.logged.get(kind, {})}
-    if not known or config.callbacks:
+    if not known or config.callbacks or steps.logs_at_epoch_end:
         return []
     nodes = dict.fromkeys([*known, *(f"{name}_epoch" for name in known)])
     problems: List[Problem] = []

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ipurun.inspect.batch_items import as_call, map_tensors, split_target
 
+__tracebackhide__ = True  # errors name the model's lines, not those that cast its weights
 __all__ = ["CastingCollate", "HalfWeights", "cast_hooks", "cast_weights", "half_inputs"]
 
 _DTYPES = {"16": torch.float16, "32": torch.float32}

@@ -283,7 +283,7 @@ def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, 
             # Try a shorter path only if this one does not exist (or a parent of it is not a package).
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
                 raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _import_problem(path, key, _loaded_from(error, parts) or name, error) from error
     raise ConfigError(
         f"`{key}`: no module named `{parts[0]}`",
@@ -293,7 +293,7 @@ def _import_longest(parts: List[str], path: str, key: str) -> Tuple[ModuleType, 
     )
 
 
-def _loaded_from(error: Exception, parts: List[str]) -> str:
+def _loaded_from(error: BaseException, parts: List[str]) -> str:
     """Return the module of the path whose code failed: importing ``net.Model`` first runs net.py."""
     where = innermost_line(error).rpartition(":")[0]
     stem = os.path.basename(os.path.dirname(where) if where.endswith("__init__.py") else where)
@@ -301,12 +301,15 @@ def _loaded_from(error: Exception, parts: List[str]) -> str:
     return ".".join(parts[: parts.index(name) + 1]) if name in parts else ""
 
 
-def _import_problem(path: str, key: str, module: str, error: Exception) -> ConfigError:
+def _import_problem(path: str, key: str, module: str, error: BaseException) -> ConfigError:
+    is_program = isinstance(error, SystemExit)  # a script that reads its arguments, or ends, when it is imported
     return ConfigError(
         f"`{key}`: {path} cannot be imported because importing {module} fails",
         where=innermost_line(error),
         seen=f"{type(error).__name__}: {error}",
-        fix=f"python -c 'import {module}' shows the whole traceback",
+        fix=f'put all of {module} but its classes and functions below if __name__ == "__main__":'
+        if is_program
+        else f"python -c 'import {module}' shows the whole traceback",
         key=key,
     )
 

@@ -58,7 +58,7 @@ def output_mode(
         found: Takes the problems.
     """
     metrics = _training_metrics(config)
-    metrics += [name for name, value in facts.logged.get("training", {}).items() if value.needs_all]
+    metrics += [value.name for value in facts.logged.get("training", {}).values() if value.needs_all]
     mode, every = config.output.mode, config.output.every
     written = last_call("outputMode", settings.options, settings.file)
     if written is not None and not settings.has("output.mode"):

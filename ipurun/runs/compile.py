@@ -95,8 +95,9 @@ def compile_job(prepared: PreparedRun, screen: Screen, file: Optional[Path] = No
 
 def with_remedies(error: CompileError, prepared: PreparedRun) -> CompileError:
     """Return the error with what the planner advises for exactly this config."""
-    is_in_python = "poptorch_py_error" in error.problems[0].seen  # of the model's code: no other sizes would help
-    lines = [] if is_in_python else _remedies(prepared)
+    # Of the model's code: no other sizes would help.
+    is_of_model = error.problems[0].where or "poptorch_py_error" in error.problems[0].seen
+    lines = [] if is_of_model else _remedies(prepared)
     if not lines:
         return error
     problem = error.problems[0]

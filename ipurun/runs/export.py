@@ -150,7 +150,6 @@ def _export_for_lightning(
         "global_step": loaded.step,
         "epoch": 0,
         "pytorch-lightning_version": _LIGHTNING_VERSION,
-        "loops": {},
         "callbacks": {},
         "optimizer_states": [],
         "lr_schedulers": [],

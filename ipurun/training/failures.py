@@ -17,6 +17,7 @@ __all__ = ["CompileError", "DeviceFault", "explained", "when_free", "where_raise
 SECONDS_BETWEEN_TRIES = 5.0
 _IN_USE = "Failed to acquire"  # in PopTorch's message about IPUs that are attached to another process
 
+_OF_MODEL = re.compile(r" at (\S+\.py:\d+)")  # in PopTorch's message about an operation of the model
 _REMOTE = "Original Traceback"
 _ACCESSOR = "AsynchronousDataAccessor"  # in the message about its process that failed
 _RESETS = {
@@ -99,7 +100,11 @@ def _explanation(error: Exception, engine_module: ModuleType, doing: str, then: 
         fix = ""
         if "floating point exception" in str(error).lower():  # what debug.fp_exceptions asks for
             fix = f"change that operation or its inputs, a smaller optimizer.lr, or another loss_scaling; then {then()}"
-        return kind(f"PopTorch failed while {doing}", seen=str(error), fix=fix)
+        line = _OF_MODEL.search(str(error))
+        where = line.group(1) if line else ""
+        if line and not fix:
+            fix = f"change that line of the model; then {then()}"
+        return kind(f"PopTorch failed while {doing}", where, seen=str(error), fix=fix)
     if isinstance(error, LoaderTimeoutError):
         return RunError(
             f"a process of the data loader hangs: {error}",

@@ -378,7 +378,8 @@ class _Trainer:
         run, progress = self._run, self._progress
         if run.train_metrics.has_epoch_values and progress.position != run.plan.steps.calls_per_epoch:
             self._report_calls()
-            self._epoch_values = run.train_metrics.end_epoch(progress.epoch)
+            run.train_metrics.moved_to(progress.epoch, progress.step)
+            self._epoch_values = run.train_metrics.end_epoch()
         progress.epoch += 1
         progress.position = 0
         if run.schedule.end_epoch():
@@ -532,7 +533,8 @@ class _Trainer:
                 with self._explained("computing metrics"):
                     metrics = {**self._epoch_values, **computed_metrics(run.train_metrics, run.team)[0]}
                     if call.ended_epoch is not None:
-                        metrics.update(run.train_metrics.end_epoch(call.ended_epoch))
+                        run.train_metrics.moved_to(call.ended_epoch, call.step)
+                        metrics.update(run.train_metrics.end_epoch())
                 run.train_metrics.reset()
                 self._epoch_values = {}
         eta = None if steps.total_calls is None else (steps.total_calls - call.call) * call.mean_seconds
@@ -604,6 +606,7 @@ class _Trainer:
         """Evaluate, and return whether the monitored metric is the best so far."""
         run, progress = self._run, self._progress
         self._report_calls()  # metric objects of a LightningModule may serve training and evaluation
+        run.eval_metrics.moved_to(progress.epoch if progress.position else max(progress.epoch - 1, 0), progress.step)
         begun = time.perf_counter()
         result = self._evaluation()
         progress.owes_evaluation = result is None
@@ -613,6 +616,8 @@ class _Trainer:
         self._clock.add("compile", result.compile_seconds)
         self._clock.add("eval", time.perf_counter() - begun - result.compile_seconds)
         progress.evaluated_step, progress.metrics = progress.step, dict(result.metrics)
+        if run.monitor not in result.metrics and not (run.config.monitor or run.config.checkpoint.best):
+            run.monitor = run.eval_metrics.monitor_among(result.metrics) or run.monitor
         value = result.metrics.get(run.monitor)
         improved = value is not None and self._saver.note_value(value)
         event = EvalEnd(

@@ -318,10 +318,73 @@ def test_a_script_with_nested_objects_and_stages_becomes_a_recipe_that_runs(caps
     assert main(["train", "+recipe=made", "max_steps=2", "--quiet"]) == 0
 
 
-def test_a_script_that_trains_when_imported_is_noted():
+def test_a_script_in_half_precision_becomes_a_recipe_that_runs():
+    half = PIPELINE.replace("GUARD", 'if __name__ == "__main__":').replace("net = Net()", "net = Net().half()")
+    half = half.replace('Data("here", ', "Data(torch.float16, ").replace("lr=0.1", "lr=0.1, accum_type=torch.float16")
+    half = half.replace("torch.ones(4) * index", "torch.ones(4).to(self.root) * index")
+    half = half.replace("def __len__", "def transform(self): ...\n\n        def __len__")
+    half = half.replace("transforms=None", "transforms=None, transform=None")
+    write("tool_of_halves.py", half)
+    keys, text = recipe("tool_of_halves.py", "made")
+    assert keys["precision"] == "16.16"
+    assert keys["optimizer"]["accum_type"] == "float16"
+    assert keys["data"]["root"] == {"_target_": "hydra.utils.get_object", "path": "torch.float16"}
+    assert "transform" not in keys["data"]  # a method of that name is not the argument
+    assert "by hand" not in text
+    assert main(["train", "+recipe=made", "max_steps=1", "--quiet"]) == 0
+
+
+def test_a_script_that_trains_when_imported_is_noted(capsys):
     write("tool_without_guard.py", PIPELINE.replace("GUARD", "if True:"))
     _, text = recipe("tool_without_guard.py", "made")
     assert "tool_without_guard.py trains when it is imported" in text
+    ends = PIPELINE.replace("GUARD", "if True:").replace(
+        "options = ", "assert len(sys.argv) == 2 or sys.exit(2)\n        options = ", 1
+    )
+    write("tool_that_ends.py", ends.replace("import torch, poptorch", "import sys, torch, poptorch"))
+    capsys.readouterr()
+    assert main(["import", "tool_that_ends.py", "ends", "--", "word"]) == 0
+    said = capsys.readouterr().out
+    assert "trains when it is imported" in said
+    assert "SystemExit: 2" in said  # planning imports its classes without the arguments
+    assert main(["validate", "+recipe=ends"]) == 2
+    assert '__name__ == "__main__"' in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_be_planned_yet_is_made(capsys):
+    code = PIPELINE.replace("GUARD", 'if __name__ == "__main__":').replace("transforms=None", "*transforms")
+    code = code.replace("[Scale((2.0,), (3.0,))]", "Scale((2.0,), (3.0,))").replace(
+        "return 64", "return self.transforms[0] and 64"
+    )
+    write("tool_of_roots.py", code)
+    assert main(["import", "tool_of_roots.py", "made"]) == 0
+    said = capsys.readouterr().out
+    assert "write by hand" in said
+    assert "not yet: IndexError" in said
+
+
+def test_a_script_that_trains_with_lightning_gets_its_command(capsys):
+    write(
+        "tool_of_lightning.py",
+        """
+        import lightning as L
+
+        class Data(L.LightningDataModule): ...
+        class Lit(L.LightningModule): ...
+
+        L.Trainer(accelerator="ipu", devices=8, max_epochs=3, gradient_clip_val=1.0, precision="16-mixed", logger=False,
+                  callbacks=[]).fit(Lit(), Data())
+        """,
+    )
+    assert main(["import", "tool_of_lightning.py", "made"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model._target_=tool_of_lightning.Lit data._target_=tool_of_lightning.Data engine=ipu devices=8" in said
+    assert "epochs=3 optimizer.max_grad_norm=1.0 precision=16-mixed;" in said
+    own = textwrap.dedent(SCRIPT).replace(
+        "if __name__", "class Trainer: ...  # like that of lightning\n\nTrainer()\nif __name__"
+    )
+    write("tool_of_both.py", own)
+    assert main(["import", "tool_of_both.py", "made", "--", "16"]) == 0  # it compiles a model with PopTorch
 
 
 def test_a_script_that_fails_or_compiles_nothing_is_reported(capsys):
@@ -379,6 +442,38 @@ def test_the_command_of_an_application_wins_over_its_file():
     assert "schedule" not in keys
 
 
+def test_flags_of_a_command_take_several_values():
+    command = "python train_gpt2.py --layers-per-ipu 0 4 4 4 --matmul-proportion 0.15 0.15 0.2 0.2 --batch-size 1"
+    keys, _ = recipe(f"{command} --pipeline-splits layer1/0 layer2/0", "made")
+    assert keys["pipeline"] == {"layers_per_ipu": [0, 4, 4, 4], "split": ["layer1.0", "layer2.0"]}
+    assert keys["memory"]["available_proportion"] == {"IPU0": 0.15, "IPU1": 0.15, "IPU2": 0.2, "IPU3": 0.2}
+    assert keys["micro_batch_size"] == 1
+
+
+def test_what_the_programs_of_applications_do_whatever_their_file_says():
+    write(
+        "configs.yml",
+        """
+        bert: {mask_tokens: 20, optimizer: AdamW, weight_decay: 0.01, learning_rate: 0.001, wandb_project_name: none}
+        cnn: {optimizer: rmsprop_tf, lr: 0.1, weight_decay: 0.0, wandb: true, wandb_project_name: mine}
+        """,
+    )
+    keys, _ = recipe("configs.yml", "made", "--section", "bert")
+    assert (keys["precision"], keys["stochastic_rounding"]) == ("16.16", True)
+    decays = {"weight_decay": 0.01, "no_decay": "norms_and_biases"}
+    assert keys["optimizer"] == {
+        "lr": 0.001,
+        "accum_type": "float16",
+        "eps": 1e-06,
+        "bias_correction": False,
+        **decays,
+    }
+    keys, _ = recipe("configs.yml", "cnn", "--section", "cnn", name="cnn")
+    assert keys["optimizer"] == {"lr": 0.1, "weight_decay": 0.0, "use_tf_variant": True}
+    assert keys["logger"] == {"wandb": {"project": "mine"}}
+    assert "precision" not in keys
+
+
 def test_a_benchmark_is_its_command():
     long = "".join(f"\n      -x VARIABLE_NUMBER_{number}" for number in range(30))
     command = f'poprun --num-replicas 16 --vipu-cluster=c --mpi-local-args="{long}" python3 a.py --training-steps 10'
@@ -391,9 +486,32 @@ def test_a_benchmark_is_its_command():
 
 def test_what_the_trainer_of_transformers_takes_by_default():
     keys, _ = recipe("python run_glue.py --num_train_epochs 2 --per_device_train_batch_size 4", "made")
-    assert keys["optimizer"] == {"lr": 5e-05, "weight_decay": 0.0}
+    assert keys["optimizer"] == {"lr": 5e-05, "weight_decay": 0.0, "max_grad_norm": 1.0}
     keys, _ = recipe("python run_glue.py --warmup_ratio 0.1 --learning_rate 3e-5", "other", name="other")
     assert (keys["micro_batch_size"], keys["epochs"], keys["optimizer"]["lr"]) == (8, 3, 3e-05)
+    keys, _ = recipe("python run_glue.py --num_train_epochs 2 --max_grad_norm 0 --warmup_steps 0.2", "no", name="no")
+    assert "max_grad_norm" not in keys["optimizer"]
+    assert keys["schedule"] == {"warmup_share": 0.2}  # transformers 5 takes a share of the steps, too
+
+
+def test_what_the_trainer_of_optimum_takes_by_default():
+    write("ipu_config.json", json.dumps({"layers_per_ipu": [0, 4, 4, 4]}))
+    keys, _ = recipe("ipu_config.json", "python run_clm.py --num_train_epochs 2 --weight_decay 0.01", "made")
+    assert keys["micro_batch_size"] == 1
+    assert keys["optimizer"]["no_decay"] == "norms_and_biases"
+    assert "max_grad_norm" not in keys["optimizer"]  # it never clips
+    write("training_args.json", json.dumps({"num_train_epochs": 2, "max_grad_norm": 1.0, "lamb": True}))
+    keys, _ = recipe("ipu_config.json", "training_args.json", "other", name="other")
+    assert "max_grad_norm" not in keys["optimizer"]
+    assert keys["optimizer"]["bias_correction"] is True
+
+
+def test_training_arguments_that_cannot_be_read(capsys):
+    write("ipu_config.json", json.dumps({"layers_per_ipu": [0, 4, 4, 4]}))
+    assert main(["import", "ipu_config.json", "missing.json", "made"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1
+    assert "No such file" in said
 
 
 @pytest.mark.parametrize(

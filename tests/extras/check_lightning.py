@@ -222,6 +222,8 @@ def test_checkpoints_come_over_and_go_back():
     )
     exported = ipurun.export("run", "ours.ckpt", lightning=True, quiet=True)
     assert str(exported.files[0]) == "ours.ckpt"
+    validated = trainer.validate(Classifier(), Data(), ckpt_path="ours.ckpt", verbose=False)[0]
+    assert ipurun.evaluate("run", split="eval", quiet=True).metrics["val_loss"] == pytest.approx(validated["val_loss"])
     back = Classifier.load_from_checkpoint("ours.ckpt")
     assert back.hparams.lr == 0.01
     for name, value in model.state_dict().items():

@@ -7,13 +7,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 import transformers
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EarlyStopping,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EarlyStopping, ModelCheckpoint
 from same_problem import (
     BATCH,
     LAYOUTS,
@@ -29,11 +23,17 @@ from same_problem import (
     theirs,
 )
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR
-from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, SequentialSampler
 
 import ipurun
 
+try:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+    from torch.optim.swa_utils import get_ema_avg_fn
+except ImportError:
+    EMAWeightAveraging, WeightAveraging, get_ema_avg_fn = None, Callback, None
+
+averages = pytest.mark.skipif(EMAWeightAveraging is None, reason="Lightning averages weights since 2.6")
 ADAM = {"_target_": "poptorch.optim.Adam", "lr": 0.02}
 HALF = 18  # a step in the middle of the second epoch, and the end of a host call in every layout
 layouts = pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -99,6 +99,7 @@ class _EveryFew(WeightAveraging):
         return step_idx is not None and (step_idx + 1) % self.every == 0 and step_idx >= self.first
 
 
+@averages
 @resumed
 @layouts
 def test_ema_of_weights_and_its_evaluation(layout, stop_at):
@@ -115,6 +116,7 @@ def test_ema_of_weights_and_its_evaluation(layout, stop_at):
         assert run.values("eval", f"ema_{name}") == pytest.approx([m[name] for m in module.evaluated], rel=2e-4)
 
 
+@averages
 @resumed
 @layouts
 def test_tail_average(layout, stop_at):

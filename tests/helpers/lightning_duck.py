@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, List
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -138,6 +140,129 @@ class Lists(Lit):
         self.log("kept_loss", torch.stack([item["loss"] for item in self.kept]).mean())
         self.log("rows", float(sum(len(item["target"]) for item in self.kept)))
         self.kept.clear()
+
+
+class Ends(Lit):
+    """Reduces what its steps return at the end of an epoch, as Lightning 1 does it on IPUs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        return functional.cross_entropy(self(inputs), target)
+
+    def training_epoch_end(self, outputs: List[Any]) -> None:
+        self.log("returned", torch.stack([output["loss"] for output in outputs]).mean())
+        self.log("updates", float(self.trainer.global_step))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        return (self(inputs).argmax(dim=1) == target).float().mean()
+
+    def validation_epoch_end(self, outputs: List[Any]) -> None:
+        self.log("hits", torch.stack(outputs).mean())
+        self.log("epoch_index", float(self.trainer.current_epoch))
+
+
+class EndsWithRows(Ends):
+    """Returns rows as well as numbers; its training does not read what its steps returned."""
+
+    def training_epoch_end(self, _: Any) -> None:
+        self.log("ended", 1.0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        return {"val:loss": functional.cross_entropy(self(inputs), target), "target": target, "log": {"unused": 1.0}}
+
+    def validation_epoch_end(self, outputs: List[Any]) -> None:
+        self.log("losses", torch.stack([output["val:loss"] for output in outputs]).sum())
+        self.log("rows", float(torch.cat([output["target"] for output in outputs]).numel()))
+
+
+class Root(Lit):
+    """Computes with the value of a metric object before it is logged, and reads it at the end."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, target = batch
+        found = self.accuracy(self(inputs), target)
+        self.log("val_loss", functional.cross_entropy(self(inputs), target))
+        self.log("acc", found)
+        self.log("missed", 100 * (1 - found.item()))
+        self.log("root", torch.sqrt(found))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("seen", self.trainer.callback_metrics["val_loss"])
+
+
+class Mixes(Root):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.accuracy(self(batch[0]), batch[1])
+        self.log("acc", found * batch[0].mean())
+
+
+class Reads(Lit):
+    """Asks for its data module and its strategy, as modules that scale their rate do."""
+
+    def configure_optimizers(self) -> Any:
+        size = self.trainer.datamodule.batch_size * self.trainer.strategy.world_size
+        return torch.optim.SGD(self.parameters(), lr=self.lr * size)
+
+
+class Weak(Lit):
+    """Does not keep its trainer alive, as those of Lightning 1."""
+
+    _trainer: Any = None
+
+    @property
+    def trainer(self) -> Any:
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = weakref.proxy(trainer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr / self.trainer.max_epochs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.trainer.max_epochs  # torch's hooks look at all attributes
+        return super().state_dict(*args, **kwargs)
+
+
+class CosineOfNumpy(torch.optim.lr_scheduler._LRScheduler):
+    """Computes rates with numpy, as much code does."""
+
+    def get_lr(self) -> List[Any]:
+        return [rate * numpy.cos(self.last_epoch / 10) for rate in self.base_lrs]
+
+
+class Numpy(Lit):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [{"scheduler": CosineOfNumpy(optimizer), "interval": "step"}]
+
+
+class Infinite(Lit):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(inputs)
+        return scores.masked_fill(torch.isinf(scores), 0.0)
+
+
+class Rate(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+
+class PopTorchLoaders(Loaders):
+    """Returns loaders of PopTorch, as Graphcore's examples for Lightning do."""
+
+    def train_dataloader(self) -> DataLoader:
+        import poptorch
+
+        options = poptorch.Options()
+        options.deviceIterations(4)
+        options.replicationFactor(2)
+        made: DataLoader = poptorch.DataLoader(options, self.train, self.batch_size, mode=poptorch.DataLoaderMode.Async)
+        return made
 
 
 class Named(Lit):

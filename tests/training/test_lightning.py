@@ -132,6 +132,80 @@ def test_lists_and_epoch_ends_are_kept_on_the_host():
     assert found["kept_loss"] > 0
 
 
+def accuracy_by_batch(model, size=8):
+    data = Loaders(size)
+    data.setup("fit")
+    with torch.no_grad():
+        return [
+            float((model(inputs).argmax(dim=1) == target).float().mean()) for inputs, target in data.val_dataloader()
+        ]
+
+
+def test_what_the_steps_of_an_epoch_return_is_reduced_at_its_end():
+    lines, done = run("Ends", epochs=2, device_iterations=2, log_every_steps=2)
+    ends = lines_with(lines, "returned")
+    losses = [line["loss"] for line in lines_with(lines, "lr")]
+    assert [line["updates"] for line in ends] == [8, 16]
+    assert ends[1]["returned"] == pytest.approx(sum(losses[4:]) / 4, rel=1e-5)
+    evals = lines_with(lines, "hits")
+    assert [line["epoch_index"] for line in evals] == [0, 1]
+    right = accuracy_by_batch(ipurun.load("run").model)
+    assert evals[1]["hits"] == pytest.approx(sum(right) / len(right))  # the last batch has 5 samples, not 8
+    assert "loss" not in evals[1]  # an accuracy is not a loss
+    assert json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["monitor"] == "hits"
+    assert done.metrics["hits"] == evals[1]["hits"]
+
+
+def test_rows_that_steps_return_come_without_padding():
+    lines, _ = run("EndsWithRows", epochs=1, inference={"device_iterations": 2}, monitor="losses")
+    found = lines_with(lines, "rows")[-1]
+    assert found["rows"] == 21
+    model, data = ipurun.load("run").model, Loaders()
+    data.setup("fit")
+    with torch.no_grad():
+        losses = [float(functional.cross_entropy(model(inputs), target)) for inputs, target in data.val_dataloader()]
+    assert found["losses"] == pytest.approx(sum(losses), rel=1e-5)
+    assert lines_with(lines, "ended")
+
+
+def test_the_host_computes_with_the_value_of_a_metric_object():
+    lines, _ = run("Root", epochs=1)
+    found = lines_with(lines, "root")[-1]
+    right, rows = accuracy_by_batch(ipurun.load("run").model), [8, 8, 5]
+    assert found["root"] == pytest.approx(sum(n * share**0.5 for share, n in zip(right, rows)) / 21, rel=1e-5)
+    assert found["missed"] == pytest.approx(100 - 100 * found["acc"], rel=1e-5)
+    assert found["seen"] == pytest.approx(found["val_loss"])
+
+
+def test_the_micro_batch_of_a_poptorch_loader_is_its_own(capsys):
+    assert main(["plan", "model._target_=lightning_duck.Lit", "data._target_=lightning_duck.PopTorchLoaders"]) == 0
+    shown = capsys.readouterr().out
+    assert "micro-batch 8 x device_iterations 1 " in shown
+    assert "device_iterations=4 replication.factor=2" in shown
+
+
+def test_the_trainer_has_the_data_module():
+    lines, _ = run("Reads", epochs=1, log_every_steps=1)
+    assert lines_with(lines, "lr")[0]["lr"] == pytest.approx(0.8)
+
+
+def test_a_module_that_does_not_keep_its_trainer_alive():
+    lines, _ = run("Weak", epochs=2, log_every_steps=1)
+    assert lines_with(lines, "lr")[0]["lr"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("Mixes", "cannot be combined with other tensors"), ("Rate", "reports the learning rate itself")],
+)
+def test_what_a_step_cannot_know_is_explained(capsys, model, says):
+    words = [f"model._target_=lightning_duck.{model}", "data._target_=lightning_duck.Loaders", "max_steps=8"]
+    assert main(["train", *words, "hydra.run.dir=run", "--quiet"]) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert says in said
+    assert "lightning_duck.py:" in said
+
+
 def test_batches_by_name_with_their_own_collate_function_and_sampler():
     _, done = run("Named", "NamedLoaders", epochs=1)
     assert done.step == 4
@@ -142,11 +216,18 @@ def test_batches_by_name_with_their_own_collate_function_and_sampler():
 
 
 @pytest.mark.parametrize(
-    ("interval", "frequency", "expected"),
-    [("epoch", 1, [0.1, 0.05, 0.025]), ("epoch", 2, [0.1, 0.1, 0.05]), ("step", 8, [0.1, 0.05, 0.025])],
+    ("interval", "frequency", "accumulation", "expected"),
+    [
+        ("epoch", 1, 1, [0.1, 0.05, 0.025]),
+        ("epoch", 2, 1, [0.1, 0.1, 0.05]),
+        ("step", 8, 1, [0.1, 0.05, 0.025]),
+        ("step", 3, 1, [0.1 / 2**2, 0.1 / 2**4, 0.1 / 2**6]),  # after batches 3 and 6 of the 8 of an epoch
+        ("step", 4, 2, [0.1 / 2**1, 0.1 / 2**3, 0.1 / 2**5]),  # after batches 4 and 8, which are updates 2 and 4
+    ],
 )
-def test_schedulers_step_as_their_interval_and_frequency_say(interval, frequency, expected):
-    lines, _ = run(epochs=3, arguments={"interval": interval, "frequency": frequency}, log_every_steps=8)
+def test_schedulers_step_as_their_interval_and_frequency_say(interval, frequency, accumulation, expected):
+    sizes = {"gradient_accumulation": accumulation, "log_every_steps": 8 // accumulation}
+    lines, _ = run(epochs=3, arguments={"interval": interval, "frequency": frequency}, **sizes)
     assert [line["lr"] for line in lines_with(lines, "lr")] == pytest.approx(expected)
 
 
@@ -192,6 +273,15 @@ def test_a_run_resumes_in_its_schedule():
     assert main(["train", "resume=part", "epochs=3", "--quiet"]) == 0
     for name, value in ipurun.load("part").model.state_dict().items():
         torch.testing.assert_close(value, whole[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_run_resumes_in_a_schedule_of_numpy():
+    run("Numpy", epochs=2)
+    whole = ipurun.load("run").model.state_dict()
+    run("Numpy", epochs=1, words=["hydra.run.dir=part"])
+    assert main(["train", "resume=part", "epochs=2", "--quiet"]) == 0
+    for name, value in ipurun.load("part").model.state_dict().items():
+        torch.testing.assert_close(value, whole[name], atol=0, rtol=0)
 
 
 def test_the_config_may_replace_the_optimizer(capsys):
@@ -251,11 +341,22 @@ def test_a_loss_metrics_and_an_unknown_monitor_are_refused(capsys):
     assert "try    monitor=val_loss" in said
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_an_operation_that_poptorch_lacks_is_refused_at_its_line(capsys, precision):
+    words = ["model._target_=lightning_duck.Infinite", "data._target_=lightning_duck.Loaders", "max_steps=8"]
+    assert main(["train", *words, f"precision={precision}", "hydra.run.dir=run", "--quiet"]) != 0
+    said = capsys.readouterr().err
+    assert "aten::isinf" in said
+    assert "lightning_duck.py:" in said.partition("  seen")[0]
+    assert "planner estimates" not in said  # no other sizes would help
+
+
 def test_weights_are_exported_as_a_lightning_checkpoint(capsys):
     run(max_steps=2)
     assert main(["export", "run", "--lightning"]) == 0
     content = torch.load("run/model.ckpt", weights_only=True)
     assert content["global_step"] == 2
+    assert "loops" not in content  # Lightning would look for the state of each loop in it
     assert torch.equal(content["state_dict"]["head.weight"], ipurun.load("run").model.head.weight)
     words = ["model._target_=lightning_duck.Lit", "data._target_=lightning_duck.Loaders", "init_from=run/model.ckpt"]
     assert main(["plan", *words]) == 0

@@ -9,7 +9,7 @@ from ipurun.config.foreign import translate
 from ipurun.config.importers.recipe import Recipe
 from ipurun.errors import ConfigError, listing, nearest
 
-__all__ = ["find_section", "from_environment", "take_application"]
+__all__ = ["add_program", "find_section", "from_environment", "take_application"]
 
 _Rule = Callable[[Recipe, Any], None]
 _OFF: Tuple[Any, ...] = (None, False, "", [], {}, 0, "none", "None")
@@ -63,6 +63,20 @@ def take_application(recipe: Recipe, values: Mapping[str, Any], prefix: str = ""
             recipe.take(name, value, shown[name])
 
 
+def add_program(recipe: Recipe, values: Mapping[str, Any]) -> None:
+    """Add what the program of an application does whatever its file says, as far as it is known."""
+    given = recipe.keys.setdefault("optimizer", {})
+    if given.get("weight_decay"):
+        given["no_decay"] = "norms_and_biases"
+    if "mask_tokens" in values:  # of BERT
+        recipe.keys.update({"precision": "16.16", "stochastic_rounding": True, **recipe.keys})
+        given.update({"accum_type": "float16", "eps": 1e-06, **given})
+        if str(values.get("optimizer")).lower() == "adamw":
+            given["bias_correction"] = False
+    if not given:
+        del recipe.keys["optimizer"]
+
+
 def _number(value: Any) -> Any:
     """Return a number that YAML reads as text: 6e-5."""
     is_number = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value)
@@ -86,6 +100,10 @@ def _joined(recipe: Recipe, given: Mapping[str, Any]) -> Iterator[Tuple[str, Any
         rest["bias_correction"] = False
     if rest.get("label_smoothing"):
         recipe.set("loss.name", "CrossEntropyLoss")
+    if optimizer == "rmsprop_tf":
+        recipe.set("optimizer.use_tf_variant", True)
+    if not rest.get("wandb"):
+        rest.pop("wandb_project_name", None)
     if optimizer == "sgd_combined":
         recipe.set("optimizer.use_combined_accum", True)
     first = "velocity_accum_type" if is_sgd else "first_order_momentum_accum_type"
@@ -325,5 +343,6 @@ _NAMES: List[Tuple[str, _Rule]] = [
     ("weight_avg_exp_decay", lambda recipe, value: None),  # in the note on the strategy
     ("custom_ops", _custom_ops),
     ("wandb", _wandb),
+    ("wandb_project_name", _sets("logger.wandb.project")),
 ]
 _RULES: Mapping[str, _Rule] = {name: rule for names, rule in _NAMES for name in names.split()}

@@ -49,13 +49,16 @@ _DEFAULTS: Mapping[str, Any] = {  # of TrainingArguments: a file has all of them
     "eval_do_concat_batches": True,
     "dataloader_in_order": True,
     "train_sampling_strategy": "random",
+    "fp16_opt_level": "O1",
 }
 # What HF's Trainer takes where nothing is said, and ipurun's optimizers do not.
 _TRAINERS: Mapping[str, Tuple[str, Any]] = {
     "learning_rate": ("optimizer.lr", 5e-05),
     "weight_decay": ("optimizer.weight_decay", 0.0),
     "per_device_train_batch_size": ("micro_batch_size", 8),
+    "max_grad_norm": ("optimizer.max_grad_norm", 1.0),
 }
+_OF_OPTIMUM = ("ipu_config_name", "ipu_config_overrides", "pod_type", "n_ipu")  # whose trainer differs in two of them
 _MARKS = frozenset(("per_device_train_batch_size", "num_train_epochs", "warmup_ratio", "lr_scheduler_type"))
 # The example scripts, without run_, and the transformers.AutoModelFor... that they make.
 _TASKS: Mapping[str, str] = {
@@ -103,6 +106,8 @@ def take_arguments(recipe: Recipe, values: Mapping[str, Any], prefix: str = "", 
         is_off = value == 0 and name != "seed" if _is_number(value) else value in _EMPTY
         if not is_silent and not (is_off and is_theirs):
             rest[name] = value
+    if is_theirs and any(name in values for name in _OF_OPTIMUM):
+        rest.pop("max_grad_norm", None)
     if is_theirs:
         _set_model(recipe, rest, prefix, program)
         _set_optimizer(recipe, rest)
@@ -178,10 +183,13 @@ def _set_optimizer(recipe: Recipe, rest: Dict[str, Any]) -> None:
     no_bias = rest.pop("lamb_no_bias_correction", False)
     if rest.pop("lamb", False) or no_bias:
         recipe.choose("optimizer", "lamb")
+        recipe.set("optimizer.bias_correction", True)
     elif "optim" not in rest:
         recipe.choose("optimizer", "adamw")
     if no_bias:
         recipe.set("optimizer.bias_correction", False)
+    if rest.get("weight_decay"):
+        recipe.set("optimizer.no_decay", "norms_and_biases")
     if "lr_scheduler_type" not in rest and "lr_schedule" not in rest:
         recipe.choose("schedule", "linear")
     smoothing = rest.pop("smoothing", None) or rest.pop("label_smoothing_factor", None)
@@ -205,9 +213,13 @@ def _note_ipu_config(recipe: Recipe, rest: Dict[str, Any], prefix: str) -> None:
 
 
 def _add_defaults(recipe: Recipe, names: Mapping[str, Any]) -> None:
-    for name, (key, value) in _TRAINERS.items():
+    defaults = dict(_TRAINERS)
+    if any(name in names for name in _OF_OPTIMUM):
+        defaults["per_device_train_batch_size"] = ("micro_batch_size", 1)
+        del defaults["max_grad_norm"]  # Optimum's trainer does not clip
+    for name, (key, value) in defaults.items():
         given = names.get(name, value)
-        if name not in names or given == 0:
+        if name not in names or (given == 0 and name != "max_grad_norm"):
             recipe.set(key, given)
     if "num_train_epochs" not in names and names.get("max_steps", -1) in (None, -1):
         recipe.set("epochs", 3)

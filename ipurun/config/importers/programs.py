@@ -9,7 +9,12 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import yaml
 
-from ipurun.config.importers.applications import find_section, from_environment, take_application
+from ipurun.config.importers.applications import (
+    add_program,
+    find_section,
+    from_environment,
+    take_application,
+)
 from ipurun.config.importers.huggingface import take_arguments
 from ipurun.config.importers.recipe import Recipe
 from ipurun.errors import ConfigError
@@ -72,6 +77,7 @@ def import_application(values: Mapping[str, Any], section: Optional[str], comman
     own = {name: value for name, value in flags if name not in _POPRUN and name != "config"}
     kept = {name: value for name, value in chosen.items() if str(name).replace("-", "_") not in own}
     take_application(recipe, {**kept, **own})
+    add_program(recipe, {**kept, **own})
     for name, value in flags:
         if name in _POPRUN:
             _POPRUN[name](recipe, value)
@@ -94,8 +100,21 @@ def read_flags(command: str) -> Tuple[List[Tuple[str, Any]], List[str]]:
         if not equals and number < len(words) and not words[number].startswith("--") and not _is_program(words[number]):
             text = words[number]
             number += 1
-        flags.append((name.replace("-", "_"), _value(text) if text else True))
+        value = _value(text) if text else True
+        several = [value]
+        while text and not equals and number < len(words) and _goes_on(name, several, words[number]):
+            several.append(_value(words[number]))
+            number += 1
+        flags.append((name.replace("-", "_"), several if len(several) > 1 else value))
     return flags, rest
+
+
+def _goes_on(name: str, values: List[Any], word: str) -> bool:
+    """Return whether a word belongs to a flag with several values: numbers, or of a flag whose name is a plural."""
+    if word.startswith("-") or _is_program(word):
+        return False
+    numbers = all(isinstance(value, (int, float)) for value in (*values, _value(word)))
+    return numbers or name.endswith(("s", "checkpoints"))
 
 
 def _is_program(word: str) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from ipurun.config.foreign import translate
 from ipurun.config.importers.recipe import Recipe
 
-__all__ = ["import_program"]
+__all__ = ["import_program", "lightning_words"]
 
 _OPTIMIZER_VALUES: Tuple[str, ...] = (
     "lr",
@@ -33,6 +34,11 @@ _USUAL: Dict[str, Any] = {
 _USUAL.update({"centered": False, "loss_scaling": 1.0, "max_grad_norm": float("inf"), "bias_correction": True})
 _USUAL["use_combined_accum"] = False
 _OPTIMIZER_VALUES += ("loss_scaling", "max_grad_norm", "bias_correction", "max_weight_norm", "use_combined_accum")
+_ACCUM_TYPES = tuple(
+    f"{name}accum_type" for name in ("", "velocity_", "first_order_momentum_", "second_order_momentum_")
+)
+_OPTIMIZER_VALUES += _ACCUM_TYPES
+_USUAL.update(dict.fromkeys(_ACCUM_TYPES, "float32"))
 
 
 def import_program(recorded: Any, module: str, blocks: Mapping[str, Optional[int]], is_guarded: bool = True) -> Recipe:
@@ -51,6 +57,8 @@ def import_program(recorded: Any, module: str, blocks: Mapping[str, Optional[int
             '"__main__":, or move them to a module of their own'
         )
     _set_class(recipe, "model", recorded.model, module)
+    if any(str(parameter.dtype) == "torch.float16" for parameter in recorded.model.parameters()):
+        recipe.set("precision", "16.16")
     if recorded.loaders:
         _set_loader(recipe, recorded.loaders[0], module)
     else:
@@ -110,6 +118,8 @@ def _node(value: Any, module: str, missing: List[str]) -> Dict[str, Any]:
             if own is not _MISSING and own:
                 missing.append(f"{parameter.name} of {kind.__name__}")
             continue
+        if inspect.ismethod(own) and own.__self__ is value:  # `download` of torchvision's data sets
+            own = _MISSING
         if own is _MISSING and parameter.default is not inspect.Parameter.empty:
             continue
         if isinstance(parameter.default, bool) and (own is None or _is_tensor(own)):
@@ -132,6 +142,8 @@ def _is_default(own: Any, default: Any) -> bool:
 
 
 def _argument(value: Any, module: str, missing: List[str]) -> Any:
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return {"_target_": "hydra.utils.get_object", "path": str(value)}
     plain = _plain(value) if value is not _MISSING else _MISSING
     if plain is not _MISSING or value is _MISSING:
         return plain
@@ -232,3 +244,48 @@ def _set_optimizer(recipe: Recipe, optimizer: Any) -> None:
             recipe.set(f"optimizer.{name}", plain)
     if len(groups) > 1:
         recipe.notes.append(f"optimizer: {len(groups)} parameter groups: write optimizer.groups by hand")
+
+
+def lightning_words(source: str, module: str) -> Optional[List[str]]:
+    """Return the words that train what a program trains with Lightning's Trainer, None for other programs.
+
+    Args:
+        source: The program's text, which is not run: Lightning would train.
+        module: Name under which it can be imported.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    called = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    last = {_dotted(function).rpartition(".")[2] for function in called}
+    if "lightning" not in source or "Trainer" not in last or last.intersection(("trainingModel", "inferenceModel")):
+        return None
+    bases = {
+        node.name: [_dotted(base).rpartition(".")[2] for base in node.bases]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    words = []
+    for key, kind in (("model", "LightningModule"), ("data", "LightningDataModule")):
+        own = next((name for name, parents in bases.items() if kind in parents), None)
+        words.append(f"{key}._target_={f'{module}.{own}' if own else f'MODULE.{kind}'}")
+    for function, call in called.items():
+        if _dotted(function).rpartition(".")[2] == "Trainer":
+            words += filter(None, map(_translated, call.keywords))
+    return words
+
+
+def _dotted(node: Any) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _translated(keyword: ast.keyword) -> str:
+    """Return an argument of the Trainer as a word of the command line, if its value is written there."""
+    name, value = keyword.arg or "", getattr(keyword.value, "value", None)
+    if name in ("devices", "precision", "max_steps") and isinstance(value, (int, str)):
+        return f"{name}={value}"
+    found = None if value is None or value is False else translate(name, value)
+    return "" if found is None or found[1] is None else f"{found[0]}={found[1]}"

@@ -26,7 +26,8 @@ def calling_line(excludes: Sequence[str] = (_TORCH_EXCLUDE,)) -> str:
     """Return `file:line` of the innermost caller that is not excluded, "" if there is none.
 
     Args:
-        excludes: Parts of paths to skip (Options.sourceLocationExcludes); the emulator is always skipped.
+        excludes: Parts of paths to skip (Options.sourceLocationExcludes); the emulator is always skipped, and so are
+            modules that set `__tracebackhide__`, as those between a model and torch do.
     """
     key = tuple(excludes)
     frame: Optional[FrameType] = sys._getframe(1)
@@ -35,7 +36,7 @@ def calling_line(excludes: Sequence[str] = (_TORCH_EXCLUDE,)) -> str:
         excluded = _excluded.get((filename, key))
         if excluded is None:
             excluded = _excluded[filename, key] = _is_excluded(filename, key)
-        if not excluded:
+        if not excluded and not frame.f_globals.get("__tracebackhide__"):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -14,7 +14,7 @@ from ipurun.errors import ConfigError, Problem, listing
 from ipurun.inspect.facts import Facts, LoggedValue
 from ipurun.inspect.lightning.data import LoaderTraits, Splits
 from ipurun.inspect.lightning.optimizers import configured_optimizer, optimizer_node
-from ipurun.inspect.lightning.steps import KEPT, BatchIndex, Steps
+from ipurun.inspect.lightning.steps import KEPT, MARKS, RETURNED, BatchIndex, Steps
 from ipurun.inspect.lightning.trainer import TrainerStandIn, hook_notes, hook_problems, is_lightning, overrides
 
 __all__ = ["StepFindings", "adopt", "check_lightning", "evaluating_step", "planned_trainer", "takes_tensor"]
@@ -33,6 +33,7 @@ class StepFindings:
         logged: Kind of step -> name -> what it logs.
         optimizer: The optimizer that the model configures, as a node.
         has_schedule: Whether it configures a schedule.
+        logs_at_epoch_end: Whether hooks for the end of an evaluation may log more.
     """
 
     problems: List[Problem] = field(default_factory=list)
@@ -40,6 +41,7 @@ class StepFindings:
     logged: Dict[str, Dict[str, LoggedValue]] = field(default_factory=dict)
     optimizer: Dict[str, Any] = field(default_factory=dict)
     has_schedule: bool = False
+    logs_at_epoch_end: bool = False
 
 
 class _OneStep(nn.Module):
@@ -52,7 +54,8 @@ class _OneStep(nn.Module):
         self._kind = kind
 
     def forward(self, *items: Any, **named: Any) -> Any:
-        return self._steps.run(self._kind, items, named)
+        with torch.set_grad_enabled(self._kind != "training"):
+            return self._steps.run(self._kind, items, named)
 
 
 def check_lightning(model: nn.Module, splits: Mapping[str, Any], config: RunConfig, trials: Any) -> StepFindings:
@@ -67,15 +70,18 @@ def check_lightning(model: nn.Module, splits: Mapping[str, Any], config: RunConf
     """
     found = StepFindings(hook_problems(model), list(hook_notes(model)))
     found.problems += _config_problems(config, type(model).__name__)
-    trainer = planned_trainer(config, _updates(config, splits))
+    trainer = planned_trainer(config, _updates(config, splits), splits)
     _read_optimizer(model, trainer, config, found)
     if found.problems:
         return found
     steps = Steps(model, trainer)
+    steps.in_trial = True
+    hooks = [f"{begin}{kind}_epoch_end" for kind in ("validation", "test") for begin in ("on_", "")]
+    found.logs_at_epoch_end = any(overrides(model, hook) for hook in hooks)
     for kind, split in (("training", "train"), ("validation", "eval"), ("test", "test")):
         if steps.has(kind) and split in splits:
             _try(steps, kind, split, splits, trials, found)
-    names = {kind: listing(name for name in values if name != KEPT) for kind, values in found.logged.items()}
+    names = {kind: listing(name for name in values if name not in MARKS) for kind, values in found.logged.items()}
     if any(names.values()):
         found.notes.append("; ".join(f"{kind}_step logs {text}" for kind, text in names.items() if text))
     found.notes += [
@@ -93,9 +99,12 @@ def evaluating_step(model: nn.Module, split: Optional[str]) -> Optional[str]:
     return next((kind for kind in order if is_lightning(model) and overrides(model, f"{kind}_step")), None)
 
 
-def planned_trainer(config: RunConfig, updates: Optional[int]) -> TrainerStandIn:
+def planned_trainer(
+    config: RunConfig, updates: Optional[int], splits: Optional[Mapping[str, Any]] = None
+) -> TrainerStandIn:
     """Return what the model finds as its trainer, for a planned number of weight updates."""
     return TrainerStandIn(
+        datamodule=splits.module if isinstance(splits, Splits) else None,
         max_epochs=-1 if config.epochs is None and config.max_steps else config.epochs or 1,
         max_steps=config.max_steps or -1,
         updates=updates or 1,
@@ -232,7 +241,13 @@ def _try(steps: Steps, kind: str, split: str, splits: Mapping[str, Any], trials:
         return
     found.logged[kind] = dict(steps.logged.get(kind, {}))
     if any(name.startswith(KEPT) for name in tried):
-        found.logged[kind].setdefault(KEPT, LoggedValue(KEPT, False, False, "max"))
+        found.logged[kind].setdefault(KEPT, LoggedValue("outputs kept for the end of the epoch", False, False, "max"))
+    if kind in steps.other_numbers:
+        found.logged[kind][RETURNED] = LoggedValue(RETURNED, False, False, "mean")
+        if set(found.logged[kind]) == {RETURNED}:
+            found.notes.append(
+                f"{kind}_step returns a number without a gradient, which is not a loss: log it with self.log to see it"
+            )
     uses = [use for use in steps.batch_index.uses if use]
     if uses:
         _compare_branches(module, kind, split, steps, trials, uses, found)

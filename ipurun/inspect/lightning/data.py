@@ -52,6 +52,7 @@ class Splits(Dict[str, Any]):
         data: The data sets.
         traits: Those of loaders, by split.
         notes: Remarks for the user.
+        module: The data module that the loaders are of, if it is not the model itself.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class Splits(Dict[str, Any]):
         data: Mapping[str, Any],
         traits: Optional[Mapping[str, LoaderTraits]] = None,
         notes: Sequence[str] = (),
+        module: Any = None,
     ) -> None:
         super().__init__(data)
         self.traits: Dict[str, LoaderTraits] = dict(traits or {})
         self.notes = list(notes)
+        self.module = module
 
     def collate(self, split: str) -> Optional[Callable[[List[Any]], Any]]:
         """Return the collate function of a split's own loader, None if it has none."""
@@ -89,7 +92,7 @@ def splits_of(owner: Any, key: str, is_set_up: bool = False) -> Splits:
     attach_trainer(owner, TrainerStandIn())
     with _one_at_a_time():
         call_hook(owner, "prepare_data", key)
-    splits = Splits({})
+    splits = Splits({}, module=None if isinstance(owner, torch.nn.Module) else owner)
     ready = {"fit"} if is_set_up else set()
     for split, (method, stage) in _LOADERS.items():
         if not overrides(owner, method):
@@ -155,14 +158,42 @@ def _read(loader: Any, method: str, key: str, notes: List[str]) -> Tuple[Any, Lo
             fix="DataLoader(..., batch_size=N); batches of your own order: loader.batch_sampler",
             key=key,
         )
+    size = _micro_batch(loader)
+    if size != loader.batch_size and method == "train_dataloader":
+        notes.append(
+            f"{method} returns a poptorch.DataLoader: its batch_size={size} is the micro-batch; its options are not "
+            f"taken over: {_sizes(loader.options)}"
+        )
+    getattr(loader, "terminate", lambda: None)()  # the process of an asynchronous one
     is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     usual = is_stream or type(loader.sampler) in (RandomSampler, SequentialSampler)
     if loader.num_workers and method == "train_dataloader":
         notes.append(f"num_workers={loader.num_workers} of the data loader is not used: set loader.workers")
     return loader.dataset, LoaderTraits(
-        batch_size=loader.batch_size,
+        batch_size=size,
         shuffles=None if is_stream or not usual else isinstance(loader.sampler, RandomSampler),
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         sampler=None if usual else loader.sampler,
         workers=loader.num_workers,
     )
+
+
+def _micro_batch(loader: Any) -> int:
+    """Return the batch size of a loader; of a poptorch.DataLoader, which loads for a whole host call, its own."""
+    size, options = loader.batch_size, getattr(loader, "options", None)
+    if not hasattr(loader, "combinedBatchSize") or options is None:
+        return int(size)
+    groups = options.replication_factor // getattr(options, "input_group_size", 1)
+    return int(loader.combinedBatchSize) // (
+        options.device_iterations * groups * options.Training.gradient_accumulation
+    )
+
+
+def _sizes(options: Any) -> str:
+    """Return the keys that set the sizes of a poptorch.Options."""
+    sizes = {
+        "device_iterations": options.device_iterations,
+        "gradient_accumulation": options.Training.gradient_accumulation,
+        "replication.factor": options.replication_factor,
+    }
+    return " ".join(f"{key}={value}" for key, value in sizes.items() if value > 1)

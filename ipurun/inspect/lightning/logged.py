@@ -6,12 +6,22 @@ import copy
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import torch
 
 from ipurun.inspect.facts import LoggedValue
-from ipurun.inspect.lightning.steps import KEPT, LOG, METRIC, Steps, metric_modules
+from ipurun.inspect.lightning.steps import (
+    KEPT,
+    LOG,
+    MARKS,
+    METRIC,
+    RETURNED,
+    Steps,
+    epoch_end_of_outputs,
+    metric_modules,
+)
 from ipurun.inspect.lightning.trainer import overrides
 from ipurun.metrics import MetricSet
 
@@ -20,9 +30,9 @@ __all__ = ["LoggedValues", "logged_monitor"]
 _LOWER_IS_BETTER = re.compile(r"loss|err|mse|mae|perplexity|ppl|nll|wer|cer|fid|distance", re.IGNORECASE)
 
 
-def logged_monitor(logged: Mapping[str, LoggedValue]) -> str:
+def logged_monitor(logged: Mapping[str, Any]) -> str:
     """Return the value that selects the best checkpoint if none is chosen: a loss, else the first one logged."""
-    names = [name for name in logged if name != KEPT]
+    names = [name for name in logged if name not in MARKS]
     return next((name for name in names if "loss" in name.lower()), names[0] if names else "loss")
 
 
@@ -85,19 +95,19 @@ class LoggedValues(MetricSet):
         self._epoch: Dict[str, _Reduced] = {}
         self._objects = metric_modules(steps.model)
         self._window_objects: Dict[str, Any] = {}
+        self._returned: List[Any] = []  # by the steps of this epoch, if the model asks for it
 
     def __bool__(self) -> bool:
-        return bool(self._specs) or bool(self._known) or self.kind != "training"
+        return bool(self._specs or self._known or self._epoch_ends()) or self.kind != "training"
 
     @property
     def _specs(self) -> Mapping[str, LoggedValue]:
-        return self._steps.logged.get(self.kind) or {k: v for k, v in self._known.items() if k != KEPT}
+        return self._steps.logged.get(self.kind) or {k: v for k, v in self._known.items() if k not in MARKS}
 
     @property
     def has_epoch_values(self) -> bool:
         """Whether the end of an epoch has values."""
-        hook = "on_train_epoch_end" if self.kind == "training" else f"on_{self.kind}_epoch_end"
-        return any(spec.on_epoch for spec in self._specs.values()) or overrides(self._steps.model, hook)
+        return any(spec.on_epoch for spec in self._specs.values()) or bool(self._epoch_ends())
 
     def reset(self) -> None:
         """Start over; for training, with the values between two log lines."""
@@ -143,7 +153,7 @@ class LoggedValues(MetricSet):
             self._add(name[len(LOG) :], found[used], weights, 1.0)
         kept = {name: keep(value) for name, value in outputs.items() if name.startswith(METRIC)}
         self._update_objects(kept, [int(row) for row in rows if row])
-        self._keep(outputs, rows.numel(), int((rows > 0).sum()), keep)
+        self._keep(outputs, rows.numel(), int((rows > 0).sum()), keep, partial)
 
     def compute(self) -> Dict[str, float]:
         """Return the values since the last log line, or of an evaluation."""
@@ -159,18 +169,21 @@ class LoggedValues(MetricSet):
             values[name] = found
             if spec.on_step and spec.on_epoch:
                 values[f"{name}_epoch"] = found
-        values.update(self._call_epoch_end(f"on_{self.kind}_epoch_end"))
+        values.update(self._call_epoch_ends(values))
         return values
 
-    def end_epoch(self, epoch: int) -> Dict[str, float]:
+    def moved_to(self, epoch: int, step: int) -> None:
+        """Let the model know where the run is."""
+        self._steps.trainer.moved_to(epoch, step)
+
+    def end_epoch(self) -> Dict[str, float]:
         """Return the values of a training epoch, and begin the next one."""
         values = {
             f"{name}_epoch" if spec.on_step else name: self._value(spec, self._epoch)
             for name, spec in self._specs.items()
             if spec.on_epoch
         }
-        values.update(self._call_epoch_end("on_train_epoch_end"))
-        self._steps.trainer.values["current_epoch"] = epoch + 1
+        values.update(self._call_epoch_ends(values))
         self._start_epoch()
         return values
 
@@ -182,12 +195,17 @@ class LoggedValues(MetricSet):
         """Continue from the values of a checkpoint."""
         self._epoch = {name: _Reduced(*values) for name, values in state.items()}
 
+    def monitor_among(self, values: Mapping[str, float]) -> Optional[str]:
+        """Return the value to monitor where none was chosen: hooks for the end of an epoch may log all there are."""
+        return logged_monitor(values) if values else None
+
     def higher_is_better(self, name: str) -> bool:
         """Return the direction of a value: of a loss or an error lower is better."""
         return super().higher_is_better(name) and not _LOWER_IS_BETTER.search(name)
 
     def _start_epoch(self) -> None:
         self._epoch = {}
+        self._returned = []
         for path in {spec.metric for spec in self._specs.values() if spec.metric} or self._objects:
             self._objects[path].reset()
 
@@ -242,25 +260,36 @@ class LoggedValues(MetricSet):
             )
             found = metric.compute()
             for spec in specs:
-                value = torch.as_tensor(found[spec.metric_key] if spec.metric_key is not None else found).double()
+                value = torch.as_tensor(_logged(spec, found)).double()
                 self._add(spec.name, value.reshape(1), torch.tensor([float(weight)], dtype=torch.float64), 1.0)
 
-    def _keep(self, outputs: Mapping[str, Any], micro_batches: int, real: int, keep: Any = lambda value: value) -> None:
+    def _keep(
+        self,
+        outputs: Mapping[str, Any],
+        micro_batches: int,
+        real: int,
+        keep: Any = lambda value: value,
+        partial: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Append to the model's own lists what its step appended to them, for each micro-batch."""
         items: Dict[Tuple[str, str], Dict[str, Any]] = {}
         for name, value in outputs.items():
             if name.startswith(KEPT):
-                attribute, number, key, dims = name[len(KEPT) :].rsplit(":", 3)
+                attribute, number, rest = name[len(KEPT) :].split(":", 2)
+                key, dims = rest.rsplit(":", 1)
                 if dims == "0":
                     parts = [part.reshape(()) for part in value.reshape(-1)[:real]]
                 else:
                     size = max(value.shape[0] // micro_batches, 1)
                     parts = list(keep(value).split(size))
+                if name in partial and len(parts) == real:
+                    parts[-1] = partial[name].detach()
                 items.setdefault((attribute, number), {})[key] = parts
         for (attribute, _), by_key in items.items():
+            kept = self._returned if attribute == RETURNED else getattr(self._steps.model, attribute)
             for place in range(real):
                 item = {key: parts[place] for key, parts in by_key.items() if place < len(parts)}
-                getattr(self._steps.model, attribute).append(item[""] if set(item) == {""} else item)
+                kept.append(item[""] if set(item) == {""} else item)
 
     def _value(self, spec: LoggedValue, kept: Mapping[str, _Reduced], by_update: bool = False) -> float:
         if spec.metric is None or spec.by_batch:
@@ -269,15 +298,24 @@ class LoggedValues(MetricSet):
         metric: Optional[Any] = (self._window_objects if by_update else self._objects).get(spec.metric)
         if metric is None:
             return math.nan
-        found = metric.compute()
-        return float(found[spec.metric_key] if spec.metric_key is not None else found)
+        return float(_logged(spec, metric.compute()))
 
-    def _call_epoch_end(self, hook: str) -> Dict[str, float]:
-        """Call the model's own hook on the host; what it logs joins the values."""
+    def _epoch_ends(self) -> List[Callable[[], Any]]:
+        """Return the model's own hooks for the end of an epoch."""
         model = self._steps.model
-        if not overrides(model, hook):
-            return {}
+        hook = "on_train_epoch_end" if self.kind == "training" else f"on_{self.kind}_epoch_end"
+        of_outputs = epoch_end_of_outputs(model, self.kind)
+        found: List[Callable[[], Any]] = [] if of_outputs is None else [lambda: of_outputs(self._returned)]
+        return [*found, getattr(model, hook)] if overrides(model, hook) else found
+
+    def _call_epoch_ends(self, known: Mapping[str, float]) -> Dict[str, float]:
+        """Call the model's own hooks on the host, which may read the known values; what they log joins them."""
+        hooks = self._epoch_ends()
         values: Dict[str, float] = {}
+        if not hooks:
+            return values
+        for shown in (self._steps.trainer.callback_metrics, self._steps.trainer.logged_metrics):
+            shown.update({name: torch.tensor(value) for name, value in known.items()})
 
         def log(name: str, value: Any, *_: Any, **__: Any) -> None:
             values[name] = float(value.compute() if hasattr(value, "compute") else value)
@@ -286,13 +324,20 @@ class LoggedValues(MetricSet):
             for name, value in dictionary.items():
                 log(name, value)
 
-        own = vars(model)
+        own = vars(self._steps.model)
         own["log"], own["log_dict"] = log, log_dict
         try:
-            getattr(model, hook)()
+            for hook in hooks:
+                hook()
         finally:
             del own["log"], own["log_dict"]
         return values
+
+
+def _logged(spec: LoggedValue, computed: Any) -> Any:
+    """Return what is logged of what a metric object computed."""
+    value = computed[spec.metric_key] if spec.metric_key is not None else computed
+    return value if spec.then is None else spec.then(value)
 
 
 def _is_int(value: torch.Tensor) -> bool:

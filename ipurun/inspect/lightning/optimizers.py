@@ -74,7 +74,7 @@ def configured_optimizer(model: nn.Module, trainer: TrainerStandIn) -> Configure
             else "return an optimizer, or set optimizer=adamw",
             key=_KEY,
         )
-    return ConfiguredOptimizer(optimizers[0], tuple(_timed(item) for item in schedulers))
+    return ConfiguredOptimizer(optimizers[0], tuple(_timed(item, trainer) for item in schedulers))
 
 
 def optimizer_node(own: ConfiguredOptimizer, model: nn.Module) -> Tuple[Dict[str, Any], Tuple[str, ...]]:
@@ -150,7 +150,7 @@ def _parts(made: Any) -> Tuple[List[Any], List[Any]]:
     return [made], []
 
 
-def _timed(given: Any) -> TimedScheduler:
+def _timed(given: Any, trainer: TrainerStandIn) -> TimedScheduler:
     config: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
     interval: str = str(config.get("interval", "epoch"))
     frequency = config.get("frequency", 1)
@@ -162,4 +162,4 @@ def _timed(given: Any) -> TimedScheduler:
             known="interval: step or epoch; frequency: a whole number of at least 1",
             key=_KEY,
         )
-    return TimedScheduler(config["scheduler"], interval, frequency, monitor)
+    return TimedScheduler(config["scheduler"], interval, frequency, monitor, trainer.accumulate_grad_batches)

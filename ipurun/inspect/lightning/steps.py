@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import numbers
+import operator
 import sys
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -17,11 +18,24 @@ from ipurun.inspect.batch_items import split_target
 from ipurun.inspect.facts import LoggedValue
 from ipurun.inspect.lightning.trainer import TrainerStandIn, attach_trainer, caller, is_lightning, overrides
 
-__all__ = ["KEPT", "LOG", "METRIC", "BatchIndex", "Steps", "metric_modules", "steps_of"]
+__all__ = [
+    "KEPT",
+    "LOG",
+    "MARKS",
+    "METRIC",
+    "RETURNED",
+    "BatchIndex",
+    "Steps",
+    "epoch_end_of_outputs",
+    "metric_modules",
+    "steps_of",
+]
 
 LOG = "log:"  # begins the names of outputs that self.log received
 METRIC = "metric:"  # begins the names of outputs that a metric object received
 KEPT = "kept:"  # begins the names of outputs that the step appended to a list of the model's
+RETURNED = "(returned)"  # in place of the name of a list: what the step returned, for the end of the epoch
+MARKS = (KEPT, RETURNED)  # among the logged values of a plan: that the step has kept ones, that it returns no loss
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
@@ -87,21 +101,70 @@ class HostValue(NamedTuple):
     path: str
     key: Optional[str] = None  # of a collection
     by_batch: bool = False  # what `forward` returns: the value of this batch alone
+    then: Optional[Callable[[Any], Any]] = None  # what the step does with it: torch.sqrt(value), 100 * value
 
 
-class _Unusable:
-    """Takes the place of a metric's value inside a step, and explains any other use than self.log."""
+class _OnHost:
+    """Takes the place of a metric's value inside a step: what is computed with it alone is left to the host."""
 
     def __init__(self, value: HostValue) -> None:
         self.host_value = value
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave a function of torch to the host."""
+        own = next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))
+        return own._later(function, *args, **(kwargs or {}))
+
+    def _later(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        if sum(isinstance(value, _OnHost) for value in values) > 1 or any(
+            isinstance(value, torch.Tensor) for value in values
+        ):
+            raise TypeError(f"{self._what()}: it cannot be combined with other tensors or metrics inside the step")
+        path, key, by_batch, before = self.host_value
+
+        def then(value: Any) -> Any:
+            value = value if before is None else before(value)
+            named = {name: value if given is self else given for name, given in kwargs.items()}
+            return function(*(value if given is self else given for given in args), **named)
+
+        return _OnHost(HostValue(path, key, by_batch, then))
+
+    def _what(self) -> str:
+        path = self.host_value.path
+        return f"the value of the metric `{path}` is computed on the host, after the step, where it is logged"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"the value of the metric `{self.host_value.path}` is computed on the host, after the step: it can be "
-            f"logged with self.log, but has no `{name}` inside the step"
-        )
+        if name in ("item", "detach", "cpu", "clone"):
+            return lambda: self
+        method = getattr(torch.Tensor, name, None)
+        if not callable(method) or name in ("backward", "numpy", "tolist"):
+            raise AttributeError(f"{self._what()}: it has no `{name}` inside the step")
+        return lambda *args, **kwargs: self._later(method, self, *args, **kwargs)
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self._what()}: no decision inside the step can depend on it")
+
+    def __float__(self) -> float:
+        raise TypeError(f"{self._what()}: inside the step it is not a number yet")
+
+    __int__ = __index__ = __float__  # type: ignore[assignment]
+
+
+def _left_to_host(function: Callable[..., Any], swapped: bool = False) -> Callable[..., Any]:
+    return lambda self, *other: self._later(function, *((*other, self) if swapped else (self, *other)))
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(_OnHost, f"__{_name}__", _left_to_host(getattr(operator, _name)))
+    setattr(_OnHost, f"__r{_name}__", _left_to_host(getattr(operator, _name), swapped=True))
+for _name in ("neg", "abs"):
+    setattr(_OnHost, f"__{_name}__", _left_to_host(getattr(operator, _name)))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(_OnHost, f"__{_name}__", lambda self, other: bool(self))
 
 
 def steps_of(model: nn.Module, trainer: Optional[TrainerStandIn] = None, takes_tensor: bool = False) -> Optional[Steps]:
@@ -117,6 +180,17 @@ def metric_modules(model: nn.Module) -> Dict[str, nn.Module]:
         if name and is_metric and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
+
+
+def epoch_end_of_outputs(model: nn.Module, kind: str) -> Optional[Callable[[List[Any]], Any]]:
+    """Return the hook of Lightning 1 that gets what the steps of an epoch returned, None if the model has none."""
+    return getattr(model, f"{kind}_epoch_end") if overrides(model, f"{kind}_epoch_end") else None
+
+
+def _reads_outputs(model: nn.Module, kind: str) -> bool:
+    """Return whether the hook reads what the steps returned: by convention `_` is not read."""
+    hook = epoch_end_of_outputs(model, kind)
+    return hook is not None and any(not name.startswith("_") for name in inspect.signature(hook).parameters)
 
 
 class Steps:
@@ -135,6 +209,8 @@ class Steps:
         self.logged: Dict[str, Dict[str, LoggedValue]] = {}  # of each kind of step, when it last ran
         self.batch_index = BatchIndex(1)  # not the first: logging images of the first batch is usual
         self.batch_index.uses = {}
+        self.in_trial = False  # with gradients, so that a loss can be told from another number
+        self.other_numbers: Set[str] = set()  # kinds of steps that return a number that is not a loss
         attach_trainer(model, trainer)
 
     def has(self, kind: str) -> bool:
@@ -171,7 +247,12 @@ class Steps:
         self.logged[kind] = recorder.logged
         if kind == "predict":
             return result
-        return {**self._loss(result, kind), **recorder.outputs}
+        loss = self._loss(result, kind)
+        if _reads_outputs(self.model, kind):
+            recorder.keep(
+                RETURNED, 0, {"loss": loss["loss"]} if kind == "training" and result is loss["loss"] else result
+            )
+        return {**loss, **recorder.outputs}
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -184,7 +265,7 @@ class Steps:
     def _loss(self, result: Any, kind: str) -> Dict[str, torch.Tensor]:
         if isinstance(result, Mapping) and "loss" in result:
             return {"loss": result["loss"]}
-        if isinstance(result, torch.Tensor) and (kind == "training" or (result.numel() == 1 and _is_float(result))):
+        if isinstance(result, torch.Tensor) and (kind == "training" or self._is_loss(result, kind)):
             return {"loss": result}
         if kind != "training":
             return {}
@@ -197,9 +278,13 @@ class Steps:
             key="model._target_",
         )
 
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    def _is_loss(self, result: torch.Tensor, kind: str) -> bool:
+        """Return whether a step of evaluation returns a loss: other numbers, such as an accuracy, have no gradient."""
+        if result.numel() != 1 or not result.is_floating_point():
+            return False
+        if self.in_trial and not result.requires_grad:
+            self.other_numbers.add(kind)
+        return kind not in self.other_numbers
 
 
 def _step_arguments(step: Callable[..., Any], batch: Any, index: BatchIndex) -> Tuple[Any, ...]:
@@ -238,6 +323,8 @@ class _Recorder:
             if module is self._model or is_lightning(module):
                 put(module, "log", self.log)
                 put(module, "log_dict", self.log_dict)
+                put(module, "optimizers", _no_optimizers)
+                put(module, "lr_schedulers", _no_optimizers)
         for path, metric in self._metrics.items():
             put(metric, "forward", self._receiver(path, metric, returns=True))
             put(metric, "update", self._receiver(path, metric, returns=False))
@@ -269,10 +356,14 @@ class _Recorder:
                 added = value[lengths[name] :]
                 del value[lengths[name] :]
                 for number, item in enumerate(added):
-                    parts = item if isinstance(item, Mapping) else {"": item}
-                    for key, part in parts.items():
-                        if isinstance(part, torch.Tensor):
-                            self.outputs[f"{KEPT}{name}:{number}:{key}:{part.dim()}"] = part.detach()
+                    self.keep(name, number, item)
+
+    def keep(self, name: str, number: int, item: Any) -> None:
+        """Turn a tensor, or those of a dict, into outputs that are appended to a list on the host."""
+        parts = item if isinstance(item, Mapping) else {"": item}
+        for key, part in parts.items():
+            if isinstance(part, torch.Tensor):
+                self.outputs[f"{KEPT}{name}:{number}:{key}:{part.dim()}"] = part.detach()
 
     def log(
         self,
@@ -303,13 +394,13 @@ class _Recorder:
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Record several values."""
-        if isinstance(dictionary, _Unusable):
+        if isinstance(dictionary, _OnHost):
             dictionary = {dictionary.host_value.path: dictionary}
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 
     def _host_value(self, value: Any) -> Optional[HostValue]:
-        if isinstance(value, _Unusable):
+        if isinstance(value, _OnHost):
             return value.host_value
         for path, metric in self._metrics.items():
             if value is metric:
@@ -322,8 +413,8 @@ class _Recorder:
 
     def _value(self, path: str, metric: nn.Module, by_batch: bool = False) -> Any:
         if isinstance(metric, nn.ModuleDict):
-            return {str(key): _Unusable(HostValue(path, str(key), by_batch)) for key in list(metric.keys())}
-        return _Unusable(HostValue(path, None, by_batch))
+            return {str(key): _OnHost(HostValue(path, str(key), by_batch)) for key in list(metric.keys())}
+        return _OnHost(HostValue(path, None, by_batch))
 
     def _receiver(self, path: str, metric: nn.Module, returns: bool) -> Callable[..., Any]:
         def receive(*args: Any, **kwargs: Any) -> Any:
@@ -342,6 +433,13 @@ class _Recorder:
 
 
 _MISSING = object()
+
+
+def _no_optimizers(*_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "self.optimizers() and self.lr_schedulers() inside a step: a compiled step cannot read what changes while "
+        "training; a run reports the learning rate itself, as `lr`"
+    )
 
 
 def _reduction(given: Any, name: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Dict, List, Optional, Tuple
+import weakref
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -54,9 +55,8 @@ _IGNORED: Dict[str, str] = {
         "use a callback of ipurun (docs/how-to/callbacks.md)",
     ),
     **dict.fromkeys(
-        ("training_epoch_end", "validation_epoch_end", "test_epoch_end", "training_step_end", "validation_step_end")
-        + ("test_step_end",),
-        "log values in the step with self.log, which reduces them over the epoch",
+        ("training_step_end", "validation_step_end", "test_step_end"),
+        "what a step returns needs no reduction: replicas and device iterations are reduced by themselves",
     ),
     **dict.fromkeys(
         ("on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad")
@@ -81,9 +81,17 @@ class TrainerStandIn:
         max_steps: Planned weight updates; -1 if only epochs are planned.
         updates: Weight updates of the whole run, as far as they are known.
         accumulation: Micro-batches of a weight update.
+        datamodule: The data module, once it is known.
     """
 
-    def __init__(self, max_epochs: int = 1, max_steps: int = -1, updates: int = 1, accumulation: int = 1) -> None:
+    def __init__(
+        self,
+        max_epochs: int = 1,
+        max_steps: int = -1,
+        updates: int = 1,
+        accumulation: int = 1,
+        datamodule: Any = None,
+    ) -> None:
         self.max_epochs = max_epochs
         self.min_epochs = 1
         self.max_steps = max_steps
@@ -98,11 +106,13 @@ class TrainerStandIn:
         self.logger: Any = IgnoredCalls()
         self.loggers: List[Any] = [self.logger]
         self.callbacks: List[Any] = []
+        self.progress_bar_callback = self.checkpoint_callback = self.early_stopping_callback = None
         self.optimizers: List[Any] = []
         self.lr_scheduler_configs: List[Any] = []
         self.callback_metrics: Dict[str, Any] = {}
         self.logged_metrics: Dict[str, Any] = {}
-        self.datamodule: Any = None
+        self.datamodule = datamodule
+        self.strategy = StrategyStandIn()
         self.model: Any = None
         self.lightning_module: Any = None
         self.global_rank = self.local_rank = self.node_rank = 0
@@ -123,6 +133,10 @@ class TrainerStandIn:
         """The number of weight updates; in a step a constant."""
         return self._read("global_step")
 
+    def moved_to(self, epoch: int, step: int) -> None:
+        """Note where the run is, for hooks: the epoch, counted from 0, and the weight updates that were made."""
+        self.values.update(current_epoch=epoch, global_step=step)
+
     def _read(self, name: str) -> Any:
         if self.in_step:
             self.reads[name] = caller()
@@ -133,6 +147,31 @@ class TrainerStandIn:
             f"`self.trainer.{name}`: ipurun trains without a Lightning trainer and has no such value; pass it to the "
             "model as an argument"
         )
+
+
+class StrategyStandIn:
+    """The part of a strategy that a model may ask for: there is one process, whose values are all there are."""
+
+    optimizers: Sequence[Any] = ()
+    _lightning_optimizers: Sequence[Any] = ()
+    global_rank = local_rank = 0
+    world_size = num_processes = 1
+    is_global_zero = True
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return a tensor as it is."""
+        return tensor
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        """Return a tensor as it is."""
+        return tensor
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Return a value as it is."""
+        return value
+
+    def barrier(self, name: Any = None) -> None:
+        """Return at once."""
 
 
 class IgnoredCalls:
@@ -161,6 +200,8 @@ def attach_trainer(owner: Any, trainer: TrainerStandIn) -> None:
     try:
         owner.trainer = trainer
     except AttributeError:  # a read-only property of another library
+        object.__setattr__(owner, "_trainer", trainer)
+    if type(vars(owner).get("_trainer")) in weakref.ProxyTypes:  # Lightning 1 expects that its caller keeps the trainer
         object.__setattr__(owner, "_trainer", trainer)
 
 
