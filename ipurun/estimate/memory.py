@@ -316,16 +316,29 @@ def _between_checkpoints(ops: Sequence[TracedOp], checkpoints: Set[int], inputs:
     kept, since = inputs, 0
     beside: List[int] = []
     recomputed: Set[int] = set()
-    current: Set[int] = set()
+    current: List[TracedOp] = []
     for op in ops:
         if op.index in checkpoints:
             beside.append(since)
             kept += op.output_bytes
-            recomputed |= current
-            since, current = 0, set()
+            recomputed |= _read_again(current)
+            since, current = 0, []
         else:
             since += op.saved_bytes
             beside.append(since)
-            current.add(op.index)
+            current.append(op)
     # Results after the last checkpoint of the last stage are used by the backward pass at once.
-    return StageMemory(kept, beside, recomputed if is_last else recomputed | current)
+    return StageMemory(kept, beside, recomputed if is_last else recomputed | _read_again(current))
+
+
+def _read_again(ops: Sequence[TracedOp]) -> Set[int]:
+    """Return the operations between two checkpoints that run again: those that are trained, or that a kept value needs.
+
+    PopART computes again only what the backward pass depends on, so nothing of a frozen model before it.
+    """
+    found: Set[int] = set()
+    for op in reversed(ops):
+        if op.gradients or op.saved_bytes or op.index in found:
+            found.add(op.index)
+            found.update(op.inputs)
+    return found & {op.index for op in ops}
