@@ -48,7 +48,7 @@ class Machine:
     code_imbalance: float = 0.7
     tile_imbalance_bytes: float = 0.0
     default_proportion: float = 0.6
-    tight_margin: float = 0.06
+    tight_margin: float = 0.07
     inference_margin: float = 0.15
     over_margin: float = 0.03
 

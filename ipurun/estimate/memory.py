@@ -210,11 +210,11 @@ def _of_largest_phase(
 def op_bytes(traced: TracedModel, op: TracedOp, settings: Settings, costs: Sequence[OpCost]) -> float:
     """Return the bytes an operation needs while it runs: operands, results, gradients and temporaries."""
     live, gradient = traced.working_bytes[op.index]
-    live += (costs[op.index].crowding - 1) * op.output_bytes
     parts = serial_parts(op, settings) if settings.serialized else 1
     if op.kind == "gather" and settings.gradient_bytes:
         gradient = 0  # the rows that were looked up are added to the accumulator
-    return live + (gradient / parts if settings.training else 0) + costs[op.index].temporary
+    crowded = (costs[op.index].crowding - 1) * op.output_bytes
+    return live + crowded + (gradient / parts if settings.training else 0) + costs[op.index].temporary
 
 
 def _transfers(traced: TracedModel, layout: StageLayout, settings: Settings, stages: List[int]) -> int:

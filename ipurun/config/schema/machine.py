@@ -83,7 +83,7 @@ class MachineConfig:
     )
     default_proportion: float = option(0.6, "Default share of a tile for matmul temporaries.", positive=True)
     tight_margin: float = option(
-        0.06, "Training this share below the memory limit or closer is a tight fit.", minimum=0
+        0.07, "Training this share below the memory limit or closer is a tight fit.", minimum=0
     )
     inference_margin: float = option(0.15, "The same for inference.", minimum=0)
     over_margin: float = option(0.03, "A model this share above the memory limit or further does not fit.", minimum=0)
