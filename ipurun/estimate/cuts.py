@@ -289,7 +289,7 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning
             micro-batches in flight.
     """
     stash = segment.kept * in_flight
-    code, stays = segment.code, segment.fixed + segment.received
+    code, stays = segment.code, float(segment.fixed + segment.received)
     peak, update = segment.peak, segment.update
     if returning is None:  # nearly always
         waiting = update - stash
@@ -297,8 +297,8 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning
     stash += returning.kept
     # Both include the code that every program has.
     code += returning.code - machine.tiles * machine.code_bytes_per_tile
-    stays += returning.fixed + returning.received
-    return stays + stash + code + uneven_bytes(code, machine) + max(peak, returning.peak, max(update, returning.update) - stash)
+    stays += returning.fixed + returning.received + code + uneven_bytes(code, machine)
+    return stays + stash + max(peak, returning.peak, max(update, returning.update) - stash)
 
 
 def segments_of(
