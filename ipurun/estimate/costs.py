@@ -62,11 +62,13 @@ class OpCost:
         forward: Seconds.
         backward: Seconds of its share of the backward pass.
         temporary: Bytes on the whole chip while it runs, besides its operands and results.
+        crowding: Tiles of the chip for each tile that holds a part of its result.
     """
 
     forward: float
     backward: float
     temporary: float
+    crowding: float = 1.0
 
 
 _FREE = OpCost(0.0, 0.0, 0.0)
@@ -145,13 +147,17 @@ def _product_cost(op: TracedOp, machine: Machine, settings: Settings, proportion
     if settings.training and op.gradients:
         data, weight = backward_shapes(op.dims, has_weight)
         wanted += [data, weight] if op.gradients > 1 else [weight if op.parameters else data]
-    seconds, temporary = [], 0.0
+    is_batch = op.kind == "matmul" and not has_weight and op.element_bytes * _SIDE == _VECTOR_BYTES
+    seconds, temporary, crowding = [], 0.0, 1.0
     for shape in wanted:
         narrower = _serialised(shape, parts)
         planned = plan_product(machine, narrower, op.element_bytes, settings.partials_bytes, proportion)
-        seconds.append(parts * (planned.cycles / machine.clock_hz + overhead))
+        cycles = planned.cycles + (_moved_singly(narrower) * _SINGLE_CYCLES / machine.tiles if is_batch else 0.0)
+        seconds.append(parts * (cycles / machine.clock_hz + overhead))
         temporary = max(temporary, planned.tile_bytes * machine.tiles)
-    return OpCost(seconds[0], sum(seconds[1:]), temporary)
+        if shape is wanted[0]:
+            crowding = machine.tiles / planned.tiles
+    return OpCost(seconds[0], sum(seconds[1:]), temporary, crowding)
 
 
 def _serialised(shape: Shape, parts: int) -> Shape:
@@ -197,10 +203,12 @@ class Product:
     Args:
         cycles: Clock cycles.
         tile_bytes: Temporary memory on each tile.
+        tiles: Tiles that compute, and then hold the result.
     """
 
     cycles: float
     tile_bytes: float
+    tiles: int
 
 
 def forward_shape(dims: Tuple[int, ...], has_weight: bool = False) -> Shape:
@@ -246,6 +254,20 @@ _POSITION_CYCLES, _DOT_CYCLES = 7.0, 6.0
 _VECTORS_ADDED, _ADDING_CYCLES = 2, 3.0
 
 
+# PopLibs transposes half-precision matrices in blocks of 4 x 4 if both sides are multiples of 4. Otherwise values are
+# moved one by one: it counts ten times the cycles, 2.5 of one of the tile's six workers, for each of them.
+_SIDE = 4
+_SINGLE_CYCLES = 2.5 * 6
+
+
+def _moved_singly(shape: Shape) -> int:
+    """Return the values of operands and results of a batch of products that have a side which is no multiple of 4."""
+    if shape.groups == 1:
+        return 0
+    matrices = ((shape.rows, shape.depth), (shape.depth, shape.columns), (shape.rows, shape.columns))
+    return shape.groups * sum(first * second for first, second in matrices if first % _SIDE or second % _SIDE)
+
+
 def has_thin_groups(op: TracedOp) -> bool:
     """Return whether an operation is a convolution whose groups have fewer channels than a vector."""
     return bool(op.dims) and op.kind == "conv" and _is_thin(forward_shape(op.dims), op.element_bytes)
@@ -268,7 +290,8 @@ def _plan_thin_groups(machine: Machine, shape: Shape, element_bytes: int) -> Pro
         compute = each * math.ceil(shape.groups * shape.rows * shape.kernel / machine.tiles)
         received = shape.rows * shape.depth
     tile_bytes = math.ceil(shape.groups * received / machine.tiles) * element_bytes
-    return Product(compute + tile_bytes / (machine.exchange_bytes_per_cycle * machine.exchange_efficiency), tile_bytes)
+    exchange = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
+    return Product(compute + tile_bytes / exchange, tile_bytes, machine.tiles)
 
 
 @functools.lru_cache(maxsize=50_000)
@@ -305,7 +328,8 @@ def plan_product(machine: Machine, shape: Shape, element_bytes: int, partials_by
                 split = (row_parts, column_parts, depth_parts)
                 found = _on_a_tile(machine, part, split, element_bytes, partials_bytes, limit)
                 if best is None or found.cycles * rounds < best.cycles:
-                    best = Product(found.cycles * rounds, found.tile_bytes)
+                    used = group_parts * row_parts * column_parts * depth_parts
+                    best = Product(found.cycles * rounds, found.tile_bytes, used)
     assert best is not None
     return best
 
@@ -340,7 +364,7 @@ def _on_a_tile(
     received = _received(row_bytes, turns * column_bytes * away, split, machine.exchange_pair)
     moved = received + (result_bytes if is_partial else 0)
     exchange = machine.exchange_bytes_per_cycle * machine.exchange_efficiency
-    return Product(compute + moved / exchange, min(needed, limit))
+    return Product(compute + moved / exchange, min(needed, limit), split[0] * split[1] * split[2])
 
 
 def _received(row_bytes: float, column_bytes: float, split: Tuple[int, int, int], pair: int) -> float:

@@ -8,7 +8,14 @@ from typing import Collection, Dict, FrozenSet, List, Optional, Sequence, Set, T
 
 from ipurun.estimate.costs import op_costs
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.memory import ParameterShare, code_bytes, op_bytes, parameter_shares, programs_of
+from ipurun.estimate.memory import (
+    ParameterShare,
+    code_bytes,
+    op_bytes,
+    parameter_shares,
+    programs_of,
+    uneven_bytes,
+)
 from ipurun.estimate.stages import layout_of_cuts, with_parents
 from ipurun.estimate.types import Settings
 from ipurun.inspect.traced_model import TracedModel
@@ -282,14 +289,15 @@ def segment_memory(segment: Segment, in_flight: int, machine: Machine, returning
             micro-batches in flight.
     """
     stash = segment.kept * in_flight
-    stays = segment.fixed + segment.received + segment.code + machine.tile_imbalance_bytes * machine.tiles
+    code, stays = segment.code, float(segment.fixed + segment.received)
     peak, update = segment.peak, segment.update
     if returning is None:  # nearly always
         waiting = update - stash
-        return stays + stash + (peak if peak > waiting else waiting)
+        return stays + stash + code + uneven_bytes(code, machine) + (peak if peak > waiting else waiting)
     stash += returning.kept
     # Both include the code that every program has.
-    stays += returning.fixed + returning.received + returning.code - machine.tiles * machine.code_bytes_per_tile
+    code += returning.code - machine.tiles * machine.code_bytes_per_tile
+    stays += returning.fixed + returning.received + code + uneven_bytes(code, machine)
     return stays + stash + max(peak, returning.peak, max(update, returning.update) - stash)
 
 

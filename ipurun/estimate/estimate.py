@@ -44,6 +44,11 @@ def verdict_of(memory: IpuMemory, machine: Machine, *, training: bool = True) ->
     return Verdict.TIGHT if memory.share <= 1 + machine.over_margin else Verdict.DOES_NOT_FIT
 
 
+def _uneven(machine: Machine) -> str:
+    more = f" and {machine.tile_imbalance_bytes:,.0f} bytes more" if machine.tile_imbalance_bytes else ""
+    return f"{machine.code_imbalance:.0%} more code{more}"
+
+
 def _margin(machine: Machine, training: bool) -> float:
     return machine.tight_margin if training else machine.inference_margin
 
@@ -61,7 +66,8 @@ def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
         ),
         (
             "fit",
-            f"The fullest tile holds {machine.tile_imbalance_bytes:,.0f} bytes more than the average one. From "
+            f"The fullest tile holds {_uneven(machine)} than the average one, and a result that few tiles compute is "
+            "on those. From "
             f"{_margin(machine, settings.training):.0%} below the limit to {machine.over_margin:.0%} above it the "
             "verdict is `tight`, because the estimate is no more accurate than that.",
         ),

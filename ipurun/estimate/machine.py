@@ -25,11 +25,11 @@ class Machine:
     exchange_pair: int = 2
     ipus_per_machine: int = 4
     streaming_bytes_per_machine: float = 256e9
-    product_efficiency: float = 0.75
+    product_efficiency: float = 0.76
     block_load_cycles: float = 48.0
-    exchange_efficiency: float = 0.49
+    exchange_efficiency: float = 0.50
     vector_bytes_per_cycle: float = 7.6
-    op_cycles: float = 3420.0
+    op_cycles: float = 3480.0
     link_bytes_per_second: float = 64e9
     all_reduce_bytes_per_second: float = 40e9
     all_reduce_step_seconds: float = 16e-6
@@ -45,11 +45,12 @@ class Machine:
     code_bytes_per_tile: float = 16_600.0
     code_bytes_per_op: float = 150.0
     code_bytes_per_call: float = 42.0
-    tile_imbalance_bytes: float = 36_000.0
+    code_imbalance: float = 0.7
+    tile_imbalance_bytes: float = 0.0
     default_proportion: float = 0.6
-    tight_margin: float = 0.06
-    inference_margin: float = 0.13
-    over_margin: float = 0.05
+    tight_margin: float = 0.07
+    inference_margin: float = 0.15
+    over_margin: float = 0.03
 
     @property
     def memory_bytes(self) -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "programs_of",
     "share_of",
     "stage_memories",
+    "uneven_bytes",
 ]
 
 
@@ -153,6 +154,7 @@ def estimate_memory(
         if not layout.phase_of_stage:  # the weights of phases are counted as such
             temporary += share.loaded
         io = _transfers(traced, layout, settings, stages) + sum(received[stage] for stage in stages)
+        code = _code(ops, settings, machine)
         ipus.append(
             IpuMemory(
                 ipu=ipu,
@@ -162,9 +164,9 @@ def estimate_memory(
                 activations=stash,
                 temporary=round(temporary),
                 io=io,
-                code=_code(ops, settings, machine),
+                code=code,
                 limit=machine.memory_bytes,
-                imbalance=round(machine.tile_imbalance_bytes * machine.tiles),
+                imbalance=round(uneven_bytes(code, machine)),
                 streaming=streaming,
             )
         )
@@ -211,7 +213,8 @@ def op_bytes(traced: TracedModel, op: TracedOp, settings: Settings, costs: Seque
     parts = serial_parts(op, settings) if settings.serialized else 1
     if op.kind == "gather" and settings.gradient_bytes:
         gradient = 0  # the rows that were looked up are added to the accumulator
-    return live + (gradient / parts if settings.training else 0) + costs[op.index].temporary
+    crowded = (costs[op.index].crowding - 1) * op.output_bytes
+    return live + crowded + (gradient / parts if settings.training else 0) + costs[op.index].temporary
 
 
 def _transfers(traced: TracedModel, layout: StageLayout, settings: Settings, stages: List[int]) -> int:
@@ -233,6 +236,14 @@ def code_bytes(programs: int, calls: int, machine: Machine) -> float:
     """Return the bytes of vertices, exchange code and control code of distinct programs and their calls."""
     per_tile = machine.code_bytes_per_tile + machine.code_bytes_per_op * programs + machine.code_bytes_per_call * calls
     return per_tile * machine.tiles
+
+
+def uneven_bytes(code: float, machine: Machine) -> float:
+    """Return what the fullest tile holds above the average one, times the number of tiles.
+
+    Poplar spreads tensors evenly; vertices, the exchange's instructions and what small tensors add to them are not.
+    """
+    return code * machine.code_imbalance + machine.tile_imbalance_bytes * machine.tiles
 
 
 def _code(ops: List[TracedOp], settings: Settings, machine: Machine) -> int:
@@ -316,16 +327,29 @@ def _between_checkpoints(ops: Sequence[TracedOp], checkpoints: Set[int], inputs:
     kept, since = inputs, 0
     beside: List[int] = []
     recomputed: Set[int] = set()
-    current: Set[int] = set()
+    current: List[TracedOp] = []
     for op in ops:
         if op.index in checkpoints:
             beside.append(since)
             kept += op.output_bytes
-            recomputed |= current
-            since, current = 0, set()
+            recomputed |= _read_again(current)
+            since, current = 0, []
         else:
             since += op.saved_bytes
             beside.append(since)
-            current.add(op.index)
+            current.append(op)
     # Results after the last checkpoint of the last stage are used by the backward pass at once.
-    return StageMemory(kept, beside, recomputed if is_last else recomputed | current)
+    return StageMemory(kept, beside, recomputed if is_last else recomputed | _read_again(current))
+
+
+def _read_again(ops: Sequence[TracedOp]) -> Set[int]:
+    """Return the operations between two checkpoints that run again: those that are trained, and what they read.
+
+    PopART computes again only what the backward pass depends on, so nothing of a frozen model in a stage of its own.
+    """
+    found: Set[int] = set()
+    for op in reversed(ops):
+        if op.gradients or op.index in found:
+            found.add(op.index)
+            found.update(op.inputs)
+    return found & {op.index for op in ops}

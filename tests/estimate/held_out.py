@@ -22,7 +22,7 @@ from ipurun.runs.prepare import PreparedRun, prepare
 
 PUBLISHED = Path(__file__).with_name("published.json")
 _RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}
-_HEADS = {"bert": "predictions.decoder", "gpt": "lm_head"}
+_HEADS = {"bert": "predictions.decoder", "gpt": "lm_head", "minidalle": "lm_head"}
 _BITS_OF_HALF = 16
 # Models of the tests use the data, loss and metrics of a recipe.
 _RECIPES = {"efficientnet": "resnet", "resnext": "resnet"}
@@ -103,7 +103,7 @@ def overrides_of(model: Row, run: Row) -> List[str]:
     ipus = len(run.get("layers_per_ipu") or [0, *run.get("split", [])])
     samples = run["micro_batch"] * run["accumulation"] * run["replicas"] * run["device_iterations"]
     words = [
-        f"+recipe={_RECIPES.get(kind, kind)}",
+        *([] if kind == "minidalle" else [f"+recipe={_RECIPES.get(kind, kind)}"]),
         *model_words(model),
         *_optimizer_words(run),
         f"micro_batch_size={run['micro_batch']}",
@@ -143,6 +143,9 @@ def model_words(model: Row) -> List[str]:
         own = {"depth": model["depth"], "image_size": model["image"], "num_classes": model["classes"]}
         target = ["model._target_=held_out_models.ResNeXt", "~model.norm", "~model.width"]
         return ["model=resnet50", *target, *(f"++model.{key}={own[key]}" for key in own)]
+    if kind == "minidalle":
+        words = ["model._target_=held_out_dalle.MiniDalle", f"+model.vocab_size={model['vocab']}"]
+        return [*words, f"sample=[{{shape: [80], dtype: int64, high: {model['vocab']}}}, {{shape: [3, 256, 256]}}]"]
     if kind == "efficientnet":
         own = {**model, "image_size": model["image"], "num_classes": model["classes"]}
         keys = ("image_size", "num_classes", "width", "depth", "expansion", "group", "norm_groups")

@@ -113,8 +113,8 @@ def vit_base(replicas: int = 4) -> Measurement:
     layout = layout_of_blocks(
         model, [(f"{stack}{3 * ipu}", ipu) for ipu in range(4)], [f"{stack}{layer}" for layer in range(12)]
     )
-    # Something that is not modelled limits the run: Graphcore's run from scratch, which fills and drains its pipeline
-    # far less often, is within 4% of this one. It may be the host, unless the data was generated.
+    # What limits the run is known less well than that of others: Graphcore's run from scratch, which fills and drains
+    # its pipeline far less often, is within 4% of this one.
     return Measurement("ViT-B/16", "ViT-B/16", model, layout, settings, BOW_HZ, 7319.0, noise=0.3)
 
 

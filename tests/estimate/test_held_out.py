@@ -24,6 +24,7 @@ THROUGHPUTS = (
     "resnet50.pod16",
     "resnet50.tf_mlperf_gc200",
     "resnext101.tf",
+    "minidalle.l16_pod16",
 )
 FIT = ("bert.large_512", "hf.gpt2_medium", "resnet50.tf_8k_pipeline")
 
@@ -65,10 +66,10 @@ def test_inference_of_vit_on_one_ipu_ran_out_of_memory_with_64_pictures(pictures
     assert (found.verdict is not Verdict.DOES_NOT_FIT) == fits
 
 
-def test_throughputs_are_within_a_factor_of_1_5_and_in_order() -> None:
+def test_throughputs_are_within_a_factor_of_1_25_and_in_order() -> None:
     found = [plan(row) for row in named(list(THROUGHPUTS))]
     for item in found:
-        assert 1 / 1.5 < item.ratio < 1.5, (item.row["id"], item.ratio)
+        assert 1 / 1.25 < item.ratio < 1.25, (item.row["id"], item.ratio)
     speeds = [item.estimate.time.samples_per_second for item in found]
     assert rank_correlation([item.published for item in found], speeds) > 0.9
 

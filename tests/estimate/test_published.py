@@ -26,8 +26,9 @@ from ipurun.config.compose import one
 from ipurun.estimate.calibration import FREE, Measurement, calibrate, leave_one_out, ratio
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine, machine_from
-from ipurun.estimate.stages import single_ipu
+from ipurun.estimate.stages import layout_of_blocks, single_ipu
 from ipurun.estimate.types import Estimate, Settings, Verdict
+from ipurun.inspect.trace import trace_model
 
 DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "planner.md"
 
@@ -44,8 +45,7 @@ def estimated(row: Measurement, clock_hz: float, **changes: object) -> Estimate:
 @pytest.mark.parametrize("index", range(8))
 def test_published_throughput_is_within_a_factor_of_1_25(index: int) -> None:
     row = measurements()[index]
-    most = 1.25 if row.noise < 0.2 else 1.6  # the host may have limited the run of ViT
-    assert 1 / most < ratio(row, machine()) < most, row.name
+    assert 1 / 1.25 < ratio(row, machine()) < 1.25, row.name
 
 
 @pytest.mark.parametrize("index", range(8))
@@ -101,6 +101,21 @@ def test_memory_of_a_compiled_tiny_bert() -> None:
     assert ipu.total == pytest.approx(103_077_866, rel=0.2)
     assert ipu.code == pytest.approx(62_643_519, rel=0.2)
     assert ipu.fullest / 1472 == pytest.approx(106_267, rel=0.2)
+
+
+def test_memory_and_the_fullest_tile_of_bert_large_in_inference() -> None:
+    """Popliner's split of BERT-large over two IPUs, and the one IPU it was made of."""
+    words = ["+recipe=bert", "model=bert_large", "model.sequence_length=128", "precision=16.16", "micro_batch_size=1"]
+    traced = trace_model(one(words).config, training=False)
+    settings = Settings(training=False, **HALF)
+    (alone,) = estimate(traced, single_ipu(traced), settings, machine()).ipus
+    assert alone.weights + alone.temporary + alone.io == pytest.approx(718_514_294, rel=0.05)
+    assert alone.code == pytest.approx(63_152_872, rel=0.05)  # vertices, their state and exchange
+    layout = layout_of_blocks(traced, [("embeddings", 0), ("encoder.layer.12", 1), ("pooler", 0), ("predictions", 0)])
+    halves = estimate(traced, layout, settings, machine()).ipus
+    for half, total, fullest in zip(halves, (470.8e6, 403.2e6), (336_670, 291_170)):
+        assert half.total == pytest.approx(total, rel=0.05)
+        assert half.fullest / 1472 == pytest.approx(fullest, rel=0.06)
 
 
 def test_shipped_constants_are_those_of_the_fit() -> None:

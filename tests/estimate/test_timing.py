@@ -17,7 +17,7 @@ from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
 from ipurun.estimate.timing import compile_class, estimate_time
 from ipurun.estimate.types import EstimatedModel, Settings, StageLayout
-from ipurun.inspect.traced_model import TracedModel
+from ipurun.inspect.traced_model import TracedModel, TracedOp
 
 MACHINE = Machine()
 
@@ -379,3 +379,16 @@ def test_another_micro_batch_scales_a_traced_model_in_proportion() -> None:
         (1, 64, 32, 32, 1),
         (96, 64, 64, 32, 1),
     ]
+
+
+@pytest.mark.parametrize(("length", "single"), [(197, False), (198, False), (196, False), (197, True)])
+def test_values_of_matrices_that_are_not_aligned_are_moved_one_by_one(length: int, single: bool) -> None:
+    """Scores of 12 heads for 17 pictures: PopLibs transposes halves in blocks of four, where both sides allow it."""
+    size = 4 if single else 2
+    settings = Settings(training=False, compute_bytes=size, partials_bytes=size)
+    scores = TracedOp(0, "bmm", "", "matmul", dims=(204, length, length, 64, 1), element_bytes=size)
+    traced = TracedModel((scores,), (), 0, 4, 4, 1)
+    spread = plan_product(MACHINE, forward_shape(scores.dims), size, size, 0.6).cycles
+    moved = 204 * (2 * length * 64 + length * length) if length % 4 and not single else 0
+    cycles = spread + 2.5 * 6 * moved / MACHINE.tiles + MACHINE.op_cycles
+    assert op_costs(traced, MACHINE, settings, 0.6)[0].forward * MACHINE.clock_hz == pytest.approx(cycles)

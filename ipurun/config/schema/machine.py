@@ -30,14 +30,14 @@ class MachineConfig:
     ipus_per_machine: int = option(4, "IPUs per machine.", minimum=1)
     streaming_bytes_per_machine: float = option(256e9, "Streaming memory per machine, in bytes.", positive=True)
     product_efficiency: float = option(
-        0.75, "Share of its peak rate that the matrix unit reaches while multiplying.", positive=True
+        0.76, "Share of its peak rate that the matrix unit reaches while multiplying.", positive=True
     )
     block_load_cycles: float = option(48.0, "Cycles to load one block of weights into the matrix unit.", minimum=0)
-    exchange_efficiency: float = option(0.49, "Share of its peak rate that the exchange reaches.", positive=True)
+    exchange_efficiency: float = option(0.50, "Share of its peak rate that the exchange reaches.", positive=True)
     vector_bytes_per_cycle: float = option(
         7.6, "Bytes that a tile reads and writes per cycle, outside the matrix unit.", positive=True
     )
-    op_cycles: float = option(3420.0, "Cycles to start and end an operation.", minimum=0)
+    op_cycles: float = option(3480.0, "Cycles to start and end an operation.", minimum=0)
     link_bytes_per_second: float = option(
         64e9, "Bandwidth between two IPUs of a replica, in bytes per second.", positive=True
     )
@@ -75,10 +75,15 @@ class MachineConfig:
         150.0, "Code and vertex state per distinct operation on a tile, in bytes.", minimum=0
     )
     code_bytes_per_call: float = option(42.0, "Control code per call of an operation on a tile, in bytes.", minimum=0)
-    tile_imbalance_bytes: float = option(36000.0, "Memory of the fullest tile above the average, in bytes.", minimum=0)
+    code_imbalance: float = option(
+        0.7, "Code of the fullest tile beyond the average, as a share of the average.", minimum=0
+    )
+    tile_imbalance_bytes: float = option(
+        0.0, "Further memory of the fullest tile above the average, in bytes, if measured.", minimum=0
+    )
     default_proportion: float = option(0.6, "Default share of a tile for matmul temporaries.", positive=True)
     tight_margin: float = option(
-        0.06, "Training this share below the memory limit or closer is a tight fit.", minimum=0
+        0.07, "Training this share below the memory limit or closer is a tight fit.", minimum=0
     )
-    inference_margin: float = option(0.13, "The same for inference.", minimum=0)
-    over_margin: float = option(0.05, "A model this share above the memory limit or further does not fit.", minimum=0)
+    inference_margin: float = option(0.15, "The same for inference.", minimum=0)
+    over_margin: float = option(0.03, "A model this share above the memory limit or further does not fit.", minimum=0)
