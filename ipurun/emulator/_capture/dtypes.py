@@ -24,10 +24,7 @@ _MAY_OVERFLOW = names_in(
 )
 # Half has 13 bits of mantissa less than float32.
 _DROPPED_BITS = 13
-# Products with it have the exponents of half, in float32: what is subnormal in half is subnormal there, too, so that
-# half precision ends at the same bit for all numbers.
-_TO_HALF_EXPONENTS = torch.tensor(2.0**-112)
-_FROM_HALF_EXPONENTS = torch.tensor(2.0**112)
+_SUBNORMAL_STEP = 2.0**-24  # between the numbers of half that are subnormal
 _KEPT_BITS = torch.tensor(-(2**_DROPPED_BITS), dtype=torch.int32)
 _NOISE_BITS = torch.tensor(2**_DROPPED_BITS - 1, dtype=torch.int32)
 _BLOCK = 2**14  # random numbers that are drawn from the generator at once
@@ -272,24 +269,42 @@ def draw_noise(noise: torch.Tensor) -> None:
         torch.bitwise_xor(drawn[: block.numel()], twice[shift : shift + block.numel()], out=block)
 
 
-def noise_place(user: int) -> int:
-    """Return where a rounding begins in random numbers that it shares with others."""
-    return user * _SPREAD % _NUM_PLACES * _ALIGNMENT
+def make_subnormal_noise(noise: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill a float32 vector with the second kind of random numbers for `round_up_or_down`: less than half a step.
+
+    Args:
+        noise: Random numbers from `draw_noise`.
+        target: The vector.
+    """
+    # A little less than half a step at most: added to the smallest normal numbers, more would be rounded to half of one.
+    factor = _SUBNORMAL_STEP * (2.0**-_DROPPED_BITS - 2.0 ** -(2 * _DROPPED_BITS - 2))
+    target.copy_(noise).sub_((2**_DROPPED_BITS - 1) / 2).mul_(factor)
 
 
-def round_up_or_down(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round float32 values in place to one of their two neighbours in half precision, with the same expected value.
+def noise_places(user: int) -> Tuple[int, int]:
+    """Return where a rounding begins in the two kinds of random numbers that it shares with others."""
+
+    def place(number: int) -> int:
+        return number * _SPREAD % _NUM_PLACES * _ALIGNMENT
+
+    return place(user), place(user + _NUM_PLACES // 2)
+
+
+def round_up_or_down(values: torch.Tensor, noise: torch.Tensor, subnormal: torch.Tensor) -> torch.Tensor:
+    """Change float32 values in place such that conversion to half gives one of their neighbours, the same on average.
 
     The noise is added below the last bit that half precision has, and may carry into it; then those bits are cleared.
-    Numbers of half precision do not change. Results above the range of half become infinite when they are converted.
+    What is subnormal in half has fewer bits: the conversion, which rounds to nearest, decides with the second noise.
+    That is too small to change anything else, and numbers of half precision do not change either, but for the sign of
+    zeros. Nothing here becomes subnormal in float32: CPUs take forty times as long to compute with such numbers.
 
     Args:
         values: Any float32 tensor.
         noise: Random numbers of the same shape, from `draw_noise`.
+        subnormal: Others, independent of them, from `make_subnormal_noise`.
     """
-    values.mul_(_TO_HALF_EXPONENTS)
     values.view(torch.int32).add_(noise).bitwise_and_(_KEPT_BITS)
-    return values.mul_(_FROM_HALF_EXPONENTS)
+    return values.add_(subnormal)
 
 
 class StochasticRounding:
@@ -301,12 +316,14 @@ class StochasticRounding:
 
     def __init__(self) -> None:
         self._noise = torch.empty(0, dtype=torch.int32)
+        self._subnormal = torch.empty(0)
         self._num_users = 0
 
     def __call__(self, destination: torch.Tensor, result: torch.Tensor) -> None:
         """Store `result` in `destination`, rounded at random if that is half precision."""
         if destination.dtype == torch.float16:
-            result = round_up_or_down(result.float().clone(), self._take(result.numel()).view(result.shape))
+            noises = [noise.view(result.shape) for noise in self._take(result.numel())]
+            result = round_up_or_down(result.float().clone(), *noises)
         destination.copy_(result)
 
     def to_half(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -315,11 +332,13 @@ class StochasticRounding:
         self(half, tensor)
         return half
 
-    def _take(self, count: int) -> torch.Tensor:
-        """Return random numbers that begin at another place than those before."""
+    def _take(self, count: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Return random numbers of both kinds that begin at other places than those before."""
         if count + NOISE_MARGIN > self._noise.numel():
             self._noise = torch.empty(count + NOISE_MARGIN, dtype=torch.int32)
             draw_noise(self._noise)
+            self._subnormal = torch.empty_like(self._noise, dtype=torch.float32)
+            make_subnormal_noise(self._noise, self._subnormal)
         self._num_users += 1
-        start = noise_place(self._num_users)
-        return self._noise[start : start + count]
+        first, second = noise_places(self._num_users)
+        return self._noise[first : first + count], self._subnormal[second : second + count]

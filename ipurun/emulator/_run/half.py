@@ -21,7 +21,8 @@ from ipurun.emulator._capture.dtypes import (
     StochasticRounding,
     draw_noise,
     holds_half,
-    noise_place,
+    make_subnormal_noise,
+    noise_places,
     round_up_or_down,
     to_nearest_half,
 )
@@ -142,11 +143,13 @@ class _Buffers:
             count *= size
         self._size = max(self._size, count)
         self._num_users += 1
-        return _StochasticInPlace(self, noise_place(self._num_users)) if self.stochastic else _NearestInPlace(self)
+        return _StochasticInPlace(self, noise_places(self._num_users)) if self.stochastic else _NearestInPlace(self)
 
     def draw(self) -> None:
         """Draw the random numbers of a run."""
-        draw_noise(self._flat(torch.int32))
+        noise = self._flat(torch.int32)
+        draw_noise(noise)
+        make_subnormal_noise(noise, self._flat(torch.float32))
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
         """Return a part of a buffer in the shape of a tensor and, if that is dense, with its strides."""
@@ -154,7 +157,7 @@ class _Buffers:
 
     def _flat(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._made:
-            is_noise = dtype == torch.int32
+            is_noise = dtype in (torch.int32, torch.float32)
             size = self._size + NOISE_MARGIN if is_noise else self._size
             self._made[dtype] = torch.empty(size, dtype=dtype)
         return self._made[dtype]
@@ -179,13 +182,13 @@ class _StochasticInPlace:
 
     Args:
         buffers: Shared memory, and the random numbers of a run.
-        place: Where to begin in the random numbers.
+        places: Where to begin in the two kinds of random numbers.
     """
 
-    def __init__(self, buffers: _Buffers, place: int) -> None:
+    def __init__(self, buffers: _Buffers, places: Tuple[int, int]) -> None:
         self._buffers = buffers
-        self._place = place
-        self._noise: Optional[torch.Tensor] = None
+        self._places = places
+        self._noises: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
         self._half: Optional[torch.Tensor] = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -199,9 +202,11 @@ class _StochasticInPlace:
         return self._rounded(tensor).half()
 
     def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._noise is None:
-            self._noise = self._buffers.like(tensor, torch.int32, self._place)
-        return round_up_or_down(tensor, self._noise)
+        if self._noises is None:
+            first, second = self._places
+            like = self._buffers.like
+            self._noises = like(tensor, torch.int32, first), like(tensor, torch.float32, second)
+        return round_up_or_down(tensor, *self._noises)
 
 
 class _Widening:
