@@ -276,7 +276,7 @@ def make_subnormal_noise(noise: torch.Tensor, target: torch.Tensor) -> None:
         noise: Random numbers from `draw_noise`.
         target: The vector.
     """
-    # A little less than half a step at most: added to the smallest normal numbers, more would be rounded to half of one.
+    # A bit less than half a step at most: more, added to the smallest normal numbers, would be rounded to half of one.
     factor = _SUBNORMAL_STEP * (2.0**-_DROPPED_BITS - 2.0 ** -(2 * _DROPPED_BITS - 2))
     target.copy_(noise).sub_((2**_DROPPED_BITS - 1) / 2).mul_(factor)
 
