@@ -161,7 +161,7 @@ class TimedScheduler(NamedTuple):
     Args:
         scheduler: A scheduler of torch.
         interval: step (weight updates) or epoch.
-        frequency: Number of epochs between two steps of it, or of batches, which are counted anew in each epoch.
+        frequency: Number of epochs between two steps of it, or of batches, which are counted from zero in each epoch.
         monitor: Metric that it waits for; None: the run's.
         batches: Batches of a weight update, for the frequency.
     """

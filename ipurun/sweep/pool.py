@@ -16,7 +16,7 @@ from ipurun.sweep.child import Outcome
 from ipurun.sweep.launchers import Launcher, RunningPoint, Task
 from ipurun.sweep.ledger import ENDED, FAILED, FINISHED, INTERRUPTED, PRUNED, RUNNING, Ledger, Record
 from ipurun.sweep.remote import ScreenReceiver, TableReceiver, read_message
-from ipurun.sweep.table import short
+from ipurun.sweep.table import SPEED, short, value_of
 from ipurun.sweep.worker import Job, job_environment, write_job
 
 __all__ = ["Pool", "Source", "swept_text"]
@@ -277,6 +277,8 @@ def _result_text(record: Record) -> str:
     parts = [record.status]
     if results.get("best") is not None:
         parts.append(f"best {results['monitor']} {metric(results['best'])}")
-    speed = f"{count(results['samples_per_second'])} samples/s"
-    parts += [speed + (" side by side" if record.at_once > 1 else ""), duration(results["seconds"].get("total"))]
+    speed = value_of(record, SPEED)
+    if speed is not None:
+        parts.append(f"{count(speed)} samples/s" + (" side by side" if record.at_once > 1 else ""))
+    parts.append(duration(results["seconds"].get("total")))
     return ", ".join(parts)

@@ -90,7 +90,7 @@ def rows_as_data(ranking: Ranking) -> List[Dict[str, Any]]:
             row[f"best_{results['monitor']}"] = results.get("best")
         row.update(results.get("metrics", {}))
         row["train_loss"] = results.get("loss")
-        row[SPEED] = results.get(SPEED)
+        row[SPEED] = value_of(record, SPEED)
         row["points_at_once"] = record.at_once if record.status in ENDED else None
         row["seconds"] = results.get("seconds", {}).get("total")
         row.update({"reason": record.reason, "folder": record.folder, "overrides": " ".join(record.overrides)})
@@ -144,8 +144,9 @@ def table_cells(ranking: Ranking) -> Tuple[List[str], List[List[str]]]:
         results = record.results
         cells = [str(place) if done else "-", *(short(record.swept.get(key, "")) for key in swept), record.status]
         cells += ["-" if value is None else metric(value) for value in (value_of(record, name) for name in columns)]
-        beside = _SIDE_BY_SIDE if results and record.at_once > 1 else ""
-        cells += [count(results.get(SPEED)) + beside, duration(results.get("seconds", {}).get("total"))]
+        speed = value_of(record, SPEED)
+        beside = _SIDE_BY_SIDE if speed is not None and record.at_once > 1 else ""
+        cells += [count(speed) + beside, duration(results.get("seconds", {}).get("total"))]
         cells.append(Path(record.folder or "").name if done else _shortened(record.reason))
         body.append(cells)
     return header, body
@@ -250,6 +251,8 @@ def value_of(record: Record, column: str) -> Optional[float]:
         column = "total"
     places = (results.get("metrics", {}), results, results.get("seconds", {}))
     found = next((place[column] for place in places if isinstance(place.get(column), (int, float))), None)
+    if column == SPEED and not found:  # a resumed point that had made its last step
+        return None
     return None if found is None else float(found)
 
 

@@ -141,6 +141,15 @@ def test_speeds_measured_side_by_side_are_marked(records: List[Record]) -> None:
     assert {row["point"]: row["points_at_once"] for row in rows_as_data(rank(records))} == {0: 2, 1: None, 2: 1, 3: 1}
 
 
+def test_a_resumed_point_that_made_no_step_has_no_speed(records: List[Record]) -> None:
+    records[0].results["samples_per_second"] = 0.0
+    records[0].at_once = 2
+    assert _order(records, "samples_per_second") == [3, 2, 0, 1]
+    assert {row["point"]: row["samples_per_second"] for row in rows_as_data(rank(records))}[0] is None
+    (line,) = [line for line in table_lines(rank(records)) if line.endswith("000")]
+    assert " 0 " not in line and "*" not in line
+
+
 def test_pruned_points_come_before_failed_ones_and_a_direction_can_be_given(records: List[Record]) -> None:
     records[3].status, records[3].reason = PRUNED, "MedianPruner stopped it at step 4"
     assert _order(records) == [2, 0, 3, 1]
