@@ -169,7 +169,7 @@ def capturing(recorder: Recorder, modules: Dict[str, torch.nn.Module]) -> Iterat
     recorder.host.declare_attributes(attribute_tensors(modules))
     plain = _without_mask_check(modules)
     blocks = adopted_blocks()
-    with _ConstantGuard(recorder), _module_paths(recorder, modules), attention_by_parts(), _plain_recurrence(modules):
+    with _ConstantGuard(recorder), _module_paths(recorder, modules), attention_by_parts():
         with plain, blocks:
             yield
 
@@ -341,18 +341,6 @@ def _pass_not_causal(
     if len(args) > position or kwargs.get(flag) is not None:
         return None
     return args, {**kwargs, flag: False}
-
-
-@contextlib.contextmanager
-def _plain_recurrence(modules: Dict[str, torch.nn.Module]) -> Iterator[None]:
-    """Run LSTM layers as plain operations: the fused one passes its workspace to backward invisibly."""
-    enabled = torch._C._get_mkldnn_enabled()
-    recurrent = any(isinstance(module, torch.nn.RNNBase) for module in modules.values())
-    torch._C._set_mkldnn_enabled(enabled and not recurrent)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from typing import Any, Callable, FrozenSet, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
 
 import torch
 
@@ -48,6 +48,19 @@ RANDOM_OPS: FrozenSet[str] = names_in("""
 """)
 # torch 2.0 reads the wrong numbers where the two tensors lie in memory differently: on a CPU, gradients are garbage.
 NEEDS_ONE_LAYOUT = (torch.ops.aten.gelu_backward.default,) if torch.__version__.startswith("2.0.") else ()
+
+
+def _views_in_place() -> Dict[Any, Any]:
+    aten = torch.ops.aten
+    found = {aten.transpose_.default: aten.transpose.int}
+    for name in ("squeeze", "t", "unsqueeze"):
+        view, in_place = getattr(aten, name), getattr(aten, f"{name}_")
+        found.update({getattr(in_place, each): getattr(view, each) for each in in_place.overloads() if each != "dimname"})
+    return found
+
+
+# Operations that change only the shape and the strides of a tensor, and those that return such a view.
+VIEWS_IN_PLACE = _views_in_place()
 
 
 def written_arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Any]:

@@ -27,6 +27,7 @@ from ipurun.emulator._capture.op_kinds import (
     DATA_DEPENDENT_OPS,
     NEEDS_ONE_LAYOUT,
     RANDOM_OPS,
+    VIEWS_IN_PLACE,
     explain_data_dependence,
     refuse_mask_index,
     refuse_open_bincount,
@@ -420,6 +421,10 @@ class Recorder(TorchDispatchMode):
         if result is None:
             node.op, args, result = self._run(func, args, kwargs, node, bool(mask & 1))
         node.args = self._encode(args)
+        if func in VIEWS_IN_PLACE:
+            # No memory is written: from here on, the tensor is another value, a view of the one that it was.
+            node.op, node.name, mutated = VIEWS_IN_PLACE[func], base_name[:-1], ()
+            self._register(result, mask)
         self._append(node, result, mask | int(node.is_random), mutated)
         if on_host:
             self.host.made(self._specs(values_in(node.outputs)))

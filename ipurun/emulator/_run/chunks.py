@@ -152,6 +152,10 @@ def flops(graph: Graph) -> float:
             total += 2.0 * math.prod(left) * right[-1]
         elif node.name == "convolution":
             total += 2.0 * math.prod(graph.specs[node.outputs].shape) * math.prod(shapes[1][1:])
+        elif node.name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+            steps, rows, _ = shapes[0]
+            passes = 2 if node.is_backward else 1
+            total += 2.0 * passes * steps * rows * sum(math.prod(weight) for weight in shapes[1:3])
         elif node.name == "convolution_backward":
             # The gradients of the input and of the weight; the mask tells which are computed.
             total += (

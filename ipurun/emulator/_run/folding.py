@@ -376,13 +376,12 @@ def _reshape(call: _Call) -> Optional[Result]:
     before = math.prod(rows.shape[: rows.dim])
     starts = [math.prod(out[:dim]) for dim in range(len(out))]
     dims = [dim for dim, start in enumerate(starts) if start == before]
+    is_pinned = call.fold.is_pinned(next(call.node.reads()))
     if not dims or 0 in out:
-        return None
+        return None if is_pinned else (call.fold.stacked(rows).reshape(call.fold.size, *out), STACKED)
     dim = rows.dim if rows.dim in dims else max(dims, key=lambda d: out[d] > 1)
     shape = call.fold._folded_shape(out, dim)
-    if call.fold.is_pinned(next(call.node.reads())):
-        return rows.tensor.view(shape), dim
-    return rows.tensor.reshape(shape), dim
+    return (rows.tensor.view(shape) if is_pinned else rows.tensor.reshape(shape)), dim
 
 
 def _expand(call: _Call) -> Optional[Result]:
@@ -571,6 +570,16 @@ def _batch_norm(call: _Call) -> Optional[Result]:
     return result, (1, 0, 0)
 
 
+def _recurrent_layer(call: _Call) -> Optional[Result]:
+    """Fold the sequences of an LSTM's layer and the states that they begin with."""
+    source, *weights = call.args[:5]
+    if not isinstance(source, Rows) or any(isinstance(weight, Rows) for weight in weights):
+        return None
+    states = [call.fold.folded(state, 0) for state in call.args[5:7]]
+    # The workspace that comes last belongs to this very call: its backward operation is recorded with it.
+    return call.run(call.fold.folded(source, 1), *weights, *states)[:3], (1, 0, 0)
+
+
 def _embedding(call: _Call) -> Optional[Result]:
     table, indices = call.args[:2]
     if isinstance(table, Rows) or not indices.shape:
@@ -680,6 +689,7 @@ _RULES: Dict[str, Callable[[_Call], Optional[Result]]] = {
     "expand": _expand,
     "index": _index,
     "index_select": _index_select,
+    "mkldnn_rnn_layer": _recurrent_layer,
     "native_batch_norm": _batch_norm,
     "native_group_norm": _group_norm,
     "native_layer_norm": _layer_norm,

@@ -11,20 +11,7 @@ from ipurun.emulator._capture.op_kinds import names_in
 
 Replay = Callable[[Sequence[torch.Tensor]], Tuple[Any, ...]]
 
-_METADATA_WRITERS = frozenset(
-    [
-        "as_strided_",
-        "resize_",
-        "resize_as_",
-        "set_",
-        "squeeze_",
-        "swapaxes_",
-        "swapdims_",
-        "t_",
-        "transpose_",
-        "unsqueeze_",
-    ]
-)
+_METADATA_WRITERS = names_in("as_strided_ resize_ resize_as_ set_ swapaxes_ swapdims_")
 
 
 def _bindings() -> Dict[Any, Callable[..., Any]]:
@@ -130,6 +117,9 @@ def _binding(node: Node) -> Callable[..., Any]:
     op = node.op
     if not isinstance(op, torch._ops.OpOverload):
         return op
+    if node.name == "mkldnn_rnn_layer":
+        # Only while gradients are enabled does it return the workspace that its backward operation reads.
+        return torch.enable_grad()(op)
     bound = _BINDINGS.get(op) if not node.kwargs else None
     return bound or getattr(op, "_op", op)
 

@@ -144,6 +144,12 @@ def recurrent(model, x, y):
     return loss(model, hidden[-1], y)
 
 
+def views_in_place(model, x, y):
+    hidden = model.first(x)
+    turned = hidden.detach().t_().unsqueeze_(0).transpose_(1, 2).squeeze_(0)
+    return loss(model, hidden * turned.add_(1.0), y)
+
+
 def in_blocks(model, x, y):
     with emulator.Block("0", ipu_id=0):
         hidden = torch.relu(model.first(x))
@@ -200,7 +206,12 @@ CASES = {
     "dropout of channels": (convolved, {"body": lambda: nn.Sequential(nn.Conv2d(2, 8, 1), nn.Dropout2d(0.4))}),
     "noise": (lambda m, x, y: loss(m, m.first(x) + torch.randn_like(m.scale) * torch.rand(ROWS, 1), y), {}),
     "recurrence": (recurrent, {"body": lambda: nn.LSTM(2, 8)}),
+    "recurrence in both directions": (
+        recurrent,
+        {"body": lambda: nn.LSTM(2, 4, num_layers=2, bidirectional=True, batch_first=True)},
+    ),
     "gated recurrence": (recurrent, {"body": lambda: nn.GRU(2, 8)}),
+    "views in place": (views_in_place, {}),
     "blocks": (in_blocks, {}),
     "a scaled loss": (scaled_loss, {}),
     "sum": (with_loss(lambda s, y: functional.cross_entropy(s, y, reduction="sum")), {}),
