@@ -102,7 +102,7 @@ def _random_result(node: Node) -> Value:
 def _draw_into(node: Node, target: torch.Tensor) -> None:
     if node.name == "native_dropout":
         target.bernoulli_(1 - node.args[1])
-    elif node.op is torch.ops.aten.bernoulli_.float:
+    elif float_op(node) is torch.ops.aten.bernoulli_.float:
         draw_bernoulli(target, *node.args[1:], **node.kwargs)
     elif node.name.endswith("_"):
         node.op(target, *node.args[1:], **node.kwargs)

@@ -245,10 +245,20 @@ def one_by_one():
         chunks.ChunkRunner.size_for = original
 
 
-def train(function, layers, *, calls=2, accumulation=ACCUMULATION, replicas=REPLICAS, rows=ROWS, cache=None):
+def train(
+    function,
+    layers,
+    *,
+    calls=2,
+    accumulation=ACCUMULATION,
+    replicas=REPLICAS,
+    rows=ROWS,
+    cache=None,
+    dtype=torch.float32,
+):
     """Train a fresh model; return its results, its state and how many micro-batches were computed at once."""
     torch.manual_seed(1)
-    model = Model(function, {name: make() for name, make in layers.items()})
+    model = Model(function, {name: make() for name, make in layers.items()}).to(dtype)
     options = emulator.Options().randomSeed(7).replicationFactor(replicas).deviceIterations(2)
     options.Training.gradientAccumulation(accumulation)
     options.outputMode(emulator.OutputMode.All)
@@ -258,7 +268,7 @@ def train(function, layers, *, calls=2, accumulation=ACCUMULATION, replicas=REPL
     total = rows * accumulation * replicas * 2
     results = []
     for _ in range(calls):
-        returned = training(torch.randn(total, 6), torch.randint(0, 5, (total,)))
+        returned = training(torch.randn(total, 6).to(dtype), torch.randint(0, 5, (total,)))
         results += list(returned) if isinstance(returned, tuple) else [returned]
     training.copyWeightsToHost()
     return results, dict(model.state_dict()), training._executable.chunks.size
@@ -275,6 +285,16 @@ def test_together_as_one_by_one(name):
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-5)
     for key, wanted in expected.items():
         torch.testing.assert_close(state[key], wanted, rtol=1e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["convolution and group norm", "dropout", "recurrence in both directions", "blocks"])
+def test_together_as_one_by_one_in_half_precision(name):
+    together, _, size = train(*CASES[name], calls=1, dtype=torch.float16)
+    with one_by_one():
+        alone, _, _ = train(*CASES[name], calls=1, dtype=torch.float16)
+    assert size == 8
+    for got, wanted in zip(together, alone):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", CASES)
