@@ -55,7 +55,9 @@ def _views_in_place() -> Dict[Any, Any]:
     found = {aten.transpose_.default: aten.transpose.int}
     for name in ("squeeze", "t", "unsqueeze"):
         view, in_place = getattr(aten, name), getattr(aten, f"{name}_")
-        found.update({getattr(in_place, each): getattr(view, each) for each in in_place.overloads() if each != "dimname"})
+        found.update(
+            {getattr(in_place, each): getattr(view, each) for each in in_place.overloads() if each != "dimname"}
+        )
     return found
 
 

@@ -13,6 +13,12 @@ def test_a_gradient_that_cancels_may_be_any_rounding_of_its_terms():
     assert not alike(expected, got, among=0.0)
 
 
+def test_a_long_sum_may_be_rounded_more_than_a_result():
+    expected = torch.tensor([0.3, -0.1])
+    assert alike(expected, expected * (1 + 5e-4), among=0.3)
+    assert not alike(expected, expected * (1 + 5e-4))
+
+
 @pytest.mark.parametrize("wrong", [1e-3, -1e-3])
 def test_a_wrong_small_gradient_is_detected_next_to_large_ones(wrong):
     expected = torch.tensor([1e-3, 2e-4])

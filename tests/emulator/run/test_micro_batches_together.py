@@ -401,6 +401,39 @@ def test_large_micro_batches_are_run_one_by_one(limit, value, monkeypatch):
     assert train(plain, {}, calls=1, rows=16)[2] == 1
 
 
+def differing(comparisons, monkeypatch):
+    """Let this many comparisons fail, as where a value lies on a kink; return the gradients that were compared."""
+    seen = []
+    compare = chunks._compare
+
+    def record(alone, summed, outputs, grads):
+        seen.append({name: grad.clone() for name, grad in summed.items()})
+        if len(seen) <= comparisons:
+            raise chunks._Different("a kink")
+        compare(alone, summed, outputs, grads)
+
+    monkeypatch.setattr(chunks, "_compare", record)
+    return seen
+
+
+def test_results_that_differ_once_are_compared_again_with_other_weights(monkeypatch):
+    expected, state, _ = train(plain, {})
+    seen = differing(1, monkeypatch)
+    monkeypatch.setattr(forms, "_remembered", {})
+    results, compared, size = train(plain, {})
+    assert size == 8
+    assert len(seen) == 2
+    assert not any(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+    assert all(torch.equal(got, wanted) for got, wanted in zip(results, expected))
+    assert all(torch.equal(compared[key], wanted) for key, wanted in state.items())
+
+
+def test_results_that_always_differ_keep_micro_batches_apart(monkeypatch):
+    seen = differing(math.inf, monkeypatch)
+    assert train(*CASES["batch norm"])[2] == 1
+    assert len(seen) == 3
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
