@@ -13,9 +13,9 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from ipurun.config.compose import one
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.settings import layout_of_plan, machine_of, settings_of
+from ipurun.estimate.settings import layout_of_plan, loading_of, machine_of, settings_of
 from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
-from ipurun.inspect.facts import Purpose
+from ipurun.inspect.facts import LoadingRate, Purpose
 from ipurun.inspect.trace import trace_model
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.runs.prepare import PreparedRun, prepare
@@ -93,7 +93,9 @@ def placed(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     settings = dataclasses.replace(settings, hosts=hosts)
     loading = row.get("measured", {}).get("loading")
     if loading is not None:
-        settings = dataclasses.replace(settings, host_samples_per_second=1 / loading["seconds_per_sample"])
+        rate = LoadingRate(1 / loading["seconds_per_sample"], 2, "", loading["core_seconds"], has_ipus=False)
+        own = machine(row["measured"]["chip"])
+        settings = dataclasses.replace(settings, **loading_of(prepared.point.config, own, rate, 1, True))
     return traced, layout, settings
 
 
