@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from ipurun.estimate.costs import OpCost, costs_by_ipu, has_thin_groups
 from ipurun.estimate.machine import Machine
@@ -257,10 +257,12 @@ def _gradient_bytes(shares: List[ParameterShare], settings: Settings) -> float:
     return max(share.trained for share in shares) * max(settings.gradient_bytes, settings.compute_bytes)
 
 
-# Seconds to compile: for any graph, for each IPU beyond the first, for each operation of both passes; and upper ends of
-# the classes. The first two are from small CNNs on one IPU and on four (23 to 39 and 91 s), the third from ResNet-50,
-# BERT-base and BERT-large (400, 500 and 1,200 s).
-_COMPILE = (15.0, 17.0, 0.55)
+# Seconds to compile: for any graph, for each IPU beyond the first, for each distinct program of an IPU, and for each call
+# of one. The first two are from small CNNs on one IPU and on four (23 to 39 and 91 s), the others from BERT-base and
+# BERT-large on four IPUs (501 and 684 s), which differ in the number of equal layers alone.
+_COMPILE = (15.0, 17.0, 1.8, 0.17)
+# PopLibs gives no tile fewer bytes of a tensor, so that programs of small ones have vertices on some tiles only.
+_LEAST_BYTES_PER_TILE = 128
 _COMPILE_CLASSES = (
     (60.0, "under a minute"),
     (300.0, "1 to 5 minutes"),
@@ -269,16 +271,22 @@ _COMPILE_CLASSES = (
 )
 
 
-def compile_class(traced: TracedModel, layout: StageLayout, settings: Settings) -> str:
+def compile_class(traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> str:
     """Return how long an executable that is not cached takes to compile, as one of a few classes."""
-    return class_of_seconds(compile_seconds(traced, layout, settings))
+    return class_of_seconds(compile_seconds(traced, layout, settings, machine))
 
 
-def compile_seconds(traced: TracedModel, layout: StageLayout, settings: Settings) -> float:
-    """Return about how many seconds it takes."""
-    fixed, per_ipu, per_call = _COMPILE
-    calls = sum(programs_of(op, settings) for op in traced.ops)
-    return fixed + per_ipu * (layout.num_ipus - 1) + per_call * calls
+def compile_seconds(traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> float:
+    """Return about how many seconds it takes. A program counts by the share of tiles that have a part of its result."""
+    fixed, per_ipu, per_program, per_call = _COMPILE
+    programs: Dict[Tuple[str, int, int], float] = {}
+    calls = 0.0
+    for op, stage in zip(traced.ops, layout.stage_of_op):
+        share = min(1.0, op.output_bytes / (_LEAST_BYTES_PER_TILE * machine.tiles))
+        own = programs_of(op, settings) * share
+        programs[op.signature, op.gradients, layout.ipu_of_stage[stage]] = own
+        calls += own
+    return fixed + per_ipu * (layout.num_ipus - 1) + per_program * sum(programs.values()) + per_call * calls
 
 
 def class_of_seconds(seconds: float) -> str:

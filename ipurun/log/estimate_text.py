@@ -311,7 +311,7 @@ def _unmeasured_text(model: EstimatedModel) -> str:
 
 
 def _compile_class(model: EstimatedModel) -> str:
-    return compile_class(model.traced, model.layout, model.settings)
+    return compile_class(model.traced, model.layout, model.settings, model.machine)
 
 
 def _cache_text(cache: CacheState) -> str:

@@ -13,7 +13,7 @@ from typing import Dict, List, Sequence
 sys.path.insert(0, str(Path(__file__).parents[1] / "estimate"))
 
 from held_out import Planned, all_planned, machine, pairs_of_pods, placed, plan, rank_correlation
-from published_runs import bert_base, gpt2_small, measurements, resnet50
+from published_runs import bert_base, bert_demo, gpt2_small, measurements, resnet50
 
 from ipurun.config.compose import one
 from ipurun.estimate.calibration import leave_one_out, ratio
@@ -26,8 +26,11 @@ FACTOR = 1.5
 # Seconds of published cold compiles. Of BERT-large (PopART, 8 IPUs), the cold start less the mean of the warm ones.
 COMPILED = {
     "small CNN, 1 IPU": (23, 39),
+    "BERT demo": (98, 98),
+    "ResNet-50, 32 x 32": (228, 242),
     "ResNet-50": (377, 430),
     "BERT-base": (501, 501),
+    "BERT-large, 4 IPUs": (684, 684),
     "BERT-large, 8 IPUs": (1180, 1423),
     "GPT-2 small": (1684, 1684),
 }
@@ -113,15 +116,24 @@ def _print_families(found: Sequence[Planned], compared: Sequence[Planned]) -> No
 
 def _print_compile_times() -> None:
     traced = trace_model(one(["+recipe=fashion_mnist", "micro_batch_size=16"]).config)
+    words = ["+recipe=resnet", "model=resnet50", "model.norm=batch", "model.image_size=32", "micro_batch_size=8"]
+    small = trace_model(one(words).config)
     models = {
         "small CNN, 1 IPU": (traced, single_ipu(traced), Settings(micro_batch_size=16)),
+        "ResNet-50, 32 x 32": (small, single_ipu(small), Settings(micro_batch_size=8)),
+        "BERT-large, 4 IPUs": placed("bert.large_128_pod64"),
         "BERT-large, 8 IPUs": placed("bert.squad_large_384"),
     }
-    fitted = {"ResNet-50": resnet50(), "BERT-base": bert_base(), "GPT-2 small": gpt2_small(64, 1.0)}
+    fitted = {
+        "BERT demo": bert_demo(),
+        "ResNet-50": resnet50(),
+        "BERT-base": bert_base(),
+        "GPT-2 small": gpt2_small(64, 1.0),
+    }
     models.update({name: (row.traced, row.layout, row.settings) for name, row in fitted.items()})
     print("\ncompile                   published  estimated  classes")
     for name, (low, high) in COMPILED.items():
-        seconds = compile_seconds(*models[name])
+        seconds = compile_seconds(*models[name], machine("GC200"))
         classes = " | ".join(dict.fromkeys(class_of_seconds(value) for value in (low, high, seconds)))
         print(f"  {name:<20} {low:>7}-{high:<6} {seconds:8.0f} s  {classes}")
 
