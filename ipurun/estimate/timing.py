@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from ipurun.estimate.costs import OpCost, costs_by_ipu, has_thin_groups
@@ -257,11 +258,11 @@ def _gradient_bytes(shares: List[ParameterShare], settings: Settings) -> float:
     return max(share.trained for share in shares) * max(settings.gradient_bytes, settings.compute_bytes)
 
 
-# Seconds to compile: for any graph, for each IPU beyond the first, for each distinct program of an IPU, and for each call
-# of one. The first two are from small CNNs on one IPU and on four (23 to 39 and 91 s), the others from BERT-base and
-# BERT-large on four IPUs (501 and 684 s), which differ in the number of equal layers alone.
-_COMPILE = (15.0, 17.0, 1.8, 0.17)
-# PopLibs gives no tile fewer bytes of a tensor, so that programs of small ones have vertices on some tiles only.
+# Seconds to compile: for any graph, for each IPU beyond the first, for each distinct program of an IPU whose result fills
+# all tiles with the fewest bytes, and for each trained tensor, which has an update of its own. The first two are from small
+# CNNs on one IPU and on four (23 to 39 and 91 s), the others are fitted to 15 published compiles (28 to 1,400 s).
+_COMPILE = (15.0, 17.0, 0.3, 0.68)
+# PopLibs gives no tile fewer bytes of a tensor: smaller ones have vertices on some tiles only.
 _LEAST_BYTES_PER_TILE = 128
 _COMPILE_CLASSES = (
     (60.0, "under a minute"),
@@ -277,16 +278,14 @@ def compile_class(traced: TracedModel, layout: StageLayout, settings: Settings, 
 
 
 def compile_seconds(traced: TracedModel, layout: StageLayout, settings: Settings, machine: Machine) -> float:
-    """Return about how many seconds it takes. A program counts by the share of tiles that have a part of its result."""
-    fixed, per_ipu, per_program, per_call = _COMPILE
+    """Return about how many seconds it takes: vertices and exchanges grow with the data, as its square root."""
+    fixed, per_ipu, per_program, per_update = _COMPILE
     programs: Dict[Tuple[str, int, int], float] = {}
-    calls = 0.0
     for op, stage in zip(traced.ops, layout.stage_of_op):
-        share = min(1.0, op.output_bytes / (_LEAST_BYTES_PER_TILE * machine.tiles))
-        own = programs_of(op, settings) * share
-        programs[op.signature, op.gradients, layout.ipu_of_stage[stage]] = own
-        calls += own
-    return fixed + per_ipu * (layout.num_ipus - 1) + per_program * sum(programs.values()) + per_call * calls
+        size = math.sqrt(op.output_bytes / (_LEAST_BYTES_PER_TILE * machine.tiles))
+        programs[op.signature, op.gradients, layout.ipu_of_stage[stage]] = programs_of(op, settings) * size
+    updates = sum(item.trainable for item in traced.parameters) if settings.training else 0
+    return fixed + per_ipu * (layout.num_ipus - 1) + per_program * sum(programs.values()) + per_update * updates
 
 
 def class_of_seconds(seconds: float) -> str:

@@ -12,7 +12,18 @@ from typing import Dict, List, Sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "estimate"))
 
-from held_out import Planned, all_planned, machine, pairs_of_pods, placed, plan, rank_correlation
+from held_out import (
+    Planned,
+    all_planned,
+    inference_rows,
+    machine,
+    pairs_of_pods,
+    placed,
+    placed_inference,
+    plan,
+    plan_inference,
+    rank_correlation,
+)
 from published_runs import bert_base, bert_demo, gpt2_small, measurements, resnet50
 
 from ipurun.config.compose import one
@@ -53,6 +64,7 @@ def main() -> None:
     speeds = [item.estimate.time.samples_per_second for item in compared]
     print(f"rank correlation       {rank_correlation([item.published for item in compared], speeds):.3f}")
     _print_range("Bow over GC200", [_chips(item) for item in compared])
+    _print_inference()
     _print_compile_times()
     scaling = pairs_of_pods(found)
     print("\nfour times the IPUs             published  estimated")
@@ -114,6 +126,12 @@ def _print_families(found: Sequence[Planned], compared: Sequence[Planned]) -> No
     print(f"within the error bar that is shown: {within} of {len(compared)}\n")
 
 
+def _print_inference() -> None:
+    print("\ninference of one IPU (PopRT)       verdict       fullest  published  estimated  ratio")
+    for row in inference_rows():
+        print(_line(plan_inference(row)))
+
+
 def _print_compile_times() -> None:
     traced = trace_model(one(["+recipe=fashion_mnist", "micro_batch_size=16"]).config)
     words = ["+recipe=resnet", "model=resnet50", "model.norm=batch", "model.image_size=32", "micro_batch_size=8"]
@@ -132,7 +150,11 @@ def _print_compile_times() -> None:
     }
     models.update({name: (row.traced, row.layout, row.settings) for name, row in fitted.items()})
     print("\ncompile                   published  estimated  classes")
-    for name, (low, high) in COMPILED.items():
+    compiled = dict(COMPILED)
+    for row in inference_rows():
+        compiled[row["id"]] = (row["measured"]["compile_seconds"],) * 2
+        models[row["id"]] = placed_inference(row["id"])
+    for name, (low, high) in compiled.items():
         seconds = compile_seconds(*models[name], machine("GC200"))
         classes = " | ".join(dict.fromkeys(class_of_seconds(value) for value in (low, high, seconds)))
         print(f"  {name:<20} {low:>7}-{high:<6} {seconds:8.0f} s  {classes}")

@@ -6,11 +6,23 @@ import json
 from typing import List
 
 import pytest
-from held_out import PUBLISHED, machine, model_words, overrides_of, plan, rank_correlation, rows
+from held_out import (
+    PUBLISHED,
+    inference_rows,
+    machine,
+    model_words,
+    overrides_of,
+    placed_inference,
+    plan,
+    plan_inference,
+    rank_correlation,
+    rows,
+)
 
 from ipurun.config.compose import one
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.stages import single_ipu
+from ipurun.estimate.timing import class_of_seconds, compile_seconds
 from ipurun.estimate.types import Settings, Verdict
 from ipurun.inspect.trace import trace_model
 
@@ -35,7 +47,8 @@ def named(names: List[str]) -> list:
 
 
 def test_every_row_names_its_source() -> None:
-    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"]
+    document = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    published = [*document["rows"], *document["inference"]]
     assert len({row["id"] for row in published}) == len(published) > 70
     for row in published:
         sources = [row["source"], *(row[key]["source"] for key in ("measured",) if key in row)]
@@ -72,6 +85,22 @@ def test_throughputs_are_within_a_factor_of_1_25_and_in_order() -> None:
         assert 1 / 1.25 < item.ratio < 1.25, (item.row["id"], item.ratio)
     speeds = [item.estimate.time.samples_per_second for item in found]
     assert rank_correlation([item.published for item in found], speeds) > 0.9
+
+
+@pytest.mark.parametrize("row", inference_rows(), ids=lambda row: row["id"])
+def test_inference_is_within_a_factor_of_1_5_and_not_called_impossible(row: dict) -> None:
+    """PopRT merges more operations than PopTorch does: none of its runs is slower than estimated."""
+    found = plan_inference(row)
+    assert found.is_right_about_fit
+    assert 1 / found.estimate.time.error < found.ratio < 1
+
+
+@pytest.mark.parametrize("row", inference_rows(), ids=lambda row: row["id"])
+def test_inference_compiles_in_the_published_class_of_time(row: dict) -> None:
+    published = row["measured"]["compile_seconds"]
+    estimated = compile_seconds(*placed_inference(row["id"]), machine("GC200"))
+    assert class_of_seconds(estimated) == class_of_seconds(published)
+    assert published / 2 < estimated < published * 2
 
 
 @pytest.mark.parametrize("row", named(["bert.large_128_packed", "vit.pretrain_lamb", "resnet50.pod16"]))

@@ -279,8 +279,8 @@ def test_gradients_of_several_domains_also_pass_the_gateways() -> None:
     [
         (5, [], 10**6, "under a minute"),
         (5, [1, 2, 3], 10**6, "1 to 5 minutes"),
-        (100, [], 10**6, "5 to 15 minutes"),
-        (100, [], 1000, "under a minute"),  # tensors of 1,000 bytes are on 8 of the tiles
+        (200, [], 10**6, "5 to 15 minutes"),
+        (200, [], 1000, "1 to 5 minutes"),  # tensors of 1,000 bytes are on 8 of the tiles
     ],
 )
 def test_compile_times_are_classes(layers: int, cuts: List[int], kept: int, expected: str) -> None:
@@ -298,7 +298,7 @@ def test_equal_layers_are_compiled_once_for_each_ipu() -> None:
         return compile_seconds(traced, layout_of_cuts(traced, cuts), Settings(), MACHINE)
 
     one, more = seconds(10, [], equal=True), seconds(20, [], equal=True)
-    assert seconds(20, [], equal=False) - seconds(10, [], equal=False) > 5 * (more - one)
+    assert seconds(20, [], equal=False) - seconds(10, [], equal=False) > 2 * (more - one)
     assert seconds(20, [10], equal=True) - more > 17  # an IPU more, with a copy of the layer's code of its own
 
 
