@@ -258,9 +258,9 @@ def _gradient_bytes(shares: List[ParameterShare], settings: Settings) -> float:
     return max(share.trained for share in shares) * max(settings.gradient_bytes, settings.compute_bytes)
 
 
-# Seconds to compile: for any graph, for each IPU beyond the first, for each distinct program of an IPU whose result fills
-# all tiles with the fewest bytes, and for each trained tensor, which has an update of its own. The first two are from small
-# CNNs on one IPU and on four (23 to 39 and 91 s), the others are fitted to 15 published compiles (28 to 1,400 s).
+# Seconds to compile: for any graph, for each IPU beyond the first, for each distinct program of an IPU whose result
+# fills all tiles with the fewest bytes, and for each trained tensor, which has an update of its own. The first two are
+# from small CNNs on one IPU and on four (23 to 39 and 91 s), the others are fitted to 15 published compiles.
 _COMPILE = (15.0, 17.0, 0.3, 0.68)
 # PopLibs gives no tile fewer bytes of a tensor: smaller ones have vertices on some tiles only.
 _LEAST_BYTES_PER_TILE = 128

@@ -65,8 +65,8 @@ class MachineConfig:
     )
     host_core_seconds: float = option(
         4.8e-3,
-        "Seconds that a CPU of a Pod's host takes for what `ipurun bench` times of a CPU, to convert the speed of loading "
-        "that was measured on another machine; 0: do not.",
+        "Seconds that a CPU of a Pod's host takes for what `ipurun bench` times of a CPU, to convert the speed of "
+        "loading that was measured on another machine; 0: do not.",
         minimum=0,
     )
     host_cpus: int = option(128, "CPUs of a Pod's host.", minimum=1)
@@ -95,6 +95,4 @@ class MachineConfig:
     inference_margin: float = option(
         0.15, "Inference this share below or above the memory limit, or closer, is a tight fit.", minimum=0
     )
-    over_margin: float = option(
-        0.03, "Training this share above the memory limit or further does not fit.", minimum=0
-    )
+    over_margin: float = option(0.03, "Training this share above the memory limit or further does not fit.", minimum=0)
