@@ -38,11 +38,10 @@ def estimate(traced: TracedModel, layout: StageLayout, settings: Settings, machi
 
 
 def verdict_of(memory: IpuMemory, machine: Machine, *, training: bool = True) -> Verdict:
-    """Return the verdict of one IPU: tight from a margin below the limit to one above it."""
-    below, above = _margins(machine, training)
-    if memory.share <= 1 - below:
+    """Return the verdict of one IPU: tight from a margin below the limit to `over_margin` above it."""
+    if memory.share <= 1 - _margin(machine, training):
         return Verdict.FITS
-    return Verdict.TIGHT if memory.share <= 1 + above else Verdict.DOES_NOT_FIT
+    return Verdict.TIGHT if memory.share <= 1 + machine.over_margin else Verdict.DOES_NOT_FIT
 
 
 def _uneven(machine: Machine) -> str:
@@ -50,17 +49,13 @@ def _uneven(machine: Machine) -> str:
     return f"{machine.code_imbalance:.0%} more code{more}"
 
 
-def _margins(machine: Machine, training: bool) -> Tuple[float, float]:
-    """Return the shares below and above the limit within which an estimate is not reliable."""
-    if training:
-        return machine.tight_margin, machine.over_margin
-    return machine.inference_margin, machine.inference_margin
+def _margin(machine: Machine, training: bool) -> float:
+    return machine.tight_margin if training else machine.inference_margin
 
 
 def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
     """Return (topic, text) of each assumption that matters for a model, its layout and its settings."""
     layout, settings, machine = model.layout, model.settings, model.machine
-    below, above = _margins(machine, settings.training)
     found = [
         ("all", "Every figure is an estimate from the traced model; nothing was compiled or run."),
         (
@@ -73,8 +68,8 @@ def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
             "fit",
             f"The fullest tile holds {_uneven(machine)} than the average one, and a result that few tiles compute is "
             "on those. From "
-            f"{below:.0%} below the limit to {above:.0%} above it the verdict is `tight`, because the estimate is no "
-            "more accurate than that.",
+            f"{_margin(machine, settings.training):.0%} below the limit to {machine.over_margin:.0%} above it the "
+            "verdict is `tight`, because the estimate is no more accurate than that.",
         ),
         *_about_compute(machine, settings),
     ]

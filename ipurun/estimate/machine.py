@@ -51,7 +51,7 @@ class Machine:
     tile_imbalance_bytes: float = 0.0
     default_proportion: float = 0.6
     tight_margin: float = 0.07
-    inference_margin: float = 0.15
+    inference_margin: float = 0.22
     over_margin: float = 0.03
 
     @property

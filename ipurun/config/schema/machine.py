@@ -92,7 +92,5 @@ class MachineConfig:
     tight_margin: float = option(
         0.07, "Training this share below the memory limit or closer is a tight fit.", minimum=0
     )
-    inference_margin: float = option(
-        0.15, "Inference this share below or above the memory limit, or closer, is a tight fit.", minimum=0
-    )
-    over_margin: float = option(0.03, "Training this share above the memory limit or further does not fit.", minimum=0)
+    inference_margin: float = option(0.22, "The same for inference.", minimum=0)
+    over_margin: float = option(0.03, "A model this share above the memory limit or further does not fit.", minimum=0)
