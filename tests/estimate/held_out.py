@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.config.compose import one
+from ipurun.config.schema import LoaderConfig
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.settings import layout_of_plan, loading_of, machine_of, settings_of
@@ -132,9 +133,10 @@ def placed(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     settings = dataclasses.replace(settings, hosts=hosts)
     loading = row.get("measured", {}).get("loading")
     if loading is not None:
+        config = dataclasses.replace(prepared.point.config, loader=LoaderConfig(workers=loading["workers"]))
         rate = LoadingRate(1 / loading["seconds_per_sample"], 2, "", loading["core_seconds"], has_ipus=False)
         own = machine(row["measured"]["chip"])
-        settings = dataclasses.replace(settings, **loading_of(prepared.point.config, own, rate, 1, True))
+        settings = dataclasses.replace(settings, **loading_of(config, own, rate, 1, is_synthetic=False))
     return traced, layout, settings
 
 
