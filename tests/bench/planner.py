@@ -104,21 +104,8 @@ def _line(item: Planned) -> str:
     if math.isnan(item.ratio):
         return line
     speed = item.estimate.time.samples_per_second
-    note = "" if item.is_compared else f"  limited by the host{_with_one_process(item)}"
+    note = "" if item.is_compared else "  end to end"
     return f"{line} {item.published:10,.0f} {speed:10,.0f} {item.ratio:6.2f}{note}"
-
-
-def _with_one_process(item: Planned) -> str:
-    """Tell how fast a run would be if the process that trains loaded its data, between host calls."""
-    if "loading" not in item.row["measured"]:
-        return ""
-    settings = placed(item.row["id"])[2]
-    assert settings.host_samples_per_second is not None
-    each = settings.host_samples_per_second / settings.loading_processes
-    time = item.estimate.time
-    samples = time.samples_per_second * time.total
-    speed = samples / (time.device + time.host + samples / each)
-    return f"; {speed:,.0f} ({speed / item.published:.2f}) if one process loaded, not {settings.workers}"
 
 
 def _print_families(found: Sequence[Planned], compared: Sequence[Planned]) -> None:
