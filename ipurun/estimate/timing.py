@@ -81,7 +81,8 @@ def estimate_time(traced: TracedModel, layout: StageLayout, settings: Settings, 
 # vector instructions was checked with a ratio of two throughputs only, not with one of them.
 _ERROR = 1.5
 _ERROR_OF_THIN_GROUPS = 2.0
-# Published runs whose loading was left out of the estimate are up to 3.1 times slower: this factor beyond the first.
+# Published runs with data, whose host was left out of the estimate, are up to 3.1 times slower: this factor beyond the
+# first.
 _ERROR_OF_LOADING = 2.1
 _MATTERS = 0.05  # share of the work
 
