@@ -39,6 +39,8 @@ class Machine:
     host_link_bytes_per_second: float = 16e9
     host_call_seconds: float = 3e-3
     host_samples_per_second: float = 0.0
+    host_core_seconds: float = 4.8e-3
+    host_cpus: int = 128
     ipus_per_domain: int = 64
     gateway_bytes_per_second: float = 25e9
     machine_loss: float = 0.0
@@ -49,7 +51,7 @@ class Machine:
     tile_imbalance_bytes: float = 0.0
     default_proportion: float = 0.6
     tight_margin: float = 0.07
-    inference_margin: float = 0.15
+    inference_margin: float = 0.22
     over_margin: float = 0.03
 
     @property
@@ -89,6 +91,6 @@ def machine_from(values: Mapping[str, Any]) -> Machine:
     plain: Dict[str, Any] = {
         key: given["value"] if isinstance(given, Mapping) else given for key, given in values.items()
     }
-    whole = ("tiles", "tile_bytes", "ipus_per_machine", "ipus_per_domain", "exchange_pair")
+    whole = ("tiles", "tile_bytes", "ipus_per_machine", "ipus_per_domain", "exchange_pair", "host_cpus")
     plain.update({key: int(given) for key, given in plain.items() if key in whole})
     return Machine(**plain)

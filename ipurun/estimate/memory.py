@@ -261,7 +261,7 @@ class StageMemory:
         kept: Bytes kept for the backward pass, per micro-batch in flight.
         beside: For each operation, the bytes that wait while it runs. In training: what was (re)computed since the last
             checkpoint, up to it; later values do not exist yet in the forward pass, and no longer in the backward pass.
-            In inference: the most values that wait for later operations.
+            In inference: the values that wait for later operations.
         recomputed: Operations that run twice.
     """
 
@@ -291,21 +291,17 @@ def stage_memories(traced: TracedModel, layout: StageLayout, settings: Settings)
 
 
 def _waiting(traced: TracedModel, ops: Sequence[TracedOp], received: Set[int], uses: Mapping[int, int]) -> List[int]:
-    """Return for each operation the most bytes that wait for later ones while any of them runs.
-
-    Those that wait beside the largest operation are fewer, but the one documented case of inference that does not fit
-    would be estimated to fit with them.
-    """
+    """Return for each operation the bytes that wait for later ones while it runs, besides its own operands."""
     live = {producer: traced.ops[producer].output_bytes for producer in received}
-    most = 0
+    waiting = []
     for op in ops:
-        most = max(most, sum(size for producer, size in live.items() if producer not in op.inputs))
+        waiting.append(sum(size for producer, size in live.items() if producer not in op.inputs))
         for producer in op.inputs:
             if uses[producer] == op.index:
                 live.pop(producer, None)
         if op.index in uses and op.output_bytes:
             live[op.index] = op.output_bytes
-    return [most] * len(ops)
+    return waiting
 
 
 def _everything_kept(ops: Sequence[TracedOp], inputs: int) -> StageMemory:

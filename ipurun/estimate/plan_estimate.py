@@ -187,7 +187,8 @@ def _estimated(
     config, plan = planned.config, planned.plan
     traced = traced or _trace(config, planned.inspected, plan, training=training)
     machine = machine_of(config)
-    loading = loading_of(config, machine, stored_loading_rate(config), plan.instances.count)
+    is_synthetic = planned.inspected.facts.is_synthetic
+    loading = loading_of(config, machine, stored_loading_rate(config), plan.instances.count, is_synthetic)
     settings = settings_of(plan, training=training, loading=loading)
     layout = layout_of_plan(traced, plan, training=training)
     return EstimatedModel(traced, layout, settings, machine, estimate(traced, layout, settings, machine))

@@ -95,14 +95,18 @@ def settings_of(plan: Plan, *, training: bool = True, loading: Optional[Mapping[
     )
 
 
-def loading_of(config: RunConfig, machine: Machine, measured: Optional[LoadingRate], instances: int) -> Dict[str, Any]:
+def loading_of(
+    config: RunConfig, machine: Machine, measured: Optional[LoadingRate], instances: int, is_synthetic: bool
+) -> Dict[str, Any]:
     """Return the settings that say how data is loaded.
 
     Args:
         config: The run.
         machine: The device, whose `host_samples_per_second` comes before a measurement.
-        measured: What `ipurun bench` measured.
+        measured: What `ipurun bench` measured. What it measured on a machine without IPUs is converted to the host of
+            a Pod, by what a CPU of each takes for the same work.
         instances: Processes that train; each has its own workers.
+        is_synthetic: Whether the data is made up, for which loading is not counted unless it was measured.
     """
     workers = config.loader.workers
     found: Dict[str, Any] = {
@@ -112,11 +116,21 @@ def loading_of(config: RunConfig, machine: Machine, measured: Optional[LoadingRa
     }
     each, cpus, basis = machine.host_samples_per_second, 0, "machine.host_samples_per_second"
     if not each and measured is not None:
-        each, cpus, basis = measured.samples_per_second, measured.cpus, f"measured by ipurun bench on {measured.day}"
+        each, cpus, basis = _on_host_of_ipus(measured, machine)
     if each:
         processes = min(max(1, workers), cpus or max(1, workers))
         found.update(host_samples_per_second=each * processes * instances, host_cpus=cpus, loading_basis=basis)
-    return found
+    return {**found, "is_loading_known": bool(each) or is_synthetic}
+
+
+def _on_host_of_ipus(measured: LoadingRate, machine: Machine) -> Tuple[float, int, str]:
+    """Return the samples per second that one process loads on the host of IPUs, its CPUs, and where that is from."""
+    basis = f"measured by ipurun bench on {measured.day}"
+    if measured.has_ipus or not machine.host_core_seconds:
+        return measured.samples_per_second, measured.cpus, basis
+    slower = machine.host_core_seconds / measured.core_seconds
+    basis += f" on a CPU that is {slower:.1f} times as fast as those of a Pod's host"
+    return measured.samples_per_second / slower, machine.host_cpus, basis
 
 
 def _optimizer(call: Call, weight_bytes: int) -> Dict[str, Any]:

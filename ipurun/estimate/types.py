@@ -95,7 +95,8 @@ class Settings:
         host_samples_per_second: Samples that all loading processes load; None if unknown.
         workers: Worker processes that load data, of each instance.
         loads_beside: Whether data is loaded beside the process that trains; otherwise by that one, between host calls.
-        host_cpus: CPUs of the host on which loading was measured; 0 if unknown.
+        is_loading_known: Whether data loads at a known speed, or does not have to be loaded.
+        host_cpus: CPUs of the host that loads; 0 if unknown.
         loading_basis: Where `host_samples_per_second` comes from.
         hosts: Hosts that send data to the machines.
         min_elements_off_chip: Optimizer state with fewer values stays on chip.
@@ -134,6 +135,7 @@ class Settings:
     host_samples_per_second: Optional[float] = None
     workers: int = 0
     loads_beside: bool = False
+    is_loading_known: bool = True
     host_cpus: int = 0
     loading_basis: str = ""
     hosts: int = 1
@@ -286,6 +288,7 @@ class TimeEstimate:
         host_input: Time the host connection and the workers need for the data of one update; it overlaps with compute.
         loading: Time the training process spends loading data for one update, if there are no workers.
         error: Factor that the throughput may be wrong by, in either direction.
+        loading_error: Further factor by which it may be lower, because it is not known how fast data is loaded.
         total: Seconds of one update.
         samples_per_second: Throughput of all replicas.
         host_bound: Whether the host, not the device, limits throughput.
@@ -314,12 +317,14 @@ class TimeEstimate:
     loading: float = 0.0
     sending: float = 0.0
     error: float = 1.5
+    loading_error: float = 1.0
     gateways: float = 0.0
 
     @property
     def range(self) -> Tuple[float, float]:
         """Lowest and highest throughput within the error."""
-        return self.samples_per_second / self.error, self.samples_per_second * self.error
+        lowest = self.samples_per_second / (self.error * self.loading_error)
+        return lowest, self.samples_per_second * self.error
 
     @property
     def device(self) -> float:

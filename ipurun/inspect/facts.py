@@ -26,11 +26,15 @@ class LoadingRate:
         samples_per_second: Samples that one process loads.
         cpus: CPUs of the host.
         day: Day of the measurement, as YYYY-MM-DD.
+        core_seconds: Seconds that one of its CPUs takes for the fixed work that tells how fast it is.
+        has_ipus: Whether IPUs were attached to it.
     """
 
     samples_per_second: float
     cpus: int
     day: str
+    core_seconds: float
+    has_ipus: bool
 
 
 @dataclass(frozen=True)

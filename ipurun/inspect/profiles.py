@@ -45,10 +45,16 @@ def stored_loading_rate(config: RunConfig, environ: Mapping[str, str] = os.envir
     """Return the last measurement of a run's data set and collate function on this host; None if there is none."""
     try:
         found = json.loads(_loading_path(config, environ).read_text(encoding="utf-8"))
-        rate = LoadingRate(float(found["samples_per_second"]), int(found["cpus"]), str(found["day"]))
+        rate = LoadingRate(
+            samples_per_second=float(found["samples_per_second"]),
+            cpus=int(found["cpus"]),
+            day=str(found["day"]),
+            core_seconds=float(found["core_seconds"]),
+            has_ipus=bool(found["has_ipus"]),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return rate if rate.samples_per_second > 0 and rate.cpus > 0 else None
+    return rate if min(rate.samples_per_second, rate.cpus, rate.core_seconds) > 0 else None
 
 
 def keep_loading_rate(config: RunConfig, rate: LoadingRate, environ: Mapping[str, str] = os.environ) -> None:

@@ -33,6 +33,7 @@ __all__ = [
 
 _MIB = 1 << 20
 _BAR = 24
+_LOADED_IN = 1e-4  # seconds that a sample may take to load, as an example
 _WAITS = 0.05  # share of the time for which waiting is worth a word
 _HEADINGS = ("weights", "gradients", "state", "activations", "temporary", "I/O", "code", "uneven", "total")
 
@@ -96,8 +97,10 @@ def _rows(model: EstimatedModel) -> List[Tuple[str, str]]:
         parts.append(f"loading {_ms(time.loading)}")
     parts.append(f"host {_ms(time.host)}")
     low, high = map(count_short, time.range)
+    unmeasured = "" if settings.is_loading_known else ", since loading was not measured"
     speed = (
-        f"{count_short(time.samples_per_second)} samples/s ({low} to {high}), {time.flops_share:.1%} of peak (estimate)"
+        f"{count_short(time.samples_per_second)} samples/s ({low} to {high}{unmeasured}), "
+        f"{time.flops_share:.1%} of peak (estimate)"
     )
     return [
         ("throughput", speed),
@@ -275,8 +278,7 @@ def _bound_text(model: EstimatedModel) -> str:
     waits = time.loading > _WAITS * time.total
     if not time.host_bound and not waits:
         if rate is None:
-            needed = count_short(time.samples_per_second)
-            return f"not host-bound if {needed} samples/s are loaded, which ipurun bench measures"
+            return _unmeasured_text(model)
         return f"not host-bound: {count_short(rate)} samples/s are loaded ({settings.loading_basis})"
     if time.sending > time.device and time.sending >= time.host_input:
         hosts, machine = plural(settings.hosts, "host"), model.machine
@@ -294,12 +296,22 @@ def _bound_text(model: EstimatedModel) -> str:
         share = f"{time.loading / time.total:.0%} of the time"
         text = f"the device waits for data {share}: loader.workers={workers} would load beside it"
     if settings.host_cpus and workers > settings.host_cpus:
-        text += f", on more than the {plural(settings.host_cpus, 'CPU')} of this host"
+        text += f", on more than the {plural(settings.host_cpus, 'CPU')} of the host"
     return f"{text} (one loads {count_short(per_process)} samples/s, {settings.loading_basis})"
 
 
+def _unmeasured_text(model: EstimatedModel) -> str:
+    """Say what the estimate leaves out: how fast data is loaded."""
+    settings, time = model.settings, model.estimate.time
+    if settings.loads_beside or settings.is_loading_known:
+        needed = count_short(time.samples_per_second)
+        return f"not host-bound if {needed} samples/s are loaded, which ipurun bench measures"
+    added = f"{_ms(_LOADED_IN)} a sample, between host calls, would add {_LOADED_IN * time.samples_per_second:.0%}"
+    return f"loading is not counted: {added} to the time; ipurun bench measures it"
+
+
 def _compile_class(model: EstimatedModel) -> str:
-    return compile_class(model.traced, model.layout, model.settings)
+    return compile_class(model.traced, model.layout, model.settings, model.machine)
 
 
 def _cache_text(cache: CacheState) -> str:

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
+import torch
+
 from ipurun.build import Run, build_run
 from ipurun.config.compose import with_words
 from ipurun.errors import ConfigError
@@ -26,6 +28,8 @@ _FEWEST_CALLS = 5
 _MOST_CALLS = 10_000
 _HOST_BOUND_SHARE = 0.2
 _WORTH_IT = 1.1
+_CORE_SAMPLES, _CORE_VALUES = 64, 256
+_CORE_REPEATS = 100
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ class BenchReport:
     estimate: Dict[str, Any] = field(default_factory=dict)  # the planner's, for IPUs
     load: float = 0.0  # processes that wanted to run in the last minute
     cpus: int = 1
+    core_seconds: float = 0.0  # what one of them takes for a fixed amount of work like that of a loader
+    pod_core_seconds: float = 0.0  # what one of a Pod's host is taken to need for it; 0: unknown
+    has_ipus: bool = False
 
     @property
     def is_host_bound(self) -> bool:
@@ -119,7 +126,13 @@ class BenchReport:
     def loading_rate(self, workers: int) -> LoadingRate:
         """Return how fast one process loads the data; `workers` loaded it, or one process."""
         processes = min(max(1, workers), self.cpus)
-        return LoadingRate(self.data.median / processes, self.cpus, time.strftime("%Y-%m-%d"))
+        return LoadingRate(
+            samples_per_second=self.data.median / processes,
+            cpus=self.cpus,
+            day=time.strftime("%Y-%m-%d"),
+            core_seconds=self.core_seconds,
+            has_ipus=self.has_ipus,
+        )
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the document of `ipurun bench --json`."""
@@ -143,6 +156,7 @@ class BenchReport:
             "warm_up_calls": self.warm_up_calls,
             "load": self.load,
             "cpus": self.cpus,
+            "core_seconds": self.core_seconds,
             "verdict": self.verdict,
             "advice": self.advice,
             "estimate_for_ipus": self.estimate,
@@ -171,6 +185,7 @@ def bench(prepared: PreparedRun, seconds: float, ladder: Sequence[int], report: 
         device = _device_alone(run, seconds)
         report("the data pipeline alone")
         data = _data_alone(run, seconds)
+        core_seconds = _core_seconds()
     finally:
         run.close()
     rungs = [configured]
@@ -189,6 +204,9 @@ def bench(prepared: PreparedRun, seconds: float, ladder: Sequence[int], report: 
         data,
         load=os.getloadavg()[0],
         cpus=os.cpu_count() or 1,
+        core_seconds=core_seconds,
+        pod_core_seconds=prepared.point.config.machine.host_core_seconds,
+        has_ipus=prepared.engine.kind == "ipu",
     )
 
 
@@ -254,6 +272,20 @@ def _data_alone(run: Run, seconds: float) -> Rate:
     return _rate(durations, run.plan.training.samples_per_call)
 
 
+def _core_seconds() -> float:
+    """Return the seconds that one CPU takes for a fixed amount of what loaders do, undisturbed by other work.
+
+    `machine.host_core_seconds` is in this unit: work that changes here needs another value there.
+    """
+    durations = []
+    for _ in range(_CORE_REPEATS):
+        before = time.perf_counter()
+        samples = [[(31 * row + 17 * at) % 1009 for at in range(_CORE_VALUES)] for row in range(_CORE_SAMPLES)]
+        torch.stack([torch.tensor(sample) for sample in samples])
+        durations.append(time.perf_counter() - before)
+    return min(durations)
+
+
 def _endless(run: Run) -> Iterator[Any]:
     """Yield training batches, epoch after epoch."""
     module = run.engine.module
@@ -306,6 +338,7 @@ def bench_lines(report: BenchReport) -> List[str]:
         f"  training    {_rate_text(own.rate)}, after {plural(report.warm_up_calls, 'call')} to warm up",
         f"  device      {_rate_text(report.device)}, alone, with one batch again and again",
         f"  data        {_rate_text(report.data)}, the data pipeline alone",
+        *_cpu_lines(report),
         f"  limit       {report.verdict}",
         "",
         "  device_iterations  samples/s         middle half   ms/call  data wait  compile",
@@ -327,6 +360,15 @@ def bench_lines(report: BenchReport) -> List[str]:
         lines.append(f"  note        {busy}: its speed would be higher alone")
     lines.append(f"  try next    {report.advice}")
     return lines
+
+
+def _cpu_lines(report: BenchReport) -> List[str]:
+    """Tell by how much plans convert what was measured of the data; nothing on the host of IPUs, where they do not."""
+    if report.has_ipus or not report.core_seconds:
+        return []
+    faster = report.pod_core_seconds / report.core_seconds
+    text = f"{faster:.1f} times as fast as a Pod's host is taken to be; plans convert the speed of the data by that"
+    return [f"  CPU         {text}"] if faster else []
 
 
 def _rate_text(rate: Optional[Rate]) -> str:

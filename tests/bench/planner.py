@@ -12,8 +12,19 @@ from typing import Dict, List, Sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "estimate"))
 
-from held_out import Planned, all_planned, machine, pairs_of_pods, placed, plan, rank_correlation
-from published_runs import bert_base, gpt2_small, measurements, resnet50
+from held_out import (
+    Planned,
+    all_planned,
+    inference_rows,
+    machine,
+    pairs_of_pods,
+    placed,
+    placed_inference,
+    plan,
+    plan_inference,
+    rank_correlation,
+)
+from published_runs import bert_base, bert_demo, gpt2_small, measurements, resnet50
 
 from ipurun.config.compose import one
 from ipurun.estimate.calibration import leave_one_out, ratio
@@ -26,8 +37,11 @@ FACTOR = 1.5
 # Seconds of published cold compiles. Of BERT-large (PopART, 8 IPUs), the cold start less the mean of the warm ones.
 COMPILED = {
     "small CNN, 1 IPU": (23, 39),
+    "BERT demo": (98, 98),
+    "ResNet-50, 32 x 32": (228, 242),
     "ResNet-50": (377, 430),
     "BERT-base": (501, 501),
+    "BERT-large, 4 IPUs": (684, 684),
     "BERT-large, 8 IPUs": (1180, 1423),
     "GPT-2 small": (1684, 1684),
 }
@@ -50,6 +64,7 @@ def main() -> None:
     speeds = [item.estimate.time.samples_per_second for item in compared]
     print(f"rank correlation       {rank_correlation([item.published for item in compared], speeds):.3f}")
     _print_range("Bow over GC200", [_chips(item) for item in compared])
+    _print_inference()
     _print_compile_times()
     scaling = pairs_of_pods(found)
     print("\nfour times the IPUs             published  estimated")
@@ -89,9 +104,7 @@ def _line(item: Planned) -> str:
     if math.isnan(item.ratio):
         return line
     speed = item.estimate.time.samples_per_second
-    time = item.estimate.time
-    without = item.ratio * time.total / (time.device + time.host)
-    note = "" if item.is_compared else f"  limited by the host; {without:.2f} without loading"
+    note = "" if item.is_compared else "  end to end"
     return f"{line} {item.published:10,.0f} {speed:10,.0f} {item.ratio:6.2f}{note}"
 
 
@@ -111,17 +124,36 @@ def _print_families(found: Sequence[Planned], compared: Sequence[Planned]) -> No
     print(f"within the error bar that is shown: {within} of {len(compared)}\n")
 
 
+def _print_inference() -> None:
+    print("\ninference of one IPU (PopRT)       verdict       fullest  published  estimated  ratio")
+    for row in inference_rows():
+        print(_line(plan_inference(row)))
+
+
 def _print_compile_times() -> None:
     traced = trace_model(one(["+recipe=fashion_mnist", "micro_batch_size=16"]).config)
+    words = ["+recipe=resnet", "model=resnet50", "model.norm=batch", "model.image_size=32", "micro_batch_size=8"]
+    small = trace_model(one(words).config)
     models = {
         "small CNN, 1 IPU": (traced, single_ipu(traced), Settings(micro_batch_size=16)),
+        "ResNet-50, 32 x 32": (small, single_ipu(small), Settings(micro_batch_size=8)),
+        "BERT-large, 4 IPUs": placed("bert.large_128_pod64"),
         "BERT-large, 8 IPUs": placed("bert.squad_large_384"),
     }
-    fitted = {"ResNet-50": resnet50(), "BERT-base": bert_base(), "GPT-2 small": gpt2_small(64, 1.0)}
+    fitted = {
+        "BERT demo": bert_demo(),
+        "ResNet-50": resnet50(),
+        "BERT-base": bert_base(),
+        "GPT-2 small": gpt2_small(64, 1.0),
+    }
     models.update({name: (row.traced, row.layout, row.settings) for name, row in fitted.items()})
     print("\ncompile                   published  estimated  classes")
-    for name, (low, high) in COMPILED.items():
-        seconds = compile_seconds(*models[name])
+    compiled = dict(COMPILED)
+    for row in inference_rows():
+        compiled[row["id"]] = (row["measured"]["compile_seconds"],) * 2
+        models[row["id"]] = placed_inference(row["id"])
+    for name, (low, high) in compiled.items():
+        seconds = compile_seconds(*models[name], machine("GC200"))
         classes = " | ".join(dict.fromkeys(class_of_seconds(value) for value in (low, high, seconds)))
         print(f"  {name:<20} {low:>7}-{high:<6} {seconds:8.0f} s  {classes}")
 

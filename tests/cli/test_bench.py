@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, List
@@ -9,7 +10,8 @@ from typing import Any, List
 import pytest
 
 from ipurun.cli.main import main
-from ipurun.runs.bench import BenchReport, Rate, Rung
+from ipurun.planning.plan import BatchSizes
+from ipurun.runs.bench import BenchReport, Rate, Rung, bench_lines
 
 TOY = [
     "model._target_=run_toys.Net",
@@ -63,6 +65,16 @@ def test_bad_words_have_one_message(capsys: Any, words: List[str], what: str) ->
 def report(wait: float, rates: List[float]) -> BenchReport:
     rungs = [Rung(2**n, rate=Rate(each, each, each, 9), wait_share=wait) for n, each in enumerate(rates)]
     return BenchReport("a", "cpu", 1, rungs[0], rungs, Rate(10, 10, 10, 9), Rate(20, 20, 20, 9))
+
+
+def test_a_bench_tells_how_much_faster_this_machine_is_than_the_host_of_a_pod() -> None:
+    found = report(0.1, [10, 20])
+    found.configured = dataclasses.replace(found.configured, sizes=BatchSizes(1, 1, 1, 1))
+    found.core_seconds, found.pod_core_seconds = 2e-3, 5e-3
+    (line,) = [line for line in bench_lines(found) if line.startswith("  CPU ")]
+    assert "2.5 times as fast as a Pod's host" in line
+    found.has_ipus = True
+    assert not [line for line in bench_lines(found) if line.startswith("  CPU ")]
 
 
 def test_what_limits_and_what_to_try() -> None:

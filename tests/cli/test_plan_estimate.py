@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
-from typing import Any, List
+from typing import Any, List, Tuple
 from unittest import mock
 
 import pytest
@@ -339,18 +340,70 @@ def test_a_plan_uses_what_bench_measured_of_the_data(
 
     assert "which ipurun bench measures" in host_line()
     config = one(words).config
-    keep_loading_rate(config, LoadingRate(samples_per_second=1000.0, cpus=64, day="2026-11-18"))
+    keep_loading_rate(config, loaded(1000.0))
     slow = host_line()
     assert "host-bound: loader.workers=" in slow
     assert "one loads 1,000 samples/s, measured by ipurun bench on 2026-11-18" in slow
     needed = int(slow.partition("loader.workers=")[2].split()[0])
-    assert "on more than the 64 CPUs of this host" in slow or needed <= 64
+    assert "on more than the 64 CPUs of the host" in slow or needed <= 64
     assert "host-bound: loader.workers=" in host_line("loader.mode=async")
     assert stored_loading_rate(one(["+recipe=mnist"]).config) is None  # other data
-    keep_loading_rate(config, LoadingRate(samples_per_second=1e9, cpus=64, day="2026-11-18"))
+    keep_loading_rate(config, loaded(1e9))
     assert "not host-bound" in host_line()
     assert "host calls take most of the time" in host_line("device_iterations=1")
     assert "one loads 5,000" in host_line("machine.host_samples_per_second=5000")
+
+
+def loaded(samples_per_second: float, core_seconds: float = 1e-3, *, has_ipus: bool = True) -> LoadingRate:
+    return LoadingRate(samples_per_second, cpus=64, day="2026-11-18", core_seconds=core_seconds, has_ipus=has_ipus)
+
+
+def test_what_a_faster_machine_loads_is_converted_to_the_host_of_a_pod(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "300")
+    words = ["+recipe=mnist", "data=synthetic", "device_iterations=100", "machine.host_core_seconds=3e-3"]
+
+    def planned(*more: str) -> Tuple[str, float]:
+        assert main(["plan", *words, *more]) == 0
+        shown = capsys.readouterr().out
+        return shown, _json(capsys, 0, *words, *more)["estimate"]["time"]["samples_per_second"]
+
+    keep_loading_rate(one(words).config, loaded(500.0))
+    shown, on_ipu_host = planned()
+    assert "one loads 500 samples/s, measured by ipurun bench on 2026-11-18)" in shown
+    keep_loading_rate(one(words).config, loaded(500.0, has_ipus=False))
+    shown, elsewhere = planned()
+    assert "one loads 167 samples/s, measured" in shown
+    assert "on a CPU that is 3.0 times as fast as those of a Pod's host" in shown
+    assert elsewhere == pytest.approx(on_ipu_host / 3, rel=0.05)  # loading takes nearly all of the time
+    assert "of the host" in planned("machine.host_cpus=1")[0]
+    assert planned("machine.host_core_seconds=0")[1] == on_ipu_host
+
+
+def test_a_plan_that_leaves_loading_out_may_be_far_too_fast(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Published runs that load in the process that trains are up to 3.13 times slower than the device alone."""
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def planned(*words: str) -> Tuple[float, float, str]:
+        assert main(["plan", "+recipe=mnist", "device_iterations=100", *words]) == 0
+        shown = capsys.readouterr().out
+        (line,) = [line for line in shown.splitlines() if line.strip().startswith("throughput")]
+        speed, low = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", line)[:2])
+        return speed, speed / low, shown
+
+    speed, unknown, shown = planned()
+    assert unknown == pytest.approx(3.15, rel=0.01) and "since loading was not measured" in shown
+    added = re.search(r"0\.1 ms a sample, between host calls, would add (\d+)% to the time", shown)
+    assert added is not None
+    slower, known, shown = planned("machine.host_samples_per_second=10000")  # 0.1 ms each
+    assert speed / slower == pytest.approx(1 + int(added[1]) / 100, rel=0.01)
+    assert known == pytest.approx(1.5, rel=0.01) and "loading was not measured" not in shown
+    assert planned("data=synthetic")[1] == pytest.approx(1.5, rel=0.01)
 
 
 def test_bench_keeps_how_fast_the_data_loads(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -360,6 +413,18 @@ def test_bench_keeps_how_fast_the_data_loads(capsys: Any, monkeypatch: pytest.Mo
     measured = json.loads(capsys.readouterr().out)["data_alone"]["median"]
     kept = stored_loading_rate(one([*words, "data.train_samples=77", "micro_batch_size=3"]).config)
     assert kept is not None and kept.samples_per_second == pytest.approx(measured)
+    assert 0 < kept.core_seconds < 1 and not kept.has_ipus
+
+
+def test_a_measurement_of_an_earlier_version_is_measured_again(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("IPURUN_CACHE_DIR", str(tmp_path / "cache"))
+    config = one(["+recipe=mnist", "data=synthetic"]).config
+    keep_loading_rate(config, loaded(1000.0))
+    (path,) = (tmp_path / "cache" / "loading").iterdir()
+    path.write_text('{"samples_per_second": 1000.0, "cpus": 64, "day": "2026-11-18"}', encoding="utf-8")
+    assert stored_loading_rate(config) is None
 
 
 def test_a_plan_suggests_workers_where_loading_is_the_limit(

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipurun.config.compose import one
+from ipurun.config.schema import LoaderConfig
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.settings import layout_of_plan, machine_of, settings_of
+from ipurun.estimate.settings import layout_of_plan, loading_of, machine_of, settings_of
+from ipurun.estimate.stages import single_ipu
 from ipurun.estimate.types import Estimate, Settings, StageLayout, Verdict
-from ipurun.inspect.facts import Purpose
+from ipurun.inspect.facts import LoadingRate, Purpose
 from ipurun.inspect.trace import trace_model
 from ipurun.inspect.traced_model import TracedModel
 from ipurun.runs.prepare import PreparedRun, prepare
@@ -24,6 +26,8 @@ PUBLISHED = Path(__file__).with_name("published.json")
 _RECOMPUTED = {"bert": "encoder.layer.*", "gpt": "h.*", "vit": "blocks.*"}
 _HEADS = {"bert": "predictions.decoder", "gpt": "lm_head", "minidalle": "lm_head"}
 _BITS_OF_HALF = 16
+# A C600 is a GC200 on a PCIe card, whose clock follows from its 280 TFLOPS in half precision (Graphcore's data sheet).
+_C600_FLOPS = 280e12
 # Models of the tests use the data, loss and metrics of a recipe.
 _RECIPES = {"efficientnet": "resnet", "resnext": "resnet"}
 Row = Dict[str, Any]
@@ -75,6 +79,42 @@ def plan(row: Row, chip: Optional[str] = None) -> Planned:
 
 
 @functools.lru_cache(maxsize=None)
+def inference_rows() -> List[Row]:
+    """Return the inference that Graphcore measured with PopRT, an engine that merges more operations than PopTorch."""
+    rows: List[Row] = json.loads(PUBLISHED.read_text(encoding="utf-8"))["inference"]
+    return rows
+
+
+def plan_inference(row: Row) -> Planned:
+    """Plan the inference of a row on one C600."""
+    traced, layout, settings = placed_inference(row["id"])
+    gc200 = machine("GC200")
+    clock_hz = gc200.clock_hz * _C600_FLOPS / gc200.peak_flops(2)
+    found = estimate(traced, layout, settings, dataclasses.replace(gc200, clock_hz=clock_hz))
+    return Planned(row, found, found.time.samples_per_second / row["measured"]["samples_per_second"])
+
+
+@functools.lru_cache(maxsize=None)
+def placed_inference(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
+    """Return the traced model of a row of inference, on one IPU, and how it runs."""
+    row = next(row for row in inference_rows() if row["id"] == name)
+    run = row["run"]
+    words = [*row["words"], f"micro_batch_size={run['micro_batch']}", "precision='16.16'"]
+    traced = trace_model(one(words).config, training=False)
+    traced = dataclasses.replace(traced, input_bytes=traced.input_bytes * run["input_bits"] // _BITS_OF_HALF)
+    settings = Settings(
+        micro_batch_size=run["micro_batch"],
+        device_iterations=run["device_iterations"],
+        training=False,
+        compute_bytes=2,
+        partials_bytes=2,
+        available_proportion=(run["proportion"],),
+        io_tiles=run["io_tiles"],
+    )
+    return traced, single_ipu(traced), settings
+
+
+@functools.lru_cache(maxsize=None)
 def machine(chip: str) -> Machine:
     """Return the shipped constants of a chip."""
     return machine_of(one(["+recipe=mnist", f"machine={chip.lower()}"]).config)
@@ -93,7 +133,10 @@ def placed(name: str) -> Tuple[TracedModel, StageLayout, Settings]:
     settings = dataclasses.replace(settings, hosts=hosts)
     loading = row.get("measured", {}).get("loading")
     if loading is not None:
-        settings = dataclasses.replace(settings, host_samples_per_second=1 / loading["seconds_per_sample"])
+        config = dataclasses.replace(prepared.point.config, loader=LoaderConfig(workers=loading["workers"]))
+        rate = LoadingRate(1 / loading["seconds_per_sample"], 2, "", loading["core_seconds"], has_ipus=False)
+        own = machine(row["measured"]["chip"])
+        settings = dataclasses.replace(settings, **loading_of(config, own, rate, 1, is_synthetic=False))
     return traced, layout, settings
 
 

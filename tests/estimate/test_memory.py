@@ -98,7 +98,7 @@ def test_equal_operations_share_code() -> None:
     ("share", "training", "verdict"),
     [
         (0.92, True, Verdict.FITS),
-        (0.84, False, Verdict.FITS),
+        (0.77, False, Verdict.FITS),
         (0.86, False, Verdict.TIGHT),
         (0.94, True, Verdict.TIGHT),
         (1.02, True, Verdict.TIGHT),

@@ -15,7 +15,7 @@ from ipurun.estimate.costs import Shape, backward_shapes, forward_shape, op_cost
 from ipurun.estimate.estimate import assumptions_of, estimate
 from ipurun.estimate.machine import Machine, machine_from
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts, single_ipu
-from ipurun.estimate.timing import compile_class, estimate_time
+from ipurun.estimate.timing import compile_class, compile_seconds, estimate_time
 from ipurun.estimate.types import EstimatedModel, Settings, StageLayout
 from ipurun.inspect.traced_model import TracedModel, TracedOp
 
@@ -275,12 +275,31 @@ def test_gradients_of_several_domains_also_pass_the_gateways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "cuts", "expected"),
-    [(5, [], "under a minute"), (5, [1, 2, 3], "1 to 5 minutes"), (350, [], "5 to 15 minutes")],
+    ("layers", "cuts", "kept", "expected"),
+    [
+        (5, [], 10**6, "under a minute"),
+        (5, [1, 2, 3], 10**6, "1 to 5 minutes"),
+        (200, [], 10**6, "5 to 15 minutes"),
+        (200, [], 1000, "1 to 5 minutes"),  # tensors of 1,000 bytes are on 8 of the tiles
+    ],
 )
-def test_compile_times_are_classes(layers: int, cuts: List[int], expected: str) -> None:
-    traced = chain(layers)
-    assert compile_class(traced, layout_of_cuts(traced, cuts), Settings()) == expected
+def test_compile_times_are_classes(layers: int, cuts: List[int], kept: int, expected: str) -> None:
+    traced = chain(layers, kept=kept)
+    assert compile_class(traced, layout_of_cuts(traced, cuts), Settings(), MACHINE) == expected
+
+
+def test_equal_layers_are_compiled_once_for_each_ipu() -> None:
+    def seconds(layers: int, cuts: List[int], *, equal: bool) -> float:
+        traced = chain(layers, kept=10**6)
+        if equal:
+            traced = dataclasses.replace(
+                traced, ops=tuple(dataclasses.replace(op, signature="mm") for op in traced.ops)
+            )
+        return compile_seconds(traced, layout_of_cuts(traced, cuts), Settings(), MACHINE)
+
+    one, more = seconds(10, [], equal=True), seconds(20, [], equal=True)
+    assert seconds(20, [], equal=False) - seconds(10, [], equal=False) > 2 * (more - one)
+    assert seconds(20, [10], equal=True) - more > 17  # an IPU more, with a copy of the layer's code of its own
 
 
 def test_thin_groups_widen_the_range_of_the_throughput() -> None:

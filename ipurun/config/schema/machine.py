@@ -63,6 +63,13 @@ class MachineConfig:
         "Samples per second that one process loads; 0: as `ipurun bench` measured them here, or any number.",
         minimum=0,
     )
+    host_core_seconds: float = option(
+        4.8e-3,
+        "Seconds that a CPU of a Pod's host takes for what `ipurun bench` times of a CPU, to convert the speed of "
+        "loading that was measured on another machine; 0: do not.",
+        minimum=0,
+    )
+    host_cpus: int = option(128, "CPUs of a Pod's host.", minimum=1)
     ipus_per_domain: int = option(64, "IPUs that IPU-Links connect; gateways connect such domains.", minimum=1)
     gateway_bytes_per_second: float = option(
         25e9, "Bandwidth of a machine to another domain, in bytes per second.", positive=True
@@ -85,5 +92,5 @@ class MachineConfig:
     tight_margin: float = option(
         0.07, "Training this share below the memory limit or closer is a tight fit.", minimum=0
     )
-    inference_margin: float = option(0.15, "The same for inference.", minimum=0)
+    inference_margin: float = option(0.22, "The same for inference.", minimum=0)
     over_margin: float = option(0.03, "A model this share above the memory limit or further does not fit.", minimum=0)
