@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import time
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -41,8 +41,8 @@ _MOST_AT_ONCE = 32
 # nothing.
 _CACHE_BYTES = 7 * 2**20
 # Above this average work of an operation, starting it takes no time worth saving. Measured, as the limits above, on
-# some twenty small models.
-_LARGE_WORK_FLOPS = 8e6
+# some forty small models.
+_LARGE_WORK_FLOPS = 4e7
 _BATCH_NORM_COPIES = 2.0
 # How far sums of many terms differ by rounding, in units of the precision of the largest of them.
 _NOISE_EPS, _HALF_NOISE_EPS = 100, 8
@@ -122,16 +122,22 @@ def _overload(node: Node) -> str:
     return f"{node.name}.{getattr(node.op, '_overloadname', '')}"
 
 
-def peak_bytes(graph: Graph) -> int:
-    """Return the memory of the results that are alive at the same time during a run of a graph, at most."""
+def peak_bytes(graph: Graph, shared: Collection[int] = ()) -> int:
+    """Return the memory of the results that are alive at the same time during a run of a graph, at most.
+
+    Args:
+        graph: The graph of one micro-batch.
+        shared: Storages that do not count.
+    """
     size: Dict[int, int] = {}
     first: Dict[int, int] = {}
     last: Dict[int, int] = {}
     for index, node in enumerate(graph.nodes):
         for value in values_in(node.outputs):
             spec = graph.specs[value]
-            size[spec.storage] = max(size.get(spec.storage, 0), spec.num_bytes)
-            first.setdefault(spec.storage, index)
+            if spec.storage not in shared:
+                size[spec.storage] = max(size.get(spec.storage, 0), spec.num_bytes)
+                first.setdefault(spec.storage, index)
         for value in (*node.reads(), *values_in(node.outputs)):
             last[graph.specs[value].storage] = index
     for value in (*graph.outputs, *graph.grads.values()):
@@ -181,17 +187,18 @@ def batch_size_for(graph: Graph, micro_batches: int) -> int:
     graph = dataclasses.replace(graph, specs=float_specs(graph))
     if flops(graph) > _LARGE_WORK_FLOPS * len(graph.nodes):
         return 1
-    memory = peak_bytes(graph)
+    # All micro-batches share the weights, and a gradient is as large for several as for one.
+    weights = {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "constant")}
+    shared = weights | {graph.specs[value].storage for value in graph.grads.values()}
+    memory = peak_bytes(graph, shared)
     if any(node.name == "native_batch_norm" and node.mutated for node in graph.nodes):
         memory = int(memory * _BATCH_NORM_COPIES)
-    weights = {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "constant")}
-    grads = {graph.specs[value].storage for value in graph.grads.values()}
     largest_bytes = max(
         (
             graph.specs[value].num_bytes
             for node in graph.nodes
             for value in values_in(node.outputs)
-            if graph.specs[value].storage not in weights | grads
+            if graph.specs[value].storage not in shared
         ),
         default=0,
     )
