@@ -142,9 +142,6 @@ def test_bow_differs_from_gc200_in_name_and_clock_only() -> None:
 
 def _stated_ratios() -> Dict[str, float]:
     """Return the leave-one-out column of the table in the docs, by run."""
-    stated = {}
-    for line in DOCS.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[4].replace(".", "").isdigit():
-            stated[cells[0]] = float(cells[4])
-    return stated
+    table = DOCS.read_text(encoding="utf-8").split("| Left out |\n|---|---|---|---|---|\n", 1)[1].split("\n\n", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {cells[0]: float(cells[4]) for cells in rows}
