@@ -320,9 +320,7 @@ def start_forks(number, target, *args):
     """Start copies of this process, which are ended with it at the latest."""
 
     def run():
-        torch.set_num_threads(
-            1
-        )  # a copy has none of the threads that torch made for this process, and would wait for them
+        torch.set_num_threads(1)  # it would wait for threads that only this process has
         target(*args)
 
     forks = [multiprocessing.get_context("fork").Process(target=run, daemon=True) for _ in range(number)]
