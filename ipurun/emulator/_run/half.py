@@ -19,7 +19,7 @@ import torch
 from ipurun.emulator._capture.dtypes import HalfThroughFloat, holds_half, to_nearest_half
 from ipurun.emulator._capture.graph import Graph, Node, Placement, TensorSpec, Value, map_values, values_in
 from ipurun.emulator._capture.op_kinds import names_in
-from ipurun.emulator._run.rounding import InPlaceRoundings, StochasticInPlace, round_at_random
+from ipurun.emulator._run.rounding import InPlaceRoundings, StochasticInPlace, divisible, round_at_random
 
 # Their results are numbers of half precision if all operands are; so are views.
 _EXACT = names_in("""
@@ -236,12 +236,14 @@ class _Widening:
         made = [self._new_value(value, torch.float16) for value in values]
         shapes = [self._specs[value].shape for value in values]
         numels = [math.prod(shape) for shape in shapes]
-        rounding = self._roundings.of_shape((sum(numels),))
+        filling = torch.zeros(divisible(sum(numels)) - sum(numels))
+        sizes = [*numels, filling.numel()]
+        rounding = self._roundings.of_shape((sum(sizes),))
         assert isinstance(rounding, StochasticInPlace)
 
         def rounded(*tensors: torch.Tensor) -> List[torch.Tensor]:
-            flat = rounding.to_half(torch.cat([tensor.flatten() for tensor in tensors]))
-            return [part.view(shape) for part, shape in zip(flat.split(numels), shapes)]
+            flat = rounding.to_half(torch.cat([*(tensor.flatten() for tensor in tensors), filling]))
+            return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes)]
 
         self._add(rounded, tuple(map(self._now, values)), made, "_to_copy")
         return dict(zip(values, made))

@@ -64,6 +64,11 @@ def grid_of(count: int) -> Grid:
     return Grid(1, 1, count)
 
 
+def divisible(count: int) -> int:
+    """Return the least count from this one on for which `grid_of` certainly finds parts and rows."""
+    return count if count <= _ROW else math.ceil(count / _ROW) * _ROW
+
+
 def _few_divisors(count: int, most: int) -> List[int]:
     """Return the divisors of a count that leave at most so many elements, as far as they are near the least."""
     least = max(1, math.ceil(count / most))
