@@ -60,7 +60,7 @@ class Tied(nn.Module):
         return self.head(self.embedding(tokens)).flatten(0, 1)
 
 
-class Recurrent(nn.Module):
+class Lstm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.LSTM(20, 12, batch_first=True)
@@ -193,7 +193,7 @@ def test_convolutions_and_their_groups() -> None:
 
 def test_the_products_of_an_lstm_are_seen() -> None:
     """On a CPU, torch has an operation for the whole layer."""
-    found = products(trace_model(config_of(Recurrent, (5, 20))))
+    found = products(trace_model(config_of(Lstm, (5, 20))))
     assert sum(op.flops_forward for op in found) == 2 * 4 * 5 * (4 * 12) * (20 + 12)
     assert {op.module for op in found} == {"layer"}
 
