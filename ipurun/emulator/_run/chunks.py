@@ -433,8 +433,9 @@ class ChunkRunner:
             outputs, sums = self._one_after_another(size, lambda index: alone(index, block))
             expected = restore()
             _compare(outputs, sums, *at_once(block))
+            among = largest(expected)
             for wanted, got in zip(expected, restore()):
-                _require_equal("a buffer", wanted, got)
+                _require_equal("a buffer", wanted, got, among)
 
         try:
             # Stochastic rounding would differ: compare without it.
