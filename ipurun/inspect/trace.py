@@ -260,6 +260,17 @@ def _reopen_ended_block(module: nn.Module, args: Any, output: Any) -> None:
         recorder.begin_block(*ended)
 
 
+@contextlib.contextmanager
+def _plain_recurrence() -> Iterator[None]:
+    """Run a layer of an LSTM step by step: the one operation that torch has for a CPU would show no products."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Progress, strategy: Any) -> Captured:
     copy_layers = all(parameter.is_meta for parameter in wrapped.parameters())
     options = emulator.Options()
@@ -276,19 +287,20 @@ def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Prog
             return emulator.identity_loss(result, reduction="none")
         return result
 
-    return capture(
-        call,
-        parameters=dict(wrapped.named_parameters()),
-        buffers=dict(wrapped.named_buffers()),
-        inputs=inputs,
-        training=training,
-        options=options,
-        modules=dict(wrapped.named_modules()),
-        check_op=progress.see,
-        forward_only=True,
-        copy_layers=copy_layers,
-        refusals=progress.refusals,
-    )
+    with _plain_recurrence():
+        return capture(
+            call,
+            parameters=dict(wrapped.named_parameters()),
+            buffers=dict(wrapped.named_buffers()),
+            inputs=inputs,
+            training=training,
+            options=options,
+            modules=dict(wrapped.named_modules()),
+            check_op=progress.see,
+            forward_only=True,
+            copy_layers=copy_layers,
+            refusals=progress.refusals,
+        )
 
 
 def _problem(error: Exception, last: Optional[Node]) -> Problem:

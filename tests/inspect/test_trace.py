@@ -60,6 +60,15 @@ class Tied(nn.Module):
         return self.head(self.embedding(tokens)).flatten(0, 1)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(20, 12, batch_first=True)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.layer(data)[0][:, -1]
+
+
 class Frozen(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +189,13 @@ def test_convolutions_and_their_groups() -> None:
     assert depthwise.dims == (8, 4 * 64, 1, 1, 9)
     assert traced.buffers_bytes == 8 * 4 + 8 * 4 + 4  # statistics, and a counter
     assert op_of(traced, "native_batch_norm").kind == "norm"
+
+
+def test_the_products_of_an_lstm_are_seen() -> None:
+    """On a CPU, torch has an operation for the whole layer."""
+    found = products(trace_model(config_of(Recurrent, (5, 20))))
+    assert sum(op.flops_forward for op in found) == 2 * 4 * 5 * (4 * 12) * (20 + 12)
+    assert {op.module for op in found} == {"layer"}
 
 
 def test_tied_weights_are_one_parameter_with_two_readers() -> None:
