@@ -64,7 +64,7 @@ def test_a_graph_that_computes_the_same_is_used(prepare):
 class Recurrent(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.LSTM(3, 4, num_layers=2, batch_first=True)
+        self.layers = torch.nn.LSTM(3, 4, batch_first=True)
 
     def forward(self, x):
         return poptorch.identity_loss(self.layers(x)[0].pow(2).mean(), reduction="none")
