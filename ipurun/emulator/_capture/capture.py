@@ -182,7 +182,7 @@ def recording(recorder: Recorder, keep: Optional[bool] = None) -> Iterator[None]
         recorder: The recorder.
         keep: Whether a backward pass follows; None: in training.
     """
-    with _without_validation(), _seeded_by_options(), plain_checkpoints(), _collector_off(), recorder:
+    with _without_validation(), _seeded_by_options(), plain_checkpoints(), collector_off(), recorder:
         # Autograd is on in inference too: a model may read `grad_fn` and `is_leaf`.
         keep = recorder.training if keep is None else keep
         with torch.enable_grad(), SavedTensors(keep, recorder.note_saved) as saved, FunctionWatcher(recorder, saved):
@@ -356,7 +356,7 @@ def _without_validation() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     """Turn garbage collection off: it would clear the weak references that identify tensors.
 
     A tensor in a garbage cycle (such as a closure that calls itself) survives if autograd still needs it, but

@@ -103,8 +103,11 @@ class Node:
 
     def reads(self) -> Iterator[Value]:
         """Yield every value among the arguments."""
-        yield from values_in(self.args)
-        yield from values_in(self.kwargs)
+        found: List[Value] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(self.kwargs, found)
+        return iter(found)
 
     def writes(self) -> Iterator[Value]:
         """Yield every value that the node produces or changes."""
@@ -194,14 +197,21 @@ def map_values(function: Callable[[Value], Any], structure: Any) -> Any:
 
 def values_in(structure: Any) -> Iterator[Value]:
     """Yield every value of a structure of lists, tuples and dicts."""
+    found: List[Value] = []
+    _collect(structure, found)
+    return iter(found)
+
+
+def _collect(structure: Any, found: List[Value]) -> None:
+    # Nested generators would take several times as long, and compiling asks for the values of each node often.
     if isinstance(structure, Value):
-        yield structure
+        found.append(structure)
     elif isinstance(structure, (list, tuple)):
         for item in structure:
-            yield from values_in(item)
+            _collect(item, found)
     elif isinstance(structure, dict):
         for item in structure.values():
-            yield from values_in(item)
+            _collect(item, found)
 
 
 def grads_from_half(graph: Graph) -> Set[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List
+import functools
+from typing import Any, Dict, Iterable, List, Set
 
 import torch
 
@@ -25,7 +26,7 @@ class Anchors:
     """
 
     def __init__(self, graph: Graph, requested: Dict[str, Any]) -> None:
-        self._values = _named_values(graph)
+        self._graph = graph
         self._weights = [item.name for item in graph.inputs_of("parameter", "buffer")]
         self._grads = list(graph.grads)
         self.values: Dict[str, torch.Tensor] = {}
@@ -40,6 +41,10 @@ class Anchors:
                 self.in_graph[short] = value
             else:
                 self.of_weights[short] = long_name
+
+    @functools.cached_property
+    def _values(self) -> Dict[str, Value]:
+        return _named_values(self._graph)
 
     def names(self, state: Iterable[str] = ()) -> List[str]:
         """Return all long names that can be anchored, including optimizer state."""
@@ -79,15 +84,18 @@ def _named_values(graph: Graph) -> Dict[str, Value]:
     named: Dict[str, Value] = {GRADIENT_PREFIX + name: value for name, value in graph.grads.items()}
     for item in graph.inputs_of("seed"):
         named[_LOSS_SCALE] = item.value
+    same_name: Dict[str, Set[Value]] = {}
     for node in graph.nodes:
         if not node.is_backward:
             prefix = f"{node.module_path}/" if node.module_path else ""
             for index, value in enumerate(values_in(node.outputs)):
-                base = f"{prefix}{node.name}:{index}"
-                name, count = base, 1
-                while name in named and named[name] != value:
-                    name, count = f"{prefix}{node.name}__{count}:{index}", count + 1
-                named[name] = value
+                name = f"{prefix}{node.name}:{index}"
+                others = same_name.setdefault(name, set())
+                if value not in others:
+                    others.add(value)
+                    if len(others) > 1:
+                        name = f"{prefix}{node.name}__{len(others) - 1}:{index}"
+                    named[name] = value
     for item in graph.inputs_of("input"):
         named.setdefault(item.name, item.value)
     return named

@@ -16,7 +16,7 @@ from ipurun.emulator._capture.op_kinds import names_in
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._run.half import in_float_storage
 from ipurun.emulator._run.kernels import with_quick_kernels
-from ipurun.emulator._run.replay import Replay, generate
+from ipurun.emulator._run.replay import Replay, binding, generate
 
 _COMPARISONS = names_in("eq ge gt le lt ne")
 _MAKES_NO_ARITHMETIC = names_in("clone copy copy_ empty empty_like fill fill_ full full_like masked_fill where")
@@ -51,7 +51,9 @@ class ReplayMaker(NamedTuple):
         if not self.as_captured:
             graph, wanted = in_float_storage(graph, wanted, stochastic=self.rounds, sums=sums, one_by_one=self.checks)
             graph = with_quick_kernels(graph, wanted, same_bits=self.same_bits)
-        return Interpreter(graph, wanted, checks=True) if self.checks else generate(graph, results=wanted)
+        if self.checks or self.as_captured:  # what runs once is not worth compiling
+            return Interpreter(graph, wanted, checks=self.checks)
+        return generate(graph, results=wanted)
 
 
 class GraphRunner:
@@ -71,7 +73,6 @@ class GraphRunner:
         self._graph = graph
         self._extra = list(extra)
         self._sums = list(sums)
-        self._replay = make_replay(graph, results=[*graph.outputs, *graph.grads.values(), *self._extra], sums=sums)
 
     def __call__(
         self, arguments: Sequence[torch.Tensor], *, with_outputs: bool = True
@@ -87,6 +88,11 @@ class GraphRunner:
         results = self._replay(arguments)
         count = len(self._graph.outputs)
         return results[:count], results[count:]
+
+    @functools.cached_property
+    def _replay(self) -> Replay:
+        results = [*self._graph.outputs, *self._graph.grads.values(), *self._extra]
+        return self._make_replay(self._graph, results=results, sums=self._sums)
 
     @functools.cached_property
     def _gradients(self) -> Optional[Replay]:
@@ -129,6 +135,7 @@ class Interpreter:
         self._checks = checks
         self._results = results
         self._arguments = [item.value for item in graph.inputs if item.kind != "constant"]
+        self._functions = [binding(node) for node in graph.nodes]
         self._last_use: Dict[int, List[Value]] = {}
         seen = set(results)
         for index in range(len(graph.nodes) - 1, -1, -1):
@@ -143,11 +150,11 @@ class Interpreter:
         written = self._graph.storages_written()
         for value, tensor in self._graph.constants.items():
             tensors[value] = tensor.clone() if self._graph.specs[value].storage in written else tensor
-        for index, node in enumerate(self._graph.nodes):
+        for index, (node, function) in enumerate(zip(self._graph.nodes, self._functions)):
             args = map_values(tensors.__getitem__, node.args)
             kwargs = map_values(tensors.__getitem__, node.kwargs)
             before = _Finiteness(args, kwargs) if self._checks else None
-            result = node.op(*args, **kwargs)
+            result = function(*args, **kwargs)
             if before is not None:
                 before.check(node, result)
             _store(node.outputs, result, tensors)

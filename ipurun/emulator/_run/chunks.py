@@ -40,9 +40,10 @@ _MOST_AT_ONCE = 32
 # The largest tensor of micro-batches computed at once should stay in the cache; beyond that, larger operations gain
 # nothing.
 _CACHE_BYTES = 7 * 2**20
-# Above this average work of an operation, starting it takes no time worth saving. Measured, as the limits above, on
-# some forty small models.
+# Above this average work of an operation, or size of its result, starting it takes no time worth saving. Measured, as
+# the limits above, on some sixty small models.
 _LARGE_WORK_FLOPS = 4e7
+_LARGE_RESULT_BYTES = 450 * 2**10
 _BATCH_NORM_COPIES = 2.0
 # How far sums of many terms differ by rounding, in units of the precision of the largest of them.
 _NOISE_EPS, _HALF_NOISE_EPS = 100, 8
@@ -190,22 +191,20 @@ def batch_size_for(graph: Graph, micro_batches: int) -> int:
     # All micro-batches share the weights, and a gradient is as large for several as for one.
     weights = {graph.specs[item.value].storage for item in graph.inputs_of("parameter", "buffer", "constant")}
     shared = weights | {graph.specs[value].storage for value in graph.grads.values()}
+    results: Dict[int, int] = {}
+    for node in graph.nodes:
+        for spec in (graph.specs[value] for value in values_in(node.outputs)):
+            if spec.storage not in shared:
+                results[spec.storage] = max(results.get(spec.storage, 0), spec.num_bytes)
+    if sum(results.values()) > _LARGE_RESULT_BYTES * len(graph.nodes):
+        return 1
     memory = peak_bytes(graph, shared)
     if any(node.name == "native_batch_norm" and node.mutated for node in graph.nodes):
         memory = int(memory * _BATCH_NORM_COPIES)
-    largest_bytes = max(
-        (
-            graph.specs[value].num_bytes
-            for node in graph.nodes
-            for value in values_in(node.outputs)
-            if graph.specs[value].storage not in shared
-        ),
-        default=0,
-    )
     most = min(
         _MOST_AT_ONCE,
         micro_batches,
-        _CACHE_BYTES // max(1, largest_bytes),
+        _CACHE_BYTES // max(1, max(results.values(), default=0)),
         1 + _MEMORY_BUDGET_BYTES // max(1, memory),
     )
     return next(size for size in range(max(1, most), 0, -1) if micro_batches % size == 0)
@@ -433,8 +432,9 @@ class ChunkRunner:
             outputs, sums = self._one_after_another(size, lambda index: alone(index, block))
             expected = restore()
             _compare(outputs, sums, *at_once(block))
+            among = largest(expected)
             for wanted, got in zip(expected, restore()):
-                _require_equal("a buffer", wanted, got)
+                _require_equal("a buffer", wanted, got, among)
 
         try:
             # Stochastic rounding would differ: compare without it.

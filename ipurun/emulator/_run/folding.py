@@ -556,18 +556,32 @@ def _batch_norm(call: _Call) -> Optional[Result]:
             rows = rows._replace(tensor=fold.folded(rows, 0), dim=0)
         statistics = [fold.stacked(torch.empty(0)), fold.stacked(torch.empty(0))]
         return (call.run(rows.tensor)[0], *statistics), (rows.dim, STACKED, STACKED)
-    source = fold.folded(rows, 1)
     weight, bias = ((None if item is None else item.repeat(fold.size)) for item in (given["weight"], given["bias"]))
-    means = variances = None
+    of_images = len(rows.shape) > 2
+    compute = _batch_norm_of_images if of_images else _batch_norm_of_features
+    result, mean, inverse, variance = compute(call, rows, weight, bias, given["eps"])
     if given["running_mean"] is not None:
-        channels = rows.shape[1]
-        means, variances = source.new_zeros(source.shape[1]), source.new_zeros(source.shape[1])
+        for buffer, computed in zip(call.node.args[3:5], (mean.detach(), variance)):
+            fold.statistics.append(BatchStatistics(buffer, given["momentum"], computed.view(fold.size, -1)))
+    return (result, mean, inverse), (0 if of_images else 1, 0, 0)
+
+
+def _batch_norm_of_images(call: _Call, rows: Rows, weight: Any, bias: Any, eps: float) -> Tuple[torch.Tensor, ...]:
+    """Compute with a group norm whose groups are single channels, several times as quickly as torch's batch norm."""
+    apart = call.fold.stacked(rows).transpose(1, 2)
+    channels, count = math.prod(apart.shape[:2]), math.prod(apart.shape[2:])
+    source = apart.reshape(1, channels, count)
+    result, mean, inverse = torch.native_group_norm(source, weight, bias, 1, channels, count, channels, eps)
+    mean, inverse = mean.view(channels), inverse.view(channels)
+    variance = inverse.detach().pow(-2).sub(eps).clamp(min=0).mul(count).div(count - 1)
+    return result.view(apart.shape).transpose(1, 2).flatten(0, 1), mean, inverse, variance
+
+
+def _batch_norm_of_features(call: _Call, rows: Rows, weight: Any, bias: Any, eps: float) -> Tuple[torch.Tensor, ...]:
+    source = call.fold.folded(rows, 1).contiguous()
+    means, variances = source.new_zeros(source.shape[1]), source.new_zeros(source.shape[1])
     # With a momentum of 1, the running statistics become those of the micro-batch.
-    result = call.op(source.contiguous(), weight, bias, means, variances, True, 1.0, given["eps"])
-    if means is not None and variances is not None:
-        for buffer, computed in zip(call.node.args[3:5], (means, variances)):
-            fold.statistics.append(BatchStatistics(buffer, given["momentum"], computed.view(fold.size, channels)))
-    return result, (1, 0, 0)
+    return (*call.op(source, weight, bias, means, variances, True, 1.0, eps), variances)
 
 
 def _recurrent_layer(call: _Call) -> Optional[Result]:

@@ -103,7 +103,7 @@ def _statement(node: Node, namespace: Dict[str, Any], defined: Set[Value], alias
         right = _expression(node.args[0], namespace)
     else:
         function = f"f{len(namespace)}"
-        namespace[function] = _binding(node)
+        namespace[function] = binding(node)
         parts = [_expression(arg, namespace) for arg in node.args]
         parts += [f"{name}={_expression(arg, namespace)}" for name, arg in node.kwargs.items()]
         right = f"{function}({', '.join(parts)})"
@@ -112,8 +112,8 @@ def _statement(node: Node, namespace: Dict[str, Any], defined: Set[Value], alias
     return f"{left} = {right}" if left else right
 
 
-def _binding(node: Node) -> Callable[..., Any]:
-    """Return the quickest way to call an operation from Python: torch's own binding, if it has one, or its overload."""
+def binding(node: Node) -> Callable[..., Any]:
+    """Return the quickest way to call a node's operation from Python: torch's own binding, if any, or its overload."""
     op = node.op
     if not isinstance(op, torch._ops.OpOverload):
         return op

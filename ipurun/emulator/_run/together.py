@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 
-from ipurun.emulator._capture.capture import gradients
+from ipurun.emulator._capture.capture import collector_off, gradients
 from ipurun.emulator._capture.dtypes import layers_of
 from ipurun.emulator._capture.graph import Graph, Node, Value, needed_nodes, prune
 from ipurun.emulator._capture.recorder import Recorder
@@ -364,7 +364,7 @@ def _capture_batched(
         recorder.add_input("input", f"random_{index}", tensor)
     trained = {item.name: t for item, t in zip(items, tensors) if t.requires_grad}
     seeds = [tensor for item, tensor in zip(items, tensors) if item.kind == "seed"]
-    with torch.set_grad_enabled(bool(trained)), recorder:
+    with torch.set_grad_enabled(bool(trained)), recorder, collector_off():
         random = {id(node): tensor for node, tensor in zip(draws.nodes, drawn)}
         folding = Folding(graph, forward, size, random, results)
         for item, tensor in zip(items, tensors):

@@ -235,6 +235,21 @@ def test_anchored_tensors():
         executor.getAnchoredTensor("unknown")
 
 
+class Sums(nn.Module):
+    def forward(self, x):
+        kept = x + 1
+        kept.add_(1)
+        kept.add_(2)
+        return (x + 2) * kept, x + 3
+
+
+def test_long_names_number_equal_operations_and_name_a_tensor_once():
+    executor = poptorch.inferenceModel(Sums())
+    executor(torch.ones(2))
+    names = [name for name in executor.getTensorNames() if name.startswith("add")]
+    assert names == ["add:0", "add_:0", "add__1:0", "add__2:0"]
+
+
 @pytest.mark.parametrize(
     ("kind", "error"),
     [

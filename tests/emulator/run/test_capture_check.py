@@ -59,3 +59,24 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch, prepare, i
 def test_a_graph_that_computes_the_same_is_used(prepare):
     model = poptorch.trainingModel(Scaled(), prepare(poptorch.Options()))
     assert model(torch.tensor([5.0, 7.0])).item() == 31.0
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.layers(x)[0].pow(2).mean(), reduction="none")
+
+
+@pytest.mark.parametrize("prepare", [rounding, exceptions])
+def test_layers_of_an_lstm_train_the_same_however_the_graph_is_run(prepare):
+    losses = []
+    for options in (poptorch.Options(), prepare(poptorch.Options())):
+        torch.manual_seed(0)
+        model = Recurrent()
+        training = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.5))
+        losses.append([training(torch.linspace(-1, 1, 24).view(2, 4, 3)).item() for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][2]

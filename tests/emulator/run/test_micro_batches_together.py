@@ -184,6 +184,17 @@ def with_loss(function):
 
 CONV = {"body": lambda: nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True))}
 BATCH_NORM = {"body": lambda: nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())}
+# Its channels have a mean of 0, of which rounding leaves next to nothing.
+BATCH_NORM_TWICE = {
+    "body": lambda: nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+    )
+}
+BARE_BATCH_NORM = {
+    "body": lambda: nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False, track_running_stats=False)
+    )
+}
 INSTANCE_NORM = {"body": lambda: nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True))}
 TRANSPOSED = {"body": lambda: nn.Sequential(nn.ConvTranspose2d(2, 8, 2, bias=False), nn.GELU())}
 
@@ -206,6 +217,12 @@ CASES = {
     "padding and resizing": (padded, {}),
     "convolution and group norm": (convolved, CONV),
     "batch norm": (convolved, BATCH_NORM),
+    "batch norm after batch norm": (convolved, BATCH_NORM_TWICE),
+    "batch norm without weights and statistics": (convolved, BARE_BATCH_NORM),
+    "batch norm of sequences": (
+        normalised,
+        {"body": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2, momentum=0.3), nn.Flatten())},
+    ),
     "instance norm": (convolved, INSTANCE_NORM),
     "transposed convolution": (convolved, TRANSPOSED),
     "batch norm of two dimensions": (normalised, {"body": lambda: nn.BatchNorm1d(8, momentum=0.3)}),
@@ -299,7 +316,9 @@ def test_together_as_one_by_one(name):
         torch.testing.assert_close(state[key], wanted, rtol=1e-3, atol=2e-4, msg=key)
 
 
-@pytest.mark.parametrize("name", ["convolution and group norm", "dropout", "recurrence in both directions", "blocks"])
+@pytest.mark.parametrize(
+    "name", ["convolution and group norm", "batch norm", "dropout", "recurrence in both directions", "blocks"]
+)
 def test_together_as_one_by_one_in_half_precision(name):
     together, _, size = train(*CASES[name], calls=1, dtype=torch.float16)
     with one_by_one():
@@ -385,14 +404,16 @@ def test_inference_together_as_one_by_one(training_mode):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_running_statistics_of_replicas_follow_the_order_of_their_micro_batches():
+@pytest.mark.parametrize(("shape", "scale"), [((6,), 1.0), ((6, 5), 1.0), ((6, 5), 1e-3), ((6, 5), 1e3)])
+def test_running_statistics_of_replicas_follow_the_order_of_their_micro_batches(shape, scale):
     norm = nn.BatchNorm1d(6, momentum=0.3)
     torch.manual_seed(0)
-    model = Model(lambda m, x, y: loss(m, m.first(m.layers["norm"](x)), y), {"norm": norm})
+    layers = {"norm": norm, "flat": nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 6))}
+    model = Model(lambda m, x, y: loss(m, m.first(m.layers["flat"](m.layers["norm"](x))), y), layers)
     options = emulator.Options().replicationFactor(2)
     options.Training.gradientAccumulation(4)
     training = emulator.trainingModel(model, options, emulator.optim.SGD(model.parameters(), lr=0.0))
-    data = torch.randn(32, 6)
+    data = torch.randn(32, *shape) * scale + scale
     training(data, torch.randint(0, 5, (32,)))
     assert training._executable.chunks.size == 8
     reference = [nn.BatchNorm1d(6, momentum=0.3) for _ in range(2)]
@@ -405,7 +426,8 @@ def test_running_statistics_of_replicas_follow_the_order_of_their_micro_batches(
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("_CACHE_BYTES", 512), ("_MEMORY_BUDGET_BYTES", 0), ("_LARGE_WORK_FLOPS", 1)]
+    ("limit", "value"),
+    [("_CACHE_BYTES", 512), ("_MEMORY_BUDGET_BYTES", 0), ("_LARGE_WORK_FLOPS", 1), ("_LARGE_RESULT_BYTES", 100)],
 )
 def test_large_micro_batches_are_run_one_by_one(limit, value, monkeypatch):
     assert train(plain, {}, calls=1, rows=16)[2] == 8
