@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from ipurun.estimate.machine import Machine
@@ -122,6 +122,13 @@ def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
 
 
 def _cost(
+    traced: TracedModel, op: TracedOp, machine: Machine, settings: Settings, proportion: float, parts: int
+) -> OpCost:
+    cost = _cost_of_step(traced, op, machine, settings, proportion, parts)
+    return replace(cost, forward=cost.forward * op.repeats, backward=cost.backward * op.repeats)
+
+
+def _cost_of_step(
     traced: TracedModel, op: TracedOp, machine: Machine, settings: Settings, proportion: float, parts: int
 ) -> OpCost:
     if op.kind == "view" or op.index in traced.dropout_masks or op.name in _REARRANGEMENTS:

@@ -198,7 +198,8 @@ class Search:
             fitting: Set[int] = set()
             for variant in variants:
                 solved = list(self._solutions_with(goal, ipus, variant, fitting))
-                found += solved
+                # A variant may ask for what the config does already.
+                found += [each for each in solved if not any(_is_same(each, other) for other in found)]
                 fitting |= {each.settings.micro_batch_size for each in solved if each.estimate.verdict is Verdict.FITS}
         return ranked(found)
 
@@ -353,6 +354,10 @@ def _largest_tensor(traced: TracedModel, cell: Cell) -> str:
     ]
     size, name = max(results + weights, default=(0, ""))
     return f"{name}, {size / 2**20:,.0f} MiB" if name else ""
+
+
+def _is_same(first: Solution, second: Solution) -> bool:
+    return first.settings == second.settings and first.layout == second.layout
 
 
 def ranked(solutions: Sequence[Solution]) -> List[Solution]:

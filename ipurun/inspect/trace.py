@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -229,8 +229,9 @@ def _trace(
         step="training" if training or steps is None or not steps.has("validation") else "validation",
     )
     wrapped.train(training_mode)
+    recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     try:
-        with without_compiler():
+        with without_compiler(), _steps_apart(recurrent):
             captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
     except Exception as error:  # the user's code can raise anything
         raise ConfigError(_problem(error, progress.last)) from error
@@ -244,7 +245,19 @@ def _trace(
         training=training,
         unsupported=tuple(progress.unsupported),
         refused=_refused(progress.refusals),
+        recurrent=recurrent,
     )
+
+
+@contextlib.contextmanager
+def _steps_apart(recurrent: AbstractSet[str]) -> Iterator[None]:
+    """Run recurrent layers step by step: on a CPU, one kernel for a whole layer would hide what they compute."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled and not recurrent)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _refused(refusals: Mapping[str, str]) -> str:
