@@ -201,6 +201,8 @@ class IpuMemory:
         limit: Memory of the chip.
         imbalance: Bytes that the fullest tile holds above the average, times the number of tiles.
         streaming: Streaming memory (off chip) that this IPU uses.
+        allowed: In inference, bytes that temporaries of matmuls and convolutions may take beyond `temporary`: the
+            compiler takes the fastest way within the available-memory proportion.
     """
 
     ipu: int
@@ -214,6 +216,7 @@ class IpuMemory:
     limit: int
     imbalance: int = 0
     streaming: int = 0
+    allowed: int = 0
 
     @property
     def total(self) -> int:

@@ -92,5 +92,10 @@ class MachineConfig:
     tight_margin: float = option(
         0.07, "Training this share below the memory limit or closer is a tight fit.", minimum=0, maximum=1
     )
-    inference_margin: float = option(0.22, "The same for inference.", minimum=0, maximum=1)
+    inference_margin: float = option(
+        0.22,
+        "The same for inference, unless it fits even if matmuls and convolutions use all of their share of a tile.",
+        minimum=0,
+        maximum=1,
+    )
     over_margin: float = option(0.03, "A model this share above the memory limit or further does not fit.", minimum=0)
