@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipurun.estimate.costs import op_costs, proportion_of
 from ipurun.estimate.estimate import estimate
@@ -197,6 +197,7 @@ def _changes(model: EstimatedModel, search: Search, is_placed_in_code: bool) -> 
     if model.settings.training:
         yield from _recomputation(model, search.block_checkpoints)
         yield from _locations(model)
+        yield from _updates_in_parts(model)
     if model.estimate.verdict is not Verdict.FITS:
         yield from _proportions(model)
         yield from _serialisation(model)
@@ -287,9 +288,33 @@ def _serialisation(model: EstimatedModel) -> Iterator[_Change]:
     factor = _parts_of(largest)
     if factor is not None and largest.module not in settings.serialized:
         parts = {**settings.serialized, largest.module: factor}
-        shown = ", ".join(f"{name}: {number}" for name, number in parts.items())
         title = f"{largest.module} split into {factor} parts"
-        yield _change(model, title, [f"memory.serialize={{{shown}}}"], serialized=parts)
+        yield _change(model, title, [_serialize(parts)], serialized=parts)
+
+
+def _updates_in_parts(model: EstimatedModel) -> Iterator[_Change]:
+    """Move the optimizer state off chip, and update the largest table of every IPU that is too full in parts."""
+    traced, settings, layout = model.traced, model.settings, model.layout
+    parts = dict(settings.serialized)
+    for memory, verdict in zip(model.estimate.ipus, model.estimate.verdicts):
+        owned = [item for item in traced.parameters if memory.ipu in {layout.ipu_of_op(op) for op in item.ops}]
+        largest = max((item for item in owned if item.trainable), key=lambda item: item.elements, default=None)
+        if verdict is Verdict.FITS or largest is None or not settings.state_bytes:
+            continue
+        readers = [traced.ops[op] for op in largest.ops if traced.ops[op].kind in ("gather", "matmul")]
+        factors = {op.module: _PARTS[0] if op.kind == "gather" else _parts_of(op) for op in readers if op.module}
+        parts.update({name: factor for name, factor in factors.items() if factor and name not in parts})
+    if parts != settings.serialized:
+        added = [name for name in parts if name not in settings.serialized]
+        first = "optimizer state off chip, that" if settings.state_on_chip else "optimizer state"
+        title = f"{first} of {', '.join(added)} in parts"
+        overrides = ["memory.optimizer_state.on_chip=false"] if settings.state_on_chip else []
+        yield _change(model, title, [*overrides, _serialize(parts)], state_on_chip=False, serialized=parts)
+
+
+def _serialize(parts: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name}: {number}" for name, number in parts.items())
+    return f"memory.serialize={{{shown}}}"
 
 
 def _parts_of(op: TracedOp) -> Optional[int]:
