@@ -6,14 +6,13 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Callable, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-from ipurun.estimate.costs import op_costs, proportion_of
+from ipurun.estimate.costs import equal_parts, op_costs, parts_of_readers, proportion_of
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.search import Goal, Requirements, Search, split_overrides, variants_of
+from ipurun.estimate.search import Goal, Requirements, Search, serialize_override, split_overrides, variants_of
 from ipurun.estimate.stages import single_ipu
 from ipurun.estimate.types import Estimate, EstimatedModel, Settings, StageLayout, Trial, Verdict, worst
-from ipurun.inspect.traced_model import TracedOp
 from ipurun.planning.devices import MAX_IPUS
 
 __all__ = ["PlanEstimate", "Remedy", "remedies_for"]
@@ -21,7 +20,6 @@ __all__ = ["PlanEstimate", "Remedy", "remedies_for"]
 _MOST_REMEDIES = 6
 _WORTH_SPEED = 1.02
 _WORTH_SHARE = 0.005  # of an IPU's memory
-_PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
 _PROPORTIONS = (0.3, 0.15)
 
 
@@ -150,7 +148,7 @@ def _all_together(model: EstimatedModel, search: Search, is_batch_free: bool) ->
     """Save memory in all ways at once, with as many IPUs per replica as that takes."""
     settings = model.settings
     global_batch = None if is_batch_free else settings.global_batch_size
-    leanest = variants_of(settings, search.block_checkpoints, model.layout.checkpoints)[-1:]
+    leanest = variants_of(settings, search.block_checkpoints, model.layout.checkpoints, search.tables)[-1:]
     title = "all ways to save memory, together with another split"
     for size in dict.fromkeys((settings.micro_batch_size, 1)):
         for best in search.solutions(Goal(model.num_ipus, global_batch, size), leanest)[:1]:
@@ -285,45 +283,29 @@ def _serialisation(model: EstimatedModel) -> Iterator[_Change]:
     scaled = traced.with_micro_batch(settings.micro_batch_size)
     costs = op_costs(scaled, machine, settings, proportion_of(settings, machine, fullest))
     largest = max(products, key=lambda op: costs[op.index].temporary)
-    factor = _parts_of(largest)
+    factor = equal_parts(largest)
     if factor is not None and largest.module not in settings.serialized:
         parts = {**settings.serialized, largest.module: factor}
         title = f"{largest.module} split into {factor} parts"
-        yield _change(model, title, [_serialize(parts)], serialized=parts)
+        yield _change(model, title, [serialize_override(parts)], serialized=parts)
 
 
 def _updates_in_parts(model: EstimatedModel) -> Iterator[_Change]:
     """Move the optimizer state off chip, and update the largest table of every IPU that is too full in parts."""
     traced, settings, layout = model.traced, model.settings, model.layout
-    parts = dict(settings.serialized)
+    added: Dict[str, int] = {}
     for memory, verdict in zip(model.estimate.ipus, model.estimate.verdicts):
         owned = [item for item in traced.parameters if memory.ipu in {layout.ipu_of_op(op) for op in item.ops}]
         largest = max((item for item in owned if item.trainable), key=lambda item: item.elements, default=None)
-        if verdict is Verdict.FITS or largest is None or not settings.state_bytes:
-            continue
-        readers = [traced.ops[op] for op in largest.ops if traced.ops[op].kind in ("gather", "matmul")]
-        factors = {op.module: _PARTS[0] if op.kind == "gather" else _parts_of(op) for op in readers if op.module}
-        parts.update({name: factor for name, factor in factors.items() if factor and name not in parts})
-    if parts != settings.serialized:
-        added = [name for name in parts if name not in settings.serialized]
+        if verdict is not Verdict.FITS and largest is not None and settings.state_bytes:
+            added.update(parts_of_readers(traced, largest))
+    added = {name: factor for name, factor in added.items() if name not in settings.serialized}
+    if added:
         first = "optimizer state off chip, that" if settings.state_on_chip else "optimizer state"
         title = f"{first} of {', '.join(added)} in parts"
         overrides = ["memory.optimizer_state.on_chip=false"] if settings.state_on_chip else []
-        yield _change(model, title, [*overrides, _serialize(parts)], state_on_chip=False, serialized=parts)
-
-
-def _serialize(parts: Mapping[str, int]) -> str:
-    shown = ", ".join(f"{name}: {number}" for name, number in parts.items())
-    return f"memory.serialize={{{shown}}}"
-
-
-def _parts_of(op: TracedOp) -> Optional[int]:
-    """Return a number of equal parts that a matmul can be split into."""
-    for side in op.dims[2:4]:  # its columns, or else its depth: no small number divides a vocabulary of 50,257
-        found = next((parts for parts in _PARTS if side % parts == 0), None)
-        if found is not None:
-            return found
-    return None
+        serialized = {**settings.serialized, **added}
+        yield _change(model, title, [*overrides, serialize_override(added)], state_on_chip=False, serialized=serialized)
 
 
 def _batches(model: EstimatedModel, resets: Sequence[str]) -> Iterator[_Change]:

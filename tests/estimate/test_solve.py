@@ -75,6 +75,21 @@ def test_a_model_that_does_not_fit_has_no_split() -> None:
     assert Search(traced, MACHINE).solutions(Goal(devices=4, global_batch=64), variants_of(SETTINGS, ())) == []
 
 
+def test_tables_that_are_too_large_are_updated_in_parts() -> None:
+    """As in the published config of mT5-small on four IPUs."""
+    plain = _uneven([10000] * 6, [120_000_000, 1000, 1000, 1000, 1000, 120_000_000])
+    table = dataclasses.replace(plain.ops[0], kind="gather", dims=())
+    traced = dataclasses.replace(plain, ops=(table, *plain.ops[1:]))
+    settings = dataclasses.replace(SETTINGS, state_bytes=8.0, state_tensors=2)
+    search, goal = Search(traced, MACHINE), Goal(devices=4, global_batch=64)
+    assert search.tables == {"layer.0": 4, "layer.5": 4}
+    assert search.solutions(goal, variants_of(settings, ())) == []
+    found = search.solutions(goal, variants_of(settings, (), (), search.tables))[0]
+    assert found.overrides[-1] == "memory.serialize={layer.0: 4, layer.5: 4}"
+    assert found.estimate.verdict is Verdict.FITS
+    assert Search(_uneven([10000] * 6, [1000] * 6), MACHINE).tables == {}
+
+
 def test_a_config_is_found_once() -> None:
     """A variant may ask for what the config does already: PopTorch recomputes in pipelines by default."""
     settings = dataclasses.replace(SETTINGS, recompute="checkpoints")
