@@ -182,10 +182,18 @@ def children_unwatched() -> Iterator[None]:
 
     It would interrupt a host call or a save. Whoever waits for a batch notices all the same.
     """
-    if threading.current_thread() is not threading.main_thread():
+    with _handling_deaths(signal.getsignal(signal.SIGCHLD)):
+        yield
+
+
+@contextlib.contextmanager
+def _handling_deaths(handler: Any) -> Iterator[None]:
+    """Handle the ends of child processes in some way meanwhile, and afterwards as before."""
+    before = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or before is None:  # nothing that Python could restore
         yield
         return
-    before = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, handler)
     try:
         yield
     finally:
@@ -218,12 +226,16 @@ def deaths(processes: List[Any]) -> str:
 
 
 def kill(processes: List[Any]) -> None:
-    """Kill processes that are still running, also stopped ones, for which Python would wait forever at exit."""
+    """Kill processes that are still running, also stopped ones, for which Python would wait forever at exit.
+
+    A loader that the user started before has torch raise an error for each worker that is killed: not for these.
+    """
     running = [process for process in processes if process.is_alive()]
-    for process in running:
-        process.kill()
-    for process in running:
-        process.join(1.0)
+    with _handling_deaths(signal.SIG_DFL):
+        for process in running:
+            process.kill()
+        for process in running:
+            process.join(1.0)
 
 
 def _report_unless_disconnected(kind: Type[BaseException], error: BaseException, place: Any) -> None:

@@ -68,6 +68,7 @@ class Processes:
         self._group = group
         self._store = store
         self._among: Dict[Tuple[int, ...], Processes] = {}
+        self._last: Any = None
         self.rank = rank
         self.count = count
 
@@ -144,9 +145,12 @@ class Processes:
 
     def close(self) -> None:
         """End the connections, while Python still can: the threads of a group must not outlive it."""
-        self._group = self._store = None
+        self._group = self._store = self._last = None
 
     def _wait(self, start: Any) -> None:
+        # Keep the tensors until the next time. A thread of the group that is the last to release one takes a lock of
+        # Python, which a worker of a loader that is forked meanwhile never gets: with Python 3.8, it would hang.
+        self._last = start
         try:
             start().wait()
         except RuntimeError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass, field
-from typing import AbstractSet, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -231,7 +231,7 @@ def _trace(
     wrapped.train(training_mode)
     recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     try:
-        with without_compiler(), _steps_apart(recurrent):
+        with without_compiler():
             captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
     except Exception as error:  # the user's code can raise anything
         raise ConfigError(_problem(error, progress.last)) from error
@@ -249,17 +249,6 @@ def _trace(
     )
 
 
-@contextlib.contextmanager
-def _steps_apart(recurrent: AbstractSet[str]) -> Iterator[None]:
-    """Run recurrent layers step by step: on a CPU, one kernel for a whole layer would hide what they compute."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(enabled and not recurrent)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
 def _refused(refusals: Mapping[str, str]) -> str:
     """Return what an IPU would refuse in one line: the first of it in full."""
     shown = [f"{' '.join(text.split())} ({line})" for text, line in list(refusals.items())[:1]]
@@ -271,6 +260,17 @@ def _reopen_ended_block(module: nn.Module, args: Any, output: Any) -> None:
     ended = None if recorder is None else _ended_block(recorder)
     if recorder is not None and ended is not None:
         recorder.begin_block(*ended)
+
+
+@contextlib.contextmanager
+def _plain_recurrence() -> Iterator[None]:
+    """Run a layer of an LSTM step by step: the one operation that torch has for a CPU would show no products."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Progress, strategy: Any) -> Captured:
@@ -289,19 +289,20 @@ def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Prog
             return emulator.identity_loss(result, reduction="none")
         return result
 
-    return capture(
-        call,
-        parameters=dict(wrapped.named_parameters()),
-        buffers=dict(wrapped.named_buffers()),
-        inputs=inputs,
-        training=training,
-        options=options,
-        modules=dict(wrapped.named_modules()),
-        check_op=progress.see,
-        forward_only=True,
-        copy_layers=copy_layers,
-        refusals=progress.refusals,
-    )
+    with _plain_recurrence():
+        return capture(
+            call,
+            parameters=dict(wrapped.named_parameters()),
+            buffers=dict(wrapped.named_buffers()),
+            inputs=inputs,
+            training=training,
+            options=options,
+            modules=dict(wrapped.named_modules()),
+            check_op=progress.see,
+            forward_only=True,
+            copy_layers=copy_layers,
+            refusals=progress.refusals,
+        )
 
 
 def _problem(error: Exception, last: Optional[Node]) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import signal
 import time
 from pathlib import Path
 from typing import Any, Dict, List
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from ipurun import emulator
 from ipurun.build.loader import TrainLoader
-from ipurun.build.workers import AnonymousBatches, WorkerSetup, closed_queues_ignored
+from ipurun.build.workers import AnonymousBatches, WorkerSetup, closed_queues_ignored, kill
 from ipurun.config.schema import LoaderConfig
 from ipurun.errors import ConfigError
 from ipurun.inspect.sampling import EpochOrder, PaddedOrder, ResumableSampler, seed_of, seeded
@@ -288,6 +289,23 @@ def test_a_queue_of_a_closed_loader_reports_nothing(context: Any, reported: bool
     queue.close()
     queue.join_thread()
     assert ("BrokenPipeError" in capfd.readouterr().err) == reported
+
+
+def test_workers_are_ended_unnoticed_where_torch_watches_its_own() -> None:
+    """A loader of the user's, in a notebook for example, has torch raise wherever the main thread is."""
+
+    def raise_as_torch(number: int, frame: Any) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    before = signal.signal(signal.SIGCHLD, raise_as_torch)
+    try:
+        worker = multiprocessing.Process(target=time.sleep, args=(60,))
+        worker.start()
+        kill([worker])
+        assert worker.exitcode == -signal.SIGKILL
+        assert signal.getsignal(signal.SIGCHLD) is raise_as_torch
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_worker_reports_errors_but_not_that_the_run_is_gone(capsys: Any) -> None:

@@ -1,8 +1,10 @@
 """Real processes against one: weights, data, metrics, resume, under torchrun's own command line."""
 
 import json
+import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from user_project import enter_project
 
 from ipurun.checkpoint import latest, load
 from ipurun.cli.main import main
+from ipurun.emulator import processes
 from ipurun.interface import train_words
 from ipurun.runs.folder import RunFolder
 
@@ -54,7 +57,16 @@ def alone(project):
 def together(project, request):
     for path in project.glob("seen-*"):
         path.unlink()
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={request.param}"]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]  # not torch's usual one, which tests that run beside these would use as well
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={request.param}",
+        f"--master-port={port}",
+    ]
     command += [str(Path(__file__).with_name("project.py")), f"together{request.param}"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
@@ -68,6 +80,17 @@ def run_of(folder, name):
 
 def state_of(folder, name):
     return load(latest(run_of(folder, name)))
+
+
+def test_no_thread_of_a_group_is_the_last_to_release_a_tensor():
+    """It would need Python for that, where a process that is forked meanwhile could find it locked."""
+    group = processes._connect(torch.distributed.HashStore(), 0, 1)
+    sent = torch.ones(3)
+    first = weakref.ref(sent)
+    group.reduce_(sent)
+    del sent
+    assert first() is not None
+    group.close()
 
 
 @pytest.mark.parametrize("name", [name for name in (*RUNS, *LIGHTNING) if name != "quick"])

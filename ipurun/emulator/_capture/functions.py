@@ -17,6 +17,7 @@ from ipurun.emulator._capture.losses import (
     without_label_smoothing,
 )
 from ipurun.emulator._capture.mixed_types import in_one_type
+from ipurun.emulator._capture.op_kinds import RECURRENT_LAYERS, check_recurrent_layers
 from ipurun.emulator._capture.recorder import Recorder, current
 from ipurun.emulator._capture.saved_tensors import SavedTensors
 from ipurun.emulator._capture.sources import calling_line
@@ -260,6 +261,9 @@ class FunctionWatcher(TorchFunctionMode):
         args, kwargs = in_one_type(func, args, kwargs)
         args, kwargs = _with_boolean_mask(func, args, kwargs)
         func = REPLACED_FUNCTIONS.get(func, func)
+        if func in RECURRENT_LAYERS:
+            with self._recorder.refusing():
+                check_recurrent_layers(RECURRENT_LAYERS[func], args)
         if func not in LOSS_FUNCTIONS:
             result = func(*args, **kwargs)
             # Without values, torch.tensor() calls no operation that could be recorded.

@@ -61,6 +61,8 @@ def _views_in_place() -> Dict[Any, Any]:
     return found
 
 
+# What the recurrent layers of torch.nn call. Torch takes it to pieces before an operation is recorded.
+RECURRENT_LAYERS = {torch.lstm: "LSTM", torch.gru: "GRU", torch.rnn_tanh: "RNN", torch.rnn_relu: "RNN"}
 # Operations that change only the shape and the strides of a tensor, and those that return such a view.
 VIEWS_IN_PLACE = _views_in_place()
 
@@ -182,7 +184,6 @@ def is_supported(name: str) -> bool:
 
 def op_checker() -> Callable[[Node], None]:
     """Return a function that raises, or warns, for a node that PopTorch cannot lower."""
-    strict = os.environ.get("POPTORCH_EMULATOR_STRICT", "1") != "0"
     warned = set()
 
     def check(node: Node) -> None:
@@ -194,10 +195,42 @@ def op_checker() -> Callable[[Node], None]:
             f"{node.source or 'an unknown line'}. "
             f"{_REFUSED.get(node.name, 'PopTorch 3.4 cannot lower this unsupported operation to the IPU.')}"
         )
-        if strict:
-            raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU anyway.")
         if node.name not in warned:
+            _refuse(text)
             warned.add(node.name)
-            logger.warning(text)
 
     return check
+
+
+def check_recurrent_layers(name: str, args: Sequence[Any]) -> None:
+    """Raise, or warn, for recurrent layers that PopTorch cannot lower.
+
+    Args:
+        name: A value of `RECURRENT_LAYERS`.
+        args: The arguments of its function, as the modules of `torch.nn` pass them.
+    """
+    if len(args) < 8 or not isinstance(args[3], bool):  # packed sequences, whose operations are refused themselves
+        return
+    weights, bias, num_layers, dropout, _, bidirectional = args[2:8]
+    found = ""
+    if not bias and name != "GRU":
+        found = f"{name} without biases not supported"
+    elif num_layers != 1:
+        found = f"Only {name} with 1 layer supported"
+    elif dropout != 0:
+        found = f"{name} only supports dropout = 0.0"
+    elif bidirectional:
+        found = f"bidirectional {name} not supported"
+    elif len(weights) % 2:
+        found = f"{name} with projections not supported"
+    if found:
+        _refuse(
+            f"{found}, called at {calling_line() or 'an unknown line'}. Write a module for each layer and direction, "
+            "with bias=True: torch.flip before and after the one for the other direction, torch.nn.Dropout in between."
+        )
+
+
+def _refuse(text: str) -> None:
+    if os.environ.get("POPTORCH_EMULATOR_STRICT", "1") != "0":
+        raise createNativeError(f"{text} Set POPTORCH_EMULATOR_STRICT=0 to run it on the CPU anyway.")
+    logger.warning(text)

@@ -8,12 +8,12 @@ from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Se
 import torch
 
 from ipurun.emulator import enums
-from ipurun.emulator._capture.dtypes import StochasticRounding, round_to_nearest
 from ipurun.emulator._impl import createNativeError
 from ipurun.emulator._optimizer.convert import Converted, OptimizerType, Value, log_optimizer
 from ipurun.emulator._optimizer.rules import RULES, Pack, Rounding, Slot, UpdateValues, clipped, packs_of
 from ipurun.emulator._optimizer.scalars import Scalar, Variant, make_scalars, single, variant_for
 from ipurun.emulator._optimizer.state import StateTable, initial_state
+from ipurun.emulator._run.rounding import StochasticRounding, round_to_nearest
 from ipurun.emulator.processes import Processes
 
 _SGD_TYPES = (OptimizerType.SGD1, OptimizerType.SGD2)
@@ -197,7 +197,6 @@ class DeviceOptimizer:
         settings = options._Popart.options
         automatic = bool(settings.get("automaticLossScalingSettings.enabled", False))
         self._automatic: Optional[AutomaticLossScaling] = AutomaticLossScaling(settings) if automatic else None
-        self._rounds = bool(settings.get("enableStochasticRounding", False))
         self._loss_scaling = Scalar(0.0, True)
         self._slots: Dict[str, Slot] = {}
         self._set_loss_scaling()
@@ -209,6 +208,10 @@ class DeviceOptimizer:
         if plain:
             self._packs = packs_of(self._slots.values(), self._group_of, self._accumulation_type)
         self._packed = {name for pack in self._packs for name in pack.names}
+        self._rounding: Optional[StochasticRounding] = None
+        if settings.get("enableStochasticRounding", False):
+            tensors = [slot.weight for slot in self._slots.values()] + [pack.gradient for pack in self._packs]
+            self._rounding = StochasticRounding(tensor.numel() for tensor in tensors)
         self._gradients: Dict[str, torch.Tensor] = {}
         self._owned: Set[str] = set()
         self._micro_batches = 0
@@ -249,7 +252,9 @@ class DeviceOptimizer:
         automatic_factor = 1.0 if self._automatic is None else float(self._automatic.factor)
         # The running mean covers only this process; the result must cover all processes.
         factor = (self._micro_batches if self._running else 1) / self._mean_over
-        rounding: Rounding = StochasticRounding() if self._rounds else round_to_nearest
+        if self._rounding is not None:
+            self._rounding.renew()
+        rounding: Rounding = self._rounding or round_to_nearest
         step = UpdateValues(factor / automatic_factor, self._loss_scaling.value, rounding)
         if self._processes is not None:
             self._sum_over(self._processes)

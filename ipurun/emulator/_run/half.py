@@ -11,23 +11,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
+from collections import Counter
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 
-from ipurun.emulator._capture.dtypes import (
-    NOISE_MARGIN,
-    HalfThroughFloat,
-    StochasticRounding,
-    draw_noise,
-    holds_half,
-    make_subnormal_noise,
-    noise_places,
-    round_up_or_down,
-    to_nearest_half,
-)
+from ipurun.emulator._capture.dtypes import HalfThroughFloat, holds_half, to_nearest_half
 from ipurun.emulator._capture.graph import Graph, Node, Placement, TensorSpec, Value, map_values, values_in
 from ipurun.emulator._capture.op_kinds import names_in
+from ipurun.emulator._run.rounding import InPlaceRoundings, StochasticInPlace, divisible, round_at_random
 
 # Their results are numbers of half precision if all operands are; so are views.
 _EXACT = names_in("""
@@ -74,7 +66,7 @@ def in_float_storage(
     if _shares_written_memory(graph):
         nodes = [dataclasses.replace(node, op=_rounding_op(node)) for node in graph.nodes]
         return dataclasses.replace(graph, nodes=nodes) if stochastic else graph, list(results)
-    return _Widening(graph, _Buffers(stochastic), sums, () if one_by_one else results).run(results)
+    return _Widening(graph, InPlaceRoundings(stochastic), sums, () if one_by_one else results).run(results)
 
 
 def _shares_written_memory(graph: Graph) -> bool:
@@ -100,7 +92,7 @@ def _rounding_op(node: Node) -> Callable[..., Any]:
     """Return the operation on half tensors with stochastic rounding of its results."""
     if not hasattr(node.op, "_schema") or _is_view(node) or node.is_random or _is_exact(node):
         return node.op
-    rounded = HalfThroughFloat(float_op(node), StochasticRounding().to_half)
+    rounded = HalfThroughFloat(float_op(node), round_at_random)
     return lambda *args, **kwargs: (rounded if holds_half((args, kwargs)) else node.op)(*args, **kwargs)
 
 
@@ -127,101 +119,19 @@ def _pair(sizes: Sequence[int]) -> Sequence[int]:
     return sizes if len(sizes) == 2 else [*sizes, *sizes]
 
 
-class _Buffers:
-    """Memory that the roundings of a replay use one after another, large enough for each of their tensors."""
-
-    def __init__(self, stochastic: bool) -> None:
-        self.stochastic = stochastic
-        self._size = 0
-        self._num_users = 0
-        self._made: Dict[torch.dtype, torch.Tensor] = {}
-
-    def rounding_of(self, shape: Tuple[int, ...]) -> Union[_NearestInPlace, _StochasticInPlace]:
-        """Return a function that rounds a tensor of this shape in place; none may be called before the last is made."""
-        count = 1
-        for size in shape:
-            count *= size
-        self._size = max(self._size, count)
-        self._num_users += 1
-        return _StochasticInPlace(self, noise_places(self._num_users)) if self.stochastic else _NearestInPlace(self)
-
-    def draw(self) -> None:
-        """Draw the random numbers of a run."""
-        noise = self._flat(torch.int32)
-        draw_noise(noise)
-        make_subnormal_noise(noise, self._flat(torch.float32))
-
-    def like(self, tensor: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """Return a part of a buffer in the shape of a tensor and, if that is dense, with its strides."""
-        return self._flat(dtype).as_strided(tensor.shape, torch.empty_like(tensor).stride(), start)
-
-    def _flat(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._made:
-            is_noise = dtype in (torch.int32, torch.float32)
-            size = self._size + NOISE_MARGIN if is_noise else self._size
-            self._made[dtype] = torch.empty(size, dtype=dtype)
-        return self._made[dtype]
-
-
-class _NearestInPlace:
-    """Rounds float32 tensors of one shape to the nearest numbers of half precision."""
-
-    def __init__(self, buffers: _Buffers) -> None:
-        self._buffers = buffers
-        self._half: Optional[torch.Tensor] = None
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._half is None:
-            self._half = self._buffers.like(tensor, torch.float16)
-        self._half.copy_(tensor)
-        return tensor.copy_(self._half)
-
-
-class _StochasticInPlace:
-    """Rounds float32 tensors of one shape up or down at random.
-
-    Args:
-        buffers: Shared memory, and the random numbers of a run.
-        places: Where to begin in the two kinds of random numbers.
-    """
-
-    def __init__(self, buffers: _Buffers, places: Tuple[int, int]) -> None:
-        self._buffers = buffers
-        self._places = places
-        self._noises: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
-        self._half: Optional[torch.Tensor] = None
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._half is None:
-            self._half = self._buffers.like(tensor, torch.float16)
-        self._half.copy_(self._rounded(tensor))
-        return tensor.copy_(self._half)
-
-    def to_half(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rounded tensor in half precision; the tensor itself is overwritten."""
-        return self._rounded(tensor).half()
-
-    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._noises is None:
-            first, second = self._places
-            like = self._buffers.like
-            self._noises = like(tensor, torch.int32, first), like(tensor, torch.float32, second)
-        return round_up_or_down(tensor, *self._noises)
-
-
 class _Widening:
     """Rewrites a graph.
 
     Args:
         graph: The graph of half values, which is left unchanged.
-        buffers: Memory and kind of the roundings.
+        roundings: Makes the roundings of results.
         sums: Results to return as float32, without rounding.
         late: Results that may be rounded at the end, if nothing else reads them.
     """
 
-    def __init__(self, graph: Graph, buffers: _Buffers, sums: Sequence[Value], late: Sequence[Value]) -> None:
+    def __init__(self, graph: Graph, roundings: InPlaceRoundings, sums: Sequence[Value], late: Sequence[Value]) -> None:
         self._graph = graph
-        self._buffers = buffers
+        self._roundings = roundings
         self._half = {value for value, spec in graph.specs.items() if spec.dtype == torch.float16}
         self._specs = float_specs(graph)
         self._sums = set(sums)
@@ -235,8 +145,8 @@ class _Widening:
     def run(self, results: Sequence[Value]) -> Tuple[Graph, List[Value]]:
         """Return the new graph and its results."""
         graph = self._graph
-        if self._buffers.stochastic:
-            self._add(self._buffers.draw, (), None, "draw")
+        if self._roundings.stochastic:
+            self._add(self._roundings.draw, (), None, "draw")
         inputs = [item.value for item in graph.inputs if item.kind != "constant" and item.value in self._half]
         for value in inputs:
             self._specs[value] = graph.specs[value]
@@ -289,7 +199,7 @@ class _Widening:
                 self._round(node, self._now(value))
 
     def _round(self, node: Node, value: Value) -> None:
-        rounding = self._buffers.rounding_of(self._specs[value].shape)
+        rounding = self._roundings.of_shape(self._specs[value].shape)
         # Named like the operation: with floating-point exceptions, the rounding is where a result overflows.
         self._nodes.append(
             dataclasses.replace(
@@ -298,37 +208,42 @@ class _Widening:
         )
 
     def _only_results(self, late: Sequence[Value]) -> Set[Value]:
-        """Return the results that one operation computes and none reads: gradients of weights, most of all."""
-        read = {value for node in self._graph.nodes for value in node.reads()}
-        computed = {
-            value
-            for node in self._graph.nodes
-            if hasattr(node.op, "_schema") and not _is_view(node)
-            for value in values_in(node.outputs)
-        }
-        return {
-            value
-            for value in late
-            if value in self._half & computed
-            and value not in read | self._sums
-            and self._graph.specs[value].storage not in self._written
-        }
+        """Return the results that nothing else reads, gradients of weights most of all, and what they are views of."""
+        nodes = [node for node in self._graph.nodes if hasattr(node.op, "_schema")]
+        makers = {value: node for node in nodes for value in values_in(node.outputs)}
+        num_readers = Counter(value for node in self._graph.nodes for value in set(node.reads()))
+        found: Set[Value] = set()
+        for value in set(late) & self._half - self._sums:
+            if num_readers[value] or self._graph.specs[value].storage in self._written:
+                continue
+            chain = [value]
+            maker = makers.get(value)
+            while maker is not None and _is_view(maker):
+                source = maker.args[0]
+                is_only_view = maker.outputs == chain[-1] and num_readers[source] == 1 and source not in late
+                maker = makers.get(source) if is_only_view else None
+                chain.append(source)
+            if maker is not None:
+                found.update(chain)
+        return found
 
     def _round_together(self, values: Sequence[Value]) -> Dict[Value, Value]:
         """Round some results at once, and return their half values; rounding to nearest is part of the conversion."""
-        if not self._buffers.stochastic:
+        if not self._roundings.stochastic:
             return {value: self._narrowed(value) for value in values}
         if not values:
             return {}
         made = [self._new_value(value, torch.float16) for value in values]
         shapes = [self._specs[value].shape for value in values]
         numels = [math.prod(shape) for shape in shapes]
-        rounding = self._buffers.rounding_of((sum(numels),))
-        assert isinstance(rounding, _StochasticInPlace)
+        filling = torch.zeros(divisible(sum(numels)) - sum(numels))
+        sizes = [*numels, filling.numel()]
+        rounding = self._roundings.of_shape((sum(sizes),))
+        assert isinstance(rounding, StochasticInPlace)
 
         def rounded(*tensors: torch.Tensor) -> List[torch.Tensor]:
-            flat = rounding.to_half(torch.cat([tensor.flatten() for tensor in tensors]))
-            return [part.view(shape) for part, shape in zip(flat.split(numels), shapes)]
+            flat = rounding.to_half(torch.cat([*(tensor.flatten() for tensor in tensors), filling]))
+            return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes)]
 
         self._add(rounded, tuple(map(self._now, values)), made, "_to_copy")
         return dict(zip(values, made))
@@ -337,7 +252,7 @@ class _Widening:
         """Convert between the two types, without copies where nothing is rounded."""
         if source in self._half:
             self._wide[target] = self._now(source)
-        elif self._buffers.stochastic or target in self._unrounded:
+        elif self._roundings.stochastic or target in self._unrounded:
             self._call_on_float(node, [target])
         else:
             mapped = self._mapped(node)
@@ -359,7 +274,8 @@ class _Widening:
 
     def _is_cast(self, node: Node) -> bool:
         """Whether the node only converts between half and float, and nothing changes its tensors afterwards."""
-        if node.name != "_to_copy" or set(node.kwargs) != {"dtype"}:
+        is_conversion = node.name == "_to_copy" and set(node.kwargs) == {"dtype"}
+        if not is_conversion or not isinstance(node.args[0], Value):  # torch converts numbers, too
             return False
         specs = [self._graph.specs[value] for value in (node.args[0], node.outputs)]
         return all(spec.dtype in _FLOATS and spec.storage not in self._written for spec in specs)

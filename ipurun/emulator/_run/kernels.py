@@ -19,6 +19,7 @@ import torch
 
 from ipurun.emulator._capture.graph import Graph, Node, Value, values_in
 from ipurun.emulator._capture.op_kinds import NEEDS_ONE_LAYOUT
+from ipurun.emulator._run.rounding import ROUNDINGS
 
 # Parameters of glibc's mallopt, and the largest values that all its versions take.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -91,7 +92,7 @@ def _spare_operands(graph: Graph, results: Sequence[Value]) -> Dict[int, List[in
         if node.name != "detach":
             for value in values_in(node.outputs):
                 views.setdefault(graph.specs[value].storage, set()).add(value)
-        if not hasattr(node.op, "_schema"):
+        if not hasattr(node.op, "_schema") and not isinstance(node.op, ROUNDINGS):
             kept.update(graph.specs[value].storage for value in node.reads())  # a function may keep its arguments
     spare: Dict[int, List[int]] = {}
     for index, node in enumerate(graph.nodes):

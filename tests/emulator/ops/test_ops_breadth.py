@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_cases import ACTIVATIONS, CUBE, LAYERS, LOSSES, MATRIX, POINTWISE, PRODUCTS, REDUCTIONS, SHAPES
+from op_cases import ACTIVATIONS, CUBE, LAYERS, LOSSES, MATRIX, POINTWISE, PRODUCTS, REDUCTIONS, SHAPES, SIGNAL
 from torch import nn
 from torch.nn import functional
 
@@ -77,6 +77,33 @@ def test_function_matches_results_and_gradients_of_torch(function, shape):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_matches_results_and_gradients_of_torch(name):
     shape, build = LAYERS[name]
+    _assert_like_torch(build, shape)
+
+
+RECURRENT_LAYERS = [
+    (nn.LSTM, {"num_layers": 2, "bidirectional": True}, "Only LSTM with 1 layer supported"),
+    (nn.LSTM, {"bidirectional": True}, "bidirectional LSTM not supported"),
+    (nn.LSTM, {"bias": False}, "LSTM without biases not supported"),
+    (nn.LSTM, {"proj_size": 2}, "LSTM with projections not supported"),
+    (nn.LSTM, {"dropout": 0.5}, "LSTM only supports dropout = 0.0"),
+    (nn.GRU, {"num_layers": 2}, "Only GRU with 1 layer supported"),
+    (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}, "bidirectional RNN not supported"),
+    (nn.RNN, {"bias": False}, "RNN without biases not supported"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last")
+@pytest.mark.parametrize(("layer", "arguments", "message"), RECURRENT_LAYERS)
+def test_recurrent_layers_that_poptorch_cannot_lower_are_refused_or_run_on_request(
+    layer, arguments, message, monkeypatch
+):
+    with pytest.raises(poptorch.Error, match=rf"{message}, called at .*test_ops_breadth.py:\d+"):
+        poptorch.inferenceModel(_Weighted(layer(9, 5, **arguments), SIGNAL))(_sample(SIGNAL))
+    monkeypatch.setenv("POPTORCH_EMULATOR_STRICT", "0")
+    _assert_like_torch(lambda: layer(9, 5, **arguments), SIGNAL)
+
+
+def _assert_like_torch(build, shape):
     torch.manual_seed(5)
     x = _sample(shape)
     reference = _Weighted(build(), shape)

@@ -316,6 +316,19 @@ def test_a_folder_that_cannot_be_written_is_only_warned_of(tmp_path, caplog):
     assert "could not be saved to the cache" in caplog.text
 
 
+def start_forks(number, target, *args):
+    """Start copies of this process, which are ended with it at the latest."""
+
+    def run():
+        torch.set_num_threads(1)  # it would wait for threads that only this process has
+        target(*args)
+
+    forks = [multiprocessing.get_context("fork").Process(target=run, daemon=True) for _ in range(number)]
+    for fork in forks:
+        fork.start()
+    return forks
+
+
 def _compile_slowly(folder, results, started):
     """Compile in a child process, slowly enough for others to come meanwhile."""
 
@@ -334,9 +347,7 @@ def _compile_slowly(folder, results, started):
 def test_of_two_processes_one_compiles_and_the_other_loads(folder):
     context = multiprocessing.get_context("fork")
     results, started = context.Queue(), context.Event()
-    children = [context.Process(target=_compile_slowly, args=(folder, results, started)) for _ in range(2)]
-    for child in children:
-        child.start()
+    children = start_forks(2, _compile_slowly, folder, results, started)
     states = sorted(results.get(timeout=60) for _ in children)
     for child in children:
         child.join(60)
@@ -362,8 +373,7 @@ def _compile_and_die(folder, started):
 def test_a_process_killed_while_it_writes_blocks_nobody(folder):
     context = multiprocessing.get_context("fork")
     started = context.Event()
-    child = context.Process(target=_compile_and_die, args=(folder, started))
-    child.start()
+    (child,) = start_forks(1, _compile_and_die, folder, started)
     assert started.wait(60)
     os.kill(child.pid, signal.SIGKILL)
     child.join(60)

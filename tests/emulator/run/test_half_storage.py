@@ -207,6 +207,35 @@ def test_large_tensors_have_independent_roundings():
     assert correlations.abs().max() < 0.08
 
 
+def in_another_layout(x):
+    return (x.t() * 1.1).t()
+
+
+def into_a_part(x):
+    y = x.clone()
+    y[:, 1:].mul_(1.1)
+    return y[:, 1:]
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("shape", [(1024, 601), (7, 99991), (1, 100003)])
+@pytest.mark.parametrize("multiply", [lambda x: x * 1.1, in_another_layout, into_a_part])
+def test_every_part_of_a_large_tensor_is_rounded(multiply, shape, rounds):
+    """Large tensors are rounded part by part; the number of elements may have no divisor near the size of a part."""
+    x = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 0.5).half()
+    result = infer(multiply, options_of(rounds=rounds))(x)
+    exact = x[:, x.shape[1] - result.shape[1] :].double() * torch.tensor(1.1).double()
+    nearest = exact.half()
+    if not rounds:
+        assert torch.equal(result, nearest)
+        return
+    errors = (result.double() - exact).flatten()
+    assert (errors.abs() < 2.0**-10).all()  # the next number of half precision, on one side or the other
+    for part in errors.tensor_split(8):
+        assert abs(part.mean()) < 5 * part.std() / part.numel() ** 0.5
+    assert (result != nearest).double().mean() > 0.1
+
+
 def test_writing_to_parts_of_half_tensors():
     def write(x):
         y = x.clone()

@@ -144,6 +144,14 @@ def recurrent(model, x, y):
     return loss(model, hidden[-1], y)
 
 
+def recurrent_both_ways(model, x, y):
+    steps = model.first(x).view(ROWS, 4, 2)
+    forward, _ = model.layers["onward"](steps)
+    backward, _ = model.layers["backward"](steps.flip(1))
+    hidden, (last, _) = model.layers["above"](torch.cat([forward, backward.flip(1)], dim=2))
+    return loss(model, hidden[:, 0] + last[0], y)
+
+
 def views_in_place(model, x, y):
     hidden = model.first(x)
     turned = hidden.detach().t_().unsqueeze_(0).transpose_(1, 2).squeeze_(0)
@@ -207,8 +215,12 @@ CASES = {
     "noise": (lambda m, x, y: loss(m, m.first(x) + torch.randn_like(m.scale) * torch.rand(ROWS, 1), y), {}),
     "recurrence": (recurrent, {"body": lambda: nn.LSTM(2, 8)}),
     "recurrence in both directions": (
-        recurrent,
-        {"body": lambda: nn.LSTM(2, 4, num_layers=2, bidirectional=True, batch_first=True)},
+        recurrent_both_ways,
+        {
+            "onward": lambda: nn.LSTM(2, 4, batch_first=True),
+            "backward": lambda: nn.LSTM(2, 4, batch_first=True),
+            "above": lambda: nn.LSTM(8, 8, batch_first=True),
+        },
     ),
     "gated recurrence": (recurrent, {"body": lambda: nn.GRU(2, 8)}),
     "views in place": (views_in_place, {}),
