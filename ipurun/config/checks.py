@@ -234,8 +234,8 @@ def _check(key: Key, value: Any) -> Optional[Tuple[Problem, Any]]:
     largest = _LARGEST if key.maximum is None else key.maximum
     if key.minimum is not None and value < key.minimum:
         what, fix, valid = f"must be {key.minimum} or more", f"{path}={max(key.minimum, 1)}", key.minimum
-    elif value > largest and not isinstance(value, float):
-        fix = f"{path}={largest}" if key.maximum is not None else default or f"{path}=1"
+    elif value > largest and (key.maximum is not None or isinstance(value, int)):
+        fix = f"{path}={largest}" if key.maximum is not None and isinstance(value, int) else default or f"{path}=1"
         what, valid = f"must be {largest} or less", key.default
     elif isinstance(value, float) and not math.isfinite(value):
         what, fix, valid = "must be a finite number", default, key.default

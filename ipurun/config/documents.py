@@ -27,6 +27,7 @@ __all__ = [
     "load_file",
     "load_text",
     "read_document",
+    "without_keys",
     "yaml_problem",
 ]
 
@@ -99,7 +100,8 @@ def read_document(path: Path, package: str) -> Document:
     root = _root(_text_of(path))
     prefix = package if package not in ("", "_global_") else ""
     entries = list(_entries(root, prefix)) if isinstance(root, yaml.MappingNode) else []
-    own = tuple(entry for entry in entries if entry.key.split(".")[0] != "defaults")
+    defaults = f"{prefix}.defaults" if prefix else "defaults"  # Hydra's, wherever the file's keys go
+    own = tuple(entry for entry in entries if not f"{entry.key}.".startswith(f"{defaults}."))
     holds_keys = root is None or isinstance(root, yaml.MappingNode)
     return Document(path, package, own, holds_keys, tuple(_choices(entries)))
 
@@ -223,6 +225,13 @@ def display(path: Path) -> str:
         return relative if not relative.startswith("..") else str(path)
 
 
+def without_keys(document: Document) -> Problem:
+    """Describe a file that is a list or a single value."""
+    what = "a config file must contain keys, such as `epochs: 4`"
+    fix = "write keys and values: `epochs: 4`, one in each line"
+    return Problem(what, document.where(1), seen="a list or a single value", fix=fix)
+
+
 def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> List[Problem]:
     """Check one file for unknown keys and values of a wrong type."""
     if document.package == "recipe" and document.has_byte_order_mark:
@@ -243,9 +252,7 @@ def check_document(document: Document, groups: Mapping[str, Sequence[str]]) -> L
             )
         ]
     if not document.holds_keys:
-        what = "a config file must contain keys, such as `epochs: 4`"
-        fix = "write keys and values: `epochs: 4`, one in each line"
-        return [Problem(what, document.where(1), seen="a list or a single value", fix=fix)]
+        return [without_keys(document)]
     problems = [
         several_choices(entry.key, entry.value, document.where(entry.line))
         for entry in document.choices

@@ -37,6 +37,7 @@ from ipurun.config.documents import (
     check_document,
     display,
     read_document,
+    without_keys,
     yaml_problem,
 )
 from ipurun.config.folders import builtin_folder
@@ -49,7 +50,16 @@ _CONFIG_MODULE = "ipurun.conf"
 CONFIG_PATH = f"pkg://{_CONFIG_MODULE}"
 _PRIMARY = "train"
 # ValueError: a malformed defaults list, or a file that is not UTF-8. RecursionError: files that include each other.
-_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError, AssertionError)
+# OSError: a file that is a single value, or cannot be read.
+_COMPOSE_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    ValueError,
+    RecursionError,
+    AssertionError,
+    OSError,
+)
 _IN_FILE = re.compile(r"[Ii]n '?(?P<config>[\w./-]+)'?[:,]")
 _NOTHING_TO_OVERRIDE = re.compile(r"Could not override '(?P<group>[^'@]+)")
 _UNKNOWN_TO_HYDRA = re.compile(r"not in '(?P<owner>\w+)'\s+full_key: (?P<key>hydra\.(launcher|sweeper)\.\w+)")
@@ -305,6 +315,8 @@ def _explain(
         what = "config files include each other in a loop"
         looped = Problem(what, "a defaults list", fix="remove one of them from the list")
         return _unfit_files(lambda path: read_document(path, "")) or [looped]
+    if isinstance(error, OSError) and (single := _files_without_keys()):
+        return single
     if isinstance(error, MissingConfigException):
         return [_missing(error, groups)]
     if isinstance(cause, GrammarParseError):
@@ -359,6 +371,15 @@ def _unreadable_interpolations(detail: str) -> List[Problem]:
                     problems.append(Problem(what, f"{display(path)}:{entry.line}", seen, fix=fix, key=entry.key))
     what = "OmegaConf cannot read an interpolation of the config"
     return problems or [Problem(what, "composing the config", detail, fix=fix)]
+
+
+def _files_without_keys() -> List[Problem]:
+    problems: List[Problem] = []
+    for path in (path for folder in folders.user_folders() for path in folders.files(folder)):
+        with contextlib.suppress(yaml.YAMLError, OSError):
+            document = read_document(path, "")
+            problems += [] if document.holds_keys else [without_keys(document)]
+    return problems
 
 
 def _missing(error: MissingConfigException, groups: Mapping[str, Sequence[str]]) -> Problem:

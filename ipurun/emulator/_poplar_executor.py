@@ -19,6 +19,7 @@ from ipurun.emulator._executor import files, wrapping
 from ipurun.emulator._executor.device import Device, raise_requested_fault
 from ipurun.emulator._executor.inputs import ArgumentParser, Arguments, matching_tensors
 from ipurun.emulator._executor.model_guard import named_tensors
+from ipurun.emulator._executor.op_times import OperationRecorder
 from ipurun.emulator._executor.weights import ParameterProxy, ReplicaGroups
 from ipurun.emulator._impl import __version__, createPoptorchError
 from ipurun.emulator._logging import logger, native_logger
@@ -29,7 +30,6 @@ from ipurun.emulator._run.checks import refuse_accumulation
 from ipurun.emulator._run.compile import compile_model
 from ipurun.emulator._run.executable import Executable, default_seed
 from ipurun.emulator._run.executable_cache import ExportSlot, cache_lock
-from ipurun.emulator._run.op_times import OperationRecorder
 from ipurun.emulator.enums import ConnectionType, OutputMode
 from ipurun.emulator.options import Options
 from ipurun.emulator.processes import Processes, connected

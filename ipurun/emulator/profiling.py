@@ -65,6 +65,6 @@ def record_operations(executor: Any, before_run: Optional[Callable[[], None]] = 
     Returns:
         A context manager of a list, to which each call adds its times: `CallTimes` of the emulator.
     """
-    from ipurun.emulator._run.op_times import recorded  # imported here because executors import this module
+    from ipurun.emulator._executor.op_times import recorded  # imported here because executors import this module
 
     return recorded(executor, before_run)

@@ -6,14 +6,13 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-from ipurun.estimate.costs import op_costs, proportion_of
+from ipurun.estimate.costs import equal_parts, op_costs, parts_of_readers, proportion_of
 from ipurun.estimate.estimate import estimate
-from ipurun.estimate.search import Goal, Requirements, Search, split_overrides, variants_of
+from ipurun.estimate.search import Goal, Requirements, Search, serialize_override, split_overrides, variants_of
 from ipurun.estimate.stages import single_ipu
 from ipurun.estimate.types import Estimate, EstimatedModel, Settings, StageLayout, Trial, Verdict, worst
-from ipurun.inspect.traced_model import TracedOp
 from ipurun.planning.devices import MAX_IPUS
 
 __all__ = ["PlanEstimate", "Remedy", "remedies_for"]
@@ -21,7 +20,6 @@ __all__ = ["PlanEstimate", "Remedy", "remedies_for"]
 _MOST_REMEDIES = 6
 _WORTH_SPEED = 1.02
 _WORTH_SHARE = 0.005  # of an IPU's memory
-_PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
 _PROPORTIONS = (0.3, 0.15)
 
 
@@ -150,7 +148,7 @@ def _all_together(model: EstimatedModel, search: Search, is_batch_free: bool) ->
     """Save memory in all ways at once, with as many IPUs per replica as that takes."""
     settings = model.settings
     global_batch = None if is_batch_free else settings.global_batch_size
-    leanest = variants_of(settings, search.block_checkpoints, model.layout.checkpoints)[-1:]
+    leanest = variants_of(settings, search.block_checkpoints, model.layout.checkpoints, search.tables)[-1:]
     title = "all ways to save memory, together with another split"
     for size in dict.fromkeys((settings.micro_batch_size, 1)):
         for best in search.solutions(Goal(model.num_ipus, global_batch, size), leanest)[:1]:
@@ -197,6 +195,7 @@ def _changes(model: EstimatedModel, search: Search, is_placed_in_code: bool) -> 
     if model.settings.training:
         yield from _recomputation(model, search.block_checkpoints)
         yield from _locations(model)
+        yield from _updates_in_parts(model)
     if model.estimate.verdict is not Verdict.FITS:
         yield from _proportions(model)
         yield from _serialisation(model)
@@ -284,21 +283,29 @@ def _serialisation(model: EstimatedModel) -> Iterator[_Change]:
     scaled = traced.with_micro_batch(settings.micro_batch_size)
     costs = op_costs(scaled, machine, settings, proportion_of(settings, machine, fullest))
     largest = max(products, key=lambda op: costs[op.index].temporary)
-    factor = _parts_of(largest)
+    factor = equal_parts(largest)
     if factor is not None and largest.module not in settings.serialized:
         parts = {**settings.serialized, largest.module: factor}
-        shown = ", ".join(f"{name}: {number}" for name, number in parts.items())
         title = f"{largest.module} split into {factor} parts"
-        yield _change(model, title, [f"memory.serialize={{{shown}}}"], serialized=parts)
+        yield _change(model, title, [serialize_override(parts)], serialized=parts)
 
 
-def _parts_of(op: TracedOp) -> Optional[int]:
-    """Return a number of equal parts that a matmul can be split into."""
-    for side in op.dims[2:4]:  # its columns, or else its depth: no small number divides a vocabulary of 50,257
-        found = next((parts for parts in _PARTS if side % parts == 0), None)
-        if found is not None:
-            return found
-    return None
+def _updates_in_parts(model: EstimatedModel) -> Iterator[_Change]:
+    """Move the optimizer state off chip, and update the largest table of every IPU that is too full in parts."""
+    traced, settings, layout = model.traced, model.settings, model.layout
+    added: Dict[str, int] = {}
+    for memory, verdict in zip(model.estimate.ipus, model.estimate.verdicts):
+        owned = [item for item in traced.parameters if memory.ipu in {layout.ipu_of_op(op) for op in item.ops}]
+        largest = max((item for item in owned if item.trainable), key=lambda item: item.elements, default=None)
+        if verdict is not Verdict.FITS and largest is not None and settings.state_bytes:
+            added.update(parts_of_readers(traced, largest))
+    added = {name: factor for name, factor in added.items() if name not in settings.serialized}
+    if added:
+        first = "optimizer state off chip, that" if settings.state_on_chip else "optimizer state"
+        title = f"{first} of {', '.join(added)} in parts"
+        overrides = ["memory.optimizer_state.on_chip=false"] if settings.state_on_chip else []
+        serialized = {**settings.serialized, **added}
+        yield _change(model, title, [*overrides, serialize_override(added)], state_on_chip=False, serialized=serialized)
 
 
 def _batches(model: EstimatedModel, resets: Sequence[str]) -> Iterator[_Change]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.types import Settings
-from ipurun.inspect.traced_model import TracedModel, TracedOp
+from ipurun.inspect.traced_model import TracedModel, TracedOp, TracedParameter
 
 __all__ = [
     "OpCost",
@@ -17,10 +17,12 @@ __all__ = [
     "Shape",
     "backward_shapes",
     "costs_by_ipu",
+    "equal_parts",
     "forward_shape",
     "has_thin_groups",
     "op_costs",
     "parts_of_module",
+    "parts_of_readers",
     "plan_product",
     "proportion_of",
     "serial_parts",
@@ -124,6 +126,13 @@ def proportion_of(settings: Settings, machine: Machine, ipu: int) -> float:
 def _cost(
     traced: TracedModel, op: TracedOp, machine: Machine, settings: Settings, proportion: float, parts: int
 ) -> OpCost:
+    cost = _cost_of_step(traced, op, machine, settings, proportion, parts)
+    return replace(cost, forward=cost.forward * op.repeats, backward=cost.backward * op.repeats)
+
+
+def _cost_of_step(
+    traced: TracedModel, op: TracedOp, machine: Machine, settings: Settings, proportion: float, parts: int
+) -> OpCost:
     if op.kind == "view" or op.index in traced.dropout_masks or op.name in _REARRANGEMENTS:
         return _FREE
     overhead = machine.op_cycles / machine.clock_hz
@@ -174,6 +183,25 @@ def parts_of_module(name: str, settings: Settings) -> int:
     return next(
         (parts for module, parts in settings.serialized.items() if name == module or name.startswith(module + ".")), 1
     )
+
+
+_PARTS = (4, 5, 6, 3, 8, 7, 2)  # numbers of parts, in the order in which they are tried
+
+
+def equal_parts(op: TracedOp) -> Optional[int]:
+    """Return a number of equal parts that a matmul can be split into."""
+    for side in op.dims[2:4]:  # its columns, or else its depth: no small number divides a vocabulary of 50,257
+        found = next((parts for parts in _PARTS if side % parts == 0), None)
+        if found is not None:
+            return found
+    return None
+
+
+def parts_of_readers(traced: TracedModel, parameter: TracedParameter) -> Dict[str, int]:
+    """Return the embeddings and linear layers that read a parameter, and the parts in which each can do so."""
+    readers = [traced.ops[op] for op in parameter.ops if traced.ops[op].kind in ("gather", "matmul")]
+    parts = {op.module: _PARTS[0] if op.kind == "gather" else equal_parts(op) for op in readers if op.module}
+    return {name: number for name, number in parts.items() if number}
 
 
 # The matrix unit of a tile multiplies blocks of this many columns and this depth.

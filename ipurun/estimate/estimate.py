@@ -38,8 +38,13 @@ def estimate(traced: TracedModel, layout: StageLayout, settings: Settings, machi
 
 
 def verdict_of(memory: IpuMemory, machine: Machine, *, training: bool = True) -> Verdict:
-    """Return the verdict of one IPU: tight from a margin below the limit to `over_margin` above it."""
-    if memory.share <= 1 - _margin(machine, training):
+    """Return the verdict of one IPU: tight from a margin below the limit to `over_margin` above it.
+
+    The margin of inference is for what the compiler may take for temporaries beyond the estimate. Where that fits too,
+    the margin of training decides.
+    """
+    most = (memory.fullest + memory.allowed) / memory.limit
+    if memory.share <= 1 - _margin(machine, training) or (not training and most <= 1 - machine.tight_margin):
         return Verdict.FITS
     return Verdict.TIGHT if memory.share <= 1 + machine.over_margin else Verdict.DOES_NOT_FIT
 
@@ -51,6 +56,12 @@ def _uneven(machine: Machine) -> str:
 
 def _margin(machine: Machine, training: bool) -> float:
     return machine.tight_margin if training else machine.inference_margin
+
+
+def _where_bounded(machine: Machine, training: bool) -> str:
+    if training:
+        return ""
+    return f" ({machine.tight_margin:.0%} where it fits even if matmuls use all of their share of a tile)"
 
 
 def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
@@ -68,8 +79,9 @@ def assumptions_of(model: EstimatedModel) -> List[Tuple[str, str]]:
             "fit",
             f"The fullest tile holds {_uneven(machine)} than the average one, and a result that few tiles compute is "
             "on those. From "
-            f"{_margin(machine, settings.training):.0%} below the limit to {machine.over_margin:.0%} above it the "
-            "verdict is `tight`, because the estimate is no more accurate than that.",
+            f"{_margin(machine, settings.training):.0%} below the limit{_where_bounded(machine, settings.training)} to "
+            f"{machine.over_margin:.0%} above it the verdict is `tight`, because the estimate is no more accurate than "
+            "that.",
         ),
         *_about_compute(machine, settings),
     ]

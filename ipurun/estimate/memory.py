@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Sequence, Set, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ipurun.estimate.costs import OpCost, costs_by_ipu, parts_of_module, serial_parts
+from ipurun.estimate.costs import OpCost, costs_by_ipu, parts_of_module, proportion_of, serial_parts
 from ipurun.estimate.machine import Machine
 from ipurun.estimate.stages import boundary_values, ops_of_stage, received_values
 from ipurun.estimate.types import IpuMemory, Settings, StageLayout
@@ -146,9 +146,12 @@ def estimate_memory(
             streaming += stash
             stash = max((activations[stage].kept for stage in stages), default=0)
         fetched, accumulated = _of_largest_phase(traced, layout, settings, stages)
-        temporary = max(
-            (_most_at_once(traced, layout, activations, settings, costs, stage) for stage in stages), default=0
-        )
+        at_once = [_most_at_once(traced, layout, activations, settings, costs, stage) for stage in stages]
+        temporary = max(at_once, default=0)
+        allowed = 0.0
+        if not settings.training:
+            most = [_most_at_once(traced, layout, activations, settings, costs, stage, machine) for stage in stages]
+            allowed = max(most, default=0) - temporary
         # Weights are updated when the pipeline is empty: state replaces activations.
         temporary = max(temporary, share.update - stash)
         if not layout.phase_of_stage:  # the weights of phases are counted as such
@@ -168,6 +171,7 @@ def estimate_memory(
                 limit=machine.memory_bytes,
                 imbalance=round(uneven_bytes(code, machine)),
                 streaming=streaming,
+                allowed=round(allowed),
             )
         )
     return tuple(ipus)
@@ -180,11 +184,28 @@ def _most_at_once(
     settings: Settings,
     costs: Sequence[Sequence[OpCost]],
     stage: int,
+    allowed_on: Optional[Machine] = None,
 ) -> float:
-    """Return the most bytes that an operation of a stage needs, together with the values that wait beside it."""
-    own = costs[layout.ipu_of_stage[stage]]
-    waiting = zip(ops_of_stage(traced, layout, stage), memories[stage].beside)
-    return max((beside + op_bytes(traced, op, settings, own) for op, beside in waiting), default=0.0)
+    """Return the most bytes that an operation of a stage needs, together with the values that wait beside it.
+
+    Args:
+        traced: The model.
+        layout: Its stages.
+        memories: The activations of every stage.
+        settings: How it runs.
+        costs: For each IPU the cost of every operation there.
+        stage: The stage.
+        allowed_on: If given, temporaries of products take all that they may on this device.
+    """
+    ipu = layout.ipu_of_stage[stage]
+    most = 0.0
+    for op, beside in zip(ops_of_stage(traced, layout, stage), memories[stage].beside):
+        needed = beside + op_bytes(traced, op, settings, costs[ipu])
+        if allowed_on is not None and op.dims:
+            share = settings.module_proportions.get(op.module) or proportion_of(settings, allowed_on, ipu)
+            needed += max(0.0, share * allowed_on.memory_bytes - costs[ipu][op.index].temporary)
+        most = max(most, needed)
+    return most
 
 
 def _of_largest_phase(

@@ -135,8 +135,8 @@ def estimate_plan(planned: PlannedConfig, promises: Promises) -> PlanEstimate:
     requirements = None
     verdicts = [training.estimate.verdict, *(remedy.verdict for remedy in remedies)]
     if all(verdict is Verdict.DOES_NOT_FIT for verdict in verdicts):
-        variant = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints)[-1]
-        requirements = search.requirements(variant, plan.devices.total, promises.solution_or_none)
+        variants = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints, search.tables)
+        requirements = search.requirements(variants[-1], plan.devices.total, promises.solution_or_none)
     return PlanEstimate(training, now.inference, search, tuple(remedies), requirements)
 
 
@@ -244,7 +244,7 @@ def solve(planned: PlannedConfig, plan_estimate: PlanEstimate, promises: Promise
         )
     global_batch = None if _is_batch_free(config) else config.global_batch_size or plan.training.samples_per_update
     training, search = plan_estimate.training, plan_estimate.search
-    variants = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints)
+    variants = variants_of(training.settings, search.block_checkpoints, training.layout.checkpoints, search.tables)
     proposed = search.solutions(Goal(plan.devices.total, global_batch), variants)
     found: List[Solution] = []
     if plan_estimate.verdict is not Verdict.DOES_NOT_FIT and plan.devices.idle == 0:

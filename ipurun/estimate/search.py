@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
-from typing import Callable, Collection, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Collection, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ipurun.estimate.costs import proportion_of
+from ipurun.estimate.costs import parts_of_readers, proportion_of
 from ipurun.estimate.cuts import Cell, cells_of, cut_points, segment_memory, segment_of
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
@@ -27,6 +28,7 @@ __all__ = [
     "Variant",
     "powers_up_to",
     "ranked",
+    "serialize_override",
     "split_overrides",
     "variants_of",
 ]
@@ -39,6 +41,9 @@ _LEAN_PROPORTION = 0.2
 # Micro-batches per update and stage, if the global batch is free.
 _FREE_ACCUMULATION = 16
 _MOST_IPUS = 512
+# A table whose two moments take more of an IPU than this is worth updating in parts.
+_LARGE_UPDATE = 0.5
+_MOMENTS_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,19 @@ def powers_up_to(most: int) -> List[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def variants_of(settings: Settings, block_checkpoints: Sequence[int], kept: Sequence[int] = ()) -> List[Variant]:
+def variants_of(
+    settings: Settings,
+    block_checkpoints: Sequence[int],
+    kept: Sequence[int] = (),
+    tables: Optional[Mapping[str, int]] = None,
+) -> List[Variant]:
     """Return variants of settings, from the config's own to the one that saves most memory.
 
     Args:
         settings: The settings of the config.
         block_checkpoints: Last operations of the layers of the model's repeated stacks.
         kept: Operations that the config already keeps while the rest is recomputed.
+        tables: Large embeddings and heads, and the parts in which each can be computed and updated.
     """
     found = [Variant(settings, (), tuple(kept))]
     if not settings.training:
@@ -131,7 +142,18 @@ def variants_of(settings: Settings, block_checkpoints: Sequence[int], kept: Sequ
         lean = dataclasses.replace(lean, accumulator_bytes=2.0)
         extra += ("optimizer.accum_type=float16",)
     found.append(Variant(lean, last.overrides + extra, last.checkpoints))
+    added = {name: parts for name, parts in (tables or {}).items() if name not in settings.serialized}
+    if added and lean.state_bytes:
+        last = found[-1]
+        in_parts = dataclasses.replace(lean, serialized={**settings.serialized, **added})
+        found.append(Variant(in_parts, (*last.overrides, serialize_override(added)), last.checkpoints))
     return found
+
+
+def serialize_override(parts: Mapping[str, int]) -> str:
+    """Return the override that computes modules in parts."""
+    shown = ", ".join(f"{name}: {number}" for name, number in parts.items())
+    return f"memory.serialize={{{shown}}}"
 
 
 class Search:
@@ -159,6 +181,17 @@ class Search:
         self.block_checkpoints = block_checkpoints
         self.resets = resets or Resets()
         self._splits: Dict[Tuple[int, str, Tuple[int, ...]], Optional[Split]] = {}
+
+    @functools.cached_property
+    def tables(self) -> Dict[str, int]:
+        """Embeddings, and heads that are as large, whose update takes much of an IPU, and the parts for each."""
+        traced, trained = self.traced, [item for item in self.traced.parameters if item.trainable]
+        embeddings = [item for item in trained if any(traced.ops[op].kind == "gather" for op in item.ops)]
+        largest = max((item.elements for item in embeddings), default=0)
+        if largest * _MOMENTS_BYTES < _LARGE_UPDATE * self.machine.memory_bytes:
+            return {}
+        large = [parts_of_readers(traced, item) for item in trained if item.elements >= largest]
+        return {name: parts for each in large for name, parts in each.items()}
 
     def split(self, num_ipus: int, settings: Settings, checkpoints: Collection[int] = ()) -> Optional[Split]:
         """Return the best split that fits or, failing that, the best that is tight."""
@@ -198,7 +231,8 @@ class Search:
             fitting: Set[int] = set()
             for variant in variants:
                 solved = list(self._solutions_with(goal, ipus, variant, fitting))
-                found += solved
+                # A variant may ask for what the config does already.
+                found += [each for each in solved if not any(_is_same(each, other) for other in found)]
                 fitting |= {each.settings.micro_batch_size for each in solved if each.estimate.verdict is Verdict.FITS}
         return ranked(found)
 
@@ -353,6 +387,10 @@ def _largest_tensor(traced: TracedModel, cell: Cell) -> str:
     ]
     size, name = max(results + weights, default=(0, ""))
     return f"{name}, {size / 2**20:,.0f} MiB" if name else ""
+
+
+def _is_same(first: Solution, second: Solution) -> bool:
+    return first.settings == second.settings and first.layout == second.layout
 
 
 def ranked(solutions: Sequence[Solution]) -> List[Solution]:

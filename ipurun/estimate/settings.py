@@ -114,11 +114,13 @@ def loading_of(
         "loads_beside": workers > 0 or config.loader.mode != "sync",
         "hosts": max(1, len(config.distributed.hosts)),
     }
-    each, cpus, basis = machine.host_samples_per_second, 0, "machine.host_samples_per_second"
+    each, cpus, basis = machine.host_samples_per_second, machine.host_cpus, "machine.host_samples_per_second"
     if not each and measured is not None:
         each, cpus, basis = _on_host_of_ipus(measured, machine)
     if each:
-        processes = min(max(1, workers), cpus or max(1, workers))
+        # Instances on the same host share its CPUs.
+        cpus = max(1, cpus * min(found["hosts"], instances) // instances)
+        processes = min(max(1, workers), cpus)
         found.update(host_samples_per_second=each * processes * instances, host_cpus=cpus, loading_basis=basis)
     return {**found, "is_loading_known": bool(each) or is_synthetic}
 

@@ -96,7 +96,7 @@ class Settings:
         workers: Worker processes that load data, of each instance.
         loads_beside: Whether data is loaded beside the process that trains; otherwise by that one, between host calls.
         is_loading_known: Whether data loads at a known speed, or does not have to be loaded.
-        host_cpus: CPUs of the host that loads; 0 if unknown.
+        host_cpus: CPUs of the host that loads, for each instance on it; 0 if unknown.
         loading_basis: Where `host_samples_per_second` comes from.
         hosts: Hosts that send data to the machines.
         min_elements_off_chip: Optimizer state with fewer values stays on chip.
@@ -201,6 +201,8 @@ class IpuMemory:
         limit: Memory of the chip.
         imbalance: Bytes that the fullest tile holds above the average, times the number of tiles.
         streaming: Streaming memory (off chip) that this IPU uses.
+        allowed: In inference, bytes that temporaries of matmuls and convolutions may take beyond `temporary`: the
+            compiler takes the fastest way within the available-memory proportion.
     """
 
     ipu: int
@@ -214,6 +216,7 @@ class IpuMemory:
     limit: int
     imbalance: int = 0
     streaming: int = 0
+    allowed: int = 0
 
     @property
     def total(self) -> int:

@@ -229,6 +229,7 @@ def _trace(
         step="training" if training or steps is None or not steps.has("validation") else "validation",
     )
     wrapped.train(training_mode)
+    recurrent = {name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
     try:
         with without_compiler():
             captured = wrapped.tracing_flag.retry(lambda: _capture(wrapped, batch, training, progress, strategy))
@@ -244,6 +245,7 @@ def _trace(
         training=training,
         unsupported=tuple(progress.unsupported),
         refused=_refused(progress.refusals),
+        recurrent=recurrent,
     )
 
 

@@ -33,6 +33,8 @@ class TracedOp:
         source: ``file:line`` of the model that called it.
         is_batched: Whether its cost grows with the micro-batch.
         ipu: IPU of the block that the model's own code began; None if the code begins no blocks.
+        repeats: How often it runs: steps of a recurrent layer, which the device runs in a loop. Floating-point
+            operations and saved bytes are those of all of them.
     """
 
     index: int
@@ -53,6 +55,7 @@ class TracedOp:
     source: str = ""
     is_batched: bool = True
     ipu: Optional[int] = None
+    repeats: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class TracedModel:
         kinds: List[int] = []
         for op in self.ops:
             dropout = (op.index in self.dropout_masks, not self.dropout_masks.isdisjoint(op.inputs))
-            costs = (op.gradients, op.traffic_bytes, op.dims, bool(op.parameters), op.is_batched)
+            costs = (op.gradients, op.traffic_bytes, op.dims, bool(op.parameters), op.is_batched, op.repeats)
             key = (op.name, op.kind, op.signature, costs, dropout)
             if key not in numbers:
                 numbers[key] = len(first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Set, Tuple
+from typing import AbstractSet, Any, Dict, FrozenSet, List, Mapping, Optional, Set, Tuple
 
 import torch
 
@@ -47,6 +47,7 @@ def read_graph(
     training: bool,
     unsupported: Tuple[str, ...] = (),
     refused: str = "",
+    recurrent: AbstractSet[str] = frozenset(),
 ) -> TracedModel:
     """Return what a captured forward pass does, and what its backward pass needs.
 
@@ -57,16 +58,18 @@ def read_graph(
         training: Whether the graph has a backward pass.
         unsupported: Operations that PopTorch is not known to support.
         refused: What an IPU would refuse.
+        recurrent: Names of modules whose steps the device runs in a loop.
     """
-    traced = _GraphReader(graph, prefix, training).read(micro_batch_size, unsupported)
+    traced = _GraphReader(graph, prefix, training, recurrent).read(micro_batch_size, unsupported)
     return replace(traced, refused=refused)
 
 
 class _GraphReader:
-    def __init__(self, graph: Graph, prefix: str, training: bool) -> None:
+    def __init__(self, graph: Graph, prefix: str, training: bool, recurrent: AbstractSet[str]) -> None:
         self._graph = graph
         self._prefix = prefix
         self._training = training
+        self._recurrent = recurrent
         self._specs = graph.specs
         self._parameters = {self._specs[i.value].storage: i.name for i in graph.inputs_of("parameter")}
         self._owner: Dict[int, int] = {}  # storage -> operation that wrote it
@@ -82,6 +85,7 @@ class _GraphReader:
         ops = [self._op(index, node) for index, node in enumerate(forward)]
         saved = self._saved()
         ops = [replace(op, saved_bytes=saved[op.index]) if op.index in saved else op for op in ops]
+        ops = _with_loops(ops, self._recurrent)
         buffers = sum(_device_bytes(self._specs[item.value]) for item in self._graph.inputs_of("buffer"))
         return TracedModel(
             ops=tuple(ops),
@@ -208,6 +212,40 @@ class _GraphReader:
 
     def _module(self, path: str) -> str:
         return self._user_name(path) if path.startswith(self._prefix) else ""
+
+
+def _with_loops(ops: List[TracedOp], recurrent: AbstractSet[str]) -> List[TracedOp]:
+    """Make one operation of the equal ones of each call of a recurrent module: the steps of a loop on the device."""
+    if not recurrent:
+        return ops
+    found: List[TracedOp] = []
+    now: Dict[int, int] = {}  # index in the trace -> index in what is returned
+    steps: Dict[TracedOp, int] = {}  # of the call at hand
+    module = ""
+    for op in ops:
+        if op.module != module:
+            module, steps = op.module, {}
+        inputs = {now[producer] for producer in op.inputs}
+        index = now[op.index] = len(found)
+        if module in recurrent:
+            # The loop writes the results of its steps, and reads their gradients, where they are.
+            op = replace(op, gradients=min(op.gradients, 2))
+            key = replace(op, index=0, inputs=(), flops_forward=0.0, flops_backward=0.0, saved_bytes=0, source="")
+            index = now[op.index] = steps.setdefault(key, index)
+        if index == len(found):
+            found.append(replace(op, index=index, inputs=tuple(sorted(inputs))))
+            continue
+        first = found[index]
+        found[index] = replace(
+            first,
+            flops_forward=first.flops_forward + op.flops_forward,
+            flops_backward=first.flops_backward + op.flops_backward,
+            saved_bytes=first.saved_bytes + op.saved_bytes,
+            # What a step reads of the one before it comes later in the list.
+            inputs=tuple(sorted({*first.inputs, *(producer for producer in inputs if producer < index)})),
+            repeats=first.repeats + 1,
+        )
+    return found
 
 
 def _device_bytes(spec: TensorSpec) -> int:

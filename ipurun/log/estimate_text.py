@@ -297,6 +297,7 @@ def _bound_text(model: EstimatedModel) -> str:
         text = f"the device waits for data {share}: loader.workers={workers} would load beside it"
     if settings.host_cpus and workers > settings.host_cpus:
         text += f", on more than the {plural(settings.host_cpus, 'CPU')} of the host"
+        text += " for each instance" if settings.instances > 1 else ""
     return f"{text} (one loads {count_short(per_process)} samples/s, {settings.loading_basis})"
 
 

@@ -379,6 +379,11 @@ def test_what_a_faster_machine_loads_is_converted_to_the_host_of_a_pod(
     assert "on a CPU that is 3.0 times as fast as those of a Pod's host" in shown
     assert elsewhere == pytest.approx(on_ipu_host / 3, rel=0.05)  # loading takes nearly all of the time
     assert "of the host" in planned("machine.host_cpus=1")[0]
+    given = ("machine.host_samples_per_second=5", "machine.host_cpus=8")
+    enough, many = (planned(*given, f"loader.workers={workers}")[1] for workers in (8, 1000))
+    assert enough == many  # they take turns
+    shown = planned(*given)[0]
+    assert "on more than the 8 CPUs of the host" in shown and "loader.workers=8\n" in shown
     assert planned("machine.host_core_seconds=0")[1] == on_ipu_host
 
 

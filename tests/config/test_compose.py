@@ -415,11 +415,18 @@ class TestInvalidFiles:
         assert "byte order mark" in problem.what
         assert problem.where == "conf/recipe/mine.yaml:1"
 
-    def test_a_list(self) -> None:
-        write_recipe("mine", "# @package _global_\n- 1\n")
+    @pytest.mark.parametrize("text", ["- 1", "5"])
+    def test_a_list_or_a_single_value(self, text: str) -> None:
+        write_recipe("mine", f"# @package _global_\n{text}\n")
         (problem,) = problems_of("+recipe=mine")
         assert "must contain keys" in problem.what
         assert problem.where == "conf/recipe/mine.yaml:1"
+
+    def test_a_machine_may_begin_with_another(self) -> None:
+        Path("conf/machine").mkdir(parents=True)
+        Path("conf/machine/mine.yaml").write_text("defaults:\n  - bow\n  - _self_\nhost_cpus: 64\n")
+        machine = one(["+recipe=mnist", "machine=mine"]).config.machine
+        assert (machine.name, machine.clock_hz, machine.host_cpus) == ("Bow", 1.85e9, 64)
 
     @pytest.mark.parametrize("defaults", ["5", "[{a: b, c: d}]"])
     def test_a_malformed_defaults_list(self, defaults: str) -> None:
@@ -459,6 +466,7 @@ class TestInvalidValues:
             ("machine.mixed_macs_per_cycle=0", "must be above 0"),
             ("machine.op_cycles=-1", "must be 0 or more"),
             ("machine.tight_margin=nan", "must be a finite number"),
+            ("machine.tight_margin=1.5", "must be 1 or less"),
             ("machine.link_bytes_per_second=1e400", "must be a finite number"),
             ("sweep.timeout_seconds=-1", "must be above 0"),
             ("metrics={a: 1}", "`metrics.a` takes a mapping"),

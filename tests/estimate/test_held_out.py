@@ -106,6 +106,8 @@ def test_inference_is_within_a_factor_of_1_5_and_not_called_impossible(row: dict
     """PopRT merges more operations than PopTorch does: none of its runs is slower than estimated."""
     found = plan_inference(row)
     assert found.is_right_about_fit
+    # BERT-large runs, though it is estimated above the limit.
+    assert (found.estimate.verdict is Verdict.TIGHT) == (row["id"] == "poprt.bert_large_18")
     assert 1 / found.estimate.time.error < found.ratio < 1
 
 

@@ -61,6 +61,29 @@ def test_optimizer_state_off_chip_saves_its_size() -> None:
     assert accumulators.saved_bytes == pytest.approx(2 * 50_000_000 * 2, rel=1e-3)
 
 
+def test_a_table_whose_update_is_too_large_is_updated_in_parts() -> None:
+    """As mT5's: the optimizer state of one table is larger than an IPU, and its published config serialises table and
+    head."""
+    plain = chain(3, values=1_000_000)
+    tables = [dataclasses.replace(item, elements=120_000_000) for item in plain.parameters]
+    table = dataclasses.replace(plain.ops[0], kind="gather", dims=())
+    traced = dataclasses.replace(
+        plain, ops=(table, *plain.ops[1:]), parameters=(tables[0], plain.parameters[1], tables[2])
+    )
+    layout = layout_of_cuts(traced, [1, 2])
+    settings = Settings(gradient_accumulation=32, **{**ADAM, "accumulator_bytes": 2.0})
+    model = _estimated(traced, layout, settings)
+    assert model.estimate.verdicts == (Verdict.DOES_NOT_FIT, Verdict.FITS, Verdict.DOES_NOT_FIT)
+    remedy = _remedies(model)[0]
+    in_parts = "memory.serialize={layer.0: 4, layer.2: 4}"
+    assert remedy.overrides == ("memory.optimizer_state.on_chip=false", in_parts)
+    assert remedy.title == "optimizer state off chip, that of layer.0, layer.2 in parts"
+    assert remedy.verdict is Verdict.FITS
+    off_chip = _estimated(traced, layout, dataclasses.replace(settings, state_on_chip=False))
+    assert off_chip.estimate.verdict is Verdict.DOES_NOT_FIT
+    assert _remedies(off_chip)[0].overrides == (in_parts,)
+
+
 def test_remedies_that_make_it_fit_come_first() -> None:
     traced = chain(4, values=30_000_000)
     model = _estimated(traced, single_ipu(traced), Settings(gradient_accumulation=32, replicas=4, **ADAM))

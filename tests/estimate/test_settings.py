@@ -8,10 +8,22 @@ from typing import Any
 import pytest
 
 from ipurun.config.compose import one
-from ipurun.estimate.settings import machine_of, phases_of, resets_of, settings_of
+from ipurun.estimate.settings import loading_of, machine_of, phases_of, resets_of, settings_of
 from ipurun.estimate.types import Settings
 from ipurun.inspect.facts import Facts
 from ipurun.planning import make_plan
+
+
+def test_instances_share_the_cpus_of_their_host() -> None:
+    words = ["+recipe=mnist", "machine.host_samples_per_second=10", "machine.host_cpus=32", "loader.workers=24"]
+
+    def loaded(instances: int, hosts: str) -> float:
+        config = one([*words, f"distributed.hosts={hosts}"]).config
+        rate = loading_of(config, machine_of(config), None, instances, is_synthetic=False)["host_samples_per_second"]
+        return float(rate)
+
+    assert [loaded(instances, "[]") for instances in (1, 2, 64)] == [240, 320, 640]  # each has one process at least
+    assert [loaded(instances, "[a, b]") for instances in (1, 2, 4)] == [240, 480, 640]
 
 
 def _settings(*words: str) -> Settings:

@@ -12,7 +12,7 @@ from estimate_toys import chain
 from ipurun.estimate.cuts import cut_points
 from ipurun.estimate.estimate import estimate
 from ipurun.estimate.machine import Machine
-from ipurun.estimate.search import Goal, Search, variants_of
+from ipurun.estimate.search import Goal, Search, Variant, variants_of
 from ipurun.estimate.split import Splitter
 from ipurun.estimate.stages import layout_of_blocks, layout_of_cuts
 from ipurun.estimate.types import Settings, Verdict
@@ -73,6 +73,34 @@ def test_a_model_that_does_not_fit_has_no_split() -> None:
     traced = _uneven([1000] * 4, [600_000_000, 10, 10, 10])
     assert Search(traced, MACHINE).split(2, SETTINGS) is None
     assert Search(traced, MACHINE).solutions(Goal(devices=4, global_batch=64), variants_of(SETTINGS, ())) == []
+
+
+def test_tables_that_are_too_large_are_updated_in_parts() -> None:
+    """As in the published config of mT5-small on four IPUs."""
+    plain = _uneven([10000] * 6, [120_000_000, 1000, 1000, 1000, 1000, 120_000_000])
+    table = dataclasses.replace(plain.ops[0], kind="gather", dims=())
+    traced = dataclasses.replace(plain, ops=(table, *plain.ops[1:]))
+    settings = dataclasses.replace(SETTINGS, state_bytes=8.0, state_tensors=2)
+    search, goal = Search(traced, MACHINE), Goal(devices=4, global_batch=64)
+    assert search.tables == {"layer.0": 4, "layer.5": 4}
+    assert search.solutions(goal, variants_of(settings, ())) == []
+    found = search.solutions(goal, variants_of(settings, (), (), search.tables))[0]
+    assert found.overrides[-1] == "memory.serialize={layer.0: 4, layer.5: 4}"
+    assert found.estimate.verdict is Verdict.FITS
+    assert Search(_uneven([10000] * 6, [1000] * 6), MACHINE).tables == {}
+
+
+def test_a_config_is_found_once() -> None:
+    """A variant may ask for what the config does already: PopTorch recomputes in pipelines by default."""
+    settings = dataclasses.replace(SETTINGS, recompute="checkpoints")
+    variants = [Variant(settings), Variant(settings, ("recompute.mode=pipeline",))]
+    tight = dataclasses.replace(MACHINE, tight_margin=1.0)  # what fits with one variant is not tried with the next
+    found = Search(_uneven([10000] * 4, [1000] * 4), tight).solutions(Goal(devices=2, global_batch=64), variants)
+    assert len(found) > 1
+    assert not any(
+        first.settings == second.settings and first.layout == second.layout
+        for first, second in itertools.combinations(found, 2)
+    )
 
 
 def _with_tied_head(layers: int) -> TracedModel:

@@ -302,6 +302,18 @@ def test_equal_layers_are_compiled_once_for_each_ipu() -> None:
     assert seconds(20, [10], equal=True) - more > 17  # an IPU more, with a copy of the layer's code of its own
 
 
+def test_steps_in_a_loop_take_their_time_and_share_their_code() -> None:
+    once = chain(2)
+    looped = dataclasses.replace(once, ops=(dataclasses.replace(once.ops[0], repeats=10), once.ops[1]))
+    first, second = op_costs(looped, MACHINE, Settings(), 0.6)
+    assert first.forward == pytest.approx(10 * second.forward)
+    assert first.backward == pytest.approx(10 * second.backward)
+    assert first.temporary == second.temporary
+    plain, loops = (estimate(each, single_ipu(each), Settings(), MACHINE) for each in (once, looped))
+    assert loops.ipus[0].code == plain.ipus[0].code
+    assert (plain.time.error, loops.time.error) == (1.5, 2.0)
+
+
 def test_thin_groups_widen_the_range_of_the_throughput() -> None:
     traced = chain(2)
     depthwise = dataclasses.replace(traced.ops[1], kind="conv", dims=(512, 3136, 1, 1, 9), signature="depthwise")

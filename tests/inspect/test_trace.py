@@ -60,15 +60,6 @@ class Tied(nn.Module):
         return self.head(self.embedding(tokens)).flatten(0, 1)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(20, 12, batch_first=True)
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return self.layer(data)[0][:, -1]
-
-
 class Frozen(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -116,6 +107,16 @@ class SkipsLayers(Mlp):
         if self.training and torch.rand([]) < 0.0:
             return self.second(data)
         return super().forward(data)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str = "LSTM", layers: int = 1) -> None:
+        super().__init__()
+        self.rnn = getattr(nn, kind)(8, 16, layers, batch_first=True)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(data)[0][:, -1])
 
 
 class WithBlocks(Mlp):
@@ -191,13 +192,6 @@ def test_convolutions_and_their_groups() -> None:
     assert op_of(traced, "native_batch_norm").kind == "norm"
 
 
-def test_the_products_of_an_lstm_are_seen() -> None:
-    """On a CPU, torch has an operation for the whole layer."""
-    found = products(trace_model(config_of(Recurrent, (5, 20))))
-    assert sum(op.flops_forward for op in found) == 2 * 4 * 5 * (4 * 12) * (20 + 12)
-    assert {op.module for op in found} == {"layer"}
-
-
 def test_tied_weights_are_one_parameter_with_two_readers() -> None:
     config = config_of(Tied, (6,), (6,))
     config.sample[0]["dtype"] = "int64"
@@ -225,6 +219,29 @@ def test_dropout_masks_are_not_kept() -> None:
     with_mask = trace_model(config_of(WithDropout, dropout=0.5))
     without = trace_model(config_of(WithDropout, dropout=0.0))
     assert sum(op.saved_bytes for op in with_mask.ops) == sum(op.saved_bytes for op in without.ops)
+
+
+@pytest.mark.parametrize("precision", ["32.32", "16.16"])
+@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+def test_the_steps_of_a_recurrent_layer_are_a_loop(kind: str, gates: int, precision: str) -> None:
+    """One kernel for a whole layer, which torch has for a CPU, would hide its products."""
+    few, many = (trace_model(config_of(Recurrent, (steps, 8), kind=kind, precision=precision)) for steps in (5, 50))
+    each = 2.0 * 4 * gates * 16 * (8 + 16)  # products of one step of four sequences
+    head = 2.0 * 4 * 16 * 10
+    for traced, steps in ((few, 5), (many, 50)):
+        assert sum(op.flops_forward for op in products(traced)) == steps * each + head
+        assert max(op.repeats for op in traced.ops) >= steps - 1
+        assert all(producer < op.index for op in traced.ops for producer in op.inputs)
+        assert [op.index for op in traced.ops] == list(range(len(traced.ops)))
+    assert len(few.ops) == len(many.ops)
+    saved = [sum(op.saved_bytes for op in traced.ops if op.module == "rnn") for traced in (few, many)]
+    assert 9 < saved[1] / saved[0] < 11
+
+
+def test_layers_of_a_recurrent_module_have_loops_apart() -> None:
+    traced = trace_model(config_of(Recurrent, (7, 8), layers=2, precision="16.16"))
+    by_weight = {name: op.repeats for op in products(traced) for name in op.parameters if "weight_ih" in name}
+    assert by_weight == {"rnn.weight_ih_l0": 7, "rnn.weight_ih_l1": 7}
 
 
 def test_inputs_are_found_through_views() -> None:

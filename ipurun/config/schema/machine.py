@@ -88,9 +88,14 @@ class MachineConfig:
     tile_imbalance_bytes: float = option(
         0.0, "Further memory of the fullest tile above the average, in bytes, if measured.", minimum=0
     )
-    default_proportion: float = option(0.6, "Default share of a tile for matmul temporaries.", positive=True)
+    default_proportion: float = option(0.6, "Default share of a tile for matmul temporaries.", positive=True, maximum=1)
     tight_margin: float = option(
-        0.07, "Training this share below the memory limit or closer is a tight fit.", minimum=0
+        0.07, "Training this share below the memory limit or closer is a tight fit.", minimum=0, maximum=1
     )
-    inference_margin: float = option(0.22, "The same for inference.", minimum=0)
+    inference_margin: float = option(
+        0.22,
+        "The same for inference, unless it fits even if matmuls and convolutions use all of their share of a tile.",
+        minimum=0,
+        maximum=1,
+    )
     over_margin: float = option(0.03, "A model this share above the memory limit or further does not fit.", minimum=0)

@@ -1,1 +1,1 @@
-"""Parts of PoplarExecutor: device, weights, arguments, files, and model wrapping."""
+"""Parts of PoplarExecutor: device, weights, arguments, files, model wrapping, and times of operations."""
