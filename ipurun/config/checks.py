@@ -233,7 +233,8 @@ def _check(key: Key, value: Any) -> Optional[Tuple[Problem, Any]]:
     default = "" if key.default is None else f"{path}={key.default_text}"
     largest = _LARGEST if key.maximum is None else key.maximum
     if key.minimum is not None and value < key.minimum:
-        what, fix, valid = f"must be {key.minimum} or more", f"{path}={max(key.minimum, 1)}", key.minimum
+        fix = default if isinstance(key.default, float) else f"{path}={max(key.minimum, 1)}"
+        what, valid = f"must be {key.minimum} or more", key.minimum
     elif value > largest and (key.maximum is not None or isinstance(value, int)):
         fix = f"{path}={largest}" if key.maximum is not None and isinstance(value, int) else default or f"{path}=1"
         what, valid = f"must be {largest} or less", key.default

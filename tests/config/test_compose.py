@@ -479,6 +479,17 @@ class TestInvalidValues:
         assert what in problem.what
         assert problem.where == f"command line: {typed}"
 
+    @pytest.mark.parametrize(
+        ("typed", "fix"),
+        [
+            ("machine.host_core_seconds=-1", "machine.host_core_seconds=0.0048"),
+            ("machine.host_cpus=-1", "machine.host_cpus=1"),
+        ],
+    )
+    def test_a_value_that_is_too_small_gets_one_of_its_kind(self, typed: str, fix: str) -> None:
+        (problem,) = problems_of("+recipe=mnist", typed)
+        assert problem.fix == fix
+
 
 class TestGiven:
     def test_typed_keys_count_even_if_equal_to_the_default(self) -> None:

@@ -28,7 +28,7 @@ _BLOCK = 2**13  # random numbers that are drawn from the generator at once
 _ALIGNMENT = 16
 _NUM_PLACES = 512
 _SPREAD = 309  # odd: all places are used before one is used again
-_ROW_STEP = 37 * _ALIGNMENT  # odd multiple: columns of a matrix get other numbers in the next row
+_ROW_STEP = 165 * _ALIGNMENT  # odd multiple: columns of a matrix get other numbers in the next row
 _MARGIN = _NUM_PLACES * _ALIGNMENT  # random numbers beyond those of a part
 
 
