@@ -35,7 +35,7 @@ from ipurun.emulator._run.together import (
 )
 
 # Limit for the memory of micro-batches computed at once, beyond that of a single one.
-_MEMORY_BUDGET_BYTES = 68 * 2**20
+_MEMORY_BUDGET_BYTES = 60 * 2**20
 _MOST_AT_ONCE = 32
 # The largest tensor of micro-batches computed at once should stay in the cache; beyond that, larger operations gain
 # nothing.
