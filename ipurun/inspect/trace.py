@@ -273,6 +273,7 @@ def _plain_recurrence() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
+@_plain_recurrence()
 def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Progress, strategy: Any) -> Captured:
     copy_layers = all(parameter.is_meta for parameter in wrapped.parameters())
     options = emulator.Options()
@@ -289,20 +290,19 @@ def _capture(wrapped: ModelWithLoss, batch: Any, training: bool, progress: _Prog
             return emulator.identity_loss(result, reduction="none")
         return result
 
-    with _plain_recurrence():
-        return capture(
-            call,
-            parameters=dict(wrapped.named_parameters()),
-            buffers=dict(wrapped.named_buffers()),
-            inputs=inputs,
-            training=training,
-            options=options,
-            modules=dict(wrapped.named_modules()),
-            check_op=progress.see,
-            forward_only=True,
-            copy_layers=copy_layers,
-            refusals=progress.refusals,
-        )
+    return capture(
+        call,
+        parameters=dict(wrapped.named_parameters()),
+        buffers=dict(wrapped.named_buffers()),
+        inputs=inputs,
+        training=training,
+        options=options,
+        modules=dict(wrapped.named_modules()),
+        check_op=progress.see,
+        forward_only=True,
+        copy_layers=copy_layers,
+        refusals=progress.refusals,
+    )
 
 
 def _problem(error: Exception, last: Optional[Node]) -> Problem:
